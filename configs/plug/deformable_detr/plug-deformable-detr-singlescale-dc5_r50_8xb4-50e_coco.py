@@ -1,0 +1,8 @@
+_base_ = 'deformable-detr-singlescale-dc5_r50_8xb4-50e_coco.py'
+custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
+model = dict(
+    type='mmgate.Gated',
+    host='mmdet.DeformableDETR',
+    attention=dict(
+        type='PLuGMultiScaleDeformableAttention',
+        path=['encoder.layers.*.self_attn', 'decoder.layers.*.cross_attn']))

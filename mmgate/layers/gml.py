@@ -1,0 +1,112 @@
+"""The gating modulation layer (GML) of PLuG attention."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VARIANTS = ('product', 'sum', 'single', 'mlp', 'none')
+ACTIVATIONS = {'none': None, 'tanh': torch.tanh, 'hardtanh': F.hardtanh, 'softsign': F.softsign}
+INITS = ('identity', 'paper')
+MLP_WIDTH = 4  # Table 4 (D): h_int
+
+
+def check_option(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError if ``value`` is not one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f'{name}={value!r} is unknown; choose one of {", ".join(allowed)}.')
+
+
+class GatingModulation(nn.Module):
+    """Map every raw gate logit ``r`` to a gate ``G`` by two scalar factors ``gA = a r + b`` and ``gB = c r + e``.
+
+    Args:
+        variant: Table 4's ``'product'`` (E: ``gA gB``), ``'sum'`` (B: ``gA + gB``), ``'single'`` (C: ``gA``),
+            ``'mlp'`` (D: the factors of the product come from 1 -> 4 -> 2 with a ReLU, which the paper leaves open) or
+            ``'none'`` (A: ``r`` itself, no parameters).
+        activation: Applied to the result: ``'none'``, ``'tanh'``, ``'hardtanh'`` or ``'softsign'`` (Tables 5 and 8).
+        residual: Whether the host multiplies by ``1 + G``; the identity start is G = 0 then, and G = 1 without.
+        init: ``'identity'`` or ``'paper'``, torch's default for a Linear. With the variant ``'none'`` the host's gate
+            projection has to make the identity.
+
+    All parameters are one-dimensional, because detectors run xavier over every parameter that has more dimensions.
+
+    Raises:
+        ValueError: An unknown option, or an identity start that a saturating activation rules out (G = 1 without
+            the residual).
+
+    Source: PLuG attention, section 3.1, Eq. 10 and Table 4.
+    """
+
+    def __init__(
+        self, variant: str = 'product', *, activation: str = 'none', residual: bool = True, init: str = 'identity'
+    ) -> None:
+        super().__init__()
+        check_option('gml', variant, VARIANTS)
+        check_option('activation', activation, tuple(ACTIVATIONS))
+        check_option('init', init, INITS)
+        if init == 'identity' and not residual and activation != 'none':
+            raise ValueError(
+                f"init='identity' with residual=False needs G = 1, which activation={activation!r} does not reach with "
+                "a gradient; use init='paper' or activation='none'."
+            )
+        self.variant, self.activation, self.residual, self.init = variant, activation, residual, init
+        factors = {'product': 2, 'sum': 2, 'single': 1, 'mlp': 2, 'none': 0}[variant]
+        if variant == 'mlp':
+            self.hidden_weight = nn.Parameter(torch.empty(MLP_WIDTH))
+            self.hidden_bias = nn.Parameter(torch.empty(MLP_WIDTH))
+            self.weight = nn.Parameter(torch.empty(factors * MLP_WIDTH))  # (factor, hidden) in one dimension
+        elif factors:
+            self.weight = nn.Parameter(torch.empty(factors))
+        if factors:
+            self.bias = nn.Parameter(torch.empty(factors))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Set the start that ``init`` names.
+
+        The identity of the product is ``gA`` constant 0 and ``gB`` constant 1: with both at 0 neither would ever
+        receive a gradient.
+        """
+        if self.variant == 'none':
+            return
+        if self.variant == 'mlp':
+            self.hidden_weight.uniform_(-1, 1)  # torch's Linear with one input, in both inits
+            self.hidden_bias.uniform_(-1, 1)
+        if self.init == 'paper':
+            bound = MLP_WIDTH**-0.5 if self.variant == 'mlp' else 1.0
+            self.weight.uniform_(-bound, bound)
+            self.bias.uniform_(-bound, bound)
+            return
+        self.weight.zero_()
+        start = {'product': (0, 1), 'mlp': (0, 1), 'sum': (0, 0), 'single': (0,)}[self.variant]
+        if not self.residual:
+            start = {'product': (1, 1), 'mlp': (1, 1), 'sum': (0.5, 0.5), 'single': (1,)}[self.variant]
+        self.bias.copy_(self.bias.new_tensor(start))
+
+    def forward(self, r: Tensor) -> Tensor:
+        """Return the gate, of the shape of ``r``."""
+        gate = self._modulate(r)
+        activation = ACTIVATIONS[self.activation]
+        return gate if activation is None else activation(gate)
+
+    def _modulate(self, r: Tensor) -> Tensor:
+        if self.variant == 'none':
+            return r
+        if self.variant == 'mlp':
+            hidden = F.relu(r[..., None] * self.hidden_weight + self.hidden_bias)  # (..., 4)
+            factors = F.linear(hidden, self.weight.view(2, MLP_WIDTH), self.bias)
+            return factors[..., 0] * factors[..., 1]
+        if self.variant == 'single':
+            return self.weight * r + self.bias
+        a, c = self.weight
+        b, e = self.bias
+        if self.variant == 'sum':
+            return (a * r + b) + (c * r + e)
+        return (a * r + b) * (c * r + e)
+
+    def extra_repr(self) -> str:
+        """Options for ``print(module)``."""
+        return f'variant={self.variant!r}, activation={self.activation!r}, residual={self.residual}, init={self.init!r}'

@@ -1,0 +1,66 @@
+"""Which gate can replace which host class, and how it takes over the host's sizes.
+
+A downstream project adds its own pair by decorating a function with :func:`adapts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mmcv.ops import MultiScaleDeformableAttention
+from torch import nn
+
+from mmgate.layers import PLuGMultiScaleDeformableAttention
+
+Adapter = Callable[..., nn.Module]
+_ADAPTERS: dict[tuple[type, type], Adapter] = {}
+
+
+def adapts(gate: type[nn.Module], *hosts: type[nn.Module]) -> Callable[[Adapter], Adapter]:
+    """Register a function ``(host module, **options) -> gate module`` for every class in ``hosts``.
+
+    The gate has to keep the host's parameter names; the swap fills them with the host's values.
+    """
+
+    def register(adapter: Adapter) -> Adapter:
+        for host in hosts:
+            _ADAPTERS[gate, host] = adapter
+        return adapter
+
+    return register
+
+
+def adapter_for(gate: type, host: nn.Module) -> Adapter | None:
+    """Return the adapter that replaces ``host`` by a ``gate``, or None.
+
+    The class has to match exactly: a subclass may compute something else, which a swap would lose in silence.
+    """
+    return _ADAPTERS.get((gate, type(host)))
+
+
+def gates_for(host: nn.Module) -> list[type]:
+    """Return the gates that can replace ``host``."""
+    return [gate for gate, host_class in _ADAPTERS if host_class is type(host)]
+
+
+def hosts_of(gate: type) -> list[type]:
+    """Return the host classes that ``gate`` can replace; empty if it is no gate."""
+    return [host_class for candidate, host_class in _ADAPTERS if candidate is gate]
+
+
+@adapts(PLuGMultiScaleDeformableAttention, MultiScaleDeformableAttention)
+def _plug_deformable(host: MultiScaleDeformableAttention, **options: Any) -> PLuGMultiScaleDeformableAttention:
+    return PLuGMultiScaleDeformableAttention(
+        host.embed_dims,
+        host.num_heads,
+        host.num_levels,
+        host.num_points,
+        im2col_step=host.im2col_step,
+        dropout=host.dropout.p,
+        batch_first=host.batch_first,
+        norm_cfg=host.norm_cfg,
+        init_cfg=host.init_cfg,
+        value_proj_ratio=host.value_proj.out_features / host.embed_dims,
+        **options,
+    )

@@ -1,0 +1,226 @@
+r"""Multi-scale deformable sampling on the CPU as one weighted sum over rows of the value matrix.
+
+    out[b, q, h] = sum over (corner c, level l, point p) of  bilinear_c a_lp  value[index_clp]
+
+Layout: value as rows (B * S * H, D); one bag of 4 * L * P rows per (b, q, h); output (B * Q * H, D), which already is
+(B, Q, H * D). torch's ``embedding_bag`` does that sum at memory speed, so what remains is to compute indices and
+weights, on the fly and for a chunk of queries at a time: nothing larger than a chunk is kept for the backward pass.
+
+The backward pass turns the same sum around. Gradients of the weights are ``embedding_bag``'s own; the gradient of the
+values is again an ``embedding_bag``, now with a bag per value row, over the output gradients sorted by row: no atomics,
+so the result does not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+logger = logging.getLogger('mmgate')
+
+CHUNK = 1 << 20  # sampled corners at a time: 8 to 40 bytes each
+COMPILE_FROM = 1 << 22  # corners in a call from which half a minute of compilation is repaid within an epoch
+
+
+def why_not(value: Tensor) -> str | None:
+    """Return why this backend cannot run on ``value``, or None."""
+    if value.device.type != 'cpu':
+        return f'it is for CPU tensors, value is on {value.device}'
+    if not value.is_floating_point():
+        return f'value must be floating point, got {value.dtype}'
+    return None
+
+
+def sample(
+    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
+) -> Tensor:
+    """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.sample_reference`; 16-bit values are summed in float32."""
+    compute = torch.promote_types(weights.dtype, torch.float32)
+    output = torch.ops.mmgate.ms_deform_sample(
+        value.to(compute), spatial_shapes, level_start_index, sampling_locations.to(compute), weights.to(compute)
+    )
+    return output.to(value.dtype)
+
+
+def _corners(
+    locations: Tensor, weights: Tensor, spatial_shapes: Tensor, first_row: Tensor, heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return rows, bilinear weights and full weights, each ``(n, H, 4, L, P)``, of ``n`` queries."""
+    # int32 rows halve the traffic and the sorting time
+    height, width = (spatial_shapes[:, i, None].to(locations.dtype) for i in (0, 1))
+    x, y = locations[..., 0] * width - 0.5, locations[..., 1] * height - 0.5  # (n, H, L, P) pixels
+    x0, y0 = x.floor(), y.floor()
+    fx, fy = x - x0, y - y0
+    rows, bilinear = [], []
+    for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        xc, yc = x0 + dx, y0 + dy
+        inside = (xc >= 0) & (xc < width) & (yc >= 0) & (yc < height)
+        rows.append(first_row + torch.where(inside, yc * width + xc, 0).to(torch.int32) * heads)
+        bilinear.append(torch.where(inside, (fx if dx else 1 - fx) * (fy if dy else 1 - fy), 0))
+    stacked = torch.stack(bilinear, 2)
+    return torch.stack(rows, 2), stacked, stacked * weights[:, :, None]
+
+
+def _coordinate_gradients(
+    dots: Tensor, bilinear: Tensor, locations: Tensor, weights: Tensor, spatial_shapes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return gradients of locations ``(n, H, L, P, 2)`` and weights from ``dots = <value row, output gradient>``."""
+    height, width = (spatial_shapes[:, i, None].to(locations.dtype) for i in (0, 1))
+    x, y = locations[..., 0] * width - 0.5, locations[..., 1] * height - 0.5
+    x0, y0 = x.floor(), y.floor()
+    fx, fy = x - x0, y - y0
+    left, right = (x0 >= 0) & (x0 < width), (x0 + 1 >= 0) & (x0 + 1 < width)
+    top, bottom = (y0 >= 0) & (y0 < height), (y0 + 1 >= 0) & (y0 + 1 < height)
+    d00, d10 = torch.where(left & top, dots[:, :, 0], 0), torch.where(right & top, dots[:, :, 1], 0)
+    d01, d11 = torch.where(left & bottom, dots[:, :, 2], 0), torch.where(right & bottom, dots[:, :, 3], 0)
+    grad_x = ((d10 - d00) * (1 - fy) + (d11 - d01) * fy) * weights * width
+    grad_y = ((d01 - d00) * (1 - fx) + (d11 - d10) * fx) * weights * height
+    return torch.stack([grad_x, grad_y], -1), (dots * bilinear).sum(2)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+_compiler_failed = False
+
+
+def _run(function: Callable[..., Any], corners: int, *args: Any) -> Any:
+    """Call ``function``, compiled if that is wanted (``MMGATE_CPU_COMPILE`` = 0, 1 or auto) and works."""
+    global _compiler_failed
+    wanted = os.environ.get('MMGATE_CPU_COMPILE', 'auto')
+    if wanted not in ('0', '1', 'auto'):
+        raise ValueError(f'MMGATE_CPU_COMPILE={wanted!r} is not known; set 0, 1 or auto.')
+    if wanted == '1' or (wanted == 'auto' and corners >= COMPILE_FROM and not _compiler_failed):
+        try:
+            return _compiled(function)(*args)
+        except Exception as error:
+            if wanted == '1':
+                raise
+            _compiler_failed = True  # no C++ compiler, most often: the same function runs as it is
+            logger.warning('torch.compile failed, the CPU backend goes on without it: %s', str(error).split('\n')[0])
+    return function(*args)
+
+
+def _chunks(value: Tensor, level_start_index: Tensor, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield slices of the B * Q queries and their samples' first rows ``(n, H, 1, 1)``, for level l at ``[..., l, 0]``."""
+    batch, tokens, heads, _ = value.shape
+    _, queries, _, levels, points = weights.shape
+    if batch * tokens * heads > torch.iinfo(torch.int32).max:
+        raise ValueError(f'value {tuple(value.shape)} has more than 2^31 rows; use a smaller batch or backend="torch".')
+    image = torch.arange(batch).repeat_interleave(queries)
+    head = torch.arange(heads).view(1, -1, 1, 1)
+    step = max(1, CHUNK // max(1, heads * levels * points * 4))
+    for start in range(0, batch * queries, step):
+        part = slice(start, start + step)
+        first = (image[part].view(-1, 1, 1, 1) * tokens + level_start_index.view(1, 1, -1, 1)) * heads + head
+        yield part, first.to(torch.int32)
+
+
+@torch.library.custom_op('mmgate::ms_deform_sample', mutates_args=(), device_types='cpu')
+def _sample(
+    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    heads, dim = value.shape[2:]
+    batch, queries = weights.shape[:2]
+    output = value.new_empty(batch * queries * heads, dim)
+    rows = value.reshape(-1, dim)
+    all_locations, all_weights = locations.flatten(0, 1), weights.flatten(0, 1)
+    for part, first in _chunks(value, level_start_index, weights):
+        index, _, full = _run(
+            _corners, weights.numel() * 4, all_locations[part], all_weights[part], spatial_shapes, first, heads
+        )
+        bags = F.embedding_bag(index.flatten(2).flatten(0, 1), rows, per_sample_weights=full.flatten(2).flatten(0, 1), mode='sum')
+        output[part.start * heads : part.start * heads + len(bags)] = bags
+    return output.view(batch, queries, heads * dim)
+
+
+@_sample.register_fake
+def _(value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
+    return value.new_empty(weights.shape[0], weights.shape[1], value.shape[2] * value.shape[3])
+
+
+@torch.library.custom_op('mmgate::ms_deform_sample_backward', mutates_args=(), device_types='cpu')
+def _sample_backward(
+    grad: Tensor,
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    value_needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    heads, dim = value.shape[2:]
+    corners = weights.numel() * 4
+    rows = value.reshape(-1, dim)
+    grad_rows = torch.zeros_like(rows)
+    grad_locations, grad_weights = torch.empty_like(locations.flatten(0, 1)), torch.empty_like(weights.flatten(0, 1))
+    all_locations, all_weights, grad_bags = locations.flatten(0, 1), weights.flatten(0, 1), grad.contiguous().view(-1, dim)
+    for part, first in _chunks(value, level_start_index, weights):
+        chunk = all_locations[part], all_weights[part]
+        index, bilinear, full = _run(_corners, corners, *chunk, spatial_shapes, first, heads)
+        index, size = index.flatten(2).flatten(0, 1), full.shape  # (n * H, 4 * L * P)
+        grad_part = grad_bags[part.start * heads :][: len(index)]
+        dots = _dots(rows, index, grad_part).view(size)
+        grad_locations[part], grad_weights[part] = _run(
+            _coordinate_gradients, corners, dots, bilinear, *chunk, spatial_shapes
+        )
+        if value_needs_grad:
+            del dots, bilinear
+            _add_by_row(grad_rows, index, full.flatten(), grad_part)
+    return grad_rows.view(value.shape), grad_locations.view(locations.shape), grad_weights.view(weights.shape)
+
+
+@_sample_backward.register_fake
+def _(
+    grad: Tensor,
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    value_needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return value.new_empty(value.shape), locations.new_empty(locations.shape), weights.new_empty(weights.shape)
+
+
+def _dots(rows: Tensor, index: Tensor, grad_bags: Tensor) -> Tensor:
+    """Return ``<rows[index], grad_bags>``: the rule by which embedding_bag differentiates its weights."""
+    bags, size = index.shape
+    offsets = torch.arange(0, bags * size, max(size, 1), dtype=index.dtype)[:bags]
+    bag_of = torch.arange(bags, dtype=index.dtype).repeat_interleave(size)
+    # Called by its name because autograd is off inside a registered op.
+    return torch.ops.aten._embedding_bag_per_sample_weights_backward(
+        grad_bags, rows, index.flatten(), offsets, bag_of, mode=0
+    )
+
+
+def _add_by_row(grad_rows: Tensor, index: Tensor, weights: Tensor, grad_bags: Tensor) -> None:
+    """Add ``weights * grad_bags`` of every sample to the row that it was read from."""
+    order = index.flatten().sort()
+    counts = torch.bincount(order.values, minlength=len(grad_rows))
+    offsets = counts.cumsum(0) - counts
+    bag = order.indices // index.shape[1]
+    grad_rows += F.embedding_bag(bag, grad_bags, offsets, per_sample_weights=weights[order.indices], mode='sum')
+
+
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    value, locations, weights = torch.ops.mmgate.ms_deform_sample_backward(
+        grad, *ctx.saved_tensors, ctx.needs_input_grad[0]
+    )
+    return value, None, None, locations, weights
+
+
+_sample.register_autograd(_backward, setup_context=_setup_context)

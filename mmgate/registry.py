@@ -1,0 +1,10 @@
+"""Registries of scope ``mmgate``, children of mmengine's roots, so that ``type='mmgate.X'`` works in any config."""
+
+from mmengine.registry import DATASETS as MMENGINE_DATASETS
+from mmengine.registry import HOOKS as MMENGINE_HOOKS
+from mmengine.registry import MODELS as MMENGINE_MODELS
+from mmengine.registry import Registry
+
+MODELS = Registry('model', parent=MMENGINE_MODELS, scope='mmgate', locations=['mmgate.models', 'mmgate.layers'])
+DATASETS = Registry('dataset', parent=MMENGINE_DATASETS, scope='mmgate', locations=['mmgate.datasets'])
+HOOKS = Registry('hook', parent=MMENGINE_HOOKS, scope='mmgate', locations=['mmgate.engine'])

@@ -1,0 +1,82 @@
+#!/usr/bin/env bash
+# Create or refresh the development environment. Idempotent: a second call costs a checksum.
+#
+#   PYTHON=python3.11        interpreter to build the environment from
+#   VENV=.venv               where the environment goes
+#   MMGATE_CACHE=~/.cache/mmgate   where built mmcv wheels are kept, by torch, CUDA and Python version
+#   MMCV_WHEELS=DIR_OR_URL   where prebuilt onedl-mmcv wheels lie; tried before anything is compiled
+#   MAX_JOBS=N               compilers to run at once (default: one a core)
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+TORCH=2.13.0
+MMCV=2.3.6
+MMCV_OBJECTS=78 # translation units of the CPU build; only used to say how far it is
+VENV=${VENV:-.venv}
+CACHE=${MMGATE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/mmgate}
+PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
+STAMP=$VENV/.mmgate-setup
+
+fingerprint=$(cat pyproject.toml tools/dev/setup_env.sh | cksum)
+if [ "$(cat "$STAMP" 2>/dev/null)" = "$fingerprint" ]; then exit 0; fi
+
+say() { printf 'setup: %s\n' "$*"; }
+run_pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+  { say "Python 3.10 or newer is needed, $PYTHON is older; set PYTHON=..."; exit 1; }
+
+if [ ! -x "$VENV/bin/python" ]; then
+  say "creating $VENV"
+  "$PYTHON" -m venv "$VENV"
+fi
+say "installing torch $TORCH (about 1 minute)"
+run_pip install -q "torch==$TORCH" "setuptools>=80,<81" wheel packaging ninja psutil numpy
+
+# A wheel compiled against one torch does not load under another, hence the folder's name.
+tag=$("$VENV/bin/python" -c '
+import platform, sys, torch
+cuda = "cu" + torch.version.cuda.replace(".", "") if torch.version.cuda else "cpu"
+version = torch.__version__.split("+")[0]
+print(f"torch{version}-{cuda}-cp{sys.version_info[0]}{sys.version_info[1]}-{platform.machine()}")')
+wheels=$CACHE/wheels/$tag
+find_wheel() { find "$wheels" -name "onedl_mmcv-$MMCV-*.whl" 2>/dev/null | head -n 1; }
+
+build_mmcv() {
+  local jobs=${MAX_JOBS:-$(nproc)} start=$SECONDS work log
+  work=$(mktemp -d) log=$wheels/build.log
+  mkdir -p "$wheels"
+  say "compiling mmcv $MMCV's operators with $jobs jobs: about 12 minutes on 2 cores, once for $tag; log: $log"
+  TMPDIR=$work MMCV_WITH_OPS=1 MAX_JOBS=$jobs "$VENV/bin/python" -m pip wheel -v --disable-pip-version-check \
+    --no-build-isolation --no-deps --no-cache-dir --wheel-dir "$work/out" "onedl-mmcv==$MMCV" >"$log" 2>&1 &
+  local builder=$! done_files
+  trap 'kill "$builder" 2>/dev/null; rm -rf "$work"' EXIT INT TERM
+  while kill -0 "$builder" 2>/dev/null; do
+    sleep 1
+    (((SECONDS - start) % 20 == 0)) || continue
+    done_files=$(find "$work" -name '*.o' | wc -l)
+    say "  mmcv: $done_files of about $MMCV_OBJECTS files compiled, $(((SECONDS - start) / 60)) min $(((SECONDS - start) % 60)) s"
+  done
+  if ! wait "$builder"; then
+    say "mmcv did not build; the end of $log:"
+    tail -n 30 "$log"
+    exit 1
+  fi
+  mv "$work"/out/onedl_mmcv-*.whl "$wheels/" # last, so that an interrupted build leaves no half wheel
+  trap - EXIT INT TERM
+  rm -rf "$work"
+  say "mmcv built in $(((SECONDS - start) / 60)) min"
+}
+
+if [ -z "$(find_wheel)" ] && [ -n "${MMCV_WHEELS:-}" ]; then
+  mkdir -p "$wheels"
+  say "looking for a prebuilt mmcv wheel in $MMCV_WHEELS"
+  run_pip download -q --no-deps --only-binary=:all: --no-index --find-links "$MMCV_WHEELS" -d "$wheels" \
+    "onedl-mmcv==$MMCV" || say "none there fits this Python and torch"
+fi
+if [ -z "$(find_wheel)" ]; then build_mmcv; fi
+
+say "installing the mm packages and mmgate"
+run_pip install -q --find-links "$wheels" --no-build-isolation -e '.[mm,triton,dev]'
+echo "$fingerprint" >"$STAMP"
+say "ready in ${SECONDS} s"
