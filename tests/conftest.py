@@ -1,0 +1,41 @@
+"""Shared helpers: one place that compares values and gradients."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+# Compiling takes longer than the small shapes of the tests; those that want it turn it on.
+os.environ.setdefault('MMGATE_CPU_COMPILE', '0')
+
+ROOT = Path(__file__).parents[1]
+
+
+def values_and_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], differentiable: Sequence[int]
+) -> dict[str, Tensor]:
+    """Return the output and the gradient of every differentiable input of ``sum(output * fixed noise)``."""
+    copies = [x.detach().clone().requires_grad_(i in differentiable) for i, x in enumerate(inputs)]
+    output = function(*copies)
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (output.double() * noise).sum().backward()
+    grads = {f'grad of input {i}': copies[i].grad for i in differentiable}
+    return {'output': output.detach(), **{name: g if g is not None else torch.zeros(()) for name, g in grads.items()}}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float, atol: float) -> None:
+    """Compare what :func:`values_and_gradients` returned, naming what differs."""
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            actual[name].double(), value.double(), rtol=rtol, atol=atol, msg=lambda m, n=name: f'{n}: {m}'
+        )
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

@@ -1,0 +1,179 @@
+"""Multi-scale deformable attention: reference against mmcv, backends against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import assert_same, values_and_gradients
+from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
+from torch import Tensor
+
+from mmgate.ops import ms_deform_attn, ms_deform_attn_cpu
+from mmgate.ops.ms_deform_attn import attention_weights
+
+CASES = {  # name: (levels, B, Q, H, D, P, spread of the locations)
+    'two_levels': ([(4, 6), (2, 3)], 2, 5, 2, 4, 3, 0.5),
+    'outside': ([(3, 4), (2, 2)], 2, 4, 2, 4, 2, 3.0),
+    'one_pixel_levels': ([(1, 1), (1, 1), (2, 1)], 2, 3, 2, 4, 2, 1.0),
+    'one_of_everything': ([(3, 2)], 1, 1, 1, 1, 1, 0.5),
+    'zero_queries': ([(3, 2), (1, 2)], 2, 0, 2, 4, 2, 0.5),
+    'empty_batch': ([(3, 2), (1, 2)], 0, 3, 2, 4, 2, 0.5),
+}
+GATES = {'none': None, 'head_level': (2, 2, 1), 'full': (2, 2, 3), 'head': (2, 1, 1), 'point': (1, 2, 3), 'level': (1, 2, 1)}
+BACKENDS = ['torch', 'cpu']
+
+
+def make_inputs(case: str, dtype: torch.dtype = torch.float64, gate: tuple[int, ...] | None = None) -> list[Tensor]:
+    levels, batch, queries, heads, dim, points, spread = CASES[case]
+    shapes = torch.tensor(levels)
+    areas = shapes.prod(1)
+    start = areas.cumsum(0) - areas
+    locations = 0.5 + spread * (torch.rand(batch, queries, heads, len(levels), points, 2, dtype=dtype) - 0.5) * 2
+    inputs = [
+        torch.randn(batch, int(areas.sum()), heads, dim, dtype=dtype),
+        shapes,
+        start,
+        locations,
+        torch.randn(batch, queries, heads, len(levels), points, dtype=dtype),
+    ]
+    return inputs if gate is None else [*inputs, torch.randn(batch, queries, *gate, dtype=dtype)]
+
+
+@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_agrees_with_mmcv(case: str, backend: str) -> None:
+    inputs = make_inputs(case)
+    if case == 'empty_batch':
+        assert ms_deform_attn(*inputs, backend=backend).shape == (0, 3, 8)
+        return
+
+    def mmcv(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor) -> Tensor:
+        return multi_scale_deformable_attn_pytorch(value, shapes, locations, logits.flatten(-2).softmax(-1).view_as(logits))
+
+    expected = values_and_gradients(mmcv, inputs, (0, 3, 4))
+    actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4))
+    assert_same(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+@pytest.mark.parametrize('case', CASES)
+def test_gradcheck_locations(case: str, backend: str) -> None:
+    inputs = [x.requires_grad_() if x.is_floating_point() else x for x in make_inputs(case)]
+    if inputs[0].shape[0] and inputs[4].shape[1]:
+        assert torch.autograd.gradcheck(lambda *x: ms_deform_attn(*x, backend=backend), inputs)
+    else:
+        ms_deform_attn(*inputs, backend=backend).sum().backward()
+        assert inputs[0].grad.abs().sum() == 0 and inputs[3].grad.shape == inputs[3].shape
+
+
+@pytest.mark.parametrize('residual', [True, False], ids=['residual', 'no_residual'])
+@pytest.mark.parametrize('position', ['pre_softmax', 'post_softmax'])
+@pytest.mark.parametrize('gate', [g for g in GATES if g != 'none'])
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_gradcheck_gates(backend: str, gate: str, position: str, residual: bool) -> None:
+    inputs = [x.requires_grad_() if x.is_floating_point() else x for x in make_inputs('two_levels', gate=GATES[gate])]
+
+    def attend(*x: Tensor) -> Tensor:
+        return ms_deform_attn(*x, position=position, residual=residual, backend=backend)
+
+    assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
+
+
+def test_weights_by_hand() -> None:
+    logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).view(1, 1, 1, 2, 2)
+    gate = torch.tensor([1.0, -0.5]).view(1, 1, 1, 2, 1)
+    gated = torch.tensor([0.0, 2.0, 1.0, -0.5])
+    plain = logits.flatten().softmax(0)
+    cases = {
+        ('pre_softmax', True): gated.softmax(0),
+        ('pre_softmax', False): torch.tensor([0.0, 1.0, -1.0, 0.5]).softmax(0),
+        ('post_softmax', True): plain * torch.tensor([2.0, 2.0, 0.5, 0.5]),
+        ('post_softmax', False): plain * torch.tensor([1.0, 1.0, -0.5, -0.5]),
+    }
+    for (position, residual), expected in cases.items():
+        actual = attention_weights(logits, gate, position=position, residual=residual)
+        torch.testing.assert_close(actual.flatten(), expected)
+
+
+@pytest.mark.parametrize('compiled', ['0', '1'], ids=['eager', 'compiled'])
+@pytest.mark.parametrize('chunk', [16, 1 << 20], ids=['many_chunks', 'one_chunk'])
+def test_cpu_chunks_and_compilation(monkeypatch: pytest.MonkeyPatch, chunk: int, compiled: str) -> None:
+    monkeypatch.setattr(ms_deform_attn_cpu, 'CHUNK', chunk)
+    monkeypatch.setenv('MMGATE_CPU_COMPILE', compiled)
+    inputs = make_inputs('two_levels', gate=(2, 2, 1))
+    expected = values_and_gradients(lambda *x: ms_deform_attn(*x, backend='torch'), inputs, (0, 3, 4, 5))
+    actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend='cpu'), inputs, (0, 3, 4, 5))
+    assert_same(actual, expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_low_precision(backend: str, dtype: torch.dtype, tolerance: float) -> None:
+    inputs = make_inputs('two_levels', gate=(2, 2, 1))
+    rounded = [x.to(dtype) if i in (0, 4, 5) else x.float() if i == 3 else x for i, x in enumerate(inputs)]
+    exact = [x.double() if x.is_floating_point() else x for x in rounded]
+    output = ms_deform_attn(*rounded, backend=backend)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.double(), ms_deform_attn(*exact, backend='torch'), rtol=tolerance, atol=tolerance)
+
+
+def test_frozen_value_gets_no_gradient() -> None:
+    inputs = make_inputs('two_levels')
+    inputs[3].requires_grad_()
+    ms_deform_attn(*inputs, backend='cpu').sum().backward()
+    assert inputs[0].grad is None and inputs[3].grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_not_a_number_and_far_locations_do_not_crash(backend: str) -> None:
+    inputs = make_inputs('two_levels')
+    inputs[3][0, 0, 0, 0, 0] = torch.tensor([float('nan'), 0.5])
+    inputs[3][0, 1] = 1e30
+    output = ms_deform_attn(*inputs, backend=backend)
+    assert torch.equal(output[0, 1], torch.zeros(8, dtype=torch.float64))
+    assert torch.isfinite(output[1]).all()
+
+
+def test_registered_op_passes_opcheck() -> None:
+    value, shapes, start, locations, logits = make_inputs('two_levels', torch.float32)
+    args = (value.requires_grad_(), shapes, start, locations.requires_grad_(), logits.softmax(-1).requires_grad_())
+    torch.library.opcheck(torch.ops.mmgate.ms_deform_sample.default, args)
+
+
+@pytest.mark.parametrize('backend', ['auto', *BACKENDS])
+def test_compiles_without_graph_break(backend: str) -> None:
+    inputs = make_inputs('two_levels', torch.float32, gate=(2, 2, 1))
+    compiled = torch.compile(lambda *x: ms_deform_attn(*x, backend=backend), fullgraph=True, backend='aot_eager')
+    expected = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4, 5))
+    assert_same(values_and_gradients(compiled, inputs, (0, 3, 4, 5)), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('MMGATE_MS_DEFORM_ATTN', 'mmcv')
+    with pytest.raises(ValueError, match='CUDA tensors, value is on cpu. Usable here: cpu, torch, auto'):
+        ms_deform_attn(*make_inputs('two_levels'), backend='torch')
+
+
+def with_input(number: int, value: Tensor) -> list[Tensor]:
+    inputs = make_inputs('two_levels', gate=(2, 2, 1))
+    inputs[number] = value
+    return inputs
+
+
+@pytest.mark.parametrize(
+    'arguments, options, message',
+    [
+        (lambda: make_inputs('two_levels'), dict(backend='cuda'), 'choose one of auto, mmcv, cpu, torch'),
+        (lambda: make_inputs('two_levels'), dict(backend='mmcv'), "backend 'mmcv' cannot run here"),
+        (lambda: make_inputs('two_levels'), dict(position='pre'), 'choose one of pre_softmax, post_softmax'),
+        (lambda: with_input(1, torch.tensor([(4, 6), (2, 2)])), {}, 'value has 30 tokens, but .* hold 28'),
+        (lambda: with_input(1, torch.tensor([(5, 6)])), {}, r'spatial_shapes must be \(2, 2\)'),
+        (lambda: with_input(3, torch.rand(2, 5, 2, 2, 3)), {}, 'sampling_locations must be'),
+        (lambda: with_input(0, torch.rand(2, 30, 8)), {}, r'value must be \(B, S, H, D\)'),
+        (lambda: with_input(0, torch.rand(2, 30, 4, 4)), {}, 'differ in batch or heads'),
+    ],
+    ids=['unknown_backend', 'impossible_backend', 'position', 'areas', 'levels', 'locations', 'value', 'heads'],
+)
+def test_bad_input(arguments, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ms_deform_attn(*arguments(), **options)
