@@ -81,7 +81,7 @@ class GatingModulation(nn.Module):
             self.bias.uniform_(-bound, bound)
             return
         self.weight.zero_()
-        start = {'product': (0, 1), 'mlp': (0, 1), 'sum': (0, 0), 'single': (0,)}[self.variant]
+        start: tuple[float, ...] = {'product': (0, 1), 'mlp': (0, 1), 'sum': (0, 0), 'single': (0,)}[self.variant]
         if not self.residual:
             start = {'product': (1, 1), 'mlp': (1, 1), 'sum': (0.5, 0.5), 'single': (1,)}[self.variant]
         self.bias.copy_(self.bias.new_tensor(start))

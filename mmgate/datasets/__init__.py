@@ -1,0 +1,1 @@
+"""The generated shapes data set, in COCO and in ADE20K form."""

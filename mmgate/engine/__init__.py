@@ -1,0 +1,1 @@
+"""What stands between a command line and mmengine's Runner."""

@@ -1,0 +1,135 @@
+"""Checks of a config against the world, before anything is built."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os.path as osp
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.runner import Runner
+
+# What train.py and test.py read from a config beside the Runner's own arguments.
+_TOP_LEVEL = {'auto_scale_lr', 'custom_imports', 'runner_type', 'tta_model', 'tta_pipeline', 'find_unused_parameters'} | {
+    'compile', 'dynamic_intervals', 'fp16', 'max_epochs', 'model_wrapper_cfg', 'sync_bn'
+}  # fmt: skip
+
+
+class ConfigError(ValueError):
+    """The user's input is wrong; the message says what, what was expected and what to do."""
+
+
+def check_options(cfg: Config, options: Mapping[str, Any]) -> None:
+    """Refuse ``--cfg-options`` that name nothing.
+
+    A new leaf is accepted in a component (a dict with a ``type``), whose constructor knows its arguments, and in a dict
+    without one only if that dict is empty.
+
+    Raises:
+        ConfigError: A key does not exist; the message names the nearest that does.
+    """
+    runner = set(inspect.signature(Runner.__init__).parameters) - {'self'}
+    for key in options:
+        node: Any = cfg
+        walked: list[str] = []
+        parts = key.split('.')
+        for number, part in enumerate(parts):
+            here, last = '.'.join(walked), number == len(parts) - 1
+            if isinstance(node, (list, tuple)):
+                if not (part.isdigit() and int(part) < len(node)):
+                    raise ConfigError(f'--cfg-options {key}: {here} is a list of {len(node)}; use a number below that.')
+                node = node[int(part)]
+            elif isinstance(node, (Config, Mapping)):
+                if part not in node:
+                    known = set(node) | ((runner | _TOP_LEVEL) if not walked else set())
+                    free = part in known or (walked and ('type' in node or not node))
+                    if last and free or (free and not walked):
+                        break
+                    near = difflib.get_close_matches(part, sorted(map(str, known)), n=1)
+                    hint = f' Did you mean {".".join([*walked, near[0]])!r}?' if near else ''
+                    place = f'{here} has' if here else 'the config has'
+                    raise ConfigError(
+                        f'--cfg-options {key}: {place} no {part!r}.{hint} Known: {", ".join(sorted(map(str, node)))}.'
+                    )
+                node = node[part]
+            else:
+                raise ConfigError(f'--cfg-options {key}: {here} is {node!r}, which holds no {part!r}.')
+            walked.append(part)
+
+
+def check_data(cfg: Config, splits: Sequence[str]) -> None:
+    """Refuse a config whose local data files or folders are missing.
+
+    Raises:
+        ConfigError: With the config path of the entry and the path looked for.
+    """
+    for split in splits:
+        loader = cfg.get(f'{split}_dataloader')
+        if loader and loader.get('dataset') and cfg.get(f'{split}_cfg'):
+            for entry, path in _dataset_paths(loader.dataset, f'{split}_dataloader.dataset'):
+                _require(entry, path)
+        evaluators = cfg.get(f'{split}_evaluator') if split != 'train' else None
+        listed = evaluators if isinstance(evaluators, (list, tuple)) else [evaluators]
+        for evaluator in listed:
+            path = evaluator.get('ann_file') if isinstance(evaluator, Mapping) else None
+            if path and _is_local(path, evaluator):
+                _require(f'{split}_evaluator.ann_file', path)
+
+
+def _dataset_paths(dataset: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
+    for key in ('dataset', 'datasets'):
+        inner = dataset.get(key)
+        if isinstance(inner, Mapping):
+            yield from _dataset_paths(inner, f'{where}.{key}')
+        elif isinstance(inner, (list, tuple)):
+            for number, one in enumerate(inner):
+                yield from _dataset_paths(one, f'{where}.{key}.{number}')
+    root = dataset.get('data_root') or ''
+    if not _is_local(root, dataset):
+        return
+    if root:
+        yield f'{where}.data_root', root
+    named = {'ann_file': dataset.get('ann_file'), **_prefixes(dataset)}
+    for key, value in named.items():
+        if isinstance(value, str) and value and _is_local(value, dataset):
+            yield f'{where}.{key}', osp.join(root, value)
+
+
+def _prefixes(dataset: Mapping[str, Any]) -> dict[str, Any]:
+    prefix = dataset.get('data_prefix')
+    return {f'data_prefix.{key}': value for key, value in prefix.items()} if isinstance(prefix, Mapping) else {}
+
+
+def _is_local(path: str, owner: Mapping[str, Any]) -> bool:
+    return '://' not in path and not owner.get('backend_args')
+
+
+def _require(entry: str, path: str) -> None:
+    if not osp.exists(path):
+        raise ConfigError(
+            f'{entry}: {path} does not exist (looked for {osp.abspath(path)}). Put the data set there, link it, or point '
+            f'the config at it with --cfg-options; the generated shapes come from '
+            f'tools/dataset_converters/make_shapes.py.'
+        )
+
+
+def check_checkpoint(path: str) -> None:
+    """Refuse a local checkpoint that is missing, cut short or no checkpoint; URLs pass.
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    if '://' in path:
+        return
+    if not osp.isfile(path):
+        raise ConfigError(f'checkpoint {path} does not exist (looked for {osp.abspath(path)}).')
+    with open(path, 'rb') as file:
+        head = file.read(4)
+    if head[:2] == b'PK':
+        if not zipfile.is_zipfile(path):
+            raise ConfigError(f'checkpoint {path} is cut short; copy or download it again.')
+    elif head[:1] != b'\x80':  # neither torch's zip nor a pickle of old
+        raise ConfigError(f'checkpoint {path} is no torch checkpoint; it starts with {head!r}.')

@@ -1,0 +1,190 @@
+"""PLuG deformable attention against mmcv's class and against the paper's equations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mmcv.ops import MultiScaleDeformableAttention
+from torch import Tensor, nn
+
+from mmgate.layers import GatingModulation, PLuGMultiScaleDeformableAttention
+from mmgate.layers.gml import VARIANTS
+from mmgate.layers.plug import GRANULARITIES
+
+SIZES = dict(embed_dims=16, num_heads=4, num_levels=2, num_points=3)
+GATED = {
+    **{f'granularity_{name}': dict(granularity=name) for name in GRANULARITIES},
+    **{f'gml_{name}': dict(gml=name) for name in VARIANTS},
+    'tanh': dict(activation='tanh'),
+    'softsign': dict(activation='softsign'),
+    'post_softmax': dict(position='post_softmax'),
+    'no_residual': dict(residual=False),
+    **{f'no_residual_{name}': dict(residual=False, gml=name) for name in VARIANTS},
+}
+
+
+def make_call(columns: int = 2, batch_first: bool = True, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    shapes = torch.tensor([(4, 6), (2, 3)])
+    query, value = torch.randn(2, 5, 16, dtype=dtype), torch.randn(2, 30, 16, dtype=dtype)
+    call = dict(query=query, value=value, query_pos=torch.randn_like(query), identity=torch.randn_like(query))
+    if not batch_first:
+        call = {name: x.transpose(0, 1) for name, x in call.items()}
+    mask = torch.zeros(2, 30, dtype=torch.bool)
+    mask[1, -4:] = True
+    return dict(
+        **call,
+        key_padding_mask=mask,
+        reference_points=torch.rand(2, 5, 2, columns, dtype=dtype),
+        spatial_shapes=shapes,
+        level_start_index=torch.tensor([0, 24]),
+    )
+
+
+def pair(batch_first: bool = True, **options) -> tuple[MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention]:
+    """Vanilla and gated attention with the same, non-trivial weights; checks what is missing from a vanilla checkpoint."""
+    vanilla = MultiScaleDeformableAttention(**SIZES, batch_first=batch_first, dropout=0.0)
+    for parameter in vanilla.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    gated = PLuGMultiScaleDeformableAttention(**SIZES, batch_first=batch_first, dropout=0.0, **options)
+    keys = gated.load_state_dict(vanilla.state_dict(), strict=False)
+    assert not keys.unexpected_keys
+    assert all(key.startswith(('gate_proj.', 'gml.')) for key in keys.missing_keys)
+    return vanilla, gated
+
+
+@pytest.mark.parametrize('options', GATED.values(), ids=GATED)
+def test_identity_start_is_exact_and_trains(options: dict) -> None:
+    vanilla, gated = pair(**options)
+    call = make_call()
+    expected = vanilla(**call)
+    torch.testing.assert_close(gated(**call), expected, rtol=0, atol=1e-6)
+
+    before = {name: p.detach().clone() for name, p in gated.named_parameters() if name.startswith(('gml.', 'gate_proj.'))}
+    optimizer = torch.optim.SGD(gated.parameters(), lr=0.1)
+    for _ in range(2):  # one step moves one factor of a product, from then on the other moves too
+        optimizer.zero_grad()
+        gated(**call).square().sum().backward()
+        optimizer.step()
+        first = [name for name in before if not torch.equal(gated.get_parameter(name), before[name])]
+        assert first, 'no gate parameter moved'
+    assert set(first) == set(before)
+
+
+def test_product_moves_one_factor_first() -> None:
+    _, gated = pair()
+    gated(**make_call()).square().sum().backward()
+    weight, bias = gated.gml.weight.grad, gated.gml.bias.grad
+    assert (weight[0] != 0) and (bias[0] != 0) and (weight[1] == 0) and (bias[1] == 0)
+
+
+@pytest.mark.parametrize('batch_first', [True, False], ids=['batch_first', 'sequence_first'])
+@pytest.mark.parametrize('columns', [2, 4])
+def test_drop_in_for_mmcv(columns: int, batch_first: bool) -> None:
+    vanilla, gated = pair(batch_first)
+    call = make_call(columns, batch_first)
+    torch.testing.assert_close(gated(**call), vanilla(**call), rtol=0, atol=1e-6)
+
+
+def test_defaults_of_value_and_identity() -> None:
+    vanilla, gated = pair()
+    call = {k: v for k, v in make_call().items() if k not in ('identity', 'value', 'query_pos', 'key_padding_mask')}
+    call['query'] = torch.randn(2, 30, 16)
+    call['reference_points'] = torch.rand(2, 30, 2, 2)
+    torch.testing.assert_close(gated(**call), vanilla(**call), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize('options', GATED.values(), ids=GATED)
+def test_gradcheck(options: dict) -> None:
+    _, gated = pair(**options)
+    gated = gated.double()
+    for parameter in [*gated.gml.parameters(), *gated.gate_proj.parameters()]:
+        nn.init.normal_(parameter, std=0.5)
+    call = make_call(dtype=torch.float64)
+    parameters = [*gated.gml.parameters(), gated.gate_proj.bias, gated.sampling_offsets.bias]
+    call['query'].requires_grad_()
+    assert torch.autograd.gradcheck(lambda *_: gated(**call), [call['query'], *parameters], fast_mode=True)
+
+
+@pytest.mark.parametrize(
+    'variant, expected',
+    [
+        ('product', lambda r, a, b, c, e: (a * r + b) * (c * r + e)),
+        ('sum', lambda r, a, b, c, e: (a * r + b) + (c * r + e)),
+    ],
+)
+def test_gml_by_hand(variant: str, expected) -> None:
+    gml = GatingModulation(variant, activation='tanh')
+    a, b, c, e = 0.5, -1.0, 2.0, 0.25
+    gml.weight.data, gml.bias.data = torch.tensor([a, c]), torch.tensor([b, e])
+    r = torch.linspace(-2, 2, 7)
+    torch.testing.assert_close(gml(r), torch.tanh(expected(r, a, b, c, e)))
+
+
+def test_gate_reads_the_position_embedding_and_masks_come_after() -> None:
+    _, gated = pair()
+    nn.init.constant_(gated.gml.weight, 1.0)
+    call = make_call()
+    assert not torch.equal(gated.gate(call['query']), gated.gate(call['query'] + call['query_pos']))
+    changed = dict(call, value=call['value'].masked_fill(call['key_padding_mask'][..., None], 7.0))
+    torch.testing.assert_close(gated(**changed), gated(**call))
+
+
+@pytest.mark.parametrize('granularity, gates', [('head_level', 8), ('head_level_point', 24), ('head', 4), ('level_point', 6), ('level', 2)])
+def test_granularity_sizes(granularity: str, gates: int) -> None:
+    gated = PLuGMultiScaleDeformableAttention(**SIZES, granularity=granularity)
+    assert gated.gate_proj.out_features == gates
+    assert sum(p.numel() for p in gated.gml.parameters()) == 4
+
+
+def test_identity_survives_the_hosts_xavier() -> None:
+    gated = PLuGMultiScaleDeformableAttention(**SIZES, gml='mlp')
+    for parameter in gated.parameters():
+        if parameter.dim() > 1:
+            nn.init.xavier_uniform_(parameter)
+    assert torch.count_nonzero(gated.gate(torch.randn(1, 3, 16))) == 0
+    nn.init.constant_(gated.gml.bias, 5.0)
+    gated.init_weights()
+    assert torch.count_nonzero(gated.gate(torch.randn(1, 3, 16))) == 0
+
+
+def test_paper_init_gates_from_the_start() -> None:
+    _, gated = pair(init='paper')
+    assert torch.count_nonzero(gated.gate(torch.randn(2, 5, 16))) > 0
+
+
+def test_layer_compiles_without_graph_break() -> None:
+    _, gated = pair()
+    call = make_call()
+    compiled = torch.compile(gated, fullgraph=True, backend='aot_eager')
+    torch.testing.assert_close(compiled(**call), gated(**call))
+
+
+def test_autocast_gives_finite_gradients() -> None:
+    _, gated = pair()
+    with torch.autocast('cpu', torch.bfloat16):
+        output = gated(**make_call())
+    output.float().square().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in gated.parameters())
+
+
+@pytest.mark.parametrize(
+    'options, error, message',
+    [
+        (dict(granularity='points'), ValueError, 'choose one of head_level, head_level_point'),
+        (dict(gml='prod'), ValueError, 'choose one of product'),
+        (dict(activation='relu'), ValueError, 'choose one of none, tanh'),
+        (dict(position='after'), ValueError, 'pre_softmax, post_softmax'),
+        (dict(init='zero'), ValueError, 'identity, paper'),
+        (dict(backend='cuda'), ValueError, 'choose one of auto'),
+        (dict(residual=False, activation='tanh'), ValueError, "use init='paper'"),
+        (dict(granularty='head'), TypeError, 'granularty'),
+    ],
+)
+def test_bad_options(options: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        PLuGMultiScaleDeformableAttention(**SIZES, **options)
+
+
+def test_missing_reference_points() -> None:
+    with pytest.raises(ValueError, match='reference_points, spatial_shapes'):
+        PLuGMultiScaleDeformableAttention(**SIZES)(torch.randn(5, 2, 16))

@@ -1,0 +1,201 @@
+"""The swap mechanism, and PLuG against vanilla in every Deformable DETR variant."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+import torch
+from conftest import ROOT
+from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.structures import DetDataSample
+from mmengine.config import Config, ConfigDict
+from mmengine.registry import MODELS, init_default_scope
+from mmengine.structures import InstanceData
+from torch import nn
+
+from mmgate import swap_attention
+from mmgate.layers import PLuGMultiScaleDeformableAttention
+from mmgate.models import attention_modules
+from mmgate.models.adapters import adapts
+
+CONFIGS = ROOT / 'configs/plug/deformable_detr'
+VARIANTS = {  # name: gate parameters of SPEC 2's hosts
+    'singlescale': 24_720,
+    'singlescale-dc5': 24_720,
+    '': 98_736,
+    'refine': 98_736,
+    'refine-twostage': 49_368,
+    'encoder': 49_368,
+    'decoder': 49_368,
+}
+RULE = dict(type='PLuGMultiScaleDeformableAttention', path='encoder.layers.*.self_attn')
+
+
+@pytest.fixture(autouse=True)
+def _scope() -> None:
+    init_default_scope('mmdet')
+    logging.getLogger('mmengine').setLevel(logging.WARNING)
+
+
+def load(variant: str, gated: bool, small: bool = True) -> ConfigDict:
+    infix = f'-{variant}' if variant else ''
+    if not gated and variant in ('encoder', 'decoder'):
+        infix = ''
+    name = f'{"plug-" if gated else ""}deformable-detr{infix}_r50_8xb4-50e_coco.py'
+    model = Config.fromfile(CONFIGS / name).model
+    model.backbone.init_cfg = None
+    if small:  # one layer each and few queries; the two-stage model hard-codes 256 channels
+        model.num_queries = 20
+        model.encoder.num_layers = model.decoder.num_layers = 2
+        model.encoder.layer_cfg.ffn_cfg.feedforward_channels = 32
+        model.decoder.layer_cfg.ffn_cfg.feedforward_channels = 32
+        model.encoder.layer_cfg.ffn_cfg.ffn_drop = model.decoder.layer_cfg.ffn_cfg.ffn_drop = 0.0
+        model.encoder.layer_cfg.self_attn_cfg.dropout = model.decoder.layer_cfg.self_attn_cfg.dropout = 0.0
+        model.decoder.layer_cfg.cross_attn_cfg.dropout = 0.0
+        model.backbone.depth = 18
+        model.neck.in_channels = [channels // 4 for channels in model.neck.in_channels]
+    return model
+
+
+def batch() -> dict:
+    samples = []
+    for shape in ((64, 96), (64, 80)):
+        sample = DetDataSample(metainfo=dict(img_shape=shape, batch_input_shape=(64, 96), scale_factor=(1.0, 1.0), ori_shape=shape))
+        sample.gt_instances = InstanceData(bboxes=torch.tensor([[4.0, 8.0, 40.0, 50.0], [20.0, 5.0, 70.0, 30.0]]), labels=torch.tensor([3, 7]))
+        samples.append(sample)
+    return dict(inputs=torch.randn(2, 3, 64, 96), data_samples=samples)
+
+
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_parameters(variant: str) -> None:
+    with torch.device('meta'):
+        vanilla, gated = (MODELS.build(load(variant, g, small=False)) for g in (False, True))
+    count = [sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (vanilla, gated)]
+    assert count[1] - count[0] == VARIANTS[variant]
+    expected = {'singlescale': 33.841, 'singlescale-dc5': 33.841, 'refine': 40.609, 'refine-twostage': 40.938}
+    assert round(count[0] / 1e6, 3) == expected.get(variant, 39.843)
+
+
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_identity_start_through_the_runners_path(variant: str) -> None:
+    """Build, init_weights, load a vanilla checkpoint: same losses, and only gate parameters missing."""
+    vanilla, gated = MODELS.build(load(variant, False)), MODELS.build(load(variant, True))
+    assert type(gated) is type(vanilla)
+    vanilla.init_weights()
+    gated.init_weights()
+    # A vanilla model starts with all logits at zero, where no gate can have an effect; a trained one has not.
+    for module in vanilla.modules():
+        if isinstance(module, MultiScaleDeformableAttention):
+            nn.init.normal_(module.attention_weights.weight, std=0.1)
+    keys = gated.load_state_dict(vanilla.state_dict(), strict=False)
+    assert not keys.unexpected_keys and keys.missing_keys
+    assert all('.gml.' in key or '.gate_proj.' in key for key in keys.missing_keys)
+    data = batch()
+    vanilla.train()
+    gated.train()
+    expected, losses = (model(**data, mode='loss') for model in (vanilla, gated))
+    for name, loss in expected.items():
+        torch.testing.assert_close(losses[name], loss, rtol=0, atol=1e-6 * max(1.0, loss.abs().item()))
+
+    before = {name: p.detach().clone() for name, p in gated.named_parameters() if '.gml.' in name}
+    optimizer = torch.optim.AdamW([p for p in gated.parameters() if p.requires_grad], lr=1e-3, weight_decay=0)
+    sum(loss for name, loss in losses.items()).backward()
+    optimizer.step()
+    for name, parameter in gated.named_parameters():
+        if '.gml.' in name:  # gA moves at the first step; gB has no gradient while gA is 0
+            assert parameter[0] != before[name][0], f'{name} did not move'
+
+
+def test_vanilla_predictions_are_kept() -> None:
+    vanilla, gated = MODELS.build(load('refine', False)).eval(), MODELS.build(load('refine', True)).eval()
+    gated.load_state_dict(vanilla.state_dict(), strict=False)
+    data = batch()
+    with torch.no_grad():
+        expected, actual = (model(**data, mode='tensor') for model in (vanilla, gated))
+    torch.testing.assert_close(actual[0], expected[0], rtol=0, atol=1e-6)
+
+
+class Host(nn.Module):
+    """A model with two deformable attentions, one of them shared, and an attention that no gate fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = MultiScaleDeformableAttention(16, 4, 2, 3)
+        self.layers = nn.ModuleList([nn.ModuleDict(dict(attn=shared)), nn.ModuleDict(dict(attn=shared))])
+        self.other = nn.ModuleDict(dict(attn=MultiScaleDeformableAttention(16, 4, 2, 3), mha=nn.MultiheadAttention(16, 4)))
+
+
+def test_swap_keeps_tensors_mode_device_dtype_and_sharing() -> None:
+    model = Host().double().eval()
+    model.other.attn.value_proj.weight.requires_grad_(False)
+    kept = dict(model.named_parameters())
+    names = swap_attention(model, dict(RULE, path='**.attn', granularity='head'))
+    assert names == ['layers.0.attn', 'layers.1.attn', 'other.attn']
+    assert model.layers[0].attn is model.layers[1].attn
+    assert isinstance(model.other.attn, PLuGMultiScaleDeformableAttention) and not model.other.attn.training
+    assert model.other.attn.gate_proj.weight.dtype == torch.float64
+    assert model.other.attn.granularity == 'head'
+    assert not model.other.attn.value_proj.weight.requires_grad
+    for name, parameter in kept.items():
+        assert model.get_parameter(name) is parameter, name
+
+
+def test_unset_options_are_the_papers() -> None:
+    model = Host()
+    swap_attention(model, dict(RULE, path='other.attn'))
+    gate = model.other.attn
+    assert (gate.granularity, gate.gml.variant, gate.gml.activation, gate.residual) == ('head_level', 'product', 'none', True)
+
+
+@pytest.mark.parametrize(
+    'rules, error, message',
+    [
+        (dict(RULE, path='encoder.*'), ValueError, "'encoder.*' matches no module.*other.attn: MultiScaleDeformableAttention"),
+        (dict(RULE, path=['other.attn', 'nope']), ValueError, "'nope' matches no module"),
+        (dict(RULE, path='other.mha'), ValueError, 'other.mha is a MultiheadAttention'),
+        (dict(RULE, path='other.attn', granularty='head'), TypeError, 'no option granularty; it has activation'),
+        (dict(RULE, path='other.attn', embed_dims=8), TypeError, 'sizes are taken over'),
+        (dict(RULE, path='other.attn', granularity='x'), ValueError, 'choose one of'),
+        (dict(RULE, path='other.attn', type='Plug'), KeyError, "type='Plug' is not registered"),
+        (dict(RULE, path='other.attn', type='mmdet.ResNet'), TypeError, 'ResNet is not a gate'),
+        ([dict(RULE, path='other.attn'), dict(RULE, path='*.attn')], ValueError, 'claimed by an earlier rule'),
+        (dict(path='other.attn'), TypeError, "needs the keys 'path' and 'type'"),
+        ([], TypeError, 'must be a rule'),
+        ('other.attn', TypeError, 'must be a rule'),
+    ],
+)
+def test_bad_rules_change_nothing(rules, error: type, message: str) -> None:
+    model = Host()
+    before = [type(m) for m in model.modules()]
+    with pytest.raises(error) as info:
+        swap_attention(model, rules)
+    assert re.search(message, str(info.value), re.DOTALL)
+    assert [type(m) for m in model.modules()] == before
+
+
+def test_pattern_star_stays_within_one_name() -> None:
+    with pytest.raises(ValueError, match='matches no module'):
+        swap_attention(Host(), dict(RULE, path='*.attn.none'))
+    assert swap_attention(Host(), dict(RULE, path='layers.*.attn')) == ['layers.0.attn', 'layers.1.attn']
+    assert swap_attention(Host(), dict(RULE, path='*.attn')) == ['other.attn']
+
+
+def test_unknown_host_and_downstream_adapter() -> None:
+    with pytest.raises(KeyError, match='Nothing'):
+        MODELS.build(dict(type='mmgate.Gated', host='mmdet.Nothing', attention=RULE))
+
+    class Mine(MultiScaleDeformableAttention):
+        pass
+
+    model = Host()
+    model.other['attn'] = Mine(16, 4, 2, 3)
+    with pytest.raises(ValueError, match='other.attn is a Mine'):
+        swap_attention(model, dict(RULE, path='other.attn'))
+    adapts(PLuGMultiScaleDeformableAttention, Mine)(lambda host, **options: PLuGMultiScaleDeformableAttention(16, 4, 2, 3, **options))
+    assert swap_attention(model, dict(RULE, path='other.attn')) == ['other.attn']
+
+
+def test_inventory_names_every_attention() -> None:
+    assert [name for name, _ in attention_modules(Host())] == ['layers.0.attn', 'layers.1.attn', 'other.attn', 'other.mha']

@@ -1,0 +1,27 @@
+"""Write the generated shapes data set, as a COCO folder and as an ADE20K folder over the same images."""
+
+import argparse
+
+from mmgate.datasets.shapes import write_shapes
+
+
+def main() -> None:
+    """Parse arguments and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('root', nargs='?', default='data/shapes', help='folder to write (default: %(default)s)')
+    parser.add_argument('--num-train', type=int, default=400, help='training images (default: %(default)s)')
+    parser.add_argument('--num-val', type=int, default=80, help='validation images (default: %(default)s)')
+    parser.add_argument('--size', type=int, default=128, help='side of an image in pixels (default: %(default)s)')
+    parser.add_argument('--seed', type=int, default=0, help='seed (default: %(default)s)')
+    parser.add_argument('--force', action='store_true', help='replace shapes written with other arguments')
+    args = parser.parse_args()
+    try:
+        written = write_shapes(**vars(args))
+    except (ValueError, FileExistsError) as error:
+        parser.exit(2, f'error: {error}\n')
+    counts = f'{args.num_train} training and {args.num_val} validation images of {args.size} px'
+    print(f'{args.root}: {counts} {"written" if written else "were there already"}')
+
+
+if __name__ == '__main__':
+    main()
