@@ -2,7 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 PY := $(VENV)/bin/python
-DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-10e_shapes.py
+DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py
 
 .PHONY: setup demo test lint bench
 export PYTHON VENV

@@ -7,6 +7,8 @@ from ._environment import check_environment
 
 check_environment()
 
+from importlib.metadata import PackageNotFoundError, distribution  # noqa: E402
+
 from mmengine.config.utils import MODULE2PACKAGE  # noqa: E402
 
 from . import layers, models  # noqa: E402, F401
@@ -14,6 +16,10 @@ from .models import Gated, swap_attention  # noqa: E402
 
 # mmengine looks packages of 'package::config' up in this closed list.
 MODULE2PACKAGE.setdefault('mmgate', 'mmgate')
+try:
+    distribution(MODULE2PACKAGE['mmseg'])
+except PackageNotFoundError:  # the fork's distribution has another name; mmengine then looks the module up
+    MODULE2PACKAGE['mmseg'] = 'mmseg'
 
 __version__ = '0.1.0'
 __all__ = ['Gated', '__version__', 'swap_attention']

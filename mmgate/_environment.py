@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 
 INSTALL = (
-    'mmgate plugs into mmengine, mmcv (with compiled operators) and mmdet or mmseg. In an environment that has none of '
+    'mmgate plugs into mmengine, mmcv (with compiled operators) and mmdet or mmseg. Where there are none of '
     'them, type\n    pip install torch==2.13.0 && pip install --no-build-isolation "mmgate[mm]"\n'
-    'which compiles mmcv\'s operators (about 12 minutes on 2 cores). Where the OpenMMLab packages are installed already, '
+    "which compiles mmcv's operators (about 12 minutes on 2 cores). Where the OpenMMLab packages are installed, "
     'repair those instead: the extra "mm" installs maintained forks under the same import names.'
 )
 

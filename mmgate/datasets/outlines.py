@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 _STEPS = ((1, 0), (0, 1), (-1, 0), (0, -1))  # right, down, left, up: clockwise in image coordinates
 
 
-def outlines(mask: NDArray[np.bool_]) -> list[list[int]]:
+def outlines(mask: np.ndarray) -> list[list[int]]:
     """Return COCO polygons ``[x0, y0, x1, y1, ...]`` whose union is ``mask``, pixel for pixel.
 
     COCO takes the union of an object's polygons, so a hole cannot be written: a part with a hole is cut in two there.
@@ -34,7 +33,7 @@ def outlines(mask: NDArray[np.bool_]) -> list[list[int]]:
     return polygons
 
 
-def _column_of_hole(part: NDArray[np.bool_]) -> int | None:
+def _column_of_hole(part: np.ndarray) -> int | None:
     """Return a column that runs through a hole of ``part``, or None."""
     outside = np.pad(~part, 1, constant_values=True).astype(np.uint8)
     # Eight-connected background: a hole that touches the outside diagonally is traced as outside.
@@ -44,7 +43,7 @@ def _column_of_hole(part: NDArray[np.bool_]) -> int | None:
     return None if len(columns) == 0 else int(columns[len(columns) // 2]) - 1
 
 
-def _trace(part: NDArray[np.bool_]) -> list[int]:
+def _trace(part: np.ndarray) -> list[int]:
     """Return the one outline of a part without holes, clockwise, corners only."""
     padded = np.pad(part, 1)
 
@@ -60,7 +59,12 @@ def _trace(part: NDArray[np.bool_]) -> list[int]:
         dx, dy = _STEPS[direction]
         x, y = x + dx, y + dy
         # The two pixels ahead of the corner, on the left and on the right of the way.
-        ahead = {0: ((x, y - 1), (x, y)), 1: ((x, y), (x - 1, y)), 2: ((x - 1, y), (x - 1, y - 1)), 3: ((x - 1, y - 1), (x, y - 1))}
+        ahead = {
+            0: ((x, y - 1), (x, y)),
+            1: ((x, y), (x - 1, y)),
+            2: ((x - 1, y), (x - 1, y - 1)),
+            3: ((x - 1, y - 1), (x, y - 1)),
+        }
         left, right = ahead[direction]
         if not inside(*right):
             turned = (direction + 1) % 4  # first, so that a diagonal contact is not crossed

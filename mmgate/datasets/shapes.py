@@ -16,7 +16,6 @@ from typing import Any
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 from .outlines import outlines
 
@@ -25,6 +24,9 @@ SPLITS = {'train': 'training', 'val': 'validation'}  # COCO's name: ADE20K's nam
 STAMP = 'shapes.json'
 FORMAT = 1
 MIN_SIZE = 64
+MAX_OBJECTS = 5
+DIAMETERS = (0.16, 0.5)  # as shares of the image's side
+HUE_SPREAD = 12.0  # half degrees; the classes lie 30 apart
 MIN_VISIBLE = 0.35  # of an object's own area; below it an object is not drawn at all
 MIN_PIXELS = 40
 
@@ -39,9 +41,9 @@ class Scene:
         labels: Index into :data:`CLASSES`, ``(n,)`` int64.
     """
 
-    image: NDArray[np.uint8]
-    masks: NDArray[np.bool_]
-    labels: NDArray[np.int64]
+    image: np.ndarray
+    masks: np.ndarray
+    labels: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,15 @@ def render(index: int, *, size: int = 128, seed: int = 0, split: str = 'train') 
         )
     rng = np.random.default_rng((seed, list(SPLITS).index(split), index, size))
     image = _background(rng, size)
-    masks: list[NDArray[np.bool_]] = []
+    masks: list[np.ndarray] = []
     areas: list[int] = []
     labels: list[int] = []
-    for _ in range(int(rng.integers(1, 7))):
+    for _ in range(int(rng.integers(1, MAX_OBJECTS + 1))):
         label = int(rng.integers(len(CLASSES)))
         # log-uniform, so that small objects are as frequent as large ones
-        diameter = size * float(np.exp(rng.uniform(np.log(0.11), np.log(0.45))))
+        diameter = size * float(np.exp(rng.uniform(*np.log(DIAMETERS))))
         shape = _shape_mask(rng, label, size, diameter)
-        texture = _texture(rng, size)
+        texture = _texture(rng, label, size)
         remaining = [mask & ~shape for mask in masks]
         # An object that would hide another one too much, or is cut off itself, is left out of the image.
         hidden = any(m.sum() < max(MIN_VISIBLE * a, MIN_PIXELS) for m, a in zip(remaining, areas, strict=True))
@@ -194,7 +196,7 @@ def _write_split(root: Path, split: str, count: int, size: int, seed: int) -> No
     (root / 'annotations' / f'instances_{split}.json').write_text(json.dumps(coco))
 
 
-def _shape_mask(rng: np.random.Generator, label: int, size: int, diameter: float) -> NDArray[np.bool_]:
+def _shape_mask(rng: np.random.Generator, label: int, size: int, diameter: float) -> np.ndarray:
     """Return the pixels of one rotated, slightly stretched shape whose centre lies in the image."""
     margin = diameter * 0.3
     cx, cy = rng.uniform(margin, size - margin, 2)
@@ -221,17 +223,26 @@ def _shape_mask(rng: np.random.Generator, label: int, size: int, diameter: float
     return distance < 0.42 + 0.68 * to_tip**1.5
 
 
-def _colour(rng: np.random.Generator, low: int = 0, high: int = 256) -> NDArray[np.float64]:
-    return rng.integers(low, high, 3).astype(np.float64)
+def _colour(rng: np.random.Generator) -> np.ndarray:
+    return rng.integers(0, 256, 3).astype(np.float64)
 
 
-def _texture(rng: np.random.Generator, size: int) -> NDArray[np.float64]:
+def _object_colours(rng: np.random.Generator, label: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return two saturated colours, the hue spread around the class's so that neighbouring classes overlap."""
+    hue = (label * 180 / len(CLASSES) + rng.normal(0, HUE_SPREAD)) % 180  # OpenCV's hues are half degrees
+    hsv = np.array([[[hue, 220, 235], [hue, rng.uniform(90, 220), rng.uniform(90, 170)]]], np.uint8)
+    bgr = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0].astype(np.float64)
+    return bgr[0], bgr[1]
+
+
+def _texture(rng: np.random.Generator, label: int, size: int) -> np.ndarray:
     """Return a plain, graded, striped, checkered or speckled surface, ``(S, S, 3)``."""
     y, x = np.mgrid[:size, :size].astype(np.float64)
-    first, second = _colour(rng), _colour(rng)
+    first, second = _object_colours(rng, label)
     angle, period = rng.uniform(0, np.pi), rng.uniform(4, 14)
     along, across = x * np.cos(angle) + y * np.sin(angle), -x * np.sin(angle) + y * np.cos(angle)
     kind = int(rng.integers(5))
+    share: np.ndarray
     if kind == 0:
         share = np.zeros((size, size))
     elif kind == 1:
@@ -241,12 +252,12 @@ def _texture(rng: np.random.Generator, size: int) -> NDArray[np.float64]:
     elif kind == 3:
         share = ((along // (period / 2) + across // (period / 2)) % 2).astype(np.float64)
     else:
-        share = cv2.GaussianBlur(rng.random((size, size)), (0, 0), 1.0)
+        share = np.asarray(cv2.GaussianBlur(rng.random((size, size)), (0, 0), 1.0))
         share = (share - share.min()) / np.ptp(share)
     return first + (second - first) * share[..., None]
 
 
-def _background(rng: np.random.Generator, size: int) -> NDArray[np.float64]:
+def _background(rng: np.random.Generator, size: int) -> np.ndarray:
     """Return a soft background with strokes and specks, which are not annotated."""
     grid = int(rng.integers(2, 6))
     image = cv2.resize(_clutter_grid(rng, grid), (size, size), interpolation=cv2.INTER_CUBIC)
@@ -260,6 +271,6 @@ def _background(rng: np.random.Generator, size: int) -> NDArray[np.float64]:
     return image
 
 
-def _clutter_grid(rng: np.random.Generator, grid: int) -> NDArray[np.float64]:
-    base = _colour(rng, 40, 216)
-    return np.clip(base + rng.normal(0, 30, (grid, grid, 3)), 0, 255)
+def _clutter_grid(rng: np.random.Generator, grid: int) -> np.ndarray:
+    grey = rng.uniform(60, 200)
+    return np.clip(grey + rng.normal(0, 12, 3) + rng.normal(0, 25, (grid, grid, 1)), 0, 255)

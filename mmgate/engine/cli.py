@@ -208,9 +208,7 @@ def enable_tta(cfg: Config) -> None:
     if 'tta_pipeline' not in cfg:
         pipeline = deepcopy(dataset.pipeline)
         meta = ['img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction']
-        pack = (
-            dict(type='PackSegInputs') if segments else dict(type='PackDetInputs', meta_keys=('img_id', *meta))
-        )
+        pack: dict = dict(type='PackSegInputs') if segments else dict(type='PackDetInputs', meta_keys=['img_id', *meta])
         # annotations stay outside: they must not be flipped
         flips = [dict(type='RandomFlip', prob=prob) for prob in (0.0, 1.0)]
         cfg.tta_pipeline = [*pipeline[:-1], dict(type='TestTimeAug', transforms=[flips, [pack]])]

@@ -13,9 +13,10 @@ from mmengine.config import Config
 from mmengine.runner import Runner
 
 # What train.py and test.py read from a config beside the Runner's own arguments.
-_TOP_LEVEL = {'auto_scale_lr', 'custom_imports', 'runner_type', 'tta_model', 'tta_pipeline', 'find_unused_parameters'} | {
-    'compile', 'dynamic_intervals', 'fp16', 'max_epochs', 'model_wrapper_cfg', 'sync_bn'
-}  # fmt: skip
+_TOP_LEVEL = {
+    *('auto_scale_lr', 'custom_imports', 'runner_type', 'tta_model', 'tta_pipeline'),
+    *('find_unused_parameters', 'compile', 'model_wrapper_cfg', 'sync_bn'),
+}
 
 
 class ConfigError(ValueError):
@@ -46,7 +47,7 @@ def check_options(cfg: Config, options: Mapping[str, Any]) -> None:
                 if part not in node:
                     known = set(node) | ((runner | _TOP_LEVEL) if not walked else set())
                     free = part in known or (walked and ('type' in node or not node))
-                    if last and free or (free and not walked):
+                    if (last and free) or (free and not walked):
                         break
                     near = difflib.get_close_matches(part, sorted(map(str, known)), n=1)
                     hint = f' Did you mean {".".join([*walked, near[0]])!r}?' if near else ''
@@ -72,11 +73,11 @@ def check_data(cfg: Config, splits: Sequence[str]) -> None:
             for entry, path in _dataset_paths(loader.dataset, f'{split}_dataloader.dataset'):
                 _require(entry, path)
         evaluators = cfg.get(f'{split}_evaluator') if split != 'train' else None
-        listed = evaluators if isinstance(evaluators, (list, tuple)) else [evaluators]
+        listed: Sequence[Any] = evaluators if isinstance(evaluators, (list, tuple)) else [evaluators]
         for evaluator in listed:
-            path = evaluator.get('ann_file') if isinstance(evaluator, Mapping) else None
-            if path and _is_local(path, evaluator):
-                _require(f'{split}_evaluator.ann_file', path)
+            ann_file = evaluator.get('ann_file') if isinstance(evaluator, Mapping) else None
+            if ann_file and _is_local(ann_file, evaluator):
+                _require(f'{split}_evaluator.ann_file', ann_file)
 
 
 def _dataset_paths(dataset: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
@@ -110,8 +111,8 @@ def _is_local(path: str, owner: Mapping[str, Any]) -> bool:
 def _require(entry: str, path: str) -> None:
     if not osp.exists(path):
         raise ConfigError(
-            f'{entry}: {path} does not exist (looked for {osp.abspath(path)}). Put the data set there, link it, or point '
-            f'the config at it with --cfg-options; the generated shapes come from '
+            f'{entry}: {path} does not exist (looked for {osp.abspath(path)}). Put the data set there, link it, or '
+            f'point the config at it with --cfg-options; the generated shapes come from '
             f'tools/dataset_converters/make_shapes.py.'
         )
 

@@ -94,7 +94,7 @@ class PLuGMultiScaleDeformableAttention(MultiScaleDeformableAttention):
         self.gml.reset_parameters()
 
     def gate(self, query: Tensor) -> Tensor:
-        """Return the gate ``G`` (B, Q, H|1, L|1, P|1) of ``query`` (B, Q, C), position embedding included (Eq. 9, 10)."""
+        """Return the gate ``G`` (B, Q, H|1, L|1, P|1) of ``query`` (B, Q, C), position embedding included (Eq. 10)."""
         return self.gml(self.gate_proj(query)).unflatten(-1, self.gate_shape)
 
     def forward(
@@ -131,7 +131,9 @@ class PLuGMultiScaleDeformableAttention(MultiScaleDeformableAttention):
             ValueError: ``reference_points``, ``spatial_shapes`` or ``level_start_index`` missing or of a wrong shape.
         """
         if reference_points is None or spatial_shapes is None or level_start_index is None:
-            raise ValueError('reference_points, spatial_shapes and level_start_index are needed by deformable attention.')
+            raise ValueError(
+                'reference_points, spatial_shapes and level_start_index are needed by deformable attention.'
+            )
         value = query if value is None else value
         identity = query if identity is None else identity
         query = query if query_pos is None else query + query_pos

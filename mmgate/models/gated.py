@@ -19,7 +19,7 @@ Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 @MODELS.register_module()
-def Gated(*, host: str, attention: Rules, **host_cfg: Any) -> nn.Module:  # noqa: N802  (a config's type)
+def Gated(*, host: str, attention: Rules, **host_cfg: Any) -> nn.Module:
     """Build the model ``host`` with some of its attention modules replaced.
 
     In a config that inherits an mm config, ``type='mmgate.Gated'``, ``host`` and ``attention`` are all that is added.
@@ -78,7 +78,8 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
             if adapter is None:
                 fits = ', '.join(host.__name__ for host in hosts_of(gate))
                 raise ValueError(
-                    f'{where}: {gate.__name__} replaces {fits}, but {name} is a {type(module).__name__}. {_inventory(model)}'
+                    f'{where}: {gate.__name__} replaces {fits}, but {name} is a {type(module).__name__}. '
+                    f'{_inventory(model)}'
                 )
             if id(module) not in built:
                 built[id(module)] = _take_over(module, adapter(module, **options))

@@ -59,7 +59,9 @@ def select(op: str, backends: Sequence[Backend], tensor: torch.Tensor, requested
         reason = chosen.why_not(tensor)
         if reason is not None:
             usable = [b.name for b in backends if b.why_not(tensor) is None]
-            raise ValueError(f'{op}: backend {name!r} cannot run here: {reason}. Usable here: {", ".join(usable)}, auto.')
+            raise ValueError(
+                f'{op}: backend {name!r} cannot run here: {reason}. Usable here: {", ".join(usable)}, auto.'
+            )
     if not torch.compiler.is_compiling() and (op, chosen.name) not in _announced:
         _announced.add((op, chosen.name))
         logger.debug('%s runs on backend %r (asked for: %s)', op, chosen.name, name)

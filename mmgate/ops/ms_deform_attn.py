@@ -122,7 +122,8 @@ def _check(
         raise ValueError(f'position={position!r} is unknown; choose one of {", ".join(POSITIONS)}.')
     if value.dim() != 4 or logits.dim() != 5:
         raise ValueError(
-            f'value must be (B, S, H, D) and logits (B, Q, H, L, P), got {tuple(value.shape)} and {tuple(logits.shape)}.'
+            f'value must be (B, S, H, D) and logits (B, Q, H, L, P), '
+            f'got {tuple(value.shape)} and {tuple(logits.shape)}.'
         )
     batch, tokens, heads, _ = value.shape
     levels = logits.shape[3]
@@ -130,7 +131,8 @@ def _check(
         raise ValueError(f'logits {tuple(logits.shape)} and value {tuple(value.shape)} differ in batch or heads.')
     if tuple(sampling_locations.shape) != (*logits.shape, 2):
         raise ValueError(
-            f'sampling_locations must be (B, Q, H, L, P, 2) = {(*logits.shape, 2)}, got {tuple(sampling_locations.shape)}.'
+            f'sampling_locations must be (B, Q, H, L, P, 2) = {(*logits.shape, 2)}, '
+            f'got {tuple(sampling_locations.shape)}.'
         )
     if tuple(spatial_shapes.shape) != (levels, 2) or tuple(level_start_index.shape) != (levels,):
         raise ValueError(

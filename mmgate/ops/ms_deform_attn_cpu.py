@@ -111,7 +111,7 @@ def _run(function: Callable[..., Any], corners: int, *args: Any) -> Any:
 
 
 def _chunks(value: Tensor, level_start_index: Tensor, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield slices of the B * Q queries and their samples' first rows ``(n, H, 1, 1)``, for level l at ``[..., l, 0]``."""
+    """Yield slices of the B * Q queries, with the first rows of their image, head and level, ``(n, H, L, 1)``."""
     batch, tokens, heads, _ = value.shape
     _, queries, _, levels, points = weights.shape
     if batch * tokens * heads > torch.iinfo(torch.int32).max:
@@ -138,7 +138,9 @@ def _sample(
         index, _, full = _run(
             _corners, weights.numel() * 4, all_locations[part], all_weights[part], spatial_shapes, first, heads
         )
-        bags = F.embedding_bag(index.flatten(2).flatten(0, 1), rows, per_sample_weights=full.flatten(2).flatten(0, 1), mode='sum')
+        bags = F.embedding_bag(
+            index.flatten(2).flatten(0, 1), rows, per_sample_weights=full.flatten(2).flatten(0, 1), mode='sum'
+        )
         output[part.start * heads : part.start * heads + len(bags)] = bags
     return output.view(batch, queries, heads * dim)
 
@@ -163,7 +165,11 @@ def _sample_backward(
     rows = value.reshape(-1, dim)
     grad_rows = torch.zeros_like(rows)
     grad_locations, grad_weights = torch.empty_like(locations.flatten(0, 1)), torch.empty_like(weights.flatten(0, 1))
-    all_locations, all_weights, grad_bags = locations.flatten(0, 1), weights.flatten(0, 1), grad.contiguous().view(-1, dim)
+    all_locations, all_weights, grad_bags = (
+        locations.flatten(0, 1),
+        weights.flatten(0, 1),
+        grad.contiguous().view(-1, dim),
+    )
     for part, first in _chunks(value, level_start_index, weights):
         chunk = all_locations[part], all_weights[part]
         index, bilinear, full = _run(_corners, corners, *chunk, spatial_shapes, first, heads)

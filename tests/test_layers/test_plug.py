@@ -40,8 +40,10 @@ def make_call(columns: int = 2, batch_first: bool = True, dtype: torch.dtype = t
     )
 
 
-def pair(batch_first: bool = True, **options) -> tuple[MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention]:
-    """Vanilla and gated attention with the same, non-trivial weights; checks what is missing from a vanilla checkpoint."""
+def pair(
+    batch_first: bool = True, **options
+) -> tuple[MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention]:
+    """Vanilla and gated attention with the same weights, the gated loaded from the vanilla state dict."""
     vanilla = MultiScaleDeformableAttention(**SIZES, batch_first=batch_first, dropout=0.0)
     for parameter in vanilla.parameters():
         nn.init.normal_(parameter, std=0.3)
@@ -59,7 +61,9 @@ def test_identity_start_is_exact_and_trains(options: dict) -> None:
     expected = vanilla(**call)
     torch.testing.assert_close(gated(**call), expected, rtol=0, atol=1e-6)
 
-    before = {name: p.detach().clone() for name, p in gated.named_parameters() if name.startswith(('gml.', 'gate_proj.'))}
+    before = {
+        name: p.detach().clone() for name, p in gated.named_parameters() if name.startswith(('gml.', 'gate_proj.'))
+    }
     optimizer = torch.optim.SGD(gated.parameters(), lr=0.1)
     for _ in range(2):  # one step moves one factor of a product, from then on the other moves too
         optimizer.zero_grad()
@@ -129,7 +133,9 @@ def test_gate_reads_the_position_embedding_and_masks_come_after() -> None:
     torch.testing.assert_close(gated(**changed), gated(**call))
 
 
-@pytest.mark.parametrize('granularity, gates', [('head_level', 8), ('head_level_point', 24), ('head', 4), ('level_point', 6), ('level', 2)])
+@pytest.mark.parametrize(
+    'granularity, gates', [('head_level', 8), ('head_level_point', 24), ('head', 4), ('level_point', 6), ('level', 2)]
+)
 def test_granularity_sizes(granularity: str, gates: int) -> None:
     gated = PLuGMultiScaleDeformableAttention(**SIZES, granularity=granularity)
     assert gated.gate_proj.out_features == gates

@@ -62,8 +62,12 @@ def load(variant: str, gated: bool, small: bool = True) -> ConfigDict:
 def batch() -> dict:
     samples = []
     for shape in ((64, 96), (64, 80)):
-        sample = DetDataSample(metainfo=dict(img_shape=shape, batch_input_shape=(64, 96), scale_factor=(1.0, 1.0), ori_shape=shape))
-        sample.gt_instances = InstanceData(bboxes=torch.tensor([[4.0, 8.0, 40.0, 50.0], [20.0, 5.0, 70.0, 30.0]]), labels=torch.tensor([3, 7]))
+        sample = DetDataSample(
+            metainfo=dict(img_shape=shape, batch_input_shape=(64, 96), scale_factor=(1.0, 1.0), ori_shape=shape)
+        )
+        sample.gt_instances = InstanceData(
+            bboxes=torch.tensor([[4.0, 8.0, 40.0, 50.0], [20.0, 5.0, 70.0, 30.0]]), labels=torch.tensor([3, 7])
+        )
         samples.append(sample)
     return dict(inputs=torch.randn(2, 3, 64, 96), data_samples=samples)
 
@@ -124,7 +128,9 @@ class Host(nn.Module):
         super().__init__()
         shared = MultiScaleDeformableAttention(16, 4, 2, 3)
         self.layers = nn.ModuleList([nn.ModuleDict(dict(attn=shared)), nn.ModuleDict(dict(attn=shared))])
-        self.other = nn.ModuleDict(dict(attn=MultiScaleDeformableAttention(16, 4, 2, 3), mha=nn.MultiheadAttention(16, 4)))
+        self.other = nn.ModuleDict(
+            dict(attn=MultiScaleDeformableAttention(16, 4, 2, 3), mha=nn.MultiheadAttention(16, 4))
+        )
 
 
 def test_swap_keeps_tensors_mode_device_dtype_and_sharing() -> None:
@@ -146,13 +152,22 @@ def test_unset_options_are_the_papers() -> None:
     model = Host()
     swap_attention(model, dict(RULE, path='other.attn'))
     gate = model.other.attn
-    assert (gate.granularity, gate.gml.variant, gate.gml.activation, gate.residual) == ('head_level', 'product', 'none', True)
+    assert (gate.granularity, gate.gml.variant, gate.gml.activation, gate.residual) == (
+        'head_level',
+        'product',
+        'none',
+        True,
+    )
 
 
 @pytest.mark.parametrize(
     'rules, error, message',
     [
-        (dict(RULE, path='encoder.*'), ValueError, "'encoder.*' matches no module.*other.attn: MultiScaleDeformableAttention"),
+        (
+            dict(RULE, path='encoder.*'),
+            ValueError,
+            "'encoder.*' matches no module.*other.attn: MultiScaleDeformableAttention",
+        ),
         (dict(RULE, path=['other.attn', 'nope']), ValueError, "'nope' matches no module"),
         (dict(RULE, path='other.mha'), ValueError, 'other.mha is a MultiheadAttention'),
         (dict(RULE, path='other.attn', granularty='head'), TypeError, 'no option granularty; it has activation'),
@@ -193,9 +208,16 @@ def test_unknown_host_and_downstream_adapter() -> None:
     model.other['attn'] = Mine(16, 4, 2, 3)
     with pytest.raises(ValueError, match='other.attn is a Mine'):
         swap_attention(model, dict(RULE, path='other.attn'))
-    adapts(PLuGMultiScaleDeformableAttention, Mine)(lambda host, **options: PLuGMultiScaleDeformableAttention(16, 4, 2, 3, **options))
+    adapts(PLuGMultiScaleDeformableAttention, Mine)(
+        lambda host, **options: PLuGMultiScaleDeformableAttention(16, 4, 2, 3, **options)
+    )
     assert swap_attention(model, dict(RULE, path='other.attn')) == ['other.attn']
 
 
 def test_inventory_names_every_attention() -> None:
-    assert [name for name, _ in attention_modules(Host())] == ['layers.0.attn', 'layers.1.attn', 'other.attn', 'other.mha']
+    assert [name for name, _ in attention_modules(Host())] == [
+        'layers.0.attn',
+        'layers.1.attn',
+        'other.attn',
+        'other.mha',
+    ]

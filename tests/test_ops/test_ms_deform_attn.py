@@ -19,7 +19,14 @@ CASES = {  # name: (levels, B, Q, H, D, P, spread of the locations)
     'zero_queries': ([(3, 2), (1, 2)], 2, 0, 2, 4, 2, 0.5),
     'empty_batch': ([(3, 2), (1, 2)], 0, 3, 2, 4, 2, 0.5),
 }
-GATES = {'none': None, 'head_level': (2, 2, 1), 'full': (2, 2, 3), 'head': (2, 1, 1), 'point': (1, 2, 3), 'level': (1, 2, 1)}
+GATES = {
+    'none': None,
+    'head_level': (2, 2, 1),
+    'full': (2, 2, 3),
+    'head': (2, 1, 1),
+    'point': (1, 2, 3),
+    'level': (1, 2, 1),
+}
 BACKENDS = ['torch', 'cpu']
 
 
@@ -48,7 +55,9 @@ def test_agrees_with_mmcv(case: str, backend: str) -> None:
         return
 
     def mmcv(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor) -> Tensor:
-        return multi_scale_deformable_attn_pytorch(value, shapes, locations, logits.flatten(-2).softmax(-1).view_as(logits))
+        return multi_scale_deformable_attn_pytorch(
+            value, shapes, locations, logits.flatten(-2).softmax(-1).view_as(logits)
+        )
 
     expected = values_and_gradients(mmcv, inputs, (0, 3, 4))
     actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4))

@@ -36,6 +36,7 @@ train_pipeline = [
 ]
 test_pipeline = [
     dict(type='LoadImageFromFile'),
+    dict(type='Resize', scale=(128, 128), keep_ratio=True),
     dict(type='LoadAnnotations', with_bbox=True),
     dict(
         type='PackDetInputs',
@@ -67,10 +68,10 @@ optim_wrapper = dict(
     accumulative_counts=1,
     optimizer=dict(lr=4e-4, weight_decay=1e-4),
     paramwise_cfg=dict(custom_keys=dict(backbone=dict(lr_mult=1.0))))
-train_cfg = dict(max_epochs=10, val_interval=5)
+train_cfg = dict(max_epochs=12, val_interval=6)
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.1, by_epoch=False, begin=0, end=50),
-    dict(type='MultiStepLR', begin=0, end=10, by_epoch=True, milestones=[8], gamma=0.1)
+    dict(type='MultiStepLR', begin=0, end=12, by_epoch=True, milestones=[10], gamma=0.1)
 ]
 default_hooks = dict(
     logger=dict(interval=10), checkpoint=dict(interval=1, max_keep_ckpts=2))

@@ -1,0 +1,1 @@
+"""What figures and tables are computed from; the scripts in tools/ parse arguments and show the result."""

@@ -1,0 +1,158 @@
+"""Time and peak memory of operators, ours and the peers', from one run."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mmgate.ops import ms_deform_attn
+
+PEER = 'mmcv'
+LEVELS = {  # x: (levels, batch)
+    '16x16-2x2_b8': ([(16, 16), (8, 8), (4, 4), (2, 2)], 8),
+    '800x1072_b1': ([(100, 134), (50, 67), (25, 34), (13, 17)], 1),
+}
+MODES = ('forward', 'forward+backward')
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: percentiles over repetitions of ``metric`` in ``unit``, and the peer's median over ours."""
+
+    op: str
+    provider: str
+    mode: str
+    metric: str
+    unit: str
+    x: str
+    y_50: float
+    y_20: float
+    y_80: float
+    ratio_to_peer: float
+    device: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A named implementation; ``compile`` is the value of MMGATE_CPU_COMPILE while it runs."""
+
+    name: str
+    run: Callable[..., Tensor]
+    compile: str = '0'
+
+
+def _mmcv(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor) -> Tensor:
+    from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
+
+    weights = logits.flatten(-2).softmax(-1).view(logits.shape)
+    return multi_scale_deformable_attn_pytorch(value, shapes, locations, weights)
+
+
+def _ours(backend: str) -> Callable[..., Tensor]:
+    return lambda *inputs: ms_deform_attn(*inputs, backend=backend)
+
+
+def deformable_inputs(levels: list[tuple[int, int]], batch: int, heads: int = 8, dim: int = 32) -> list[Tensor]:
+    """Encoder-like inputs: a query at every pixel of every level, sampling around itself (4 points)."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = torch.tensor(levels)
+    areas = shapes.prod(1)
+    tokens, count = int(areas.sum()), len(levels)
+    grids = [torch.meshgrid((torch.arange(h) + 0.5) / h, (torch.arange(w) + 0.5) / w, indexing='ij') for h, w in levels]
+    reference = torch.cat([torch.stack([x, y], -1).view(-1, 2) for y, x in grids])
+    offsets = 2 * torch.randn(batch, tokens, heads, count, 4, 2, generator=generator) / shapes.flip(-1)[:, None]
+    return [
+        torch.randn(batch, tokens, heads, dim, generator=generator),
+        shapes,
+        areas.cumsum(0) - areas,
+        reference[:, None, None, None] + offsets,
+        torch.randn(batch, tokens, heads, count, 4, generator=generator),
+    ]
+
+
+def benchmark_ms_deform_attn(repetitions: int = 7) -> Iterator[Row]:
+    """Measure the CPU backends beside mmcv's grid_sample fallback, repetitions interleaved so that noise hits all."""
+    providers = [
+        Provider(PEER, _mmcv),
+        Provider('torch', _ours('torch')),
+        Provider('cpu', _ours('cpu')),
+        Provider('cpu, compiled', _ours('cpu'), compile='1'),
+    ]
+    for x, (levels, batch) in LEVELS.items():
+        inputs = deformable_inputs(levels, batch)
+        for mode in MODES:
+            times: dict[str, list[float]] = {provider.name: [] for provider in providers}
+            memory: dict[str, list[float]] = {provider.name: [] for provider in providers}
+            for repetition in range(repetitions + 1):
+                for provider in providers:
+                    os.environ['MMGATE_CPU_COMPILE'] = provider.compile
+                    seconds, peak = _measure(provider.run, inputs, mode)
+                    if repetition:  # the first one warms up and compiles
+                        times[provider.name].append(seconds * 1e3)
+                        memory[provider.name].append(peak / 2**20)
+            for metric, unit, values in (('time', 'ms', times), ('peak memory', 'MiB', memory)):
+                for provider in providers:
+                    yield _row(provider.name, mode, metric, unit, x, values[provider.name], values[PEER])
+
+
+def _measure(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tuple[float, float]:
+    """Return seconds and bytes of peak memory over idle of one call."""
+    leaves = [x.clone().requires_grad_(mode != 'forward') if x.is_floating_point() else x for x in inputs]
+    ctypes.CDLL('libc.so.6').malloc_trim(0)  # what an earlier call freed must not hide what this one takes
+    Path('/proc/self/clear_refs').write_text('5')  # resets the high-water mark
+    idle = _status('VmRSS')
+    start = time.perf_counter()
+    output = run(*leaves)
+    if mode != 'forward':
+        output.backward(torch.ones_like(output))
+    seconds = time.perf_counter() - start
+    return seconds, max(0, _status('VmHWM') - idle)
+
+
+def _status(key: str) -> int:
+    for line in Path('/proc/self/status').read_text().splitlines():
+        if line.startswith(key + ':'):
+            return int(line.split()[1]) * 1024
+    raise OSError(f'/proc/self/status has no {key}; memory is measured on Linux only.')
+
+
+def _row(provider: str, mode: str, metric: str, unit: str, x: str, values: list[float], peer: list[float]) -> Row:
+    middle = statistics.median(values)
+    low, high = (torch.tensor(values).quantile(q).item() for q in (0.2, 0.8))
+    return Row(
+        op='ms_deform_attn',
+        provider=provider,
+        mode=mode,
+        metric=metric,
+        unit=unit,
+        x=x,
+        y_50=round(middle, 3),
+        y_20=round(low, 3),
+        y_80=round(high, 3),
+        ratio_to_peer=round(statistics.median(peer) / max(middle, 1e-9), 2),
+        device=f'{platform.machine()} CPU, {torch.get_num_threads()} threads',
+        version=f'torch {torch.__version__}',
+    )
+
+
+def write_csv(rows: list[Row], path: str | Path) -> None:
+    """Write rows under the column names that every benchmark here shares."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, 'w', newline='') as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+BENCHMARKS = {('ms_deform_attn', 'cpu'): benchmark_ms_deform_attn}

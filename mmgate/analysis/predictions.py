@@ -1,0 +1,86 @@
+"""A picture of a detector's predictions beside the ground truth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import cv2
+import mmcv
+import numpy as np
+import torch
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from mmengine.dataset import pseudo_collate
+from mmengine.registry import DATASETS, MODELS, init_default_scope
+from mmengine.runner import load_checkpoint
+
+_SIDE = 384  # pixels of a tile
+_TEXT = 0.5
+
+
+def draw_predictions(
+    config: str | Config, checkpoint: str, out: str | Path, *, images: int = 8, columns: int = 4, threshold: float = 0.3
+) -> Path:
+    """Draw boxes on the first ``images`` test images, ground truth in thin white, into one picture.
+
+    Args:
+        config: A detector's config.
+        checkpoint: Its checkpoint.
+        out: PNG to write; folders are made.
+        images: How many images.
+        columns: Tiles in a row.
+        threshold: Scores below it are not drawn.
+
+    Returns:
+        ``out`` as a path.
+    """
+    cfg = Config.fromfile(config) if isinstance(config, str) else config
+    init_default_scope(cfg.default_scope)
+    model = MODELS.build(cfg.model).eval()
+    load_checkpoint(model, checkpoint, map_location='cpu')
+    dataset = DATASETS.build(cfg.test_dataloader.dataset)
+    names = dataset.metainfo['classes']
+    count = min(images, len(dataset))
+    with torch.no_grad():
+        samples = model.test_step(pseudo_collate([dataset[i] for i in range(count)]))
+    tiles = [_tile(sample, names, threshold) for sample in samples]
+    tiles += [np.full_like(tiles[0], 255)] * (-len(tiles) % columns)
+    rows = [np.hstack(tiles[i : i + columns]) for i in range(0, len(tiles), columns)]
+    path = Path(out)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cv2.imwrite(str(path), np.vstack(rows))
+    return path
+
+
+def _tile(sample: DetDataSample, names: tuple[str, ...], threshold: float) -> np.ndarray:
+    image = mmcv.imread(sample.img_path)
+    scale = _SIDE / max(image.shape[:2])
+    canvas = np.full((_SIDE, _SIDE, 3), 255, np.uint8)
+    resized = cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC)
+    canvas[: resized.shape[0], : resized.shape[1]] = resized
+    truth = sample.gt_instances.bboxes / torch.tensor(sample.scale_factor).repeat(2)
+    for box in truth:
+        _box(canvas, box * scale, (255, 255, 255), 1)
+    found = sample.pred_instances
+    found = found[found.scores >= threshold]
+    for box, label, score in zip(found.bboxes, found.labels, found.scores, strict=True):
+        colour = _colour(int(label), len(names))
+        _box(canvas, box * scale, colour, 2)
+        text = f'{names[int(label)]} {score:.2f}'
+        (width, height), base = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, _TEXT, 1)
+        x = int(min(max(box[0] * scale, 0), _SIDE - width))
+        y = int(min(max(box[1] * scale, height + base), _SIDE))
+        cv2.rectangle(canvas, (x, y - height - base), (x + width, y), colour, -1)
+        cv2.putText(canvas, text, (x, y - base // 2 - 1), cv2.FONT_HERSHEY_SIMPLEX, _TEXT, (0, 0, 0), 1, cv2.LINE_AA)
+    return canvas
+
+
+def _box(canvas: np.ndarray, box: torch.Tensor, colour: tuple[int, int, int], thickness: int) -> None:
+    x0, y0, x1, y1 = (int(v) for v in box.round())
+    cv2.rectangle(canvas, (x0, y0), (x1, y1), colour, thickness)
+
+
+def _colour(label: int, count: int) -> tuple[int, int, int]:
+    hsv = np.array([[[180 * label // max(count, 1), 160, 255]]], np.uint8)
+    blue, green, red = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0, 0].tolist()
+    return blue, green, red

@@ -1,0 +1,103 @@
+"""Every config under configs/ builds, here and from a foreign folder with the wheel installed."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT
+from mmengine.config import Config
+from mmengine.registry import MODELS, init_default_scope
+
+CONFIGS = sorted(
+    str(path.relative_to(ROOT / 'configs')) for path in (ROOT / 'configs').rglob('*.py') if '_base_' not in path.parts
+)
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_builds(name: str) -> None:
+    logging.getLogger('mmengine').setLevel(logging.WARNING)
+    cfg = Config.fromfile(ROOT / 'configs' / name)
+    init_default_scope(cfg.default_scope)
+    with torch.device('meta'):
+        model = MODELS.build(cfg.model)
+    gated = any('.gml.' in parameter for parameter, _ in model.named_parameters())
+    assert gated == ('plug' in Path(name).name)
+    assert cfg.optim_wrapper.accumulative_counts * cfg.train_dataloader.batch_size in (8, 32)
+
+
+def test_papers_recipe() -> None:
+    cfg = Config.fromfile(ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py')
+    assert (cfg.train_dataloader.batch_size, cfg.optim_wrapper.accumulative_counts) == (4, 8)
+    assert cfg.optim_wrapper.optimizer.weight_decay == 5e-5 and cfg.param_scheduler[0].milestones == [40]
+
+
+def test_metafiles_list_every_config() -> None:
+    index = yaml.safe_load((ROOT / 'mmgate/.mim/model-index.yml').read_text())
+    listed = [m['Config'] for path in index['Import'] for m in yaml.safe_load((ROOT / path).read_text())['Models']]
+    assert sorted(listed) == [f'configs/{name}' for name in CONFIGS]
+
+
+@pytest.fixture(scope='module')
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds the wheel's content, as pip would install it."""
+    folder = tmp_path_factory.mktemp('wheel')
+    source = tmp_path_factory.mktemp('source') / 'mmgate'
+    # a copy of what git knows or would, because the build writes into the tree
+    listed = ['git', 'ls-files', '-co', '--exclude-standard']
+    for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split():
+        if os.path.lexists(ROOT / name):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check', '-q']
+    build = ['wheel', '--no-deps', '--no-build-isolation', '--no-index', '-w', str(folder), str(source)]
+    subprocess.run([*pip, *build], check=True, capture_output=True)
+    with zipfile.ZipFile(next(folder.glob('*.whl'))) as wheel:
+        wheel.extractall(folder / 'site')
+    return folder / 'site'
+
+
+def test_wheel_ships_configs_and_tools(installed: Path) -> None:
+    mim = installed / 'mmgate/.mim'
+    assert [
+        str(p.relative_to(mim / 'configs')) for p in sorted((mim / 'configs').rglob('*.py')) if '_base_' not in p.parts
+    ] == CONFIGS
+    for tool in ('train.py', 'test.py', 'dist_train.sh', 'slurm_test.sh', 'analysis_tools/list_attention.py'):
+        assert (mim / 'tools' / tool).is_file(), tool
+    assert (installed / 'mmgate/py.typed').is_file()
+
+
+def test_every_config_builds_from_another_project(installed: Path, tmp_path: Path) -> None:
+    """As a downstream project inherits them: another folder, the wheel, ``mmgate::``."""
+    script = tmp_path / 'build.py'
+    script.write_text(
+        'import sys, torch, mmgate\n'
+        'from mmengine.config import Config\n'
+        'from mmengine.registry import MODELS, init_default_scope\n'
+        f'assert mmgate.__file__.startswith({str(installed)!r}), mmgate.__file__\n'
+        'for number, name in enumerate(sys.argv[1:]):\n'
+        '    path = f"child_{number}.py"\n'
+        '    open(path, "w").write(f"_base_ = {\'mmgate::\' + name!r}")\n'
+        '    cfg = Config.fromfile(path)\n'
+        '    init_default_scope(cfg.default_scope)\n'
+        '    with torch.device("meta"):\n'
+        '        MODELS.build(cfg.model)\n'
+        'print("built", number + 1)\n'
+    )
+    environment = {**os.environ, 'PYTHONPATH': str(installed)}
+    result = subprocess.run(
+        [sys.executable, '-W', 'ignore', script, *CONFIGS],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert f'built {len(CONFIGS)}' in result.stdout, result.stderr[-2000:]

@@ -1,0 +1,126 @@
+"""Command lines: what is refused, and how it is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from mmengine.config import Config
+
+from mmgate.engine import cli
+from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data, check_options
+
+
+def make_config(**changes) -> Config:
+    dataset = dict(
+        type='CocoDataset', data_root='/nowhere/', ann_file='a.json', data_prefix=dict(img='train/'), pipeline=[]
+    )
+    cfg = dict(
+        default_scope='mmdet',
+        model=dict(type='FasterRCNN', backbone=dict(type='ResNet', depth=50), init_cfg=dict(), test_cfg=dict(nms=1)),
+        train_dataloader=dict(batch_size=2, dataset=dataset),
+        train_cfg=dict(max_epochs=1),
+        test_dataloader=dict(dataset=dataset),
+        test_cfg=dict(type='TestLoop'),
+        test_evaluator=dict(type='CocoMetric', ann_file='/nowhere/b.json'),
+        optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1)),
+        default_hooks=dict(visualization=dict(type='DetVisualizationHook')),
+        auto_scale_lr=dict(base_batch_size=16),
+    )
+    return Config({**cfg, **changes})
+
+
+@pytest.mark.parametrize(
+    'key', ['model.backbone.depth', 'model.backbone.with_cp', 'model.init_cfg.x', 'randomness.seed', 'resume']
+)
+def test_options_that_exist_or_are_a_components(key: str) -> None:
+    check_options(make_config(), {key: 1})
+
+
+@pytest.mark.parametrize(
+    'key, message',
+    [
+        ('modle.backbone.depth', "the config has no 'modle'. Did you mean 'model'"),
+        ('model.backbon.depth', "model has no 'backbon'. Did you mean 'model.backbone'"),
+        ('train_dataloader.batch_sise', "Did you mean 'train_dataloader.batch_size'"),
+        ('optim_wrapper.optimizer.lr.x', 'optim_wrapper.optimizer.lr is 0.1'),
+        ('max_epoch', "the config has no 'max_epoch'"),
+        ('model.test_cfg.nmss', "Did you mean 'model.test_cfg.nms'"),
+    ],
+)
+def test_misspelt_options(key: str, message: str) -> None:
+    with pytest.raises(ConfigError) as info:
+        check_options(make_config(), {key: 1})
+    assert message in str(info.value)
+
+
+def test_missing_data_names_the_entry_and_the_place(tmp_path) -> None:
+    with pytest.raises(ConfigError, match=r'train_dataloader.dataset.data_root: /nowhere/ does not exist'):
+        check_data(make_config(), ('train',))
+    cfg = make_config()
+    cfg.train_dataloader.dataset = dict(type='RepeatDataset', times=2, dataset=cfg.train_dataloader.dataset)
+    cfg.train_dataloader.dataset.dataset.data_root = str(tmp_path)
+    with pytest.raises(ConfigError, match=r'train_dataloader.dataset.dataset.ann_file: .*a.json'):
+        check_data(cfg, ('train',))
+    (tmp_path / 'a.json').touch()
+    (tmp_path / 'train').mkdir()
+    check_data(cfg, ('train',))
+    cfg.test_dataloader.dataset.data_root = str(tmp_path)
+    with pytest.raises(ConfigError, match=r'test_evaluator.ann_file: /nowhere/b.json'):
+        check_data(cfg, ('test',))
+    cfg.test_evaluator.ann_file = 's3://bucket/b.json'
+    check_data(cfg, ('test',))
+
+
+def test_checkpoints(tmp_path) -> None:
+    good, cut, text = (tmp_path / name for name in ('good.pth', 'cut.pth', 'text.pth'))
+    torch.save(dict(state_dict={}, meta=dict(x=object)), good)
+    check_checkpoint(str(good))
+    check_checkpoint('https://example.org/x.pth')
+    torch.save({}, tmp_path / 'old.pth', _use_new_zipfile_serialization=False)
+    check_checkpoint(str(tmp_path / 'old.pth'))
+    cut.write_bytes(good.read_bytes()[:-30])
+    text.write_text('<html>')
+    for path, message in ((cut, 'cut short'), (text, 'no torch checkpoint'), (tmp_path / 'none.pth', 'does not exist')):
+        with pytest.raises(ConfigError, match=message):
+            check_checkpoint(str(path))
+
+
+def test_amp() -> None:
+    cfg = make_config()
+    cli.enable_amp(cfg)
+    assert cfg.optim_wrapper.type == 'AmpOptimWrapper' and cfg.optim_wrapper.loss_scale == 'dynamic'
+    with pytest.warns(UserWarning, match='already'):
+        cli.enable_amp(cfg)
+    cfg.optim_wrapper.type = 'ApexOptimWrapper'
+    with pytest.raises(ConfigError, match='ApexOptimWrapper'):
+        cli.enable_amp(cfg)
+
+
+def test_auto_scale_lr() -> None:
+    cfg = make_config()
+    cli.enable_auto_scale_lr(cfg)
+    assert cfg.auto_scale_lr.enable
+    with pytest.raises(ConfigError, match='base_batch_size'):
+        cli.enable_auto_scale_lr(make_config(auto_scale_lr=dict(enable=False)))
+
+
+@pytest.mark.parametrize('command', [cli.train, cli.test])
+def test_help(command, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match='0'):
+        command(['--help'])
+    assert '--cfg-options' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    'content, message',
+    [(None, 'does not exist'), ('model = dict(', 'cannot be read'), ('_base_ = "nope.py"', 'cannot be read')],
+    ids=['missing', 'syntax', 'base'],
+)
+def test_bad_config_files(tmp_path, capsys: pytest.CaptureFixture, content: str | None, message: str) -> None:
+    path = tmp_path / 'config.py'
+    if content is not None:
+        path.write_text(content)
+    assert cli.main(cli.train, [str(path), '--work-dir', str(tmp_path / 'work')]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith('error: ') and message in error
+    assert not (tmp_path / 'work').exists()

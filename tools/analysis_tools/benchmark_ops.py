@@ -1,0 +1,36 @@
+"""Measure an operator's backends beside the peer's: prints a table and writes a CSV."""
+
+import argparse
+
+import torch
+
+from mmgate.analysis.benchmark import BENCHMARKS, Row, write_csv
+
+
+def main() -> None:
+    """Parse arguments, measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--op', choices=sorted({op for op, _ in BENCHMARKS}), default='ms_deform_attn')
+    parser.add_argument('--device', choices=sorted({device for _, device in BENCHMARKS}), default='cpu')
+    parser.add_argument('--out', help='CSV to write (default: work_dirs/benchmark_OP_DEVICE.csv)')
+    parser.add_argument('--repetitions', type=int, default=7)
+    parser.add_argument('--threads', type=int, help="torch's threads (default: all)")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    rows: list[Row] = []
+    print(f'{"x":14} {"mode":17} {"metric":12} {"provider":14} {"median":>10} {"20 %":>10} {"80 %":>10}  peer/ours')
+    for row in BENCHMARKS[args.op, args.device](args.repetitions):
+        rows.append(row)
+        name = f'{row.metric} {row.unit}'
+        figures = ' '.join(f'{y:10.2f}' for y in (row.y_50, row.y_20, row.y_80))
+        print(
+            f'{row.x:14} {row.mode:17} {name:12.12} {row.provider:14} {figures}  {row.ratio_to_peer:6.2f}', flush=True
+        )
+    out = args.out or f'work_dirs/benchmark_{args.op}_{args.device}.csv'
+    write_csv(rows, out)
+    print(f'written to {out}')
+
+
+if __name__ == '__main__':
+    main()
