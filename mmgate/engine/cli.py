@@ -22,7 +22,7 @@ from .preflight import ConfigError, check_checkpoint, check_data, check_options
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
-    """Run a command and turn what the user can mend into one message on stderr.
+    """Run a command and turn what the user can mend into one message on stderr (MMGATE_TRACEBACK=1: a traceback).
 
     Returns:
         0, or 2 after an error in the input.
@@ -30,6 +30,8 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
     try:
         command(sys.argv[1:] if argv is None else argv)
     except ConfigError as error:
+        if os.environ.get('MMGATE_TRACEBACK'):
+            raise
         print(f'error: {error}', file=sys.stderr)
         return 2
     return 0
@@ -56,7 +58,7 @@ def train(argv: list[str]) -> None:
     check_data(cfg, ('train', 'val'))
     if cfg.get('load_from'):
         check_checkpoint(cfg.load_from)
-    build_runner(cfg).train()
+    build_runner(cfg, trains=True).train()
 
 
 def test(argv: list[str]) -> None:
@@ -84,7 +86,7 @@ def test(argv: list[str]) -> None:
             evaluator.update(output_dir=args.out, keep_results=True)
     check_data(cfg, ('test',))
     check_checkpoint(args.checkpoint)
-    runner = build_runner(cfg)
+    runner = build_runner(cfg, trains=False)
     if args.out and not segments:
         from mmdet.evaluation import DumpDetResults
 
@@ -216,8 +218,8 @@ def enable_tta(cfg: Config) -> None:
     dataset.pipeline = cfg.tta_pipeline
 
 
-def build_runner(cfg: Config) -> Runner:
-    """Return the config's Runner, or the default one.
+def build_runner(cfg: Config, *, trains: bool) -> Runner:
+    """Return the config's Runner, or the default one, with the loops of training or of testing built.
 
     Raises:
         ConfigError: A component does not know an argument, or is not registered.
@@ -228,7 +230,13 @@ def build_runner(cfg: Config) -> Runner:
         setup_cache_size_limit_of_dynamo()
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     try:
-        return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
-    except (TypeError, KeyError, ValueError) as error:
-        # mmengine prefixes the failing class; the traceback behind it is for a developer (raise from)
+        runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+        # The Runner builds these when the loop starts, too late for a typo in a component's arguments.
+        if trains:
+            _ = runner.train_loop, runner.val_loop
+            runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
+        else:
+            _ = runner.test_loop
+    except (TypeError, KeyError, ValueError, FileNotFoundError) as error:
         raise ConfigError(f'the config cannot be built: {type(error).__name__}: {error}') from error
+    return runner

@@ -1,0 +1,156 @@
+"""The tools on a tiny run: train, kill, resume, test, and errors before training starts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+
+from mmgate.datasets.shapes import write_shapes
+
+DEMO = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
+CONFIG = f"""
+_base_ = {str(DEMO)!r}
+model = dict(
+    backbone=dict(base_channels=8),
+    neck=dict(in_channels=[16, 32, 64]),
+    encoder=dict(num_layers=1),
+    decoder=dict(num_layers=1))
+train_dataloader = dict(batch_size=2, num_workers=0, persistent_workers=False)
+val_dataloader = dict(num_workers=0, persistent_workers=False)
+test_dataloader = dict(num_workers=0, persistent_workers=False)
+train_cfg = dict(max_epochs=EPOCHS, val_interval=100)
+default_hooks = dict(logger=dict(interval=1))
+"""
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A foreign folder with data and two configs of 2 and 60 epochs."""
+    folder = tmp_path_factory.mktemp('project')
+    write_shapes(folder / 'data/shapes', num_train=6, num_val=2, size=64)
+    for name, epochs in (('short', 2), ('long', 60)):
+        (folder / f'{name}.py').write_text(CONFIG.replace('EPOCHS', str(epochs)))
+    return folder
+
+
+def command(tool: str, *arguments: str) -> list[str]:
+    return [sys.executable, '-W', 'ignore', str(ROOT / 'tools' / tool), *arguments]
+
+
+def run(project: Path, tool: str, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command(tool, *arguments), cwd=project, capture_output=True, text=True, timeout=240)
+
+
+def test_kill_and_resume(project: Path) -> None:
+    work = project / 'work/resumed'
+    process = subprocess.Popen(
+        command('train.py', 'long.py', '--work-dir', str(work)),
+        cwd=project,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.time() + 200
+    while not (work / 'last_checkpoint').exists() and time.time() < deadline and process.poll() is None:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    killed_after = int((work / 'last_checkpoint').read_text().rsplit('_', 1)[1].removesuffix('.pth'))
+    epochs = str(killed_after + 3)  # a killed run may have written one more
+    result = run(
+        project,
+        'train.py',
+        'long.py',
+        '--work-dir',
+        str(work),
+        '--resume',
+        '--cfg-options',
+        f'train_cfg.max_epochs={epochs}',
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert 'resumed epoch: ' in result.stdout + result.stderr
+    checkpoint = torch.load(work / f'epoch_{epochs}.pth', weights_only=False)
+    assert checkpoint['meta']['epoch'] == int(epochs)
+
+
+def test_train_then_test_with_all_outputs(project: Path) -> None:
+    result = run(project, 'train.py', 'short.py', '--auto-scale-lr')
+    assert result.returncode == 0, result.stderr[-2000:]
+    work = project / 'work_dirs/short'
+    outputs = ['--out', str(work / 'out.pkl'), '--show-dir', 'painted', '--tta']
+    result = run(project, 'test.py', 'short.py', str(work / 'epoch_2.pth'), '--work-dir', str(work / 'test'), *outputs)
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert 'coco/bbox_mAP_50' in result.stdout + result.stderr
+    assert (work / 'out.pkl').stat().st_size > 0
+    assert len(list((work / 'test').rglob('painted/*.jpg'))) == 2
+
+
+def test_errors_come_before_training(project: Path) -> None:
+    (project / 'broken.pth').write_text('<html>')
+    cases = {
+        'missing data': ('train.py', ['short.py', '--cfg-options', 'train_dataloader.dataset.data_root=/nowhere/']),
+        'misspelt key': ('train.py', ['short.py', '--cfg-options', 'train_cfg.max_epoch=1']),
+        'misspelt gate option': ('train.py', ['short.py', '--cfg-options', 'model.attention.granularty=head']),
+        'unreadable checkpoint': ('test.py', ['short.py', 'broken.pth']),
+        'unreadable resume': ('train.py', ['short.py', '--resume', 'broken.pth']),
+    }
+    expected = {
+        'missing data': 'train_dataloader.dataset.data_root: /nowhere/ does not exist',
+        'misspelt key': "unexpected keyword argument 'max_epoch'",
+        'misspelt gate option': 'no option granularty',
+        'unreadable checkpoint': 'broken.pth is no torch checkpoint',
+        'unreadable resume': 'broken.pth is no torch checkpoint',
+    }
+    for name, (tool, arguments) in cases.items():
+        result = run(project, tool, *arguments, '--work-dir', str(project / 'work/none'))
+        assert result.returncode == 2, (name, result.stderr[-500:])
+        assert expected[name] in result.stderr and 'Traceback' not in result.stderr, (name, result.stderr[-2000:])
+
+
+def test_list_attention(project: Path) -> None:
+    result = run(project, 'analysis_tools/list_attention.py', str(DEMO.parent / 'deformable-detr_r50_8xb4-50e_coco.py'))
+    lines = result.stdout.splitlines()
+    row = next(line for line in lines if line.startswith('encoder.layers.0.self_attn '))
+    assert 'num_levels=4' in row and row.endswith('PLuGMultiScaleDeformableAttention')
+    assert next(line for line in lines if line.startswith('decoder.layers.0.self_attn ')).endswith('-')
+
+
+@pytest.mark.parametrize('script', ['dist_train.sh', 'dist_test.sh', 'slurm_train.sh', 'slurm_test.sh'])
+def test_shell_scripts_say_how_they_are_used(script: str) -> None:
+    result = subprocess.run(['bash', str(ROOT / 'tools' / script)], capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.startswith('usage:')
+    assert os.access(ROOT / 'tools' / script, os.X_OK)
+
+
+@pytest.mark.parametrize(
+    'script, arguments, expected',
+    [
+        ('dist_train.sh', ['c.py', '8', '--amp'], '--nproc_per_node=8 TOOLS/train.py c.py --launcher pytorch --amp'),
+        ('dist_test.sh', ['c.py', 'x.pth', '2'], '--nproc_per_node=2 TOOLS/test.py c.py x.pth --launcher pytorch'),
+        (
+            'slurm_train.sh',
+            ['p', 'j', 'c.py', 'w d', '--amp'],
+            'TOOLS/train.py c.py --work-dir=w d --launcher slurm --amp',
+        ),
+        ('slurm_test.sh', ['p', 'j', 'c.py', 'x.pth'], '--partition=p --job-name=j TOOLS/test.py c.py x.pth'),
+    ],
+)
+def test_shell_scripts_launch(tmp_path: Path, script: str, arguments: list[str], expected: str) -> None:
+    """With a launcher that prints its arguments: mmengine cannot initialise a process group without CUDA."""
+    for launcher in ('torchrun', 'srun'):
+        (tmp_path / launcher).write_text('#!/bin/sh\necho "$@"\n')
+        (tmp_path / launcher).chmod(0o755)
+    environment = {**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}'}
+    path = str(ROOT / 'tools' / script)
+    printed = subprocess.run(
+        ['bash', path, *arguments], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    for part in expected.replace('TOOLS', str(ROOT / 'tools')).split(' '):
+        assert part in printed.split(), printed
