@@ -24,9 +24,9 @@ SPLITS = {'train': 'training', 'val': 'validation'}  # COCO's name: ADE20K's nam
 STAMP = 'shapes.json'
 FORMAT = 1
 MIN_SIZE = 64
-MAX_OBJECTS = 5
-DIAMETERS = (0.16, 0.5)  # as shares of the image's side
-HUE_SPREAD = 12.0  # half degrees; the classes lie 30 apart
+MAX_OBJECTS = 4
+DIAMETERS = (0.2, 0.5)  # as shares of the image's side
+HUE_SPREAD = 7.0  # half degrees; the classes lie 30 apart
 MIN_VISIBLE = 0.35  # of an object's own area; below it an object is not drawn at all
 MIN_PIXELS = 40
 
@@ -223,8 +223,8 @@ def _shape_mask(rng: np.random.Generator, label: int, size: int, diameter: float
     return distance < 0.42 + 0.68 * to_tip**1.5
 
 
-def _colour(rng: np.random.Generator) -> np.ndarray:
-    return rng.integers(0, 256, 3).astype(np.float64)
+def _muted_colour(rng: np.random.Generator) -> np.ndarray:
+    return np.clip(rng.uniform(20, 235) + rng.normal(0, 20, 3), 0, 255)
 
 
 def _object_colours(rng: np.random.Generator, label: int) -> tuple[np.ndarray, np.ndarray]:
@@ -264,10 +264,10 @@ def _background(rng: np.random.Generator, size: int) -> np.ndarray:
     for _ in range(int(rng.integers(0, 8))):
         start, end = rng.integers(0, size, 2), rng.integers(0, size, 2)
         thickness = int(rng.integers(1, 3))
-        cv2.line(image, start.tolist(), end.tolist(), _colour(rng).tolist(), thickness, cv2.LINE_AA)
+        cv2.line(image, start.tolist(), end.tolist(), _muted_colour(rng).tolist(), thickness, cv2.LINE_AA)
     for _ in range(int(rng.integers(0, 12))):
         centre, radius = rng.integers(0, size, 2), int(rng.integers(1, max(2, size // 40)))
-        cv2.circle(image, centre.tolist(), radius, _colour(rng).tolist(), -1, cv2.LINE_AA)
+        cv2.circle(image, centre.tolist(), radius, _muted_colour(rng).tolist(), -1, cv2.LINE_AA)
     return image
 
 
