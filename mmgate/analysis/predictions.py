@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 
 import cv2
@@ -36,7 +37,7 @@ def draw_predictions(
     """
     cfg = Config.fromfile(config) if isinstance(config, str) else config
     init_default_scope(cfg.default_scope)
-    model = MODELS.build(cfg.model).eval()
+    model = MODELS.build(deepcopy(cfg.model)).eval()  # mmdet writes into the config it builds from
     load_checkpoint(model, checkpoint, map_location='cpu')
     dataset = DATASETS.build(cfg.test_dataloader.dataset)
     names = dataset.metainfo['classes']

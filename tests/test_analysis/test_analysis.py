@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from copy import deepcopy
 from pathlib import Path
 
 import cv2
@@ -47,6 +48,7 @@ def test_predictions_picture(tmp_path: Path) -> None:
     write_shapes(tmp_path / 'shapes', num_train=1, num_val=3, size=64)
     cfg.test_dataloader.dataset.data_root = str(tmp_path / 'shapes')
     init_default_scope('mmdet')
-    save_checkpoint({'state_dict': MODELS.build(cfg.model).state_dict()}, str(tmp_path / 'x.pth'))
+    model = MODELS.build(deepcopy(cfg.model))
+    save_checkpoint({'state_dict': model.state_dict()}, str(tmp_path / 'x.pth'))
     out = draw_predictions(cfg, str(tmp_path / 'x.pth'), tmp_path / 'new/p.png', images=8, columns=2)
     assert cv2.imread(str(out)).shape == (768, 768, 3)
