@@ -2,9 +2,10 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 PY := $(VENV)/bin/python
+DEMO_SEG := configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py
 DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py
 
-.PHONY: setup demo test lint bench
+.PHONY: setup demo demo-seg test lint bench
 export PYTHON VENV
 
 setup:
@@ -12,6 +13,9 @@ setup:
 
 demo: setup
 	@$(PY) tools/dev/demo.py $(DEMO)
+
+demo-seg: setup
+	@$(PY) tools/dev/demo.py $(DEMO_SEG)
 
 test: setup lint
 	@$(PY) -m pytest -m "not slow"

@@ -1,9 +1,10 @@
-"""A picture of a detector's predictions beside the ground truth."""
+"""Pictures of predictions beside the ground truth."""
 
 from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import cv2
 import mmcv
@@ -35,21 +36,65 @@ def draw_predictions(
     Returns:
         ``out`` as a path.
     """
+    model, dataset = _load(config, checkpoint)
+    names = dataset.metainfo['classes']
+    tiles = [_tile(sample, names, threshold) for sample in _predict(model, dataset, images)]
+    tiles += [np.full_like(tiles[0], 255)] * (-len(tiles) % columns)
+    return _write(out, np.vstack([np.hstack(tiles[i : i + columns]) for i in range(0, len(tiles), columns)]))
+
+
+def draw_segmentation(
+    config: str | Config, checkpoint: str, out: str | Path, *, images: int = 8, opacity: float = 0.55
+) -> Path:
+    """Draw predicted label maps on the first ``images`` test images, below them the ground truth.
+
+    Pixels that the ground truth ignores are left unpainted in both, as the metric leaves them out.
+
+    Args:
+        config: A segmentor's config.
+        checkpoint: Its checkpoint.
+        out: PNG to write; folders are made.
+        images: How many images.
+        opacity: Of the paint.
+
+    Returns:
+        ``out`` as a path.
+    """
+    model, dataset = _load(config, checkpoint)
+    samples = _predict(model, dataset, images)
+    palette = np.asarray(dataset.metainfo['palette'], np.float64)[:, ::-1]  # OpenCV's order
+    columns = []
+    for sample in samples:
+        image = mmcv.imread(sample.img_path)
+        truth, found = sample.gt_sem_seg.data[0].numpy(), sample.pred_sem_seg.data[0].numpy()
+        counted = truth < len(palette)
+        painted = []
+        for labels in (found, truth):
+            canvas = image.astype(np.float64)
+            canvas[counted] += opacity * (palette[labels[counted]] - canvas[counted])
+            painted.append(cv2.resize(canvas.astype(np.uint8), (_SIDE // 2,) * 2, interpolation=cv2.INTER_NEAREST))
+        columns.append(np.vstack(painted))
+    return _write(out, np.hstack(columns))
+
+
+def _load(config: str | Config, checkpoint: str) -> tuple[Any, Any]:
+    """Return the model with its weights, in eval mode, and the test data set."""
     cfg = Config.fromfile(config) if isinstance(config, str) else config
     init_default_scope(cfg.default_scope)
     model = MODELS.build(deepcopy(cfg.model)).eval()  # mmdet writes into the config it builds from
     load_checkpoint(model, checkpoint, map_location='cpu')
-    dataset = DATASETS.build(cfg.test_dataloader.dataset)
-    names = dataset.metainfo['classes']
-    count = min(images, len(dataset))
+    return model, DATASETS.build(cfg.test_dataloader.dataset)
+
+
+def _predict(model: Any, dataset: Any, images: int) -> list[Any]:
     with torch.no_grad():
-        samples = model.test_step(pseudo_collate([dataset[i] for i in range(count)]))
-    tiles = [_tile(sample, names, threshold) for sample in samples]
-    tiles += [np.full_like(tiles[0], 255)] * (-len(tiles) % columns)
-    rows = [np.hstack(tiles[i : i + columns]) for i in range(0, len(tiles), columns)]
+        return model.test_step(pseudo_collate([dataset[i] for i in range(min(images, len(dataset)))]))
+
+
+def _write(out: str | Path, picture: np.ndarray) -> Path:
     path = Path(out)
     path.parent.mkdir(parents=True, exist_ok=True)
-    cv2.imwrite(str(path), np.vstack(rows))
+    cv2.imwrite(str(path), picture)
     return path
 
 

@@ -8,10 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
 from torch import nn
 
-from mmgate.layers import PLuGMultiScaleDeformableAttention
+from mmgate.layers import (
+    DifferentialGatedMultiheadAttention,
+    PLuGMultiheadAttention,
+    PLuGMultiScaleDeformableAttention,
+    SDPAGatedMultiheadAttention,
+)
+from mmgate.layers.dense import GatedMultiheadAttention
 
 Adapter = Callable[..., nn.Module]
 _ADAPTERS: dict[tuple[type, type], Adapter] = {}
@@ -64,3 +71,41 @@ def _plug_deformable(host: MultiScaleDeformableAttention, **options: Any) -> PLu
         value_proj_ratio=host.value_proj.out_features / host.embed_dims,
         **options,
     )
+
+
+def _adapt_dense(gate: type[GatedMultiheadAttention]) -> None:
+    """Let ``gate`` replace mmcv's MultiheadAttention, and its core torch's, under the gate's one name."""
+
+    @adapts(gate, nn.MultiheadAttention)
+    def torch_host(host: nn.MultiheadAttention, **options: Any) -> nn.Module:
+        extras = dict(
+            add_bias_kv=host.bias_k is not None,
+            add_zero_attn=host.add_zero_attn,
+            kdim_or_vdim=not host._qkv_same_embed_dim,
+        )
+        refused = [name for name, used in extras.items() if used]
+        if refused:
+            raise ValueError(f'{gate.__name__} does not replace a MultiheadAttention with {", ".join(refused)}.')
+        has_bias = host.in_proj_bias is not None
+        sizes = (host.embed_dim, host.num_heads, host.dropout)
+        return gate.core(*sizes, bias=has_bias, batch_first=host.batch_first, **options)
+
+    @adapts(gate, MultiheadAttention)
+    def mmcv_host(host: MultiheadAttention, **options: Any) -> nn.Module:
+        torch_host(host.attn, **options)  # refuses what the core does not have
+        gated = gate(
+            host.embed_dims,
+            host.num_heads,
+            host.attn.dropout,
+            host.proj_drop.p,
+            init_cfg=host.init_cfg,
+            batch_first=host.batch_first,
+            bias=host.attn.in_proj_bias is not None,
+            **options,
+        )
+        gated.dropout_layer = host.dropout_layer
+        return gated
+
+
+for _gate in (PLuGMultiheadAttention, SDPAGatedMultiheadAttention, DifferentialGatedMultiheadAttention):
+    _adapt_dense(_gate)

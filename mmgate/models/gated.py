@@ -127,7 +127,7 @@ def _regex(pattern: str) -> re.Pattern[str]:
 def _check_options(gate: type, options: Mapping[str, Any], where: str) -> None:
     own = {
         name
-        for name, parameter in inspect.signature(gate).parameters.items()
+        for name, parameter in inspect.signature(getattr(gate, 'core', gate)).parameters.items()
         if parameter.kind is inspect.Parameter.KEYWORD_ONLY
     }
     unknown = sorted(set(options) - own)

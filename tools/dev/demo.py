@@ -11,10 +11,14 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import save_checkpoint
 
 import mmgate  # noqa: F401
-from mmgate.analysis.predictions import draw_predictions
+from mmgate.analysis.predictions import draw_predictions, draw_segmentation
 from mmgate.datasets.shapes import write_shapes
 
-METRIC = 'coco/bbox_mAP_50'
+# by the config's scope: the metric, what the last line calls it, and the picture
+TASKS = {
+    'mmdet': ('coco/bbox_mAP_50', 'bbox_mAP_50', draw_predictions),
+    'mmseg': ('mIoU', 'mIoU', draw_segmentation),
+}
 
 
 def run(*command: str) -> None:
@@ -23,11 +27,11 @@ def run(*command: str) -> None:
     subprocess.run([sys.executable, '-W', 'ignore', *command], check=True)
 
 
-def evaluate(config: str, checkpoint: Path, work_dir: Path) -> float:
-    """Return METRIC of a checkpoint, as tools/test.py measures it."""
+def evaluate(config: str, checkpoint: Path, work_dir: Path, metric: str) -> float:
+    """Return ``metric`` of a checkpoint, as tools/test.py measures it."""
     run('tools/test.py', config, str(checkpoint), '--work-dir', str(work_dir))
     results = max(work_dir.glob('*/*.json'), key=lambda path: path.stat().st_mtime)
-    return json.loads(results.read_text().splitlines()[-1])[METRIC]
+    return json.loads(results.read_text().splitlines()[-1])[metric]
 
 
 def main() -> None:
@@ -36,22 +40,23 @@ def main() -> None:
     parser.add_argument('config')
     args = parser.parse_args()
     cfg = Config.fromfile(args.config)
+    metric, name, draw = TASKS[cfg.default_scope]
     work_dir = Path('work_dirs') / Path(args.config).stem
-    write_shapes(cfg.data_root.rstrip('/'))
+    write_shapes(cfg.data_root.rstrip('/').removesuffix('/ade'))
 
     init_default_scope(cfg.default_scope)
     untrained = work_dir / 'untrained.pth'
     model = MODELS.build(cfg.model)
     work_dir.mkdir(parents=True, exist_ok=True)
     save_checkpoint({'state_dict': model.state_dict()}, str(untrained))
-    before = evaluate(args.config, untrained, work_dir / 'untrained')
+    before = evaluate(args.config, untrained, work_dir / 'untrained', metric)
 
     run('tools/train.py', args.config, '--work-dir', str(work_dir))
     checkpoint = Path((work_dir / 'last_checkpoint').read_text())
-    after = evaluate(args.config, checkpoint, work_dir / 'test')
-    picture = draw_predictions(args.config, str(checkpoint), work_dir / 'predictions.png')
+    after = evaluate(args.config, checkpoint, work_dir / 'test', metric)
+    picture = draw(args.config, str(checkpoint), work_dir / 'predictions.png')
     print(
-        f'demo: bbox_mAP_50 = {after:.3f} (untrained {before:.3f}), picture: {picture}, checkpoint: {checkpoint}',
+        f'demo: {name} = {after:.3f} (untrained {before:.3f}), picture: {picture}, checkpoint: {checkpoint}',
         flush=True,
     )
 

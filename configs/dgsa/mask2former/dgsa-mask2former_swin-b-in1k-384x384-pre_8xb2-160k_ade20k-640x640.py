@@ -1,0 +1,8 @@
+_base_ = 'mmseg::mask2former/mask2former_swin-b-in1k-384x384-pre_8xb2-160k_ade20k-640x640.py'
+custom_imports = dict(imports=['mmdet.models', 'mmgate'], allow_failed_imports=False)
+model = dict(
+    type='mmgate.Gated',
+    host='mmseg.EncoderDecoder',
+    attention=dict(
+        type='DifferentialGatedMultiheadAttention',
+        path='decode_head.transformer_decoder.layers.*.self_attn'))

@@ -1,0 +1,8 @@
+_base_ = 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
+custom_imports = dict(imports=['mmdet.models', 'mmgate'], allow_failed_imports=False)
+model = dict(
+    type='mmgate.Gated',
+    host='mmseg.EncoderDecoder',
+    attention=dict(
+        type='PLuGMultiheadAttention',
+        path='decode_head.transformer_decoder.layers.*.self_attn'))

@@ -1,0 +1,149 @@
+"""What gated dense attentions share: torch's call signature inside, mmcv's outside.
+
+A gate is a :class:`DenseAttention`, a drop-in for ``torch.nn.MultiheadAttention``; mmcv's ``MultiheadAttention`` holds
+one as ``attn``, so its drop-in is mmcv's own class around ours, and every parameter keeps its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmcv.cnn.bricks.transformer import MultiheadAttention
+from torch import Tensor, nn
+
+from mmgate.ops.masks import merge_masks
+
+
+class DenseAttention(nn.MultiheadAttention):
+    """Drop-in for ``torch.nn.MultiheadAttention``; a subclass computes the heads in :meth:`attend`.
+
+    Attention weights are not returned unless ``need_weights`` is set: they are the N x M maps that the gates avoid.
+
+    Args:
+        embed_dim: Channels C, a multiple of ``num_heads``.
+        num_heads: Heads H.
+        dropout: Probability of dropping an attention weight.
+        bias: Whether the projections have a bias.
+        batch_first: ``(B, N, C)`` in the place of ``(N, B, C)``.
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, batch_first: bool = False
+    ) -> None:
+        if embed_dim % num_heads:
+            raise ValueError(f'embed_dim={embed_dim} is not a multiple of num_heads={num_heads}.')
+        super().__init__(embed_dim, num_heads, dropout, bias=bias, batch_first=batch_first)
+        # torch's encoder layers have a fused path in eval mode that reads our weights and skips our forward;
+        # it asks for this attribute, which nothing else needs after construction.
+        self._qkv_same_embed_dim = False
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
+    ) -> Tensor:
+        """Return the heads ``(B, H, N, d)``.
+
+        Args:
+            query: Projected, ``(B, H, N, d)``.
+            key: Projected, ``(B, H, M, d)``.
+            value: Projected, ``(B, H, M, d)``.
+            inputs: Query, key and value before projection, ``(B, N|M, C)``.
+            bias: Mask bias, broadcastable to ``(B, H, N, M)``.
+        """
+        raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
+
+    def attention_map(
+        self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
+    ) -> Tensor:
+        """Return the attention weights ``(B, H, N, M)`` for analysis."""
+        raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
+
+    def merge(self, heads: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Return the output ``(B, N, C)`` from the heads ``(B, H, N, d)``."""
+        return self.out_proj(heads.transpose(1, 2).flatten(2))
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; the arguments are those of ``torch.nn.MultiheadAttention``.
+
+        A row whose keys are all masked gets zeros from the heads, and no gradient.
+
+        Returns:
+            The output, and the weights ``(B, N, M)`` or ``(B, H, N, M)`` if ``need_weights``, else None.
+        """
+        if is_causal and attn_mask is None:
+            raise ValueError('is_causal needs attn_mask, as in torch.nn.MultiheadAttention.')
+        if query.dim() != 3:
+            raise ValueError(f'query must be batched, (N, B, C) or (B, N, C), got {tuple(query.shape)}.')
+        if not self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        inputs = (query, key, value)
+        q, k, v = self._project(inputs)
+        bias, dead = merge_masks(attn_mask, key_padding_mask, query.shape[0], self.num_heads, q.dtype)
+        heads = self.attend(q, k, v, inputs, bias)
+        if dead is not None:
+            heads = heads.masked_fill(dead, 0.0)
+        output = self.merge(heads, q, inputs)
+        weights = None
+        if need_weights:
+            weights = self.attention_map(q, k, inputs, bias)
+            weights = weights if dead is None else weights.masked_fill(dead, 0.0)
+            weights = weights.mean(1) if average_attn_weights else weights
+        return output if self.batch_first else output.transpose(0, 1), weights
+
+    def _project(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+        weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        projected = (nn.functional.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+        return tuple(self.split_heads(x) for x in projected)
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """Return ``(B, N, H * d)`` as ``(B, H, N, d)``."""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    @property
+    def _drop(self) -> float:
+        return self.dropout if self.training else 0.0
+
+
+class GatedMultiheadAttention(MultiheadAttention):
+    """mmcv's ``MultiheadAttention`` around a :class:`DenseAttention`; a subclass names it in ``core``.
+
+    Args:
+        embed_dims: Channels C.
+        num_heads: Heads H.
+        attn_drop: Probability of dropping an attention weight.
+        proj_drop: Dropout after the output projection.
+        dropout_layer: Dropout or drop path before the identity is added.
+        init_cfg: mmengine's initialisation config.
+        batch_first: ``(B, N, C)`` in the place of ``(N, B, C)``.
+        bias: Whether the projections have a bias.
+        **options: The options of ``core``.
+    """
+
+    core: type[DenseAttention]
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        dropout_layer: dict | None = None,
+        init_cfg: dict | None = None,
+        batch_first: bool = False,
+        bias: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            embed_dims, num_heads, attn_drop, proj_drop, dropout_layer, init_cfg=init_cfg, batch_first=batch_first
+        )
+        self.attn = self.core(embed_dims, num_heads, attn_drop, bias=bias, **options)

@@ -1,0 +1,86 @@
+"""Differential gated self-attention (M-DGSA)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmgate.ops.differential_attention import differential_attention, differential_map
+from mmgate.registry import MODELS
+
+from .dense import DenseAttention, GatedMultiheadAttention
+from .gml import check_option
+
+RESIDUALS = ('query', 'input', 'none')
+LAMBDA_INIT = 0.8
+
+
+class DifferentialGatedAttention(DenseAttention):
+    """An excitatory minus an inhibitory attention, weighted by a gate of each token and head.
+
+    The heads keep the width d of the vanilla layer, of which each stream takes half, so the projections keep their
+    sizes. There is no identity start: a difference of two half-width attentions is not the vanilla attention.
+
+    Args:
+        embed_dim: Channels C.
+        num_heads: Heads H of an even d = C / H.
+        dropout: Probability of dropping an attention weight.
+        residual: What is added to the projected output: ``'query'`` (default), the projected queries ``[Q+; Q-]`` of
+            section 4.2, ``'input'``, the query input as the paper's figure has it, or ``'none'``, as for text.
+        lambda_init: The heads are scaled by ``1 - lambda_init`` after their norm. Default 0.8, fixed.
+        **kwargs: ``bias`` and ``batch_first`` of torch's module.
+
+    Raises:
+        ValueError: An unknown residual, or an odd head width.
+
+    Source: M-DGSA, sections 4.1 and 4.2.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        *,
+        residual: str = 'query',
+        lambda_init: float = LAMBDA_INIT,
+        **kwargs: Any,
+    ) -> None:
+        check_option('residual', residual, RESIDUALS)
+        super().__init__(embed_dim, num_heads, dropout, **kwargs)
+        if self.head_dim % 2:
+            raise ValueError(f'The head width {self.head_dim} must be even, half of it for each stream.')
+        self.residual, self.lambda_init = residual, lambda_init
+        self.gate_proj = nn.Linear(embed_dim, num_heads)
+        self.head_norm = nn.RMSNorm(self.head_dim, eps=1e-5)
+
+    def _gate(self, query_input: Tensor) -> Tensor:
+        return self.gate_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
+    ) -> Tensor:
+        """Return the heads after their norm."""
+        heads = differential_attention(query, key, value, self._gate(inputs[0]), bias, dropout=self._drop)
+        return self.head_norm(heads) * (1 - self.lambda_init)
+
+    def merge(self, heads: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Project and add the residual."""
+        output = super().merge(heads, query, inputs)
+        if self.residual == 'query':
+            return output + query.transpose(1, 2).flatten(2)
+        return output + inputs[0] if self.residual == 'input' else output
+
+    def attention_map(
+        self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
+    ) -> Tensor:
+        """Return the signed map ``g A+ - (1 - g) A-``."""
+        return differential_map(query, key, self._gate(inputs[0]), bias)
+
+
+@MODELS.register_module()
+class DifferentialGatedMultiheadAttention(GatedMultiheadAttention):
+    """M-DGSA in the place of mmcv's ``MultiheadAttention``; options as :class:`DifferentialGatedAttention`."""
+
+    core = DifferentialGatedAttention

@@ -1,0 +1,102 @@
+"""PLuG attention in its dense form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmgate.ops.ms_deform_attn import POSITIONS
+from mmgate.ops.plug_attention import attention_map, check_backend, plug_attention
+from mmgate.registry import MODELS
+
+from .dense import DenseAttention, GatedMultiheadAttention
+from .gml import GatingModulation, check_option
+
+HEADS = ('shared', 'per_head')
+
+
+class PLuGAttention(DenseAttention):
+    """Attention whose logits are multiplied by a gate of each query-key pair, a drop-in for torch's module.
+
+    ``gate_q_proj``, ``gate_k_proj`` and ``gml`` are the only new parameters.
+
+    Args:
+        embed_dim: Channels C.
+        num_heads: Heads H of d = C / H.
+        dropout: Probability of dropping an attention weight.
+        ratio: Gate width over head width, ``g = ratio * d`` (Fig. 4). Default 1.0.
+        heads: ``'shared'`` (default): one gate for all heads, or ``'per_head'`` (Table 6).
+        gml: Gating modulation, see :class:`GatingModulation` (Table 4).
+        activation: ``'tanh'`` (default), ``'hardtanh'``, ``'softsign'`` or ``'none'`` (Table 5).
+        position: ``'pre_softmax'`` (default) or ``'post_softmax'`` (Table 10).
+        residual: Multiply by ``1 + G`` (default) or by ``G`` (Table 11).
+        init: ``'identity'`` (default) starts as the vanilla attention, ``'paper'`` with torch's defaults.
+        backend: Of :func:`mmgate.ops.plug_attention`.
+        **kwargs: ``bias`` and ``batch_first`` of torch's module.
+
+    Raises:
+        ValueError: An unknown option, a ratio that leaves no gate channel, or an identity start that the options rule
+            out: G = 1 through a saturating activation, or G = 0 with ``gml='none'``, which would need a zero matrix
+            that detectors overwrite at initialisation.
+
+    Source: PLuG attention, section 3.1, Eq. 1 to 7 and Algorithm 1.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        *,
+        ratio: float = 1.0,
+        heads: str = 'shared',
+        gml: str = 'product',
+        activation: str = 'tanh',
+        position: str = 'pre_softmax',
+        residual: bool = True,
+        init: str = 'identity',
+        backend: str = 'auto',
+        **kwargs: Any,
+    ) -> None:
+        check_option('heads', heads, HEADS)
+        check_option('position', position, POSITIONS)
+        check_backend(backend)
+        super().__init__(embed_dim, num_heads, dropout, **kwargs)
+        if init == 'identity' and gml == 'none':
+            raise ValueError("gml='none' has no parameter that makes the identity; use init='paper'.")
+        width = round(ratio * self.head_dim)
+        if width < 1:
+            raise ValueError(f'ratio={ratio} of {self.head_dim} channels a head leaves no gate channel.')
+        self.gate_heads = 1 if heads == 'shared' else num_heads
+        self.position, self.residual, self.backend = position, residual, backend
+        self.gate_q_proj = nn.Linear(embed_dim, self.gate_heads * width)
+        self.gate_k_proj = nn.Linear(embed_dim, self.gate_heads * width)
+        self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init)
+
+    def _gates(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        pairs = zip((self.gate_q_proj, self.gate_k_proj), inputs[:2], strict=True)
+        gate_q, gate_k = (proj(x).unflatten(-1, (self.gate_heads, -1)).transpose(1, 2) for proj, x in pairs)
+        return gate_q, gate_k  # (B, H|1, N|M, g)
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
+    ) -> Tensor:
+        """Return the heads (Eq. 5 to 7)."""
+        options: dict[str, Any] = dict(residual=self.residual, position=self.position)
+        options.update(dropout=self._drop, backend=self.backend)
+        return plug_attention(query, key, value, *self._gates(inputs), self.gml, bias, **options)
+
+    def attention_map(
+        self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
+    ) -> Tensor:
+        """Return the gated attention weights."""
+        gates = self._gates(inputs)
+        return attention_map(query, key, *gates, self.gml, bias, residual=self.residual, position=self.position)
+
+
+@MODELS.register_module()
+class PLuGMultiheadAttention(GatedMultiheadAttention):
+    """PLuG attention in the place of mmcv's ``MultiheadAttention``; options as :class:`PLuGAttention`."""
+
+    core = PLuGAttention

@@ -1,0 +1,148 @@
+"""The SDPA output gate and its four relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmgate.registry import MODELS
+
+from .dense import DenseAttention, GatedMultiheadAttention
+from .gml import INITS, check_option
+
+POSITIONS = ('G1', 'G2', 'G3', 'G4', 'G5')
+GRANULARITIES = ('elementwise', 'headwise')
+FORMS = ('multiplicative', 'additive')
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {'sigmoid': torch.sigmoid, 'silu': F.silu}
+SILU_ONE = 1.2784645427610738  # silu(x) = 1
+_INPUT = {'G1': 0, 'G2': 2, 'G3': 1, 'G4': 0, 'G5': 0}  # query, key or value input
+
+
+class SDPAGatedAttention(DenseAttention):
+    """Attention with a gate ``s = scale * act(x W + b)`` at one of five places.
+
+    Args:
+        embed_dim: Channels C.
+        num_heads: Heads H of d = C / H.
+        dropout: Probability of dropping an attention weight.
+        position: ``'G1'`` (default): the attention output, per head, before the output projection; ``'G2'``: the value;
+            ``'G3'``: the key; ``'G4'``: the query; ``'G5'``: after the output projection.
+        granularity: A score per channel (``'elementwise'``, default) or per head (``'headwise'``).
+        head_shared: All heads share their scores. Default False.
+        form: ``'multiplicative'`` (default): ``y * s``, or ``'additive'``: ``y + s``.
+        act: ``'sigmoid'`` (default) or ``'silu'``.
+        scale: Factor of the score; 1 in the paper (default).
+        init: ``'paper'`` (default): W as torch's Linear, b = 0, so that a sigmoid starts around 0.5. ``'identity'``:
+            exactly the vanilla attention, where the form allows it: silu in both forms, and a multiplicative sigmoid
+            with ``scale=2``, whose middle is 1.
+        **kwargs: ``bias`` and ``batch_first`` of torch's module.
+
+    ``x`` is the query input for G1, G4 and G5, the value input for G2 and the key input for G3.
+
+    Raises:
+        ValueError: An unknown option, or an identity start that the form does not reach.
+
+    Source: Gated attention, section 2: positions G1 to G5 and the gating variants.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        *,
+        position: str = 'G1',
+        granularity: str = 'elementwise',
+        head_shared: bool = False,
+        form: str = 'multiplicative',
+        act: str = 'sigmoid',
+        scale: float = 1.0,
+        init: str = 'paper',
+        **kwargs: Any,
+    ) -> None:
+        check_option('position', position, POSITIONS)
+        check_option('granularity', granularity, GRANULARITIES)
+        check_option('form', form, FORMS)
+        check_option('act', act, tuple(ACTIVATIONS))
+        check_option('init', init, INITS)
+        if init == 'identity' and act == 'sigmoid' and (form == 'additive' or scale != 2.0):
+            raise ValueError(
+                "init='identity' needs a gate that starts as the identity: act='silu', or form='multiplicative' with "
+                f'scale=2 (twice a sigmoid starts at 1); got form={form!r}, act={act!r}, scale={scale}.'
+            )
+        if scale == 0:
+            raise ValueError('scale=0 switches the attention off; use a positive scale.')
+        super().__init__(embed_dim, num_heads, dropout, **kwargs)
+        self.position, self.form, self.act, self.scale, self.init = position, form, act, scale, init
+        self.gate_shape = (1 if head_shared else num_heads, self.head_dim if granularity == 'elementwise' else 1)
+        outputs = self.gate_shape[0] * self.gate_shape[1]
+        # One dimension, because detectors run xavier over every parameter that has more.
+        self.gate_weight = nn.Parameter(torch.empty(outputs * embed_dim))
+        self.gate_bias = nn.Parameter(torch.empty(outputs))
+        self.reset_gate()
+
+    @torch.no_grad()
+    def reset_gate(self) -> None:
+        """Set the start that ``init`` names."""
+        self.gate_bias.zero_()
+        if self.init == 'paper':
+            bound = self.embed_dim**-0.5  # torch's Linear
+            self.gate_weight.uniform_(-bound, bound)
+            return
+        self.gate_weight.zero_()
+        if self.act == 'silu' and self.form == 'multiplicative':
+            if self.scale != 1.0:
+                raise ValueError(f"init='identity' with act='silu' needs scale=1, got {self.scale}.")
+            self.gate_bias.fill_(SILU_ONE)
+
+    def _gated(self, heads: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Gate ``(B, H, N, d)`` by the input that belongs to the position."""
+        x = inputs[_INPUT[self.position]]
+        score = F.linear(x, self.gate_weight.view(-1, self.embed_dim), self.gate_bias)  # (B, N, H|1 * d|1)
+        score = self.scale * ACTIVATIONS[self.act](score.unflatten(-1, self.gate_shape)).transpose(1, 2)
+        return heads * score if self.form == 'multiplicative' else heads + score
+
+    def _gated_projections(
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if self.position == 'G4':
+            query = self._gated(query, inputs)
+        elif self.position == 'G3':
+            key = self._gated(key, inputs)
+        elif self.position == 'G2':
+            value = self._gated(value, inputs)
+        return query, key, value
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
+    ) -> Tensor:
+        """Return the heads, gated before (G2, G3, G4) or after (G1) a fused attention."""
+        query, key, value = self._gated_projections(query, key, value, inputs)
+        heads = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self._drop)
+        return self._gated(heads, inputs) if self.position == 'G1' else heads
+
+    def merge(self, heads: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Project, and gate what was projected (G5)."""
+        output = super().merge(heads, query, inputs)
+        if self.position == 'G5':
+            output = self._gated(self.split_heads(output), inputs).transpose(1, 2).flatten(2)
+        return output
+
+    def attention_map(
+        self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
+    ) -> Tensor:
+        """Return the attention weights, before any gate on values or outputs."""
+        query, key, _ = self._gated_projections(query, key, key, inputs)
+        logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+        return (logits if bias is None else logits + bias).softmax(-1)
+
+
+@MODELS.register_module()
+class SDPAGatedMultiheadAttention(GatedMultiheadAttention):
+    """The SDPA gate in the place of mmcv's ``MultiheadAttention``; options as :class:`SDPAGatedAttention`."""
+
+    core = SDPAGatedAttention

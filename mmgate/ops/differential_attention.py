@@ -1,0 +1,43 @@
+r"""Differential gated attention: the difference of two softmax attentions over the same values.
+
+Layout: query (B, H, N, d) and key (B, H, M, d), each two streams of d' = d / 2; value (B, H, M, d);
+gate (B, H, N, 1); output (B, H, N, d).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def differential_attention(
+    query: Tensor, key: Tensor, value: Tensor, gate: Tensor, bias: Tensor | None = None, *, dropout: float = 0.0
+) -> Tensor:
+    r"""Return :math:`(g A^+ - (1 - g) A^-) V` by two fused attentions, no N x M map in memory.
+
+    Args:
+        query: ``(B, H, N, d)``: excitatory stream, then inhibitory stream.
+        key: ``(B, H, M, d)``: the same.
+        value: ``(B, H, M, d)``.
+        gate: ``(B, H, N, 1)``, 0 to 1.
+        bias: Added to both streams' logits.
+        dropout: Probability of dropping an attention weight.
+
+    Source: M-DGSA, section 4.2.
+    """
+    (q_plus, q_minus), (k_plus, k_minus) = query.chunk(2, -1), key.chunk(2, -1)
+    plus, minus = (
+        F.scaled_dot_product_attention(q, k, value, attn_mask=bias, dropout_p=dropout)
+        for q, k in ((q_plus, k_plus), (q_minus, k_minus))
+    )
+    return gate * plus - (1 - gate) * minus
+
+
+def differential_map(query: Tensor, key: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the signed attention map ``(B, H, N, M)`` of :func:`differential_attention`; the reference."""
+    maps = []
+    for q, k in zip(query.chunk(2, -1), key.chunk(2, -1), strict=True):
+        logits = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+        maps.append(torch.softmax(logits if bias is None else logits + bias, -1))
+    return gate * maps[0] - (1 - gate) * maps[1]

@@ -1,0 +1,56 @@
+"""Attention masks in one form: a bias that is added to the logits, and the rows that may attend to nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge_masks(
+    attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, heads: int, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
+    """Merge torch's two masks.
+
+    A row whose keys are all masked would be NaN after a softmax, and so would its gradients. Its bias is set to zero
+    here, and the caller zeroes its output.
+
+    Args:
+        attn_mask: ``(N, M)``, ``(B * H, N, M)`` or ``(B, H|1, N, M)``; bool (True masks) or float (added).
+        key_padding_mask: ``(B, M)``; bool (True masks) or float (added).
+        batch: B.
+        heads: H.
+        dtype: Of the logits.
+
+    Returns:
+        The bias, broadcastable to ``(B, H, N, M)``, or None; and the dead rows ``(B|1, H|1, N|1, 1)`` bool, or None.
+
+    Raises:
+        ValueError: A mask of another shape.
+    """
+    bias: Tensor | None = None
+    if attn_mask is not None:
+        if attn_mask.dim() == 2:
+            attn_mask = attn_mask[None, None]
+        elif attn_mask.dim() == 3 and attn_mask.shape[0] == batch * heads:
+            attn_mask = attn_mask.unflatten(0, (batch, heads))
+        elif attn_mask.dim() != 4:
+            raise ValueError(
+                f'attn_mask must be (N, M), (B * H, N, M) or (B, H, N, M) with B={batch}, H={heads}, '
+                f'got {tuple(attn_mask.shape)}.'
+            )
+        bias = _additive(attn_mask, dtype)
+    if key_padding_mask is not None:
+        if key_padding_mask.dim() != 2 or key_padding_mask.shape[0] != batch:
+            raise ValueError(f'key_padding_mask must be (B, M) with B={batch}, got {tuple(key_padding_mask.shape)}.')
+        padding = _additive(key_padding_mask[:, None, None], dtype)
+        bias = padding if bias is None else bias + padding
+    if bias is None:
+        return None, None
+    dead = (bias == float('-inf')).all(-1, keepdim=True)
+    return bias.masked_fill(dead, 0.0), dead
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.is_floating_point():
+        return mask.to(dtype)
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.bool(), float('-inf'))

@@ -1,0 +1,147 @@
+r"""PLuG attention: softmax attention whose logits are gated pair by pair.
+
+Layout: query (B, H, N, d); key, value (B, H, M, d); gate_query (B, H|1, N, g); gate_key (B, H|1, M, g);
+mask bias broadcastable to (B, H, N, M); output (B, H, N, d).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from .dispatch import Backend, find, select
+
+CHUNK = 1 << 21  # elements of (B, H, rows, M) that exist at a time
+Modulation = Callable[[Tensor], Tensor]
+
+
+def plug_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None = None,
+    *,
+    residual: bool = True,
+    position: str = 'pre_softmax',
+    dropout: float = 0.0,
+    backend: str | None = None,
+) -> Tensor:
+    r"""Attend with logits :math:`A \odot (1 + G)`, :math:`A = QK^T/\sqrt d`, :math:`G = m(Q_g K_g^T/\sqrt g)`.
+
+    The bias (masks) is added after the gate, so that a masked pair stays masked.
+
+    Args:
+        query: ``(B, H, N, d)``, floating point.
+        key: ``(B, H, M, d)``.
+        value: ``(B, H, M, d)``.
+        gate_query: ``(B, 1, N, g)``, shared by the heads, or ``(B, H, N, g)``.
+        gate_key: ``(B, 1, M, g)`` or ``(B, H, M, g)``.
+        modulation: Elementwise map from raw gate logits to the gate G.
+        bias: Added to the gated logits; broadcasts to ``(B, H, N, M)``. No row may be -inf throughout.
+        residual: Multiply by ``1 + G``, else by ``G``.
+        position: Gate the logits (``'pre_softmax'``) or the attention weights (``'post_softmax'``).
+        dropout: Probability of dropping an attention weight.
+        backend: ``'torch'`` (reference, holds all N x M maps), ``'chunked'`` (rows in chunks, recomputed in the
+            backward pass) or ``'auto'``. ``MMGATE_PLUG_ATTENTION`` has the last word.
+
+    Returns:
+        ``(B, H, N, d)``.
+
+    Raises:
+        ValueError: An unknown backend.
+
+    Source: PLuG attention, Eq. 2 to 7, Eq. 17 for ``'post_softmax'``.
+    """
+    run = select('plug_attention', BACKENDS, query, backend).run
+    return run(
+        query, key, value, gate_query, gate_key, modulation, bias, residual=residual, position=position, dropout=dropout
+    )
+
+
+def attention_map(
+    query: Tensor,
+    key: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None = None,
+    *,
+    residual: bool = True,
+    position: str = 'pre_softmax',
+) -> Tensor:
+    """Return the attention weights ``(B, H, N, M)`` of :func:`plug_attention`."""
+    logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5  # (B, H, N, M)
+    raw = gate_query @ gate_key.transpose(-1, -2) / gate_query.shape[-1] ** 0.5  # (B, H|1, N, M)
+    gate = modulation(raw)
+    factor = 1 + gate if residual else gate
+    if position == 'pre_softmax':
+        logits = logits * factor
+    weights = (logits if bias is None else logits + bias).softmax(-1)
+    return weights if position == 'pre_softmax' else weights * factor
+
+
+def reference(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None = None,
+    *,
+    residual: bool = True,
+    position: str = 'pre_softmax',
+    dropout: float = 0.0,
+) -> Tensor:
+    """Reference of :func:`plug_attention`: the equations, with the maps in memory."""
+    weights = attention_map(query, key, gate_query, gate_key, modulation, bias, residual=residual, position=position)
+    return F.dropout(weights, dropout, training=dropout > 0) @ value
+
+
+def _chunked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None = None,
+    **options: object,
+) -> Tensor:
+    batch, heads, rows, _ = query.shape
+    step = max(1, CHUNK // max(1, batch * heads * key.shape[-2]))
+    if rows <= step:
+        return reference(query, key, value, gate_query, gate_key, modulation, bias, **options)  # type: ignore[arg-type]
+
+    def attend(
+        query: Tensor, gate_query: Tensor, key: Tensor, value: Tensor, gate_key: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        return reference(query, key, value, gate_query, gate_key, modulation, bias, **options)  # type: ignore[arg-type]
+
+    outputs = []
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        chunk_bias = bias if bias is None or bias.shape[-2] == 1 else bias[:, :, part]
+        inputs = query[:, :, part], gate_query[:, :, part], key, value, gate_key, chunk_bias
+        recomputes = torch.is_grad_enabled()
+        outputs.append(checkpoint(attend, *inputs, use_reentrant=False) if recomputes else attend(*inputs))
+    return torch.cat(outputs, -2)
+
+
+def check_backend(name: str) -> None:
+    """Raise ValueError if ``name`` is neither ``'auto'`` nor the name of a backend."""
+    if name != 'auto':
+        find('plug_attention', BACKENDS, name)
+
+
+BACKENDS = (
+    Backend('chunked', lambda query: None, _chunked),
+    Backend('torch', lambda query: None, reference),
+)

@@ -1,0 +1,350 @@
+"""The dense gates: drop-ins for mmcv's and torch's MultiheadAttention."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mmcv.cnn.bricks.transformer import MultiheadAttention
+from torch import Tensor, nn
+
+from mmgate.layers import (
+    DifferentialGatedAttention,
+    DifferentialGatedMultiheadAttention,
+    PLuGAttention,
+    PLuGMultiheadAttention,
+    SDPAGatedAttention,
+    SDPAGatedMultiheadAttention,
+)
+from mmgate.layers.dense import DenseAttention
+
+plug_module = sys.modules['mmgate.ops.plug_attention']  # the function of the same name hides the module
+
+C, H, N, M, B = 16, 4, 5, 7, 2
+PLUG = {
+    'default': {},
+    'per_head': dict(heads='per_head'),
+    'ratio': dict(ratio=0.5),
+    'sum': dict(gml='sum'),
+    'single': dict(gml='single'),
+    'mlp': dict(gml='mlp'),
+    'softsign': dict(activation='softsign'),
+    'hardtanh': dict(activation='hardtanh'),
+    'post_softmax': dict(position='post_softmax'),
+    'no_residual': dict(residual=False, activation='none'),
+}
+SDPA = {
+    **{
+        f'{p}_{g}': dict(position=p, granularity=g)
+        for p in ('G1', 'G2', 'G3', 'G4', 'G5')
+        for g in ('elementwise', 'headwise')
+    },
+    'shared': dict(head_shared=True),
+    'shared_headwise': dict(head_shared=True, granularity='headwise'),
+    'additive': dict(form='additive', act='silu'),
+    'silu': dict(act='silu'),
+}
+DGSA = {'query': {}, 'input': dict(residual='input'), 'none': dict(residual='none')}
+ALL = {
+    **{f'plug_{k}': (PLuGAttention, v) for k, v in PLUG.items()},
+    'plug_none': (PLuGAttention, dict(gml='none', init='paper')),
+    **{f'sdpa_{k}': (SDPAGatedAttention, v) for k, v in SDPA.items()},
+    **{f'dgsa_{k}': (DifferentialGatedAttention, v) for k, v in DGSA.items()},
+}
+MASKS = ['none', 'padding', 'bool', 'float', 'per_head', 'dead_row']
+
+
+def make_masks(kind: str) -> dict[str, Tensor]:
+    if kind == 'padding':
+        mask = torch.zeros(B, M, dtype=torch.bool)
+        mask[1, -3:] = True
+        return dict(key_padding_mask=mask)
+    if kind == 'bool':
+        return dict(attn_mask=torch.rand(N, M, generator=torch.Generator().manual_seed(3)) > 0.7)
+    if kind == 'float':
+        return dict(attn_mask=torch.randn(N, M, generator=torch.Generator().manual_seed(3), dtype=torch.float64))
+    if kind == 'per_head':
+        mask = torch.rand(B * H, N, M, generator=torch.Generator().manual_seed(3)) > 0.7
+        mask[..., 0] = False
+        return dict(attn_mask=mask)
+    if kind == 'dead_row':
+        mask = torch.zeros(N, M, dtype=torch.bool)
+        mask[2] = True
+        return dict(attn_mask=mask)
+    return {}
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(B, N, C, dtype=dtype), torch.randn(B, M, C, dtype=dtype), torch.randn(B, M, C, dtype=dtype)
+
+
+def randomise(module: nn.Module) -> nn.Module:
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return module
+
+
+def build(name: str, **extra) -> DenseAttention:
+    cls, options = ALL[name]
+    return randomise(cls(C, H, batch_first=True, **options, **extra).double())
+
+
+def identity_pair(cls: type, **options) -> tuple[nn.Module, nn.Module]:
+    vanilla = randomise(nn.MultiheadAttention(C, H, batch_first=True).double())
+    gated = cls(C, H, batch_first=True, init='identity', **options).double()
+    keys = gated.load_state_dict(vanilla.state_dict(), strict=False)
+    assert not keys.unexpected_keys and all('g' in key for key in keys.missing_keys)
+    return vanilla, gated
+
+
+@pytest.mark.parametrize('mask', [m for m in MASKS if m != 'dead_row'])
+@pytest.mark.parametrize('options', PLUG.values(), ids=PLUG)
+def test_plug_identity_start(options: dict, mask: str) -> None:
+    vanilla, gated = identity_pair(PLuGAttention, **options)
+    for parameter in [*gated.gate_q_proj.parameters(), *gated.gate_k_proj.parameters()]:
+        nn.init.normal_(parameter)  # as a detector's own initialisation may
+    x = inputs()
+    expected, _ = vanilla(*x, **make_masks(mask))
+    output, weights = gated(*x, **make_masks(mask))
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    assert weights is None
+    output.square().sum().backward()
+    assert any(p.grad.abs().max() > 0 for p in gated.gml.parameters())
+
+
+@pytest.mark.parametrize('position', ['G1', 'G2', 'G3', 'G4', 'G5'])
+@pytest.mark.parametrize('options', [dict(act='silu'), dict(act='silu', form='additive'), dict(scale=2.0)], ids=str)
+def test_sdpa_identity_start_and_gradient(options: dict, position: str) -> None:
+    vanilla, gated = identity_pair(SDPAGatedAttention, position=position, **options)
+    x = inputs()
+    output = gated(*x)[0]
+    torch.testing.assert_close(output, vanilla(*x)[0], rtol=0, atol=1e-6)
+    output.square().sum().backward()
+    assert gated.gate_weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize('mask', MASKS)
+@pytest.mark.parametrize('name', ALL)
+def test_gradcheck(name: str, mask: str) -> None:
+    module = build(name)
+    x = [t.requires_grad_() for t in inputs()]
+    masks = make_masks(mask)
+    output = module(*x, **masks)[0]
+    assert torch.isfinite(output).all()
+    wanted = [*x, *module.parameters()]
+    assert torch.autograd.gradcheck(lambda *_: module(*x, **masks)[0], wanted, fast_mode=True)
+
+
+@pytest.mark.parametrize('name', [n for n in ALL if n.split('_')[1] in ('default', 'per', 'G1', 'query', 'post')])
+def test_fully_masked_row_is_zero_and_has_no_nan_gradient(name: str) -> None:
+    module = build(name)
+    if hasattr(module, 'residual') and isinstance(module, DifferentialGatedAttention):
+        module.residual = 'none'
+    nn.init.zeros_(module.out_proj.bias)
+    x = [t.requires_grad_() for t in inputs()]
+    output, weights = module(*x, **make_masks('dead_row'), need_weights=True)
+    assert torch.count_nonzero(output[:, 2]) == 0 and torch.count_nonzero(weights[:, 2]) == 0
+    output.square().sum().backward()
+    assert all(torch.isfinite(t.grad).all() for t in [*x, *module.parameters()])
+
+
+@pytest.mark.parametrize('mask', ['none', 'padding', 'float'])
+@pytest.mark.parametrize('name', [n for n in ALL if not n.startswith('dgsa')])
+def test_permuting_keys_changes_nothing(name: str, mask: str) -> None:
+    module = build(name)
+    query, key, value = inputs()
+    order = torch.randperm(M)
+    masks = make_masks(mask)
+    permuted = {k: v[..., order] for k, v in masks.items()}
+    torch.testing.assert_close(
+        module(query, key[:, order], value[:, order], **permuted)[0], module(query, key, value, **masks)[0]
+    )
+
+
+def test_a_gate_moves_only_its_own_pair() -> None:
+    """Raise the gate of one pair of one head: its logit alone moves, by the factor of the equation."""
+    query, key = torch.randn(1, 2, 3, 4).double(), torch.randn(1, 2, 5, 4).double()
+    gate_query, gate_key = torch.zeros(1, 2, 3, 5).double(), torch.eye(5).double().expand(1, 2, 5, 5)
+    base = plug_module.attention_map(query, key, gate_query, gate_key, lambda r: r)
+    gate_query[0, 1, 2, 3] = 5**0.5 * 0.7  # R of head 1, query 2, key 3 becomes 0.7
+    moved = plug_module.attention_map(query, key, gate_query, gate_key, lambda r: r)
+    rows = (moved != base).any(-1)
+    assert rows.sum() == 1 and rows[0, 1, 2]
+    ratio = (moved / base).log()[0, 1, 2]
+    logit = (query @ key.transpose(-1, -2))[0, 1, 2, 3] / 2
+    others = torch.tensor([i for i in range(5) if i != 3])
+    torch.testing.assert_close(ratio[others], ratio[others][:1].expand(4))
+    torch.testing.assert_close(ratio[3] - ratio[0], 0.7 * logit)
+
+
+@pytest.mark.parametrize('name', [n for n in ALL if n.startswith('plug')])
+@pytest.mark.parametrize('mask', ['none', 'padding', 'per_head'])
+def test_chunked_equals_reference(monkeypatch: pytest.MonkeyPatch, name: str, mask: str) -> None:
+    monkeypatch.setattr(plug_module, 'CHUNK', 2 * B * H * M)
+    module, x, results = build(name), inputs(), []
+    for backend in ('torch', 'chunked'):
+        module.backend = backend
+        module.zero_grad()
+        leaves = [t.clone().requires_grad_() for t in x]
+        output = module(*leaves, **make_masks(mask))[0]
+        output.square().sum().backward()
+        results.append([output, *(t.grad for t in leaves), *(p.grad for p in module.parameters())])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+BEHIND_WEIGHTS = ('sdpa_G1', 'sdpa_G2', 'sdpa_G5', 'sdpa_shared', 'sdpa_additive', 'sdpa_silu')
+
+
+@pytest.mark.parametrize('name', [n for n in ALL if not n.startswith(BEHIND_WEIGHTS)])
+def test_weights_are_those_of_the_output(name: str) -> None:
+    module = build(name)
+    x = inputs()
+    _, weights = module(*x, need_weights=True, average_attn_weights=False)
+    value = module._project(x)[2]
+    heads = weights @ value
+    if isinstance(module, DifferentialGatedAttention):
+        heads = module.head_norm(heads) * 0.2
+    torch.testing.assert_close(module.merge(heads, module._project(x)[0], x), module(*x)[0])
+
+
+def test_sdpa_positions_by_hand() -> None:
+    """One head of two channels, two queries, two keys, everything written out."""
+    module = SDPAGatedAttention(2, 1, batch_first=True).double()
+    for position in ('G1', 'G2', 'G3', 'G4', 'G5'):
+        module.position = position
+        randomise(module)
+        query, key, value = torch.randn(3, 1, 2, 2, dtype=torch.float64)
+        wq, wk, wv = module.in_proj_weight.chunk(3)
+        bq, bk, bv = module.in_proj_bias.chunk(3)
+        q, k, v = query @ wq.T + bq, key @ wk.T + bk, value @ wv.T + bv
+        source = {'G1': query, 'G2': value, 'G3': key, 'G4': query, 'G5': query}[position]
+        s = torch.sigmoid(source @ module.gate_weight.view(2, 2).T + module.gate_bias)
+        k = k * s if position == 'G3' else k
+        q = q * s if position == 'G4' else q
+        v = v * s if position == 'G2' else v
+        y = torch.softmax(q @ k.transpose(1, 2) / 2**0.5, -1) @ v
+        y = y * s if position == 'G1' else y
+        y = y @ module.out_proj.weight.T + module.out_proj.bias
+        y = y * s if position == 'G5' else y
+        torch.testing.assert_close(module(query, key, value)[0], y)
+
+
+def test_dgsa_with_gate_one_is_standard_attention_and_norm() -> None:
+    module = build('dgsa_none')
+    nn.init.zeros_(module.gate_proj.weight)
+    nn.init.constant_(module.gate_proj.bias, 100.0)
+    x = inputs()
+    q, k, v = module._project(x)
+    plain = F.scaled_dot_product_attention(q[..., :2], k[..., :2], v)
+    normed = plain * torch.rsqrt(plain.square().mean(-1, keepdim=True) + 1e-5) * module.head_norm.weight * 0.2
+    expected = module.out_proj(normed.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(module(*x)[0], expected)
+    nn.init.constant_(module.gate_proj.bias, -100.0)
+    minus = -F.scaled_dot_product_attention(q[..., 2:], k[..., 2:], v)
+    normed = minus * torch.rsqrt(minus.square().mean(-1, keepdim=True) + 1e-5) * module.head_norm.weight * 0.2
+    torch.testing.assert_close(module(*x)[0], module.out_proj(normed.transpose(1, 2).flatten(2)))
+
+
+def count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def test_parameter_counts() -> None:
+    vanilla = count(nn.MultiheadAttention(256, 8))
+    assert count(DifferentialGatedAttention(256, 8)) - vanilla == 8 * (256 + 1) + 32
+    assert count(PLuGAttention(256, 8)) - vanilla == 2 * (256 * 32 + 32) + 4
+    assert count(SDPAGatedAttention(256, 8)) - vanilla == 256 * 256 + 256
+    assert count(SDPAGatedAttention(256, 8, granularity='headwise')) - vanilla == 8 * 257
+    assert count(SDPAGatedAttention(256, 8, head_shared=True)) - vanilla == 32 * 257
+
+
+@pytest.mark.parametrize('batch_first', [True, False], ids=['batch_first', 'sequence_first'])
+@pytest.mark.parametrize(
+    'cls', [PLuGMultiheadAttention, SDPAGatedMultiheadAttention, DifferentialGatedMultiheadAttention]
+)
+def test_drop_in_for_mmcv(cls: type, batch_first: bool) -> None:
+    identity = {PLuGMultiheadAttention: {}, SDPAGatedMultiheadAttention: dict(init='identity', act='silu')}.get(cls)
+    vanilla = randomise(MultiheadAttention(C, H, batch_first=batch_first))
+    gated = cls(C, H, batch_first=batch_first, **(identity or {}))
+    keys = gated.load_state_dict(vanilla.state_dict(), strict=False)
+    assert not keys.unexpected_keys and keys.missing_keys
+    order = (lambda t: t) if batch_first else (lambda t: t.transpose(0, 1))
+    query, key, value = (order(t) for t in inputs(torch.float32))
+    call = dict(query_pos=torch.randn_like(query), key_pos=torch.randn_like(key), identity=torch.randn_like(query))
+    masks = make_masks('padding')
+    output = gated(query, key, value, **call, **masks)
+    assert output.shape == query.shape
+    if identity is not None:
+        torch.testing.assert_close(output, vanilla(query, key, value, **call, **masks), rtol=0, atol=2e-6)
+        torch.testing.assert_close(gated(query), vanilla(query), rtol=0, atol=2e-6)
+
+
+def test_dropout_runs_in_training_only() -> None:
+    for name in ('plug_default', 'sdpa_G1_elementwise', 'dgsa_none'):
+        module, x = build(name, dropout=0.5), inputs()
+        assert not torch.equal(module(*x)[0], module(*x)[0])
+        module.eval()
+        assert torch.equal(module(*x)[0], module(*x)[0])
+
+
+def test_torch_encoder_layer_does_not_skip_the_gate() -> None:
+    """torch's encoder layer has a fast path in eval mode that would read the weights and leave the gate out."""
+    layer = nn.TransformerEncoderLayer(C, H, 8, batch_first=True, dropout=0.0)
+    layer.self_attn = randomise(PLuGAttention(C, H, batch_first=True))
+    x = torch.randn(B, N, C)
+    expected = layer.train()(x)
+    with torch.inference_mode():
+        torch.testing.assert_close(layer.eval()(x), expected)
+
+
+@pytest.mark.parametrize('name', ['plug_default', 'sdpa_G1_elementwise', 'dgsa_query'])
+def test_bf16_autocast(name: str) -> None:
+    module = build(name).float()
+    x = inputs(torch.float32)
+    with torch.autocast('cpu', torch.bfloat16):
+        output = module(*x, **make_masks('padding'))[0]
+    output.float().square().sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in module.parameters())
+
+
+@pytest.mark.parametrize('name', ['plug_default', 'sdpa_G1_elementwise', 'dgsa_query'])
+def test_compiles_without_graph_break(name: str) -> None:
+    module, x = build(name), inputs()
+    compiled = torch.compile(module, fullgraph=True, backend='aot_eager')
+    torch.testing.assert_close(compiled(*x)[0], module(*x)[0])
+
+
+@pytest.mark.parametrize(
+    'cls, options, message',
+    [
+        (PLuGAttention, dict(heads='all'), 'shared, per_head'),
+        (PLuGAttention, dict(ratio=0.01), 'leaves no gate channel'),
+        (PLuGAttention, dict(gml='none'), "use init='paper'"),
+        (PLuGAttention, dict(residual=False), "use init='paper'"),
+        (PLuGAttention, dict(backend='cuda'), 'chunked'),
+        (SDPAGatedAttention, dict(position='G6'), 'G1, G2'),
+        (SDPAGatedAttention, dict(init='identity'), 'scale=2'),
+        (SDPAGatedAttention, dict(init='identity', form='additive'), "act='silu'"),
+        (SDPAGatedAttention, dict(init='identity', act='silu', scale=2.0), 'scale=1'),
+        (SDPAGatedAttention, dict(granularity='head'), 'elementwise, headwise'),
+        (DifferentialGatedAttention, dict(residual='q'), 'query, input, none'),
+    ],
+)
+def test_bad_options(cls: type, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cls(C, H, **options)
+
+
+def test_bad_sizes_and_masks() -> None:
+    with pytest.raises(ValueError, match='not a multiple'):
+        PLuGAttention(10, 4)
+    with pytest.raises(ValueError, match='must be even'):
+        DifferentialGatedAttention(12, 4)
+    module, x = build('plug_default'), inputs()
+    with pytest.raises(ValueError, match='key_padding_mask must be'):
+        module(*x, key_padding_mask=torch.zeros(3, M, dtype=torch.bool))
+    with pytest.raises(ValueError, match='attn_mask must be'):
+        module(*x, attn_mask=torch.zeros(3, N, M, dtype=torch.bool))
