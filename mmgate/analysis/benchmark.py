@@ -13,15 +13,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmgate.ops import ms_deform_attn
+from mmgate.layers import DifferentialGatedAttention, GatingModulation, SDPAGatedAttention
+from mmgate.ops import ms_deform_attn, plug_attention
 
-PEER = 'mmcv'
 LEVELS = {  # x: (levels, batch)
     '16x16-2x2_b8': ([(16, 16), (8, 8), (4, 4), (2, 2)], 8),
     '800x1072_b1': ([(100, 134), (50, 67), (25, 34), (13, 17)], 1),
 }
+TOKENS = (1024, 4096)
 MODES = ('forward', 'forward+backward')
 
 
@@ -82,15 +83,48 @@ def deformable_inputs(levels: list[tuple[int, int]], batch: int, heads: int = 8,
 
 
 def benchmark_ms_deform_attn(repetitions: int = 7) -> Iterator[Row]:
-    """Measure the CPU backends beside mmcv's grid_sample fallback, repetitions interleaved so that noise hits all."""
+    """Measure the CPU backends beside mmcv's grid_sample fallback."""
     providers = [
-        Provider(PEER, _mmcv),
+        Provider('mmcv', _mmcv),
         Provider('torch', _ours('torch')),
         Provider('cpu', _ours('cpu')),
         Provider('cpu, compiled', _ours('cpu'), compile='1'),
     ]
-    for x, (levels, batch) in LEVELS.items():
-        inputs = deformable_inputs(levels, batch)
+    cases = {x: deformable_inputs(levels, batch) for x, (levels, batch) in LEVELS.items()}
+    return _benchmark('ms_deform_attn', providers, cases, repetitions)
+
+
+def benchmark_plug_attention(repetitions: int = 5) -> Iterator[Row]:
+    """Measure PLuG's row chunks beside the eager formulation, which holds the N x N maps (8 heads of 32 channels)."""
+    gml = GatingModulation('product', activation='tanh', init='paper')
+
+    def run(backend: str) -> Callable[..., Tensor]:
+        return lambda q, k, v, gate_q, gate_k: plug_attention(q, k, v, gate_q, gate_k, gml, backend=backend)
+
+    providers = [Provider('eager', run('torch')), Provider('chunked', run('chunked'))]
+    cases = {f'N{tokens}': [torch.randn(1, heads, tokens, 32) for heads in (8, 8, 8, 1, 1)] for tokens in TOKENS}
+    return _benchmark('plug_attention', providers, cases, repetitions)
+
+
+def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
+    """Measure the SDPA gate and M-DGSA as layers beside a layer of plain fused attention (256 channels, 8 heads)."""
+
+    def run(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda x: layer(x, x, x, need_weights=False)[0]
+
+    providers = [
+        Provider('plain SDPA', run(nn.MultiheadAttention(256, 8, batch_first=True))),
+        Provider('SDPA gate', run(SDPAGatedAttention(256, 8, batch_first=True))),
+        Provider('M-DGSA', run(DifferentialGatedAttention(256, 8, batch_first=True))),
+    ]
+    cases = {f'N{tokens}': [torch.randn(2, tokens, 256)] for tokens in TOKENS}
+    return _benchmark('gated_layers', providers, cases, repetitions)
+
+
+def _benchmark(op: str, providers: list[Provider], cases: dict[str, list[Tensor]], repetitions: int) -> Iterator[Row]:
+    """Yield rows, the first provider being the peer; repetitions are interleaved, so that noise hits all alike."""
+    peer = providers[0].name
+    for x, inputs in cases.items():
         for mode in MODES:
             times: dict[str, list[float]] = {provider.name: [] for provider in providers}
             memory: dict[str, list[float]] = {provider.name: [] for provider in providers}
@@ -103,7 +137,7 @@ def benchmark_ms_deform_attn(repetitions: int = 7) -> Iterator[Row]:
                         memory[provider.name].append(peak / 2**20)
             for metric, unit, values in (('time', 'ms', times), ('peak memory', 'MiB', memory)):
                 for provider in providers:
-                    yield _row(provider.name, mode, metric, unit, x, values[provider.name], values[PEER])
+                    yield _row(op, provider.name, mode, metric, unit, x, values[provider.name], values[peer])
 
 
 def _measure(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tuple[float, float]:
@@ -113,7 +147,8 @@ def _measure(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tup
     Path('/proc/self/clear_refs').write_text('5')  # resets the high-water mark
     idle = _status('VmRSS')
     start = time.perf_counter()
-    output = run(*leaves)
+    with torch.set_grad_enabled(mode != 'forward'):
+        output = run(*leaves)
     if mode != 'forward':
         output.backward(torch.ones_like(output))
     seconds = time.perf_counter() - start
@@ -127,11 +162,13 @@ def _status(key: str) -> int:
     raise OSError(f'/proc/self/status has no {key}; memory is measured on Linux only.')
 
 
-def _row(provider: str, mode: str, metric: str, unit: str, x: str, values: list[float], peer: list[float]) -> Row:
+def _row(
+    op: str, provider: str, mode: str, metric: str, unit: str, x: str, values: list[float], peer: list[float]
+) -> Row:
     middle = statistics.median(values)
     low, high = (torch.tensor(values).quantile(q).item() for q in (0.2, 0.8))
     return Row(
-        op='ms_deform_attn',
+        op=op,
         provider=provider,
         mode=mode,
         metric=metric,
@@ -155,4 +192,8 @@ def write_csv(rows: list[Row], path: str | Path) -> None:
         writer.writerows(asdict(row) for row in rows)
 
 
-BENCHMARKS = {('ms_deform_attn', 'cpu'): benchmark_ms_deform_attn}
+BENCHMARKS = {
+    ('ms_deform_attn', 'cpu'): benchmark_ms_deform_attn,
+    ('plug_attention', 'cpu'): benchmark_plug_attention,
+    ('gated_layers', 'cpu'): benchmark_gated_layers,
+}

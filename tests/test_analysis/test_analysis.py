@@ -35,6 +35,15 @@ def test_benchmark_measures_every_provider(monkeypatch: pytest.MonkeyPatch, tmp_
         assert len(list(csv.DictReader(file))) == len(rows)
 
 
+@pytest.mark.parametrize('op, peer', [('plug_attention', 'eager'), ('gated_layers', 'plain SDPA')])
+def test_dense_benchmarks_run(monkeypatch: pytest.MonkeyPatch, op: str, peer: str) -> None:
+    monkeypatch.setattr(benchmark, 'TOKENS', (8,))
+    monkeypatch.setenv('MMGATE_CPU_COMPILE', '0')
+    rows = list(benchmark.BENCHMARKS[op, 'cpu'](repetitions=1))
+    assert {row.op for row in rows} == {op}
+    assert all(row.ratio_to_peer == 1 for row in rows if row.provider == peer and row.metric == 'time')
+
+
 def test_peak_memory_sees_a_temporary() -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
         return torch.ones(32 << 20).sum() + x  # 128 MiB
