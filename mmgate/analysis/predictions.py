@@ -44,9 +44,9 @@ def draw_predictions(
 
 
 def draw_segmentation(
-    config: str | Config, checkpoint: str, out: str | Path, *, images: int = 8, opacity: float = 0.55
+    config: str | Config, checkpoint: str, out: str | Path, *, images: int = 8, opacity: float = 0.8
 ) -> Path:
-    """Draw predicted label maps on the first ``images`` test images, below them the ground truth.
+    """Draw the first ``images`` test images, below each its predicted label map and the ground truth.
 
     Pixels that the ground truth ignores are left unpainted in both, as the metric leaves them out.
 
@@ -68,9 +68,11 @@ def draw_segmentation(
         image = mmcv.imread(sample.img_path)
         truth, found = sample.gt_sem_seg.data[0].numpy(), sample.pred_sem_seg.data[0].numpy()
         counted = truth < len(palette)
-        painted = []
+        # the labels go on a dim grey copy, because an object may have its label's colour
+        grey = 0.4 * image.mean(-1, keepdims=True).repeat(3, -1)
+        painted = [cv2.resize(image, (_SIDE // 2,) * 2, interpolation=cv2.INTER_CUBIC)]
         for labels in (found, truth):
-            canvas = image.astype(np.float64)
+            canvas = grey.copy()
             canvas[counted] += opacity * (palette[labels[counted]] - canvas[counted])
             painted.append(cv2.resize(canvas.astype(np.uint8), (_SIDE // 2,) * 2, interpolation=cv2.INTER_NEAREST))
         columns.append(np.vstack(painted))

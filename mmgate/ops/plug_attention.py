@@ -7,13 +7,15 @@ mask bias broadcastable to (B, H, N, M); output (B, H, N, d).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from .dispatch import Backend, find, select
+from .plug_attention_rows import GatedRows
 
 CHUNK = 1 << 21  # elements of (B, H, rows, M) that exist at a time
 Modulation = Callable[[Tensor], Tensor]
@@ -113,20 +115,52 @@ def _chunked(
     gate_key: Tensor,
     modulation: Modulation,
     bias: Tensor | None = None,
-    **options: object,
+    *,
+    residual: bool = True,
+    position: str = 'pre_softmax',
+    dropout: float = 0.0,
 ) -> Tensor:
     batch, heads, rows, _ = query.shape
     step = max(1, CHUNK // max(1, batch * heads * key.shape[-2]))
+    options: dict[str, Any] = dict(residual=residual, position=position, dropout=dropout)
     if rows <= step:
-        return reference(query, key, value, gate_query, gate_key, modulation, bias, **options)  # type: ignore[arg-type]
+        return reference(query, key, value, gate_query, gate_key, modulation, bias, **options)
+    learnt_bias = bias is not None and bias.requires_grad
+    if dropout or learnt_bias or torch.compiler.is_compiling() or not isinstance(modulation, nn.Module):
+        return _checkpointed(step, query, key, value, gate_query, gate_key, modulation, bias, options)
+
+    def factor(gate_query: Tensor, gate_key: Tensor) -> Tensor:
+        raw = gate_query @ gate_key.transpose(-1, -2) / gate_query.shape[-1] ** 0.5  # (B, H|1, rows, M)
+        return 1 + modulation(raw) if residual else modulation(raw)
+
+    device = query.device.type
+    tensors = (query, key, value, gate_query, gate_key)
+    if torch.is_autocast_enabled(device):
+        tensors = tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)  # type: ignore[assignment]
+    with torch.autocast(device, enabled=False):
+        return GatedRows.apply(step, position == 'post_softmax', factor, bias, *tensors, *modulation.parameters())
+
+
+def _checkpointed(
+    step: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None,
+    options: dict[str, Any],
+) -> Tensor:
+    """The chunks under autograd, for what has no rule of its own: dropout, a learnt bias, any modulation."""
 
     def attend(
         query: Tensor, gate_query: Tensor, key: Tensor, value: Tensor, gate_key: Tensor, bias: Tensor | None
     ) -> Tensor:
-        return reference(query, key, value, gate_query, gate_key, modulation, bias, **options)  # type: ignore[arg-type]
+        return reference(query, key, value, gate_query, gate_key, modulation, bias, **options)
 
     outputs = []
-    for start in range(0, rows, step):
+    for start in range(0, query.shape[-2], step):
         part = slice(start, start + step)
         chunk_bias = bias if bias is None or bias.shape[-2] == 1 else bias[:, :, part]
         inputs = query[:, :, part], gate_query[:, :, part], key, value, gate_key, chunk_bias

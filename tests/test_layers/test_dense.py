@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mmgate.layers import (
     DifferentialGatedAttention,
     DifferentialGatedMultiheadAttention,
+    GatingModulation,
     PLuGAttention,
     PLuGMultiheadAttention,
     SDPAGatedAttention,
@@ -193,6 +194,26 @@ def test_chunked_equals_reference(monkeypatch: pytest.MonkeyPatch, name: str, ma
         results.append([output, *(t.grad for t in leaves), *(p.grad for p in module.parameters())])
     for expected, actual in zip(*results, strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+def test_chunks_with_dropout_or_a_learnt_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, gate_query, gate_key = (torch.randn(2, h, 6, 4, dtype=torch.float64) for h in (2, 2, 1, 1))
+    value = torch.randn(2, 2, 6, 4, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(2, 2, 6, 6, dtype=torch.float64, requires_grad=True)
+    gml = GatingModulation('product', activation='tanh', init='paper').double()
+    results = []
+    for chunk in (1 << 20, 2 * 2 * 2 * 6):
+        monkeypatch.setattr(plug_module, 'CHUNK', chunk)
+        output = plug_module.plug_attention(query, key, value, gate_query, gate_key, gml, bias, backend='chunked')
+        results.append([output, *torch.autograd.grad(output.square().sum(), (value, bias))])
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+    output = plug_module.plug_attention(query, key, value, gate_query, gate_key, gml, dropout=0.5, backend='chunked')
+    # linear in the values, if what is recomputed drops the same weights
+    (gradient,) = torch.autograd.grad(output.sum(), value)
+    torch.testing.assert_close((gradient * value).sum(), output.sum())
+    whole = plug_module.plug_attention(query, key, value, gate_query, gate_key, gml)
+    assert not torch.allclose(whole, output)
 
 
 BEHIND_WEIGHTS = ('sdpa_G1', 'sdpa_G2', 'sdpa_G5', 'sdpa_shared', 'sdpa_additive', 'sdpa_silu')
