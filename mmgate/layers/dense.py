@@ -86,7 +86,7 @@ class DenseAttention(nn.MultiheadAttention):
         if not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         inputs = (query, key, value)
-        q, k, v = self._project(inputs)
+        q, k, v = self.project(inputs)
         bias, dead = merge_masks(attn_mask, key_padding_mask, query.shape[0], self.num_heads, q.dtype)
         heads = self.attend(q, k, v, inputs, bias)
         if dead is not None:
@@ -99,11 +99,13 @@ class DenseAttention(nn.MultiheadAttention):
             weights = weights.mean(1) if average_attn_weights else weights
         return output if self.batch_first else output.transpose(0, 1), weights
 
-    def _project(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def project(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value ``(B, H, N|M, d)``."""
         weights = self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         projected = (nn.functional.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
-        return tuple(self.split_heads(x) for x in projected)
+        query, key, value = (self.split_heads(x) for x in projected)
+        return query, key, value
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Return ``(B, N, H * d)`` as ``(B, H, N, d)``."""

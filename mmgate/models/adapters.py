@@ -6,19 +6,27 @@ A downstream project adds its own pair by decorating a function with :func:`adap
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models.backbones import pvt
+from mmdet.models.backbones import swin as mmdet_swin
+from mmseg.models.backbones import swin as mmseg_swin
 from torch import nn
 
 from mmgate.layers import (
+    AgentAttention,
     DifferentialGatedMultiheadAttention,
     PLuGMultiheadAttention,
     PLuGMultiScaleDeformableAttention,
+    SAGAAttention,
     SDPAGatedMultiheadAttention,
 )
 from mmgate.layers.dense import GatedMultiheadAttention
+from mmgate.layers.map_attention import MapAttention
+from mmgate.layers.window import GatedWindowMSA
 
 Adapter = Callable[..., nn.Module]
 _ADAPTERS: dict[tuple[type, type], Adapter] = {}
@@ -106,6 +114,59 @@ def _adapt_dense(gate: type[GatedMultiheadAttention]) -> None:
         gated.dropout_layer = host.dropout_layer
         return gated
 
+    @adapts(gate, pvt.SpatialReductionAttention)
+    def pvt_host(host: pvt.SpatialReductionAttention, **options: Any) -> nn.Module:
+        gated = deepcopy(host)
+        gated.attn = torch_host(host.attn, **options)
+        return gated
+
+    @adapts(gate, mmdet_swin.WindowMSA, mmseg_swin.WindowMSA)
+    def window_host(host: mmdet_swin.WindowMSA, **options: Any) -> nn.Module:
+        if host.scale != (host.embed_dims // host.num_heads) ** -0.5:
+            raise ValueError(f'{gate.__name__} does not replace a WindowMSA with a qk_scale of its own.')
+        sizes = (host.embed_dims, host.num_heads, host.attn_drop.p)
+        core = gate.core(*sizes, bias=host.qkv.bias is not None, batch_first=True, **options)
+        return GatedWindowMSA(core, host.window_size, host.proj_drop.p)
+
+
+def _adapt_map(gate: type[MapAttention]) -> None:
+    """Let ``gate`` replace PVT's attention without spatial reduction, and Swin's windows by the whole map."""
+
+    @adapts(gate, pvt.SpatialReductionAttention)
+    def pvt_host(host: pvt.SpatialReductionAttention, **options: Any) -> nn.Module:
+        if host.sr_ratio != 1:
+            raise ValueError(
+                f'{gate.__name__} reduces no map, but this attention has sr_ratio={host.sr_ratio}; '
+                'set sr_ratios=(1, 1, 1, 1) in the backbone.'
+            )
+        module = gate(
+            host.embed_dims,
+            host.num_heads,
+            qkv_bias=host.attn.in_proj_bias is not None,
+            attn_drop=host.attn.dropout,
+            proj_drop=host.proj_drop.p,
+            **options,
+        )
+        module.dropout_layer = host.dropout_layer
+        return module
+
+    @adapts(gate, mmdet_swin.ShiftWindowMSA, mmseg_swin.ShiftWindowMSA)
+    def swin_host(host: mmdet_swin.ShiftWindowMSA, **options: Any) -> nn.Module:
+        windows = host.w_msa
+        module = gate(
+            windows.embed_dims,
+            windows.num_heads,
+            qkv_bias=windows.qkv.bias is not None,
+            qk_scale=windows.scale,
+            attn_drop=windows.attn_drop.p,
+            proj_drop=windows.proj_drop.p,
+            **options,
+        )
+        module.dropout_layer = host.drop
+        return module
+
 
 for _gate in (PLuGMultiheadAttention, SDPAGatedMultiheadAttention, DifferentialGatedMultiheadAttention):
     _adapt_dense(_gate)
+for _map_gate in (AgentAttention, SAGAAttention):
+    _adapt_map(_map_gate)

@@ -143,13 +143,13 @@ def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
     """Give the host's parameters, device, dtype and mode to ``gate``."""
     state = host.state_dict(keep_vars=True)
     reference = next(host.parameters())
-    trainable = {name: parameter.requires_grad for name, parameter in host.named_parameters()}
+    trainable = [(parameter, parameter.requires_grad) for parameter in host.parameters()]
     gate.to(device=reference.device, dtype=reference.dtype)
     unexpected = gate.load_state_dict(state, strict=False, assign=True).unexpected_keys
     if unexpected:
         raise ValueError(f'{type(gate).__name__} would lose parameters of {type(host).__name__}: {unexpected}.')
-    for name, required in trainable.items():
-        gate.get_parameter(name).requires_grad_(required)
+    for parameter, required in trainable:  # the gate's own now; assigning reset the flag
+        parameter.requires_grad_(required)
     return gate.train(host.training)
 
 

@@ -1,7 +1,9 @@
 """Operators: pure functions of tensors that import torch only."""
 
+from .agent_attention import agent_attention
 from .differential_attention import differential_attention
+from .gated_linear_attention import gated_linear_attention
 from .ms_deform_attn import ms_deform_attn
 from .plug_attention import plug_attention
 
-__all__ = ['differential_attention', 'ms_deform_attn', 'plug_attention']
+__all__ = ['agent_attention', 'differential_attention', 'gated_linear_attention', 'ms_deform_attn', 'plug_attention']

@@ -224,11 +224,11 @@ def test_weights_are_those_of_the_output(name: str) -> None:
     module = build(name)
     x = inputs()
     _, weights = module(*x, need_weights=True, average_attn_weights=False)
-    value = module._project(x)[2]
+    value = module.project(x)[2]
     heads = weights @ value
     if isinstance(module, DifferentialGatedAttention):
         heads = module.head_norm(heads) * 0.2
-    torch.testing.assert_close(module.merge(heads, module._project(x)[0], x), module(*x)[0])
+    torch.testing.assert_close(module.merge(heads, module.project(x)[0], x), module(*x)[0])
 
 
 def test_sdpa_positions_by_hand() -> None:
@@ -258,7 +258,7 @@ def test_dgsa_with_gate_one_is_standard_attention_and_norm() -> None:
     nn.init.zeros_(module.gate_proj.weight)
     nn.init.constant_(module.gate_proj.bias, 100.0)
     x = inputs()
-    q, k, v = module._project(x)
+    q, k, v = module.project(x)
     plain = F.scaled_dot_product_attention(q[..., :2], k[..., :2], v)
     normed = plain * torch.rsqrt(plain.square().mean(-1, keepdim=True) + 1e-5) * module.head_norm.weight * 0.2
     expected = module.out_proj(normed.transpose(1, 2).flatten(2))

@@ -1,0 +1,101 @@
+"""What attentions over an H x W map of tokens share: the call signature of PVT's and Swin's attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmcv.cnn.bricks.drop import build_dropout
+from torch import Tensor, nn
+
+
+class MapAttention(nn.Module):
+    """Self-attention over the tokens of an H x W map; a subclass mixes them in :meth:`mix`.
+
+    Drop-in for mmdet's ``SpatialReductionAttention`` with ``sr_ratio=1`` and for mmdet's and mmseg's ``ShiftWindowMSA``,
+    whose checkpoints it loads: their projections are renamed, Swin's relative position tables dropped.
+
+    Args:
+        embed_dims: Channels C, a multiple of ``num_heads``.
+        num_heads: Heads H.
+        qkv_bias: Whether the projections of query, key and value have a bias.
+        qk_scale: Factor of the logits; ``1 / sqrt(d)`` by default.
+        attn_drop: Probability of dropping an attention weight.
+        proj_drop: Dropout after the output projection.
+        dropout_layer: Dropout or drop path before the identity is added.
+
+    Raises:
+        ValueError: ``embed_dims`` is no multiple of ``num_heads``.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        *,
+        qkv_bias: bool = True,
+        qk_scale: float | None = None,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        dropout_layer: dict | None = None,
+    ) -> None:
+        super().__init__()
+        if embed_dims % num_heads:
+            raise ValueError(f'embed_dims={embed_dims} is not a multiple of num_heads={num_heads}.')
+        self.embed_dims, self.num_heads, self.attn_drop = embed_dims, num_heads, attn_drop
+        self.head_dim = embed_dims // num_heads
+        self.scale = qk_scale or self.head_dim**-0.5
+        self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)
+        self.proj = nn.Linear(embed_dims, embed_dims)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.dropout_layer = build_dropout(dropout_layer) if dropout_layer else nn.Identity()
+        self.register_load_state_dict_pre_hook(_rename_host_parameters)
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Return the mixed tokens before the output projection.
+
+        Args:
+            x: Input ``(B, N, C)``.
+            q: Projected queries ``(B, N, C)``.
+            k: Projected keys ``(B, N, C)``.
+            v: Projected values ``(B, N, C)``.
+            hw_shape: Height and width of the map, ``N = H W``.
+        """
+        raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
+        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``; ``identity``, if given, is added (PVT)."""
+        height, width = int(hw_shape[0]), int(hw_shape[1])
+        if x.shape[1] != height * width:
+            raise ValueError(f'{x.shape[1]} tokens do not make a map of {height} x {width}.')
+        q, k, v = self.qkv(x).chunk(3, -1)
+        out = self.dropout_layer(self.proj_drop(self.proj(self.mix(x, q, k, v, (height, width)))))
+        return out if identity is None else identity + out
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """Return ``(B, N, H * d)`` as ``(B, H, N, d)``."""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    @property
+    def _drop(self) -> float:
+        return self.attn_drop if self.training else 0.0
+
+
+_RENAMED = {
+    'attn.in_proj_weight': 'qkv.weight',
+    'attn.in_proj_bias': 'qkv.bias',
+    'attn.out_proj.weight': 'proj.weight',
+    'attn.out_proj.bias': 'proj.bias',
+    'w_msa.qkv.weight': 'qkv.weight',
+    'w_msa.qkv.bias': 'qkv.bias',
+    'w_msa.proj.weight': 'proj.weight',
+    'w_msa.proj.bias': 'proj.bias',
+    'w_msa.relative_position_bias_table': None,
+    'w_msa.relative_position_index': None,
+}
+
+
+def _rename_host_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for old, new in _RENAMED.items():
+        value = state_dict.pop(prefix + old, None)
+        if value is not None and new is not None:
+            state_dict[prefix + new] = value

@@ -1,0 +1,63 @@
+"""Gated attention inside Swin's windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .dense import DenseAttention
+
+
+class GatedWindowMSA(nn.Module):
+    """Drop-in for mmdet's and mmseg's ``WindowMSA`` around a gated attention.
+
+    The relative position bias and the mask of shifted windows are added to the logits after the gate.
+
+    Args:
+        attn: The gated attention, ``batch_first``; takes over the host's projections.
+        window_size: Height and width of a window.
+        proj_drop: Dropout after the output projection.
+    """
+
+    def __init__(self, attn: DenseAttention, window_size: tuple[int, int], proj_drop: float = 0.0) -> None:
+        super().__init__()
+        (height, width), self.attn = window_size, attn
+        self.window_size, self.tokens = (height, width), height * width
+        self.relative_position_bias_table = nn.Parameter(
+            torch.zeros((2 * height - 1) * (2 * width - 1), attn.num_heads)
+        )
+        self.register_buffer('relative_position_index', torch.zeros(self.tokens, self.tokens, dtype=torch.long))
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.register_load_state_dict_pre_hook(_rename_host_parameters)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Attend within windows.
+
+        Args:
+            x: Windows ``(B nW, N, C)``, those of an image next to each other.
+            mask: ``(nW, N, N)``, added to the logits.
+        """
+        table, index = self.relative_position_bias_table, self.relative_position_index
+        bias = table[index.flatten()].view(self.tokens, self.tokens, -1).permute(2, 0, 1)[None]  # (1, H, N, N)
+        if mask is not None:
+            bias = (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
+        inputs = (x, x, x)
+        q, k, v = self.attn.project(inputs)
+        heads = self.attn.attend(q, k, v, inputs, bias.to(q.dtype))
+        return self.proj_drop(self.attn.merge(heads, q, inputs))
+
+
+_RENAMED = {
+    'qkv.weight': 'attn.in_proj_weight',
+    'qkv.bias': 'attn.in_proj_bias',
+    'proj.weight': 'attn.out_proj.weight',
+    'proj.bias': 'attn.out_proj.bias',
+}
+
+
+def _rename_host_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for old, new in _RENAMED.items():
+        if prefix + old in state_dict:
+            state_dict[prefix + new] = state_dict.pop(prefix + old)

@@ -1,0 +1,133 @@
+"""Swin with agent and SAGA attention: mmdet's backbone with the first blocks of its stages swapped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmdet.models.backbones.swin import SwinTransformer
+
+from mmgate.models.gated import swap_attention
+from mmgate.registry import MODELS
+
+from .presets import AGENT_SWIN_BLOCKS, PRETRAIN_AGENTS, SAGA_SWIN_BLOCKS, SWIN, load_pretrained, per_stage, preset
+
+
+class _LinearSwin(SwinTransformer):
+    """mmdet's Swin whose first ``blocks[i]`` blocks of stage i see the whole map through ``rules[i]``."""
+
+    def __init__(
+        self,
+        rules: Sequence[Mapping[str, Any]],
+        blocks: Sequence[int],
+        *,
+        fields: Mapping[str, Any],
+        init_cfg: dict | None,
+    ) -> None:
+        super().__init__(**fields, init_cfg=init_cfg)
+        for name, number, depth in zip(('blocks',) * len(blocks), blocks, fields['depths'], strict=True):
+            if not 0 <= number <= depth:
+                raise ValueError(f'{name}={tuple(blocks)}: a stage of {depth} blocks has no {number} to swap.')
+        swapped = [
+            {'path': [f'stages.{i}.blocks.{j}.attn' for j in range(number)], **rule}
+            for i, (rule, number) in enumerate(zip(rules, blocks, strict=True))
+            if number
+        ]
+        if swapped:
+            swap_attention(self, swapped)
+        self._freeze_stages()
+
+    def init_weights(self) -> None:
+        """Initialise from scratch, or strictly from the checkpoint of a ``Pretrained`` init_cfg."""
+        if self.init_cfg is None:
+            super().init_weights()
+        else:
+            load_pretrained(self, self.init_cfg['checkpoint'])
+
+    def train(self, mode: bool = True) -> _LinearSwin:
+        """Set the mode; frozen stages stay in evaluation."""
+        super().train(mode)  # mmdet's returns nothing
+        return self
+
+
+def _map_sizes(fields: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return height and width of every stage's map in pre-training."""
+    size = fields.get('pretrain_img_size', 224)
+    height, width = (size, size) if isinstance(size, int) else size
+    patch = fields.get('patch_size', 4)
+    return [(height // (patch * 2**i), width // (patch * 2**i)) for i in range(len(fields['depths']))]
+
+
+@MODELS.register_module()
+class AgentSwin(_LinearSwin):
+    """Swin with agent attention over the whole map in its early blocks, Swin's own 7 x 7 windows in the others.
+
+    Args:
+        arch: ``'tiny'``, ``'small'`` or ``'base'``.
+        agent_nums: Agent tokens of each stage; those of pre-training by default. The paper takes (81, 144, 196, 49) for
+            dense prediction.
+        pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
+        blocks: How many blocks of each stage, from its first on, have agent attention; the preset's by default.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` with a converted checkpoint, or None.
+        **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's: ``with_cp``, ``frozen_stages``,
+            ``drop_path_rate``, ``out_indices``, ...
+
+    Raises:
+        ValueError: An unknown ``arch``, or numbers that do not fit the stages.
+
+    Source: Agent attention, table 21, appendix C.2.
+    """
+
+    def __init__(
+        self,
+        arch: str = 'tiny',
+        *,
+        agent_nums: Sequence[int] | None = None,
+        pretrain_agent_nums: Sequence[int] = PRETRAIN_AGENTS,
+        blocks: Sequence[int] | None = None,
+        init_cfg: dict | None = None,
+        **overrides: Any,
+    ) -> None:
+        fields = preset(SWIN, arch, overrides)
+        stages = len(fields['depths'])
+        pretrained = per_stage('pretrain_agent_nums', pretrain_agent_nums, stages)
+        numbers = per_stage('agent_nums', pretrained if agent_nums is None else agent_nums, stages)
+        rules = [
+            dict(type='AgentAttention', map_size=size, agent_num=number, pretrain_agent_num=pretrain)
+            for size, number, pretrain in zip(_map_sizes(fields), numbers, pretrained, strict=True)
+        ]
+        swapped = per_stage('blocks', AGENT_SWIN_BLOCKS[arch] if blocks is None else blocks, stages)
+        super().__init__(rules, swapped, fields=fields, init_cfg=init_cfg)
+
+
+@MODELS.register_module()
+class SAGASwin(_LinearSwin):
+    """Swin with SAGA over the whole map in stages 1 to 3, Swin's own windows in stage 4.
+
+    Args:
+        arch: ``'tiny'``, ``'small'`` or ``'base'``.
+        attention: Options of :class:`~mmgate.layers.SAGAAttention`, such as ``dict(gate=False)``.
+        blocks: How many blocks of each stage, from its first on, have SAGA; the preset's by default.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)``, or None.
+        **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's.
+
+    Raises:
+        ValueError: An unknown ``arch``, or numbers that do not fit the stages.
+
+    Source: SAGA, tables 1 and 2. The window of 56 that its parameter counts imply is the whole map at 224 pixels; on a
+    larger image the attention, being linear, still sees the whole map.
+    """
+
+    def __init__(
+        self,
+        arch: str = 'tiny',
+        *,
+        attention: Mapping[str, Any] | None = None,
+        blocks: Sequence[int] | None = None,
+        init_cfg: dict | None = None,
+        **overrides: Any,
+    ) -> None:
+        fields = preset(SWIN, arch, overrides)
+        rules = [dict(type='SAGAAttention', map_size=size, **(attention or {})) for size in _map_sizes(fields)]
+        swapped = per_stage('blocks', SAGA_SWIN_BLOCKS[arch] if blocks is None else blocks, len(fields['depths']))
+        super().__init__(rules, swapped, fields=fields, init_cfg=init_cfg)

@@ -1,0 +1,64 @@
+"""Agent attention: two softmax attentions through a few agent tokens, linear in the number of tokens.
+
+Eq. 5: O = softmax(Q A^T / sqrt(d) + B2) softmax(A K^T / sqrt(d) + B1) V, with q, k, v (B, H, N, d), agents (B, H, n, d), bias1 (1|B, H, n, N), bias2 (1|B, H, N, n).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def agent_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, agents: Tensor, bias1: Tensor | None, bias2: Tensor | None, scale: float
+) -> Tensor:
+    """Eq. 5 as it stands; arguments as :func:`agent_attention`."""
+    logits = agents @ k.transpose(-1, -2) * scale
+    agent_v = (logits if bias1 is None else logits + bias1).softmax(-1) @ v  # agent aggregation, (B, H, n, d)
+    logits = q @ agents.transpose(-1, -2) * scale
+    return (logits if bias2 is None else logits + bias2).softmax(-1) @ agent_v  # agent broadcast
+
+
+def agent_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    agents: Tensor,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Aggregate the values in agent tokens and broadcast them to the queries, by two fused attentions.
+
+    Args:
+        q: Queries ``(B, H, N, d)``.
+        k: Keys ``(B, H, M, d)``.
+        v: Values ``(B, H, M, d)``.
+        agents: Agent tokens ``(B, H, n, d)``.
+        bias1: Added to the logits of agents and keys, broadcastable to ``(B, H, n, M)``.
+        bias2: Added to the logits of queries and agents, broadcastable to ``(B, H, N, n)``.
+        scale: Factor of both products; ``1 / sqrt(d)`` by default.
+        dropout: Probability of dropping an attention weight, in both.
+
+    Returns:
+        ``(B, H, N, d)`` in the dtype of ``v``.
+
+    Source: Agent attention, Eq. 5.
+    """
+    agent_v = F.scaled_dot_product_attention(agents, k, v, attn_mask=bias1, dropout_p=dropout, scale=scale)
+    return F.scaled_dot_product_attention(q, agents, agent_v, attn_mask=bias2, dropout_p=dropout, scale=scale)
+
+
+def interpolation_matrix(source: int, target: int, like: Tensor) -> Tensor:
+    """Return the ``(target, source)`` matrix of a bilinear resize along one axis.
+
+    Pixel centres, borders repeated: what ``F.interpolate(mode='bilinear', align_corners=False)`` does. Being linear and
+    separable, it may be applied to the factors of a map before they are multiplied out.
+    """
+    centres = (torch.arange(target, device=like.device, dtype=torch.float64) + 0.5) * (source / target) - 0.5
+    centres = centres.clamp(0, source - 1)
+    distances = (centres[:, None] - torch.arange(source, device=like.device)).abs()
+    return (1 - distances).clamp(min=0).to(like.dtype)

@@ -1,0 +1,52 @@
+"""SAGA's gated linear attention, linear in the number of tokens.
+
+Eq. 8: O = Q ((K * A)^T (V * B)), with A and B in (0, 1); q, k, v, gate_k, gate_v are (B, H, N, d).
+The map K^T V is scaled by 1 / N and Q by 1 / sqrt(d), which the paper leaves open: unscaled, the output grows with the
+image.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def gated_linear_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, gate_k: Tensor | None, gate_v: Tensor | None
+) -> Tensor:
+    """Eq. 5: a gate matrix ``G_i = alpha_i^T beta_i`` on every token's ``k_i^T v_i``; holds (N, d, d) tensors."""
+    outer = k[..., :, None] * v[..., None, :]  # (B, H, N, d, d)
+    if gate_k is not None and gate_v is not None:
+        outer = outer * (gate_k[..., :, None] * gate_v[..., None, :])
+    semantic = outer.sum(2) / k.shape[2]  # (B, H, d, d)
+    return (q * q.shape[-1] ** -0.5) @ semantic
+
+
+def gated_linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate_k: Tensor | None = None,
+    gate_v: Tensor | None = None,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Return ``Q ((K * gate_k)^T (V * gate_v))``, scaled; no tensor is larger than the inputs.
+
+    Args:
+        q: Queries ``(B, H, N, d)``.
+        k: Keys ``(B, H, M, d)``.
+        v: Values ``(B, H, M, d)``.
+        gate_k: Gates of the keys in (0, 1), of their shape, or None for no gate.
+        gate_v: Gates of the values, likewise.
+        scale: Factor of Q; ``1 / sqrt(d)`` by default.
+
+    Returns:
+        ``(B, H, N, d)``.
+
+    Source: SAGA, Eq. 6 and 8.
+    """
+    k = k if gate_k is None else k * gate_k
+    v = v if gate_v is None else v * gate_v
+    # Both scales go on the small matrix; before the product 1 / N keeps a sum over many tokens within half precision.
+    semantic = (k * (1 / k.shape[2])).transpose(-1, -2) @ v  # (B, H, d, d)
+    return q @ (semantic * (q.shape[-1] ** -0.5 if scale is None else scale))
