@@ -24,8 +24,8 @@ BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')
 class AgentAttention(MapAttention):
     """Agent attention over an H x W map: ``softmax(Q A^T / sqrt(d) + B2) softmax(A K^T / sqrt(d) + B1) V + DWC(V)``.
 
-    The agent tokens A are the queries averaged over a grid of ``sqrt(agent_num)`` cells a side. Both biases are sums of a
-    7 x 7 map per head and agent, and a row and a column term: parameters of the sizes of pre-training
+    The agent tokens A are the queries averaged over a grid of ``sqrt(agent_num)`` cells a side. Both biases are sums of
+    a 7 x 7 map per head and agent, and a row and a column term: parameters of the sizes of pre-training
     (``pretrain_agent_num``, ``map_size``), resized bilinearly, map and agent grid, to what a forward pass meets.
 
     Args:
@@ -37,9 +37,9 @@ class AgentAttention(MapAttention):
         **kwargs: ``qkv_bias``, ``qk_scale``, ``attn_drop``, ``proj_drop`` and ``dropout_layer`` of
             :class:`~mmgate.layers.map_attention.MapAttention`.
 
-    In evaluation without gradients the resized factors of the biases are kept per map size, ``n (8 H + W)`` numbers a head
-    each; a changed parameter, ``load_state_dict`` and ``train`` discard them. The biases themselves, ``n H W`` a head,
-    exist one layer at a time.
+    In evaluation without gradients the resized factors of the biases are kept per map size, ``n (8 H + W)`` numbers a
+    head each; a changed parameter, ``load_state_dict`` and ``train`` discard them. The biases themselves, ``n H W`` a
+    head, exist one layer at a time.
 
     Raises:
         ValueError: A number of agents that is no square, or ``embed_dims`` no multiple of ``num_heads``.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class MapAttention(nn.Module):
     """Self-attention over the tokens of an H x W map; a subclass mixes them in :meth:`mix`.
 
-    Drop-in for mmdet's ``SpatialReductionAttention`` with ``sr_ratio=1`` and for mmdet's and mmseg's ``ShiftWindowMSA``,
-    whose checkpoints it loads: their projections are renamed, Swin's relative position tables dropped.
+    Drop-in for mmdet's ``SpatialReductionAttention`` with ``sr_ratio=1`` and for mmdet's and mmseg's
+    ``ShiftWindowMSA``, whose checkpoints it loads: projections are renamed, relative position tables dropped.
 
     Args:
         embed_dims: Channels C, a multiple of ``num_heads``.
@@ -48,7 +48,7 @@ class MapAttention(nn.Module):
         self.proj = nn.Linear(embed_dims, embed_dims)
         self.proj_drop = nn.Dropout(proj_drop)
         self.dropout_layer = build_dropout(dropout_layer) if dropout_layer else nn.Identity()
-        self.register_load_state_dict_pre_hook(_rename_host_parameters)
+        self.register_load_state_dict_pre_hook(rename_host_parameters)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Return the mixed tokens before the output projection.
@@ -94,7 +94,8 @@ _RENAMED = {
 }
 
 
-def _rename_host_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def rename_host_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Give a host's parameters under ``prefix`` the names they have here; a load_state_dict pre-hook."""
     for old, new in _RENAMED.items():
         value = state_dict.pop(prefix + old, None)
         if value is not None and new is not None:

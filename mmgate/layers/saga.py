@@ -20,8 +20,8 @@ KERNEL = 5
 class SAGAAttention(MapAttention):
     """Gated linear attention over an H x W map: ``[Q ((K * A)^T (V * B)) + DWC(V)] * G``.
 
-    ``A = sigmoid(x Wa)`` and ``B = sigmoid(x Wb)`` gate keys and values, ``G = x Wg`` the output. The product K^T V is scaled
-    by 1 / N and Q by 1 / sqrt(d), so that the output does not grow with the image; the paper leaves that open.
+    ``A = sigmoid(x Wa)`` and ``B = sigmoid(x Wb)`` gate keys and values, ``G = x Wg`` the output. The product K^T V is
+    scaled by 1 / N and Q by 1 / sqrt(d), so that the output does not grow with the image; the paper leaves that open.
     What else it leaves open follows from its parameter counts: a learnt position encoding is added to K, resized
     bilinearly where the map is not the one of pre-training, and the 5 x 5 depthwise convolution has d channels, shared
     by the heads.
@@ -73,7 +73,8 @@ class SAGAAttention(MapAttention):
             k = k + self._resized_encoding(hw_shape)
         gate_k = None if self.gate_k is None else self.split_heads(self.gate_k(x).sigmoid())
         gate_v = None if self.gate_v is None else self.split_heads(self.gate_v(x).sigmoid())
-        heads = gated_linear_attention(*(self.split_heads(t) for t in (q, k, v)), gate_k, gate_v, scale=self.scale)
+        q, k, values = (self.split_heads(t) for t in (q, k, v))
+        heads = gated_linear_attention(q, k, values, gate_k, gate_v, scale=self.scale)
         out = heads.transpose(1, 2).flatten(2)  # (B, N, C)
         if self.dwc is not None:
             out = out + self._convolve(v, hw_shape)

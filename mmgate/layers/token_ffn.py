@@ -13,8 +13,8 @@ CHUNK = 1 << 21  # hidden numbers that exist at a time in inference
 class TokenFFN(nn.Module):
     """What mmdet's ``MixFFN`` without its depthwise convolution computes, under the same parameter names.
 
-    ``MixFFN`` turns tokens into a map for its 1 x 1 convolutions and back; here they are linear layers on the tokens, and
-    without gradients the hidden layer exists in pieces that stay in the cache.
+    ``MixFFN`` turns tokens into a map for its 1 x 1 convolutions and back; here they are linear layers on the tokens,
+    and without gradients the hidden layer exists in pieces that stay in the cache.
 
     Args:
         host: The module to replace; its layers are taken over.

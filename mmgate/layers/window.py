@@ -23,6 +23,7 @@ class GatedWindowMSA(nn.Module):
 
     def __init__(self, attn: DenseAttention, window_size: tuple[int, int], proj_drop: float = 0.0) -> None:
         super().__init__()
+        self.relative_position_index: Tensor
         (height, width), self.attn = window_size, attn
         self.window_size, self.tokens = (height, width), height * width
         self.relative_position_bias_table = nn.Parameter(

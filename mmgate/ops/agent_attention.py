@@ -1,6 +1,7 @@
 """Agent attention: two softmax attentions through a few agent tokens, linear in the number of tokens.
 
-Eq. 5: O = softmax(Q A^T / sqrt(d) + B2) softmax(A K^T / sqrt(d) + B1) V, with q, k, v (B, H, N, d), agents (B, H, n, d), bias1 (1|B, H, n, N), bias2 (1|B, H, N, n).
+Eq. 5: O = softmax(Q A^T / sqrt(d) + B2) softmax(A K^T / sqrt(d) + B1) V, with q, k, v (B, H, N, d),
+agents (B, H, n, d), bias1 (1|B, H, n, N), bias2 (1|B, H, N, n).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class GatedRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         step: int,
         post_softmax: bool,
@@ -55,7 +55,7 @@ class GatedRows(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the five tensors and the parameters."""
         bias, query, key, value, gate_query, gate_key, output, *parameters = ctx.saved_tensors
         scale = query.shape[-1] ** -0.5

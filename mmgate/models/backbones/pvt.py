@@ -7,7 +7,7 @@ from typing import Any
 
 from mmdet.models.backbones.pvt import PVTEncoderLayer, PyramidVisionTransformer, PyramidVisionTransformerV2
 from mmdet.models.layers import nlc_to_nchw
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mmgate.layers.token_ffn import TokenFFN
@@ -101,8 +101,8 @@ class AgentPVT(_LinearPVT):
 
     Args:
         arch: ``'tiny'``, ``'small'``, ``'medium'`` or ``'large'``.
-        agent_nums: Agent tokens of each stage; those of pre-training by default. The paper takes (144, 256, 784, 784) for
-            dense prediction.
+        agent_nums: Agent tokens of each stage; those of pre-training by default. The paper takes (144, 256, 784, 784)
+            for dense prediction.
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         frozen_stages: How many stages, from the first on, are not trained; -1 for none.
         with_cp: Recompute the blocks in the backward pass.
@@ -155,7 +155,7 @@ class SAGAPVT(_LinearPVT):
     Source: SAGA, tables 1 and 2.
     """
 
-    presets = PVT
+    presets: Mapping[str, Mapping[str, Any]] = PVT
 
     def __init__(
         self,

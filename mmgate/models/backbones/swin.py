@@ -25,9 +25,9 @@ class _LinearSwin(SwinTransformer):
         init_cfg: dict | None,
     ) -> None:
         super().__init__(**fields, init_cfg=init_cfg)
-        for name, number, depth in zip(('blocks',) * len(blocks), blocks, fields['depths'], strict=True):
+        for number, depth in zip(blocks, fields['depths'], strict=True):
             if not 0 <= number <= depth:
-                raise ValueError(f'{name}={tuple(blocks)}: a stage of {depth} blocks has no {number} to swap.')
+                raise ValueError(f'blocks={tuple(blocks)}: a stage of {depth} blocks has no {number} to swap.')
         swapped = [
             {'path': [f'stages.{i}.blocks.{j}.attn' for j in range(number)], **rule}
             for i, (rule, number) in enumerate(zip(rules, blocks, strict=True))
@@ -69,8 +69,8 @@ class AgentSwin(_LinearSwin):
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         blocks: How many blocks of each stage, from its first on, have agent attention; the preset's by default.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` with a converted checkpoint, or None.
-        **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's: ``with_cp``, ``frozen_stages``,
-            ``drop_path_rate``, ``out_indices``, ...
+        **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's: ``with_cp``,
+            ``frozen_stages``, ``drop_path_rate``, ``out_indices``, ...
 
     Raises:
         ValueError: An unknown ``arch``, or numbers that do not fit the stages.

@@ -1,0 +1,222 @@
+"""The published agent attention models written out plainly, over state dicts in the authors' layout.
+
+What the converter and the fast layers are held against: loops over stages, biases resized as whole maps.
+"""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+def agent_attention(s: State, p: str, x: Tensor, hw: tuple[int, int], heads: int, agents: int) -> Tensor:
+    """Agent attention with every intermediate at full size; ``p`` is the prefix of its parameters."""
+    b, n, c = x.shape
+    if p + 'q.weight' in s:
+        q = F.linear(x, s[p + 'q.weight'], s[p + 'q.bias'])
+        k, v = F.linear(x, s[p + 'kv.weight'], s[p + 'kv.bias']).chunk(2, -1)
+    else:
+        q, k, v = F.linear(x, s[p + 'qkv.weight'], s[p + 'qkv.bias']).chunk(3, -1)
+    side, small = isqrt(agents), isqrt(s[p + 'an_bias'].shape[1])
+
+    def image(t: Tensor) -> Tensor:
+        return t.transpose(1, 2).reshape(b, c, *hw)
+
+    def split(t: Tensor) -> Tensor:
+        return t.reshape(b, -1, heads, c // heads).transpose(1, 2)
+
+    def resized(bias: Tensor) -> Tensor:
+        """(heads, agents, h, w) of pre-training to (heads, H W, agents)."""
+        bias = F.interpolate(bias, size=hw, mode='bilinear').reshape(heads, small, small, n).permute(0, 3, 1, 2)
+        return F.interpolate(bias, size=(side, side), mode='bilinear').reshape(heads, n, agents)
+
+    tokens = F.adaptive_avg_pool2d(image(q), side).flatten(2).transpose(1, 2)
+    q, k, values, tokens = split(q), split(k), split(v), split(tokens)
+    scale = (c // heads) ** -0.5
+    first = resized(s[p + 'an_bias']) + resized((s[p + 'ah_bias'] + s[p + 'aw_bias'])[0])
+    second = resized(s[p + 'na_bias']) + resized((s[p + 'ha_bias'] + s[p + 'wa_bias'])[0].permute(0, 3, 1, 2))
+    gathered = (tokens * scale @ k.transpose(-1, -2) + first.transpose(1, 2)).softmax(-1) @ values
+    out = (q * scale @ tokens.transpose(-1, -2) + second).softmax(-1) @ gathered
+    out = out.transpose(1, 2).reshape(b, n, c)
+    local = F.conv2d(image(v), s[p + 'dwc.weight'], s[p + 'dwc.bias'], padding=1, groups=c)
+    out = out + local.flatten(2).transpose(1, 2)
+    return F.linear(out, s[p + 'proj.weight'], s[p + 'proj.bias'])
+
+
+def _norm(s: State, p: str, x: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], s[p + 'weight'], s[p + 'bias'], eps)
+
+
+def _mlp(s: State, p: str, x: Tensor) -> Tensor:
+    hidden = F.gelu(F.linear(x, s[p + 'fc1.weight'], s[p + 'fc1.bias']))
+    return F.linear(hidden, s[p + 'fc2.weight'], s[p + 'fc2.bias'])
+
+
+def agent_pvt(s: State, x: Tensor, depths: list[int], agents: tuple[int, ...]) -> list[Tensor]:
+    maps = []
+    for stage, (depth, number) in enumerate(zip(depths, agents, strict=True), 1):
+        p = f'patch_embed{stage}.'
+        x = F.conv2d(x, s[p + 'proj.weight'], s[p + 'proj.bias'], stride=s[p + 'proj.weight'].shape[-1])
+        hw = x.shape[2], x.shape[3]
+        x = _norm(s, p + 'norm.', x.flatten(2).transpose(1, 2), 1e-5)
+        position = s[f'pos_embed{stage}']
+        side = isqrt(position.shape[1])
+        position = position.reshape(1, side, side, -1).permute(0, 3, 1, 2)
+        x = x + F.interpolate(position, size=hw, mode='bilinear').flatten(2).transpose(1, 2)
+        for block in range(depth):
+            p = f'block{stage}.{block}.'
+            heads = s[p + 'attn.an_bias'].shape[0]
+            x = x + agent_attention(s, p + 'attn.', _norm(s, p + 'norm1.', x, 1e-6), hw, heads, number)
+            x = x + _mlp(s, p + 'mlp.', _norm(s, p + 'norm2.', x, 1e-6))
+        x = x.transpose(1, 2).reshape(len(x), -1, *hw)
+        maps.append(x)
+    return maps
+
+
+def _windows(s: State, p: str, x: Tensor, heads: int, shift: int, size: int = 7) -> Tensor:
+    """Shifted window attention of maps (B, H, W, C), one window after the other."""
+    b, height, width, c = x.shape
+    x = F.pad(x, (0, 0, 0, -width % size, 0, -height % size))
+    region = torch.zeros(x.shape[1:3])
+    if shift:
+        x = x.roll((-shift, -shift), (1, 2))
+        for i, rows in enumerate((slice(-size, -shift), slice(-shift, None)), 1):
+            region[rows] += i
+        for i, columns in enumerate((slice(-size, -shift), slice(-shift, None)), 1):
+            region[:, columns] += 3 * i
+    offsets = torch.arange(size)
+    rows, columns = (g.flatten() for g in torch.meshgrid(offsets, offsets, indexing='ij'))
+    index = (rows[:, None] - rows + size - 1) * (2 * size - 1) + columns[:, None] - columns + size - 1
+    bias = s[p + 'relative_position_bias_table'][index].permute(2, 0, 1)
+    out = torch.empty_like(x)
+    for top in range(0, x.shape[1], size):
+        for left in range(0, x.shape[2], size):
+            window = (slice(None), slice(top, top + size), slice(left, left + size))
+            tokens = x[window].reshape(b, size * size, c)
+            qkv = F.linear(tokens, s[p + 'qkv.weight'], s[p + 'qkv.bias'])
+            q, k, v = (t.reshape(b, -1, heads, c // heads).transpose(1, 2) for t in qkv.chunk(3, -1))
+            parts = region[window[1:]].flatten()
+            mask = -100.0 * (parts[:, None] != parts).float()
+            weights = (q * (c // heads) ** -0.5 @ k.transpose(-1, -2) + bias + mask).softmax(-1)
+            heads_out = (weights @ v).transpose(1, 2).reshape(b, -1, c)
+            out[window] = F.linear(heads_out, s[p + 'proj.weight'], s[p + 'proj.bias']).reshape(b, size, size, c)
+    return out.roll((shift, shift), (1, 2))[:, :height, :width]
+
+
+def agent_swin(s: State, x: Tensor, depths: list[int], agents: tuple[int, ...]) -> list[Tensor]:
+    maps = []
+    x = F.pad(x, (0, -x.shape[3] % 4, 0, -x.shape[2] % 4))
+    x = F.conv2d(x, s['patch_embed.proj.weight'], s['patch_embed.proj.bias'], stride=4)
+    hw = x.shape[2], x.shape[3]
+    x = _norm(s, 'patch_embed.norm.', x.flatten(2).transpose(1, 2), 1e-5)
+    for stage, (depth, number) in enumerate(zip(depths, agents, strict=True)):
+        for block in range(depth):
+            p = f'layers.{stage}.blocks.{block}.'
+            y = _norm(s, p + 'norm1.', x, 1e-5)
+            heads = x.shape[-1] // 32
+            if p + 'attn.an_bias' in s:
+                y = agent_attention(s, p + 'attn.', y, hw, heads, number)
+            else:
+                y = _windows(s, p + 'attn.', y.unflatten(1, hw), heads, 3 * (block % 2)).flatten(1, 2)
+            x = x + y
+            x = x + _mlp(s, p + 'mlp.', _norm(s, p + 'norm2.', x, 1e-5))
+        out = _norm(s, f'norm{stage}.', x, 1e-5) if f'norm{stage}.weight' in s else F.layer_norm(x, x.shape[-1:])
+        maps.append(out.transpose(1, 2).reshape(len(x), -1, *hw))
+        if stage < len(depths) - 1:
+            p = f'layers.{stage}.downsample.'
+            x = F.pad(x.unflatten(1, hw), (0, 0, 0, hw[1] % 2, 0, hw[0] % 2))
+            x = torch.cat([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
+            hw = x.shape[1], x.shape[2]
+            x = F.linear(_norm(s, p + 'norm.', x.flatten(1, 2), 1e-5), s[p + 'reduction.weight'])
+    return maps
+
+
+def random_pvt(depths: list[int], agents: tuple[int, ...], classifier: bool = True) -> State:
+    """A checkpoint of Agent-PVT's key layout with random numbers; vanilla PVT's where ``agents`` is empty."""
+    s: State = {}
+    heads, ratios, dims = (1, 2, 5, 8), (8, 8, 4, 4), (64, 128, 320, 512)
+    previous = 3
+    for i, depth in enumerate(depths):
+        c, side, kernel = dims[i], 56 >> i, 2 if i else 4
+        p = f'patch_embed{i + 1}.'
+        _linear(s, p + 'proj.', c, (previous, kernel, kernel))
+        _layer_norm(s, p + 'norm.', c)
+        s[f'pos_embed{i + 1}'] = 0.1 * torch.randn(1, side * side + (i == 3 and not agents), c)
+        for j in range(depth):
+            p = f'block{i + 1}.{j}.'
+            _layer_norm(s, p + 'norm1.', c)
+            _linear(s, p + 'attn.q.', c, (c,))
+            _linear(s, p + 'attn.kv.', 2 * c, (c,))
+            _linear(s, p + 'attn.proj.', c, (c,))
+            if agents:
+                _agent(s, p + 'attn.', c, heads[i], agents[i], side)
+            elif i < 3:
+                _linear(s, p + 'attn.sr.', c, (c, 8 >> i, 8 >> i))
+                _layer_norm(s, p + 'attn.norm.', c)
+            _layer_norm(s, p + 'norm2.', c)
+            _linear(s, p + 'mlp.fc1.', ratios[i] * c, (c,))
+            _linear(s, p + 'mlp.fc2.', c, (ratios[i] * c,))
+        previous = c
+    if not agents:
+        s['cls_token'] = torch.randn(1, 1, 512)
+        _layer_norm(s, 'norm.', 512)
+    if classifier:
+        _linear(s, 'head.', 1000, (512,))
+    return s
+
+
+def random_swin(depths: list[int], blocks: tuple[int, ...], agents: tuple[int, ...], classifier: bool = True) -> State:
+    """A checkpoint of Agent-Swin's key layout with random numbers; vanilla Swin's where ``blocks`` are all 0."""
+    s: State = {}
+    _linear(s, 'patch_embed.proj.', 96, (3, 4, 4))
+    _layer_norm(s, 'patch_embed.norm.', 96)
+    for i, depth in enumerate(depths):
+        c, heads = 96 << i, 3 << i
+        for j in range(depth):
+            p = f'layers.{i}.blocks.{j}.'
+            _layer_norm(s, p + 'norm1.', c)
+            _linear(s, p + 'attn.qkv.', 3 * c, (c,))
+            _linear(s, p + 'attn.proj.', c, (c,))
+            if j < blocks[i]:
+                _agent(s, p + 'attn.', c, heads, agents[i], 56 >> i)
+            else:
+                s[p + 'attn.relative_position_bias_table'] = 0.1 * torch.randn(169, heads)
+                offsets = torch.arange(7)
+                rows, columns = (g.flatten() for g in torch.meshgrid(offsets, offsets, indexing='ij'))
+                s[p + 'attn.relative_position_index'] = (rows[:, None] - rows + 6) * 13 + columns[:, None] - columns + 6
+                if classifier and j % 2 and i < 3:
+                    s[p + 'attn_mask'] = torch.zeros(4, 49, 49)
+            _layer_norm(s, p + 'norm2.', c)
+            _linear(s, p + 'mlp.fc1.', 4 * c, (c,))
+            _linear(s, p + 'mlp.fc2.', c, (4 * c,))
+        if i < len(depths) - 1:
+            s[f'layers.{i}.downsample.reduction.weight'] = torch.randn(2 * c, 4 * c) / (4 * c) ** 0.5
+            _layer_norm(s, f'layers.{i}.downsample.norm.', 4 * c)
+        if not classifier:
+            _layer_norm(s, f'norm{i}.', c)
+    if classifier:
+        _layer_norm(s, 'norm.', 768)
+        _linear(s, 'head.', 1000, (768,))
+    return s
+
+
+def _linear(s: State, p: str, out: int, rest: tuple[int, ...]) -> None:
+    fan = torch.Size(rest).numel()
+    s[p + 'weight'], s[p + 'bias'] = torch.randn(out, *rest) / fan**0.5, 0.1 * torch.randn(out)
+
+
+def _layer_norm(s: State, p: str, c: int) -> None:
+    s[p + 'weight'], s[p + 'bias'] = 1 + 0.1 * torch.randn(c), 0.1 * torch.randn(c)
+
+
+def _agent(s: State, p: str, c: int, heads: int, n: int, side: int) -> None:
+    for name in ('an_bias', 'na_bias'):
+        s[p + name] = torch.randn(heads, n, 7, 7)
+    s[p + 'ah_bias'], s[p + 'aw_bias'] = torch.randn(1, heads, n, side, 1), torch.randn(1, heads, n, 1, side)
+    s[p + 'ha_bias'], s[p + 'wa_bias'] = torch.randn(1, heads, side, 1, n), torch.randn(1, heads, 1, side, n)
+    _linear(s, p + 'dwc.', c, (1, 3, 3))

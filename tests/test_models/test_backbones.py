@@ -1,0 +1,230 @@
+"""PVT and Swin with agent and SAGA attention: the published models, sizes, checkpoints, switches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from published import agent_pvt, agent_swin, random_pvt, random_swin
+from torch import Tensor, nn
+
+from mmgate.models.convert import convert
+from mmgate.registry import MODELS
+
+TINY = dict(num_layers=(1, 1, 1, 1), drop_path_rate=0.0)
+TINY_SWIN = dict(depths=(2, 2, 2, 2), drop_path_rate=0.0)
+BACKBONES: dict[str, dict[str, Any]] = {
+    'agent_pvt': dict(type='AgentPVT', **TINY),
+    'agent_pvt_dense': dict(type='AgentPVT', agent_nums=(144, 256, 784, 784), **TINY),
+    'agent_swin': dict(type='AgentSwin', blocks=(2, 2, 1, 0), **TINY_SWIN),
+    'saga_pvt': dict(type='SAGAPVT', **TINY),
+    'saga_pvtv2': dict(type='SAGAPVTv2', **TINY),
+    'saga_swin': dict(type='SAGASwin', blocks=(2, 2, 2, 0), **TINY_SWIN),
+}
+CONVERTER = ROOT / 'tools/model_converters/agent_attention.py'
+
+
+def build(name: str, **overrides: Any) -> nn.Module:
+    return MODELS.build(dict(BACKBONES[name], **overrides))
+
+
+def swin_state(classifier: bool = False) -> dict[str, Tensor]:
+    return random_swin([2, 2, 6, 2], (2, 2, 6, 0), (9, 16, 49, 49), classifier)
+
+
+def assert_maps_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        error = ((a - e).norm() / e.norm()).item()
+        assert error < 1e-4, f'stage {i + 1}: relative error {error:.1e}'
+
+
+@pytest.mark.parametrize('size', [(224, 224), (256, 320)], ids=str)
+@pytest.mark.parametrize('layout', ['model', 'state_dict', 'bare', 'detector'])
+def test_converted_pvt_computes_the_published_features(tmp_path: Path, size: tuple[int, int], layout: str) -> None:
+    state = random_pvt([2, 2, 2, 2], (9, 16, 49, 49), classifier=layout != 'detector')
+    agents = (144, 256, 784, 784)
+    x = torch.randn(1, 3, *size)
+    expected = agent_pvt(state, x, [2, 2, 2, 2], agents)
+    model = MODELS.build(dict(type='mmgate.AgentPVT', arch='tiny', drop_path_rate=0.0, agent_nums=agents)).eval()
+    wrapped = {
+        'model': {'model': state, 'epoch': 3},
+        'state_dict': {'state_dict': state},
+        'bare': state,
+        'detector': {'state_dict': {**{f'backbone.{k}': v for k, v in state.items()}, 'neck.x': torch.ones(1)}},
+    }[layout]
+    torch.save(wrapped, tmp_path / 'src.pth')
+    result = convert_file(tmp_path / 'src.pth', tmp_path / 'dst.pth')
+    assert result.returncode == 0, result.stderr
+    model.load_state_dict(torch.load(tmp_path / 'dst.pth')['state_dict'], strict=True)
+    with torch.no_grad():
+        assert_maps_equal(model(x), expected)
+
+
+@pytest.mark.parametrize('size', [(224, 224), (256, 320), (90, 65)], ids=str)
+@pytest.mark.parametrize('classifier', [False, True], ids=['dense', 'imagenet'])
+def test_converted_swin_computes_the_published_features(size: tuple[int, int], classifier: bool) -> None:
+    state, agents = swin_state(classifier), (81, 144, 196, 49)
+    x = torch.randn(1, 3, *size)
+    expected = agent_swin(state, x, [2, 2, 6, 2], agents)
+    model = MODELS.build(dict(type='mmgate.AgentSwin', arch='tiny', drop_path_rate=0.0, agent_nums=agents)).eval()
+    model.load_state_dict(convert({'model': state}), strict=True)
+    with torch.no_grad():
+        assert_maps_equal(model(x), expected)
+
+
+def convert_file(src: Path, dst: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, '-W', 'ignore', str(CONVERTER), str(src), str(dst), *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_converter_refuses_and_keeps_what_exists(tmp_path: Path) -> None:
+    state = random_pvt([1, 1, 1, 1], (9, 16, 49, 49))
+    src, dst = tmp_path / 'src.pth', tmp_path / 'dst.pth'
+    state['block1.0.attn.mystery'] = state.pop('block1.0.attn.an_bias')[:, :, 0]
+    state['block2.0.attn.an_bias'] = state['block2.0.attn.an_bias'][..., :5]
+    torch.save(state, src)
+    result = convert_file(src, dst)
+    assert result.returncode == 1 and not dst.exists()
+    torch.save(swin_state() | {'layers.0.blocks.0.attn.mystery': torch.ones(1)}, src)
+    result = convert_file(src, dst)
+    assert 'unknown: stages.0.blocks.0.attn.mystery' in result.stderr and not dst.exists()
+    dst.write_text('precious')
+    assert 'exists' in convert_file(src, dst).stderr and dst.read_text() == 'precious'
+    torch.save({'model': {'fc.weight': torch.ones(1)}}, src)
+    assert 'Neither the keys of PVT' in convert_file(src, dst, '--force').stderr and dst.read_text() == 'precious'
+
+
+@pytest.mark.parametrize('name', ['agent_pvt', 'saga_pvt'])
+def test_vanilla_pvt_initialises_what_is_shared(tmp_path: Path, name: str) -> None:
+    state = random_pvt([1, 1, 1, 1], ())
+    torch.save({'state_dict': convert(state)}, tmp_path / 'vanilla.pth')
+    model = build(name, init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'vanilla.pth')))
+    model.init_weights()
+    attention = model.layers[1][1][1].attn
+    expected = torch.cat([state['block2.0.attn.q.weight'], state['block2.0.attn.kv.weight']])
+    torch.testing.assert_close(attention.qkv.weight, expected, rtol=0, atol=0)
+    torch.testing.assert_close(attention.proj.bias, state['block2.0.attn.proj.bias'], rtol=0, atol=0)
+    torch.testing.assert_close(model.layers[3][1][0].pos_embed, state['pos_embed4'][:, 1:], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize('kind', ['AgentSwin', 'SAGASwin'])
+def test_vanilla_swin_initialises_what_is_shared(tmp_path: Path, kind: str) -> None:
+    state = random_swin([2, 2, 6, 2], (0, 0, 0, 0), ())
+    torch.save({'state_dict': convert(state)}, tmp_path / 'vanilla.pth')
+    init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'vanilla.pth'))
+    model = MODELS.build(dict(type=kind, arch='tiny', init_cfg=init_cfg))
+    model.init_weights()
+    same = dict(rtol=0, atol=0)
+    swapped, windows = model.stages[0].blocks[1].attn, model.stages[3].blocks[1].attn.w_msa
+    torch.testing.assert_close(swapped.qkv.weight, state['layers.0.blocks.1.attn.qkv.weight'], **same)
+    table = state['layers.3.blocks.1.attn.relative_position_bias_table']
+    torch.testing.assert_close(windows.relative_position_bias_table, table, **same)
+    del state['layers.0.blocks.0.mlp.fc1.weight']
+    with pytest.raises(ValueError, match=r'missing: stages\.0\.blocks\.0\.ffn'):
+        convert(state)
+
+
+@pytest.mark.parametrize('name', BACKBONES)
+@pytest.mark.parametrize('size', [(32, 32), (33, 70)], ids=str)
+def test_any_size_from_32(name: str, size: tuple[int, int]) -> None:
+    model = build(name, init_cfg=None)
+    maps = model(torch.randn(2, 3, *size))
+    assert len(maps) == 4 and all(map_.isfinite().all() for map_ in maps)
+    assert maps[3].shape[2:] == ((1, 1) if size == (32, 32) else maps[3].shape[2:])
+
+
+@pytest.mark.parametrize('name', BACKBONES)
+def test_checkpointing_and_frozen_stages(name: str) -> None:
+    x = torch.randn(1, 3, 64, 64, requires_grad=True)
+    plain, recomputed = build(name), build(name, with_cp=True)
+    recomputed.load_state_dict(plain.state_dict())
+    gradients = []
+    for model in (plain, recomputed):
+        sum(map_.square().mean() for map_ in model(x)).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(g is not None for g in gradients[0])
+    torch.testing.assert_close(*gradients)
+    frozen = build(name, frozen_stages=2).train()
+    assert not next(frozen.parameters()).requires_grad
+    trained = {
+        n.split('.')[1] for n, p in frozen.named_parameters() if p.requires_grad and n[:6] in ('stages', 'layers')
+    }
+    assert trained == {'2', '3'}
+
+
+def test_bias_cache_follows_the_parameters() -> None:
+    """Evaluation reuses the resized factors until anything that they depend on changes."""
+    model = build('agent_pvt_dense').eval()
+    attention, x = model.layers[0][1][1].attn, torch.randn(1, 3, 64, 96)
+    changes = [
+        lambda: None,
+        lambda: nn.init.normal_(attention.ha_bias),
+        lambda: model.load_state_dict(build('agent_pvt_dense').state_dict()),
+        lambda: setattr(attention, 'wa_bias', nn.Parameter(torch.randn_like(attention.wa_bias))),
+        lambda: model.train().eval(),
+        lambda: model.double().float(),
+    ]
+    for change in changes:
+        with torch.no_grad():
+            model(x)
+            change()
+            cached = model(x)[0]
+            for module in model.modules():
+                if hasattr(module, '_factors'):
+                    module._factors.clear()
+            torch.testing.assert_close(cached, model(x)[0], rtol=0, atol=0)
+    with torch.no_grad():
+        for height in range(1, 40):
+            attention.biases((height, 3))
+    assert 0 < len(attention._factors) <= 16
+
+
+@pytest.mark.parametrize(
+    'config, message',
+    [
+        (dict(type='AgentPVT', arch='huge'), 'tiny, small, medium, large'),
+        (dict(type='AgentPVT', agent_nums=(9, 16, 49)), 'agent_nums needs one number for each of the 4 stages'),
+        (dict(type='AgentPVT', agent_nums=(9, 16, 50, 49)), 'agent_num=50 must be a square number'),
+        (dict(type='AgentPVT', sr_ratios=(8, 4, 2, 1)), 'sr_ratio'),
+        (dict(type='AgentPVT', frozen_stages=7), 'frozen_stages=7'),
+        (dict(type='AgentSwin', blocks=(2, 2, 9, 0)), 'no 9 to swap'),
+        (dict(type='SAGAPVTv2', arch='tiny'), 'b0, b1'),
+        (dict(type='SAGASwin', attention=dict(gates=False)), 'has no option gates'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_wrong_options(config: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        MODELS.build(config)
+
+
+PARAMETERS = [  # millions at the papers' rounding; SAGA Swin-T comes to 32.6, the paper prints 32
+    ('AgentPVT', 'tiny', 512, 11.6),
+    ('AgentPVT', 'small', 512, 20.6),
+    ('AgentPVT', 'medium', 512, 35.9),
+    ('AgentPVT', 'large', 512, 48.7),
+    ('AgentSwin', 'tiny', 768, 29),
+    ('AgentSwin', 'small', 768, 50),
+    ('AgentSwin', 'base', 1024, 88),
+    ('SAGAPVT', 'tiny', 512, 14.5),
+    ('SAGAPVT', 'small', 512, 26.1),
+    ('SAGAPVTv2', 'b0', 256, 4.2),
+    ('SAGAPVTv2', 'b1', 512, 15),
+    ('SAGASwin', 'tiny', 768, 32.6),
+    ('SAGASwin', 'small', 768, 60),
+    ('SAGASwin', 'base', 1024, 105),
+]
+
+
+@pytest.mark.parametrize('kind, arch, channels, millions', PARAMETERS, ids=lambda value: str(value))
+def test_parameters(kind: str, arch: str, channels: int, millions: float) -> None:
+    """SPEC's table: a classifier of 1000 classes at 224 pixels."""
+    backbone = dict(type=kind, arch=arch, out_indices=(3,))
+    model = MODELS.build(dict(type='Classifier', backbone=backbone, in_channels=channels))
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    assert round(count, 1 if isinstance(millions, float) else 0) == millions
