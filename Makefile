@@ -5,7 +5,10 @@ PY := $(VENV)/bin/python
 DEMO_SEG := configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py
 DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py
 
-.PHONY: setup demo demo-seg test lint bench
+DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
+	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
+
+.PHONY: setup demo demo-seg demo-backbones test lint bench
 export PYTHON VENV
 
 setup:
@@ -16,6 +19,9 @@ demo: setup
 
 demo-seg: setup
 	@$(PY) tools/dev/demo.py $(DEMO_SEG)
+
+demo-backbones: setup
+	@$(PY) tools/dev/demo.py $(DEMO_BACKBONES)
 
 test: setup lint
 	@$(PY) -m pytest -m "not slow"

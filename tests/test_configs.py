@@ -20,16 +20,20 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
+from mmgate.models.backbones.presets import OF_THE_ATTENTION
 
 CONFIGS = sorted(
     str(path.relative_to(ROOT / 'configs')) for path in (ROOT / 'configs').rglob('*.py') if '_base_' not in path.parts
 )
 
 
+ON_CPU = ('Swin', 'PVT', 'PyramidVisionTransformer')
+
+
 def build(cfg: Config) -> nn.Module:
-    """Build on the meta device, which takes no memory, but Swin, which reads its drop path rates off a tensor."""
+    """Build on the meta device, which takes no memory, but what reads its drop path rates off a tensor."""
     init_default_scope(cfg.default_scope)
-    with torch.device('cpu' if 'Swin' in cfg.model.backbone.type else 'meta'):
+    with torch.device('cpu' if any(name in cfg.model.backbone.type for name in ON_CPU) else 'meta'):
         return MODELS.build(cfg.model)
 
 
@@ -38,8 +42,8 @@ def test_builds(name: str) -> None:
     logging.getLogger('mmengine').setLevel(logging.WARNING)
     cfg = Config.fromfile(ROOT / 'configs' / name)
     model = build(cfg)
-    gated = any('.gate_' in parameter for parameter, _ in model.named_parameters())
-    assert gated == Path(name).name.startswith(('plug', 'sdpa-gate', 'dgsa'))
+    gated = any('.gate_' in p or p.endswith(OF_THE_ATTENTION) for p, _ in model.named_parameters())
+    assert gated == Path(name).name.startswith(('plug', 'sdpa-gate', 'dgsa', 'agent', 'saga'))
 
 
 def test_papers_recipe() -> None:
@@ -116,7 +120,8 @@ def test_every_config_builds_from_another_project(installed: Path, tmp_path: Pat
         '    open(path, "w").write(f"_base_ = {\'mmgate::\' + name!r}")\n'
         '    cfg = Config.fromfile(path)\n'
         '    init_default_scope(cfg.default_scope)\n'
-        '    with torch.device("cpu" if "Swin" in cfg.model.backbone.type else "meta"):\n'
+        f'    on_cpu = any(name in cfg.model.backbone.type for name in {ON_CPU})\n'
+        '    with torch.device("cpu" if on_cpu else "meta"):\n'
         '        MODELS.build(cfg.model)\n'
         'print("built", number + 1)\n'
     )

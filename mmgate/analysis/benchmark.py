@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -122,22 +122,47 @@ def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
 
 
 def _benchmark(op: str, providers: list[Provider], cases: dict[str, list[Tensor]], repetitions: int) -> Iterator[Row]:
-    """Yield rows, the first provider being the peer; repetitions are interleaved, so that noise hits all alike."""
-    peer = providers[0].name
+    """Yield rows for every input and mode, the first provider being the peer."""
+    compiles = {provider.name: provider.compile for provider in providers}
+    runs = {provider.name: provider.run for provider in providers}
     for x, inputs in cases.items():
         for mode in MODES:
-            times: dict[str, list[float]] = {provider.name: [] for provider in providers}
-            memory: dict[str, list[float]] = {provider.name: [] for provider in providers}
-            for repetition in range(repetitions + 1):
-                for provider in providers:
-                    os.environ['MMGATE_CPU_COMPILE'] = provider.compile
-                    seconds, peak = _measure(provider.run, inputs, mode)
-                    if repetition:  # the first one warms up and compiles
-                        times[provider.name].append(seconds * 1e3)
-                        memory[provider.name].append(peak / 2**20)
-            for metric, unit, values in (('time', 'ms', times), ('peak memory', 'MiB', memory)):
-                for provider in providers:
-                    yield _row(op, provider.name, mode, metric, unit, x, values[provider.name], values[peer])
+            yield from interleaved(op, runs, x, inputs, mode, repetitions, compiles)
+
+
+def interleaved(
+    op: str,
+    providers: Mapping[str, Callable[..., Tensor]],
+    x: str,
+    inputs: list[Tensor],
+    mode: str,
+    repetitions: int,
+    compiles: Mapping[str, str] | None = None,
+) -> Iterator[Row]:
+    """Yield time and peak memory of every provider; their repetitions alternate, so that noise hits all alike.
+
+    Args:
+        op: Name of what is measured.
+        providers: By name; the first is the peer.
+        x: Name of the input.
+        inputs: Arguments of a provider.
+        mode: One of :data:`MODES`.
+        repetitions: Measurements after one that warms up.
+        compiles: The value of MMGATE_CPU_COMPILE while a provider runs, ``'0'`` by default.
+    """
+    peer = next(iter(providers))
+    times: dict[str, list[float]] = {name: [] for name in providers}
+    memory: dict[str, list[float]] = {name: [] for name in providers}
+    for repetition in range(repetitions + 1):
+        for name, run in providers.items():
+            os.environ['MMGATE_CPU_COMPILE'] = (compiles or {}).get(name, '0')
+            seconds, peak = _measure(run, inputs, mode)
+            if repetition:  # the first one warms up and compiles
+                times[name].append(seconds * 1e3)
+                memory[name].append(peak / 2**20)
+    for metric, unit, values in (('time', 'ms', times), ('peak memory', 'MiB', memory)):
+        for name in providers:
+            yield _row(op, name, mode, metric, unit, x, values[name], values[peer])
 
 
 def _measure(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tuple[float, float]:
@@ -177,7 +202,7 @@ def _row(
         y_50=round(middle, 3),
         y_20=round(low, 3),
         y_80=round(high, 3),
-        ratio_to_peer=round(statistics.median(peer) / max(middle, 1e-9), 2),
+        ratio_to_peer=round(statistics.median(peer) / max(middle, 1e-9), 3),
         device=f'{platform.machine()} CPU, {torch.get_num_threads()} threads',
         version=f'torch {torch.__version__}',
     )

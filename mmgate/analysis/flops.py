@@ -1,15 +1,17 @@
 """Multiply-accumulates of a model, counted as papers on attention count them.
 
-Every matrix product and convolution counts, whoever issues it: linear layers, einsum, linear attention, fused attention.
-Deformable sampling counts its interpolation and its weighted sum. Norms, activations, softmax and gates, elementwise all
-of them, do not.
+Every matrix product and convolution counts, whoever issues it: linear layers, einsum, linear attention, fused
+attention. Deformable sampling counts its interpolation and its weighted sum. Norms, activations, softmax, gates, all
+that is elementwise, and the resizing of maps do not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +22,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import mmgate.ops  # noqa: F401  (registers the operators that have a rule)
+from mmgate.layers import AgentAttention
 
-PROPOSALS = 1000  # what a two-stage detector's heads see, as mmdet's own count has it
-MASKS = 100
+PROPOSALS = 1000  # what a two-stage detector's box heads see, as mmdet's own count has it
+MASKS = 100  # and its mask heads
 
 Shape = tuple[int, ...]
 
@@ -42,72 +45,139 @@ class Complexity:
     by_module: dict[str, int]
 
 
-def count_macs(model: nn.Module, *inputs: Any) -> Complexity:
-    """Count ``model(*inputs)``, in evaluation mode and without gradients."""
+def count_macs(model: nn.Module, *inputs: Any, run: Callable[..., Any] | None = None) -> Complexity:
+    """Count ``model(*inputs)``, or ``run(*inputs)``, in evaluation mode and without gradients."""
     training = model.training
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     fastpath = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # its one operator hides the products in it
     counter = FlopCounterMode(display=False, custom_mapping=RULES)
     try:
-        model.eval()
-        with torch.no_grad(), counter:
+        model.eval().requires_grad_(False)  # the counter hooks what requires a gradient, even where none is taken
+        if run is not None:
+            model.forward = run  # called through the model, so that the counter knows the modules' names
+        with torch.no_grad(), _unresized_biases(model), counter:
             model(*inputs)
     finally:
+        model.__dict__.pop('forward', None)
+        for parameter in trainable:
+            parameter.requires_grad_()
         model.train(training)
         torch.backends.mha.set_fastpath_enabled(fastpath)
-    counts = counter.get_flop_counts()
-    root = type(model).__name__
+    counts = {name: sum(by_op.values()) // 2 for name, by_op in counter.get_flop_counts().items()}
     by_module = {
-        name: sum(counts.get(f'{root}.{name}', {}).values()) // 2 for name, _ in model.named_children()
+        name: _of(module, f'{type(model).__name__}.{name}', counts) for name, module in model.named_children()
     }  # fmt: skip
-    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return Complexity(parameters, counter.get_total_flops() // 2, by_module)
+    total = counter.get_total_flops() // 2
+    rest = total - sum(by_module.values())
+    return Complexity(sum(p.numel() for p in trainable), total, {**by_module, **({'itself': rest} if rest > 0 else {})})
+
+
+def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:
+    """Return what ``module`` counted; hosts call ``forward`` of some heads, which leaves it to the modules in them."""
+    if name in counts:
+        return counts[name]
+    return sum(_of(child, f'{name}.{child_name}', counts) for child_name, child in module.named_children())
 
 
 def count_config(cfg: Config, height: int, width: int) -> Complexity:
-    """Count the model of an mmdet or mmseg config, or a bare classifier, on one image of ``height`` x ``width``.
+    """Count the model of an mmdet or mmseg config, or of a bare backbone, on one image of ``height`` x ``width``.
 
-    A two-stage detector's box heads see 1000 proposals and its mask head 100, whatever its untrained RPN finds.
+    Nothing is computed where the model runs on the meta device, which most do. A segmentor's auxiliary heads, which
+    serve training alone, are left out. A two-stage detector's box heads see 1000 proposals and its
+    mask heads 100, whatever its untrained RPN would find; the sampling of RoIAlign is not counted.
+
+    Args:
+        cfg: The config; only ``model`` and ``default_scope`` are read.
+        height: Of the image, in pixels.
+        width: Of the image, in pixels.
     """
-    init_default_scope(cfg.get('default_scope', 'mmdet'))
-    model = MODELS.build(cfg.model)
+    init_default_scope(cfg.get('default_scope') or 'mmdet')
+    model = MODELS.build(deepcopy(cfg.model))  # mmdet writes into the config it builds from
     image = torch.zeros(1, 3, height, width)
+    try:
+        return _count(model.to('meta'), image.to('meta'))
+    except (RuntimeError, NotImplementedError):  # the model reads a number off a tensor, or an operator lacks a kernel
+        model = MODELS.build(deepcopy(cfg.model))
+        return _count(model, image)
+
+
+def _count(model: Any, image: Tensor) -> Complexity:
     if not hasattr(model, 'data_preprocessor'):
         return count_macs(model, image)
-    sample = _sample(model, height, width)
-    with _fixed_proposals(model, height, width):
+    sample = _sample(model, image)
+    if hasattr(model, 'decode_head'):
+        return count_macs(model, image, [sample.metainfo], run=model.encode_decode)
+    with _fixed_proposals(model, image):
         return count_macs(model, image, [sample])
 
 
-def _sample(model: nn.Module, height: int, width: int) -> Any:
+def _sample(model: nn.Module, image: Tensor) -> Any:
     """Return a data sample that says nothing but the image's size."""
     if hasattr(model, 'decode_head'):
         from mmseg.structures import SegDataSample as Sample
     else:
         from mmdet.structures import DetDataSample as Sample
-    size = (height, width)
+    size = tuple(image.shape[2:])
     meta = dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size, scale_factor=(1.0, 1.0))
     return Sample(metainfo=meta)
 
 
 @contextmanager
-def _fixed_proposals(model: nn.Module, height: int, width: int) -> Iterator[None]:
+def _unresized_biases(model: nn.Module) -> Iterator[None]:
+    """Give agent attention its biases without the resize, an interpolation that our layer does as a product."""
+    layers = [module for module in model.modules() if isinstance(module, AgentAttention)]
+
+    def biases(layer: AgentAttention, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        bias = layer.an_bias.new_zeros(1, layer.num_heads, layer.grid**2, hw_shape[0] * hw_shape[1])
+        return bias, bias.transpose(2, 3)
+
+    for layer in layers:
+        layer.biases = partial(biases, layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.biases
+
+
+@contextmanager
+def _fixed_proposals(model: Any, image: Tensor) -> Iterator[None]:
+    """Let the RPN of a two-stage detector return fixed proposals, and RoIAlign, which has no meta kernel, zeros."""
     head = getattr(model, 'rpn_head', None)
     if head is None or not hasattr(model, 'roi_head'):
         yield
         return
-    corner = torch.tensor([width, height, width, height]) / 4
-    boxes = (corner * torch.tensor([1.0, 1.0, 3.0, 3.0])).repeat(PROPOSALS, 1)
+    boxes = image.new_tensor([0, 0, image.shape[3], image.shape[2]]).repeat(PROPOSALS, 1)
 
     def predict(features: tuple[Tensor, ...], *_: Any, **__: Any) -> list[InstanceData]:
         head(features)
-        return [InstanceData(bboxes=boxes, scores=torch.ones(PROPOSALS), labels=torch.zeros(PROPOSALS, dtype=torch.long))]
+        labels = boxes[:, 0].long()
+        return [InstanceData(bboxes=boxes, scores=boxes[:, 0], labels=labels)]
 
     head.predict = predict
+    extractors = [module for module in model.roi_head.modules() if hasattr(module, 'roi_layers')]
+    for extractor in extractors:
+        extractor.forward = partial(_pooled, extractor)
+    masks = getattr(model.roi_head, 'mask_head', None) or []
+    masks = [masks] if not isinstance(masks, (list, nn.ModuleList)) else list(masks)
+    for mask_head in masks:
+        mask_head.forward = partial(_first_masks, mask_head)
     try:
         yield
     finally:
-        del head.predict
+        for module in (head, *extractors, *masks):
+            module.__dict__.pop('predict', None)
+            module.__dict__.pop('forward', None)
+
+
+def _pooled(extractor: Any, features: tuple[Tensor, ...], rois: Tensor, *_: Any) -> Tensor:
+    return features[0].new_zeros(len(rois), extractor.out_channels, *extractor.roi_layers[0].output_size)
+
+
+def _first_masks(head: nn.Module, features: Tensor, *_: Any) -> Tensor:
+    masks = type(head).forward(head, features[:MASKS])
+    return masks.new_zeros(len(features), *masks.shape[1:])
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:

@@ -1,4 +1,4 @@
-"""The demo: make the data, train, test and draw, through the tools that a user runs. Called by ``make demo``."""
+"""The demos: make the data, train, test and draw, through the tools that a user runs. Called by ``make demo``."""
 
 import argparse
 import json
@@ -14,10 +14,10 @@ import mmgate  # noqa: F401
 from mmgate.analysis.predictions import draw_predictions, draw_segmentation
 from mmgate.datasets.shapes import write_shapes
 
-# by the config's scope: the metric, what the last line calls it, and the picture
+# by the config's scope: the metrics to show, if they are there, and the picture
 TASKS = {
-    'mmdet': ('coco/bbox_mAP_50', 'bbox_mAP_50', draw_predictions),
-    'mmseg': ('mIoU', 'mIoU', draw_segmentation),
+    'mmdet': (('coco/bbox_mAP_50', 'coco/segm_mAP_50'), draw_predictions),
+    'mmseg': (('mIoU',), draw_segmentation),
 }
 
 
@@ -27,21 +27,18 @@ def run(*command: str) -> None:
     subprocess.run([sys.executable, '-W', 'ignore', *command], check=True)
 
 
-def evaluate(config: str, checkpoint: Path, work_dir: Path, metric: str) -> float:
-    """Return ``metric`` of a checkpoint, as tools/test.py measures it."""
+def evaluate(config: str, checkpoint: Path, work_dir: Path) -> dict[str, float]:
+    """Return the metrics of a checkpoint, as tools/test.py measures them."""
     run('tools/test.py', config, str(checkpoint), '--work-dir', str(work_dir))
     results = max(work_dir.glob('*/*.json'), key=lambda path: path.stat().st_mtime)
-    return json.loads(results.read_text().splitlines()[-1])[metric]
+    return json.loads(results.read_text().splitlines()[-1])
 
 
-def main() -> None:
-    """Parse arguments and run."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('config')
-    args = parser.parse_args()
-    cfg = Config.fromfile(args.config)
-    metric, name, draw = TASKS[cfg.default_scope]
-    work_dir = Path('work_dirs') / Path(args.config).stem
+def demo(config: str) -> str:
+    """Train and test ``config`` and return the line that sums it up."""
+    cfg = Config.fromfile(config)
+    metrics, draw = TASKS[cfg.default_scope]
+    work_dir = Path('work_dirs') / Path(config).stem
     write_shapes(cfg.data_root.rstrip('/').removesuffix('/ade'))
 
     init_default_scope(cfg.default_scope)
@@ -49,16 +46,26 @@ def main() -> None:
     model = MODELS.build(cfg.model)
     work_dir.mkdir(parents=True, exist_ok=True)
     save_checkpoint({'state_dict': model.state_dict()}, str(untrained))
-    before = evaluate(args.config, untrained, work_dir / 'untrained', metric)
+    before = evaluate(config, untrained, work_dir / 'untrained')
 
-    run('tools/train.py', args.config, '--work-dir', str(work_dir))
+    run('tools/train.py', config, '--work-dir', str(work_dir))
     checkpoint = Path((work_dir / 'last_checkpoint').read_text())
-    after = evaluate(args.config, checkpoint, work_dir / 'test', metric)
-    picture = draw(args.config, str(checkpoint), work_dir / 'predictions.png')
-    print(
-        f'demo: {name} = {after:.3f} (untrained {before:.3f}), picture: {picture}, checkpoint: {checkpoint}',
-        flush=True,
+    after = evaluate(config, checkpoint, work_dir / 'test')
+    picture = draw(config, str(checkpoint), work_dir / 'predictions.png')
+    figures = ', '.join(
+        f'{metric.removeprefix("coco/")} = {after[metric]:.3f} (untrained {before.get(metric, 0.0):.3f})'
+        for metric in metrics
+        if metric in after
     )
+    return f'demo: {figures}, picture: {picture}, checkpoint: {checkpoint}'
+
+
+def main() -> None:
+    """Parse arguments and run one demo after the other."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('configs', nargs='+')
+    lines = [demo(config) for config in parser.parse_args().configs]
+    print('\n'.join(lines), flush=True)
 
 
 if __name__ == '__main__':

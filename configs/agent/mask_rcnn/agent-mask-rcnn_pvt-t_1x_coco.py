@@ -1,0 +1,12 @@
+_base_ = '../../vanilla/mask_rcnn/mask-rcnn_pvt-t_1x_coco.py'
+custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
+
+# The published weights, converted by tools/model_converters/agent_attention.py.
+model = dict(
+    backbone=dict(
+        _delete_=True,
+        type='mmgate.AgentPVT',
+        arch='tiny',
+        agent_nums=(144, 256, 784, 784),
+        drop_path_rate=0.1,
+        init_cfg=dict(type='Pretrained', checkpoint='checkpoints/agent_pvt_t.pth')))

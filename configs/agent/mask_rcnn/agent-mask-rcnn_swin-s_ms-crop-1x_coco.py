@@ -1,0 +1,6 @@
+_base_ = 'agent-mask-rcnn_swin-t_ms-crop-1x_coco.py'
+
+model = dict(
+    backbone=dict(
+        arch='small',
+        init_cfg=dict(checkpoint='checkpoints/agent_swin_s.pth')))

@@ -1,0 +1,164 @@
+"""The papers' parameters and multiply-accumulates beside ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.hub import get_config
+
+from .flops import count_config
+
+MEAN_OF_COCO = "the paper's is a mean over 100 images of COCO val; ours is one image of 800 x 1066, its commonest shape"
+COUNTER = "the paper's counter is not known; ours is within 1 % of it"
+SCAFFOLD = 'the scaffold that gives the other SAGA rows gives 32.6; the paper prints 32'
+NO_HOST = 'not counted: neither mmdet nor mmseg has a DeiT classifier to host it'
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model of a paper.
+
+    Attributes:
+        method: Folder under ``configs/``.
+        name: What the paper calls it.
+        model: ``'package::config'`` or a model's config; None if it cannot be built here.
+        shape: Height and width of the image.
+        parameters: The paper's, in millions; None where it gives none.
+        macs: The paper's multiply-accumulates, in billions.
+        reason: Why ours differ, if they do.
+    """
+
+    method: str
+    name: str
+    model: str | dict[str, Any] | None
+    shape: tuple[int, int]
+    parameters: float | None
+    macs: float | None
+    reason: str = ''
+
+
+def _classifier(kind: str, arch: str, channels: int) -> dict[str, Any]:
+    backbone = dict(type=f'mmgate.{kind}', arch=arch, out_indices=(3,))
+    return dict(type='mmgate.Classifier', backbone=backbone, in_channels=channels)
+
+
+def _detr() -> Iterator[Row]:
+    names = {
+        'singlescale': ('1 scale', 33.8, 78, 33.8, 78),
+        'singlescale-dc5': ('1 scale DC5', 33.8, 128, 33.8, 129),
+        '': ('multi-scale', 39.8, 173, 39.9, 174),
+        'refine': ('+ box refinement', 40.6, 173, 40.7, 174),
+        'refine-twostage': ('two-stage, encoder gated', 40.9, 173, 41.0, 174),
+    }
+    for suffix, (name, vanilla, macs, gated, gated_macs) in names.items():
+        stem = '-'.join(filter(None, ('deformable-detr', suffix))) + '_r50_8xb4-50e_coco.py'
+        folder = 'mmgate::plug/deformable_detr/'
+        yield Row('plug', f'Deformable DETR {name}', folder + stem, (800, 1066), vanilla, macs, MEAN_OF_COCO)
+        yield Row(
+            'plug',
+            f'Deformable DETR {name} + PLuG',
+            f'{folder}plug-{stem}',
+            (800, 1066),
+            gated,
+            gated_macs,
+            MEAN_OF_COCO,
+        )
+
+
+def _mask2former() -> Iterator[Row]:
+    for name, stem, side, parameters, macs in (
+        ('R50', 'r50_8xb2-160k_ade20k-512x512', 512, 44.1, 70.8),
+        ('Swin-T', 'swin-t_8xb2-160k_ade20k-512x512', 512, 47.6, 73.7),
+        ('Swin-S', 'swin-s_8xb2-160k_ade20k-512x512', 512, 68.9, 97.5),
+        ('Swin-B', 'swin-b-in1k-384x384-pre_8xb2-160k_ade20k-640x640', 640, 107.1, 223.5),
+    ):
+        path = f'mmgate::plug/mask2former/plug-mask2former_{stem}.py'
+        yield Row('plug', f'Mask2Former {name} + PLuG', path, (side, side), parameters, macs, COUNTER)
+
+
+def _agent() -> Iterator[Row]:
+    pvt = ('tiny', 'small', 'medium', 'large')
+    for arch, parameters, macs in zip(pvt, (11.6, 20.6, 35.9, 48.7), (2.0, 4.0, 7.0, 10.4), strict=True):
+        model = _classifier('AgentPVT', arch, 512)
+        yield Row('agent', f'Agent-PVT-{arch[0].upper()}, classifier', model, (224, 224), parameters, macs, COUNTER)
+    for arch, width, parameters, macs in (('tiny', 768, 29, 4.5), ('small', 768, 50, 8.7), ('base', 1024, 88, 15.4)):
+        model = _classifier('AgentSwin', arch, width)
+        yield Row('agent', f'Agent-Swin-{arch[0].upper()}, classifier', model, (224, 224), parameters, macs, COUNTER)
+    coco, ade = (800, 1280), (512, 2048)
+    for host, folder, figures in (
+        ('Mask R-CNN', 'mask_rcnn/agent-mask-rcnn', (230, 293, 400, 510)),
+        ('RetinaNet', 'retinanet/agent-retinanet', (211, 274, 382, 492)),
+    ):
+        for size, macs in zip('tsml', figures, strict=True):
+            yield Row(
+                'agent',
+                f'Agent-PVT-{size.upper()} {host}',
+                f'mmgate::agent/{folder}_pvt-{size}_1x_coco.py',
+                coco,
+                None,
+                macs,
+                COUNTER,
+            )
+    for size, macs in (('t', 276), ('s', 364)):
+        path = f'mmgate::agent/mask_rcnn/agent-mask-rcnn_swin-{size}_ms-crop-1x_coco.py'
+        yield Row('agent', f'Agent-Swin-{size.upper()} Mask R-CNN', path, coco, None, macs, COUNTER)
+    for size, macs in (('t', 755), ('s', 843), ('b', 990)):
+        path = f'mmgate::agent/cascade_mask_rcnn/agent-cascade-mask-rcnn_swin-{size}_ms-crop-3x_coco.py'
+        yield Row('agent', f'Agent-Swin-{size.upper()} Cascade', path, coco, None, macs, COUNTER)
+    for size, parameters, macs in (('t', 15, 147), ('s', 24, 211), ('m', 40, 321), ('l', 52, 434)):
+        path = f'mmgate::agent/semantic_fpn/agent-semantic-fpn_pvt-{size}_8xb2-40k_ade20k-512x512.py'
+        yield Row('agent', f'Agent-PVT-{size.upper()} Semantic FPN', path, ade, parameters, macs, COUNTER)
+    for size, parameters, macs in (('t', 61, 954), ('s', 81, 1043), ('b', 121, 1196)):
+        path = f'mmgate::agent/upernet/agent-upernet_swin-{size}_8xb2-160k_ade20k-512x512.py'
+        yield Row('agent', f'Agent-Swin-{size.upper()} UperNet', path, ade, parameters, macs, COUNTER)
+    yield Row('agent', 'Agent-DeiT-T, classifier', None, (224, 224), 6.0, 1.2, NO_HOST)
+
+
+def _saga() -> Iterator[Row]:
+    for kind, name, arch, width, parameters, macs, reason in (
+        ('SAGAPVT', 'PVT-T', 'tiny', 512, 14.5, 2.4, ''),
+        ('SAGAPVT', 'PVT-S', 'small', 512, 26.1, 4.8, ''),
+        ('SAGAPVTv2', 'PVTv2-b0', 'b0', 256, 4.2, 0.7, ''),
+        ('SAGAPVTv2', 'PVTv2-b1', 'b1', 512, 15, 2.6, ''),
+        ('SAGASwin', 'Swin-T', 'tiny', 768, 32, 5.3, SCAFFOLD),
+        ('SAGASwin', 'Swin-S', 'small', 768, 60, 10.6, ''),
+        ('SAGASwin', 'Swin-B', 'base', 1024, 105, 18.8, ''),
+    ):
+        yield Row(
+            'saga', f'{name}-SAGA, classifier', _classifier(kind, arch, width), (224, 224), parameters, macs, reason
+        )
+    yield Row('saga', 'DeiT-T-SAGA, classifier', None, (224, 224), 7.0, 1.4, NO_HOST)
+    yield Row('plug', 'DeiT-T + PLuG, classifier', None, (224, 224), 6.0, 1.4, NO_HOST)
+
+
+ROWS = (*_detr(), *_mask2former(), *_agent(), *_saga())
+HEADER = (
+    '| model | input | parameters, paper | ours | difference | MACs, paper | ours | difference | why |\n'
+    '|---|---|---|---|---|---|---|---|---|'
+)
+
+
+def markdown(row: Row) -> str:
+    """Count the model of ``row`` and return its line of the table: millions and billions."""
+    parameters = macs = None
+    if isinstance(row.model, str):
+        counted = count_config(get_config(row.model), *row.shape)
+    elif row.model is not None:
+        counted = count_config(Config(dict(model=row.model, default_scope='mmdet')), *row.shape)
+    if row.model is not None:
+        parameters, macs = counted.parameters / 1e6, counted.macs / 1e9
+    cells, differs = [], False
+    for paper, ours, least in ((row.parameters, parameters, 1), (row.macs, macs, 0)):
+        digits = max(_digits(paper), least if paper is None else 0)
+        difference = '' if paper is None or ours is None else f'{ours - paper:+.2f}'
+        cells += ['' if paper is None else f'{paper:g}', '' if ours is None else f'{ours:.{digits + 1}f}', difference]
+        differs |= ours is None or (paper is not None and round(ours, digits) != paper)
+    height, width = row.shape
+    return f'| {row.name} | {height} x {width} | {" | ".join(cells)} | {row.reason if differs else ""} |'
+
+
+def _digits(paper: float | None) -> int:
+    return len(f'{paper:g}'.partition('.')[2]) if paper is not None else 0

@@ -1,0 +1,45 @@
+"""Measure backbones over the image size: prints a table, writes a CSV and draws the curves."""
+
+import argparse
+from pathlib import Path
+
+import torch
+from mmengine.logging import MMLogger
+
+from mmgate.analysis.backbone_benchmark import SUITES, benchmark_backbones, draw_curves
+from mmgate.analysis.benchmark import MODES, Row, write_csv
+
+
+def main() -> None:
+    """Parse arguments, measure, print, write and draw."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--suite', choices=sorted(SUITES), default='pvt-t')
+    parser.add_argument('--sizes', type=int, nargs='+', default=[224, 512, 800, 1280], help='sides of square images')
+    parser.add_argument('--batch', type=int, default=1)
+    parser.add_argument('--mode', choices=MODES, help='default: both')
+    parser.add_argument('--repetitions', type=int, default=3)
+    parser.add_argument('--threads', type=int, help="torch's threads (default: all)")
+    parser.add_argument(
+        '--out', type=Path, help='CSV to write, and PNG beside it (default: work_dirs/backbones_SUITE.csv)'
+    )
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    MMLogger.get_current_instance().setLevel('ERROR')
+    modes = [args.mode] if args.mode else MODES
+    rows: list[Row] = []
+    print(f'{"side":10} {"mode":17} {"metric":16} {"backbone":20} {"median":>10}  ours/peer')
+    for row in benchmark_backbones(args.suite, args.sizes, batch=args.batch, repetitions=args.repetitions, modes=modes):
+        rows.append(row)
+        name = f'{row.metric} {row.unit}'
+        print(
+            f'{row.x:10} {row.mode:17} {name:16} {row.provider:20} {row.y_50:10.1f}  {1 / row.ratio_to_peer:6.3f}',
+            flush=True,
+        )
+    out = args.out or Path(f'work_dirs/backbones_{args.suite}.csv')
+    write_csv(rows, out)
+    print(f'written to {out} and {draw_curves(rows, out.with_suffix(".png"))}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,40 @@
+"""Count parameters and multiply-accumulates of a config's model, as papers on attention count them."""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from mmengine.config import Config
+from mmengine.hub import get_config
+from mmengine.logging import MMLogger
+
+import mmgate  # noqa: F401  (mmgate:: and mmseg:: resolve from here on)
+from mmgate.analysis.flops import count_config
+
+
+def main() -> None:
+    """Parse arguments, count and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help="a file, or 'package::path'")
+    parser.add_argument('--shape', type=int, nargs='+', default=[800, 1280], help='height and width, or one side')
+    parser.add_argument('--json', action='store_true', help='print numbers as JSON')
+    args = parser.parse_args()
+    if len(args.shape) > 2 or min(args.shape) < 32:
+        parser.error('--shape takes a height and a width, or one side, of 32 pixels or more')
+    MMLogger.get_current_instance().setLevel('ERROR')
+    height, width = args.shape[0], args.shape[-1]
+    cfg = get_config(args.config) if '::' in args.config else Config.fromfile(args.config)
+    counted = count_config(cfg, height, width)
+    if args.json:
+        print(json.dumps(dict(asdict(counted), shape=[height, width])))
+        return
+    print(f'{args.config}, {height} x {width}')
+    print(f'  trainable parameters  {counted.parameters / 1e6:10.3f} M')
+    print(f'  multiply-accumulates  {counted.macs / 1e9:10.3f} G')
+    for name, macs in counted.by_module.items():
+        if macs:
+            print(f'    {name:19} {macs / 1e9:10.3f} G')
+
+
+if __name__ == '__main__':
+    main()
