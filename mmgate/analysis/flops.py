@@ -53,7 +53,8 @@ def count_macs(model: nn.Module, *inputs: Any, run: Callable[..., Any] | None = 
     torch.backends.mha.set_fastpath_enabled(False)  # its one operator hides the products in it
     counter = FlopCounterMode(display=False, custom_mapping=RULES)
     try:
-        model.eval().requires_grad_(False)  # the counter hooks what requires a gradient, even where none is taken
+        model.eval()
+        model.requires_grad_(False)  # the counter hooks what requires a gradient, even where none is taken
         if run is not None:
             model.forward = run  # called through the model, so that the counter knows the modules' names
         with torch.no_grad(), _unresized_biases(model), counter:

@@ -1,0 +1,103 @@
+"""Counting rules against counts by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from mmengine.config import Config
+from mmengine.hub import get_config
+from torch import nn
+
+from mmgate.analysis.flops import count_config, count_macs
+from mmgate.analysis.model_table import HEADER, ROWS, markdown
+from mmgate.layers import AgentAttention, SAGAAttention
+from mmgate.ops import gated_linear_attention, ms_deform_attn
+
+
+class Call(nn.Module):
+    """A module out of a function."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.function(*inputs)
+
+
+Q, K = torch.zeros(2, 4, 10, 8), torch.zeros(2, 4, 6, 8)  # (B, H, N, d)
+SHAPES, START = torch.tensor([[4, 5], [2, 3]]), torch.tensor([0, 20])
+DEFORMABLE = (torch.zeros(2, 26, 4, 8), SHAPES, START, torch.rand(2, 7, 4, 2, 3, 2), torch.zeros(2, 7, 4, 2, 3))
+RULES = {  # function, inputs, multiply-accumulates
+    'linear': (lambda x: F.linear(x, torch.zeros(5, 8)), [Q], 80 * 5 * 8),
+    'einsum': (lambda q, k: torch.einsum('bhnd,bhmd->bhnm', q, k), [Q, K], 8 * 10 * 6 * 8),
+    'attention': (F.scaled_dot_product_attention, [Q, K, K], 8 * 10 * 6 * (8 + 8)),
+    'attention_masked': (
+        lambda q, k, m: F.scaled_dot_product_attention(q, k, k, attn_mask=m),
+        [Q, K, torch.zeros(2, 4, 10, 6)],
+        8 * 10 * 6 * (8 + 8),
+    ),
+    'linear_attention': (gated_linear_attention, [Q, Q, Q], 8 * 2 * 10 * 8 * 8),
+    'convolution': (
+        lambda x: F.conv2d(x, torch.zeros(6, 2, 3, 3), groups=2),
+        [torch.zeros(1, 4, 9, 9)],
+        49 * 6 * 2 * 9,
+    ),
+    'grid_sample': (F.grid_sample, [torch.zeros(2, 3, 5, 5), torch.zeros(2, 4, 6, 2)], 2 * 3 * 24 * 4),
+    'deformable': (ms_deform_attn, DEFORMABLE, 2 * 7 * 4 * 2 * 3 * 8 * 5),
+}
+
+
+@pytest.mark.parametrize('name', RULES)
+def test_rule(name: str) -> None:
+    function, inputs, expected = RULES[name]
+    assert count_macs(Call(function), *inputs).macs == expected
+
+
+def test_layers_by_hand() -> None:
+    n, c, d, heads, agents = 48, 12, 4, 3, 9
+    x = torch.zeros(1, n, c)
+    agent = AgentAttention(c, heads, map_size=(6, 8), agent_num=agents)
+    projections = n * c * 4 * c
+    assert count_macs(agent, x, (6, 8)).macs == projections + 2 * (2 * n * agents * c) + 9 * n * c
+    saga = SAGAAttention(c, heads, map_size=(6, 8))
+    counted = count_macs(saga, x, (6, 8))
+    assert counted.macs == n * c * 7 * c + 2 * n * d * c + 25 * n * c
+    assert counted.parameters == sum(p.numel() for p in saga.parameters()) and saga.training
+
+
+def test_heads_of_two_stage_detectors_see_fixed_proposals() -> None:
+    cfg = get_config('mmgate::agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py')
+    counted = count_config(cfg, 128, 128)
+    box = 1000 * (64 * 49 * 256 + 256 * 256 + 256 * (7 + 24))
+    mask = 100 * (2 * 14 * 14 * 64 * 64 * 9 + 14 * 14 * 64 * 64 * 4 + 28 * 28 * 64 * 6)
+    assert counted.by_module['roi_head'] == box + mask
+    assert sum(counted.by_module.values()) == counted.macs
+
+
+# the cheap ones of every host; tools/analysis_tools/model_table.py counts them all
+CHEAP = ('classifier', 'RetinaNet', 'Cascade', 'Semantic FPN', 'UperNet')
+
+
+@pytest.mark.parametrize('row', [r for r in ROWS if r.model and r.name.endswith(CHEAP) and '-T' in r.name], ids=str)
+def test_rows_agree_with_the_papers(row) -> None:
+    cells = [cell.strip() for cell in markdown(row).split('|')]
+    paper, ours = float(cells[6]), float(cells[7])
+    assert abs(ours - paper) <= max(0.006 * paper, 0.05), markdown(row)
+    assert len(cells) == len(HEADER.splitlines()[0].split('|'))
+
+
+def test_tool_prints_json() -> None:
+    config = 'mmgate::plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py'
+    command = [sys.executable, '-W', 'ignore', ROOT / 'tools/analysis_tools/get_flops.py', config]
+    result = subprocess.run([*command, '--shape', '64', '96', '--json'], capture_output=True, text=True)
+    printed = json.loads(result.stdout.splitlines()[-1])
+    assert printed['shape'] == [64, 96] and printed['macs'] > 1e7
+    expected = count_config(Config.fromfile(ROOT / 'configs' / config.partition('::')[2]), 64, 96)
+    assert (printed['parameters'], printed['macs']) == (expected.parameters, expected.macs)

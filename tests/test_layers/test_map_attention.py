@@ -1,0 +1,145 @@
+"""Agent and SAGA attention: the equations, the gradients, the options."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import assert_same, values_and_gradients
+from published import agent_attention as published_agent_attention
+from torch import nn
+
+from mmgate.layers import AgentAttention, SAGAAttention
+from mmgate.layers.map_attention import MapAttention
+from mmgate.ops.agent_attention import agent_attention, agent_attention_reference, interpolation_matrix
+from mmgate.ops.gated_linear_attention import gated_linear_attention, gated_linear_attention_reference
+
+B, H, N, D, AGENTS = 2, 3, 12, 4, 9
+SAGA = {
+    'full': {},
+    'no_gate': dict(gate=False),
+    'no_dwc': dict(dwc=False),
+    'no_augmentation': dict(output_augmentation=False),
+    'no_encoding': dict(position_encoding=False),
+}
+
+
+def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+
+
+@pytest.mark.parametrize('biased', [True, False], ids=['biases', 'no_biases'])
+def test_agent_attention_is_its_equation(biased: bool) -> None:
+    inputs = tensors(*[(B, H, N, D)] * 3, (B, H, AGENTS, D), (1, H, AGENTS, N), (1, H, N, AGENTS))
+    scale = D**-0.5
+
+    def run(function):
+        return lambda q, k, v, a, b1, b2: function(q, k, v, a, *((b1, b2) if biased else (None, None)), scale=scale)
+
+    used = range(6 if biased else 4)
+    expected = values_and_gradients(run(agent_attention_reference), inputs, used)
+    assert_same(values_and_gradients(run(agent_attention), inputs, used), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('gated', [True, False], ids=['gated', 'ungated'])
+def test_gated_linear_attention_is_its_equation(gated: bool) -> None:
+    q, k, v, a, b = tensors(*[(B, H, N, D)] * 5)
+    inputs = [q, k, v, *((a.sigmoid(), b.sigmoid()) if gated else ())]
+
+    def reference(*x: torch.Tensor) -> torch.Tensor:
+        return gated_linear_attention_reference(*x, *(() if gated else (None, None)))
+
+    expected = values_and_gradients(reference, inputs, range(len(inputs)))
+    actual = values_and_gradients(gated_linear_attention, inputs, range(len(inputs)))
+    assert_same(actual, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_linear_attention_does_not_grow_with_the_image() -> None:
+    q, k, v = (torch.rand(1, 1, 16, 8) for _ in range(3))
+    small = gated_linear_attention(q, k, v)
+    large = gated_linear_attention(q.repeat(1, 1, 64, 1), k.repeat(1, 1, 64, 1), v.repeat(1, 1, 64, 1))
+    torch.testing.assert_close(large[:, :, :16], small)
+    half = gated_linear_attention(*(x.half().repeat(1, 1, 6400, 1) * 30 for x in (q, k, v)))
+    assert half.isfinite().all()
+
+
+@pytest.mark.parametrize('source, target', [(7, 56), (7, 5), (3, 12), (14, 14), (2, 1)])
+def test_interpolation_matrix_is_bilinear_interpolation(source: int, target: int) -> None:
+    x = torch.randn(1, 2, source, 3, dtype=torch.float64)
+    expected = F.interpolate(x, size=(target, 3), mode='bilinear')
+    torch.testing.assert_close(interpolation_matrix(source, target, x) @ x, expected)
+
+
+@pytest.mark.parametrize('agent_num', [9, 36], ids=['pretraining', 'more'])
+@pytest.mark.parametrize('hw_shape', [(8, 8), (5, 11)], ids=str)
+def test_agent_layer_is_the_published_one(agent_num: int, hw_shape: tuple[int, int]) -> None:
+    layer = AgentAttention(12, 3, map_size=(8, 8), agent_num=agent_num, pretrain_agent_num=9).double()
+    x = torch.randn(2, hw_shape[0] * hw_shape[1], 12, dtype=torch.float64)
+
+    def published(x: torch.Tensor) -> torch.Tensor:
+        return published_agent_attention(dict(layer.named_parameters()), '', x, hw_shape, 3, agent_num)
+
+    expected = values_and_gradients(published, [x], [0])
+    expected |= {name: p.grad for name, p in layer.named_parameters()}
+    layer.zero_grad()
+    actual = values_and_gradients(lambda x: layer(x, hw_shape), [x], [0])
+    actual |= {name: p.grad for name, p in layer.named_parameters()}
+    assert_same(actual, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize('options', SAGA.values(), ids=SAGA)
+@pytest.mark.parametrize('hw_shape', [(4, 4), (3, 5)], ids=str)
+def test_saga_layer_is_its_equation(options: dict, hw_shape: tuple[int, int]) -> None:
+    layer = SAGAAttention(12, 3, map_size=(4, 4), **options).double()
+    x = torch.randn(2, hw_shape[0] * hw_shape[1], 12, dtype=torch.float64)
+    if layer.position_encoding is not None:
+        nn.init.normal_(layer.position_encoding)
+
+    def heads(t: torch.Tensor) -> torch.Tensor:
+        return t.reshape(2, -1, 3, 4).transpose(1, 2)
+
+    q, k, v = (F.linear(x, w, b) for w, b in zip(layer.qkv.weight.chunk(3), layer.qkv.bias.chunk(3), strict=True))
+    if layer.position_encoding is not None:
+        grid = layer.position_encoding.reshape(1, 4, 4, 12).permute(0, 3, 1, 2)
+        k = k + F.interpolate(grid, size=hw_shape, mode='bilinear').flatten(2).transpose(1, 2)
+    gates = (None, None)
+    if layer.gate_k is not None:
+        gates = heads(layer.gate_k(x).sigmoid()), heads(layer.gate_v(x).sigmoid())
+    out = gated_linear_attention_reference(heads(q), heads(k), heads(v), *gates)
+    if layer.dwc is not None:
+        maps = v.reshape(2, *hw_shape, 3, 4).permute(0, 3, 4, 1, 2).flatten(0, 1)  # every head is an image
+        out = out + layer.dwc(maps).reshape(2, 3, 4, -1).transpose(2, 3)
+    out = out.transpose(1, 2).flatten(2)
+    if layer.gate_out is not None:
+        out = out * layer.gate_out(x)
+    torch.testing.assert_close(layer(x, hw_shape), layer.proj(out))
+    switched_off = {name for name, module in layer.named_children() if module is None}
+    assert not switched_off or all(p.grad is None for p in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    'layer',
+    [AgentAttention(8, 2, map_size=(3, 4), agent_num=4), SAGAAttention(8, 2, map_size=(3, 4))],
+    ids=['agent', 'saga'],
+)
+def test_gradcheck_and_wrong_maps(layer: MapAttention) -> None:
+    layer = layer.double()
+    x = torch.randn(1, 12, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: layer(x, (3, 4)), (x,))
+    with pytest.raises(ValueError, match='12 tokens do not make a map of 3 x 5'):
+        layer(x, (3, 5))
+    out = layer(x, (3, 4), identity=x)
+    torch.testing.assert_close(out - x, layer(x, (3, 4)))
+    with pytest.raises(ValueError, match='not a multiple'):
+        type(layer)(8, 3, map_size=(3, 4))
+
+
+def test_half_precision_and_autocast() -> None:
+    for layer in (AgentAttention(16, 2, map_size=(4, 4), agent_num=4), SAGAAttention(16, 2, map_size=(4, 4))):
+        x = torch.randn(1, 16, 16)
+        exact = layer(x, (4, 4))
+        with torch.autocast('cpu', torch.bfloat16):
+            torch.testing.assert_close(layer(x, (4, 4)).float(), exact, rtol=0.1, atol=0.05)
+        half = layer.bfloat16()(x.bfloat16(), (4, 4))
+        assert half.dtype is torch.bfloat16
+        torch.testing.assert_close(half.float(), exact, rtol=0.1, atol=0.05)

@@ -1,0 +1,121 @@
+"""Agent and SAGA backbones in their hosts, and dense gates inside PVT and Swin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from mmdet.structures import DetDataSample
+from mmdet.structures.mask import BitmapMasks
+from mmengine.config import Config
+from mmengine.registry import MODELS, init_default_scope
+from mmengine.structures import InstanceData, PixelData
+from mmseg.structures import SegDataSample
+from torch import Tensor
+
+from mmgate import swap_attention
+
+SIDE = 64
+HOSTS = {  # one of each family of hosts and backbones, reduced
+    'agent/mask_rcnn/agent-mask-rcnn_pvt-t_1x_coco.py': 'pvt',
+    'agent/mask_rcnn/agent-mask-rcnn_swin-t_ms-crop-1x_coco.py': 'swin',
+    'agent/retinanet/agent-retinanet_pvt-t_1x_coco.py': 'pvt',
+    'agent/cascade_mask_rcnn/agent-cascade-mask-rcnn_swin-t_ms-crop-3x_coco.py': 'swin',
+    'agent/semantic_fpn/agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512.py': 'pvt',
+    'agent/upernet/agent-upernet_swin-t_8xb2-160k_ade20k-512x512.py': 'swin',
+    'saga/mask_rcnn/saga-mask-rcnn_pvt-t_1x_coco.py': 'pvt',
+    'saga/retinanet/saga-retinanet_pvt-t_1x_coco.py': 'pvt',
+    'saga/mask_rcnn/saga-mask-rcnn_swin-t_ms-crop-1x_coco.py': 'swin',
+    'saga/cascade_mask_rcnn/saga-cascade-mask-rcnn_swin-t_ms-crop-3x_coco.py': 'swin',
+    'saga/semantic_fpn/saga-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512.py': 'pvt',
+    'saga/upernet/saga-upernet_swin-t_8xb2-160k_ade20k-512x512.py': 'swin',
+}
+REDUCED: dict[str, dict[str, Any]] = {
+    'pvt': dict(num_layers=(1, 1, 1, 1)),
+    'swin': dict(depths=(1, 1, 1, 2), blocks=(1, 1, 1, 0)),
+}
+
+
+def batch_norm(cfg: Any) -> Any:
+    """SyncBN needs a GPU."""
+    if isinstance(cfg, dict):
+        return type(cfg)({k: 'BN' if v == 'SyncBN' else batch_norm(v) for k, v in cfg.items()})
+    return [batch_norm(v) for v in cfg] if isinstance(cfg, list) else cfg
+
+
+@pytest.mark.parametrize('name', HOSTS)
+def test_training_step(name: str) -> None:
+    cfg = Config.fromfile(ROOT / 'configs' / name)
+    init_default_scope(cfg.default_scope)
+    model_cfg = batch_norm(cfg.model)
+    model_cfg.backbone.update(init_cfg=None, **REDUCED[HOSTS[name]])
+    if 'roi_head' in model_cfg:
+        model_cfg.train_cfg.rpn_proposal.update(nms_pre=50, max_per_img=20)
+        stages = model_cfg.train_cfg.rcnn
+        for stage in stages if isinstance(stages, list) else [stages]:
+            stage.sampler.num = 16
+    model = MODELS.build(model_cfg)
+    model.init_weights()
+    model.train()
+    data = segmentation() if cfg.default_scope == 'mmseg' else detection()
+    losses = model(torch.randn(2, 3, SIDE, SIDE), data, mode='loss')
+    total = sum(v if isinstance(v, Tensor) else sum(v) for k, v in losses.items() if 'loss' in k)
+    assert total.isfinite()
+    total.backward()
+    silent = [n for n, p in model.backbone.named_parameters() if p.requires_grad and p.grad is None]
+    # Swin norms each output, of which RetinaNet's FPN skips the first
+    assert not [n for n in silent if not n.startswith('norm')]
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def detection() -> list[DetDataSample]:
+    samples = []
+    for _ in range(2):
+        masks = torch.zeros(1, SIDE, SIDE)
+        masks[:, 8:40, 8:40] = 1
+        instances = InstanceData(
+            bboxes=torch.tensor([[8.0, 8, 40, 40]]),
+            labels=torch.tensor([1]),
+            masks=BitmapMasks(masks.numpy(), SIDE, SIDE),
+        )
+        size = (SIDE, SIDE)
+        meta = dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size, scale_factor=(1.0, 1.0))
+        samples.append(DetDataSample(metainfo=meta, gt_instances=instances))
+    return samples
+
+
+def segmentation() -> list[SegDataSample]:
+    labels = torch.randint(0, 150, (1, SIDE, SIDE))
+    meta = dict(img_shape=(SIDE, SIDE), ori_shape=(SIDE, SIDE), pad_shape=(SIDE, SIDE))
+    return [SegDataSample(metainfo=meta, gt_sem_seg=PixelData(data=labels)) for _ in range(2)]
+
+
+IDENTITY = {
+    'PLuGMultiheadAttention': {},
+    'SDPAGatedMultiheadAttention': dict(scale=2.0, init='identity'),
+}
+BACKBONES = {
+    'pvt': (dict(type='mmdet.PyramidVisionTransformer', num_layers=[1, 1, 1, 1]), 'layers.*.1.1.attn'),
+    'mmdet_swin': (dict(type='mmdet.SwinTransformer', depths=(2, 2, 2, 2)), '**.w_msa'),
+    'mmseg_swin': (dict(type='mmseg.SwinTransformer', depths=(2, 2, 2, 2)), '**.w_msa'),
+}
+
+
+@pytest.mark.parametrize('backbone', BACKBONES)
+@pytest.mark.parametrize('gate', IDENTITY)
+def test_dense_gates_fit_pvt_and_swin(backbone: str, gate: str) -> None:
+    """They start as the vanilla backbone, shifted windows included, and then move."""
+    cfg, path = BACKBONES[backbone]
+    model = MODELS.build(dict(cfg))
+    model.eval()  # mmdet's Swin returns nothing
+    x = torch.randn(1, 3, 96, 64)
+    with torch.no_grad():
+        vanilla = model(x)
+        swap_attention(model, dict(type=gate, path=path, **IDENTITY[gate]))
+        for expected, actual in zip(vanilla, model(x), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    sum(map_.square().mean() for map_ in model(x)).backward()
+    gates = {n: p.grad for n, p in model.named_parameters() if '.gate_' in n or '.gml.' in n}
+    assert gates and any(g is not None and g.abs().sum() > 0 for g in gates.values())
