@@ -147,28 +147,19 @@ class PLuGMultiScaleDeformableAttention(MultiScaleDeformableAttention):
         value = value.unflatten(-1, (self.num_heads, -1))  # (B, S, H, d)
         offsets = self.sampling_offsets(query).unflatten(-1, (*heads_levels_points, 2))  # (B, Q, H, L, P, 2)
         logits = self.attention_weights(query).unflatten(-1, heads_levels_points)  # (B, Q, H, L, P)
-        locations = self._locations(reference_points, offsets, spatial_shapes)
         output = ms_deform_attn(
             value,
             spatial_shapes,
             level_start_index,
-            locations,
+            offsets,
             logits,
             self.gate(query),
             residual=self.residual,
             position=self.position,
+            reference_points=reference_points,
             backend=self.backend,
         )
         output = self.output_proj(output)
         if not self.batch_first:
             output = output.transpose(0, 1)
         return self.dropout(output) + identity
-
-    def _locations(self, reference_points: Tensor, offsets: Tensor, spatial_shapes: Tensor) -> Tensor:
-        """Return sampling locations (B, Q, H, L, P, 2): offsets are in pixels of a level, or in shares of a box."""
-        reference = reference_points[:, :, None, :, None]  # (B, Q, 1, L, 1, 2|4)
-        if reference.shape[-1] == 2:
-            return reference + offsets / spatial_shapes.flip(-1)[:, None]
-        if reference.shape[-1] == 4:
-            return reference[..., :2] + offsets / self.num_points * reference[..., 2:] * 0.5
-        raise ValueError(f'reference_points must have 2 or 4 columns, got {reference.shape[-1]}.')

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ms_deform_attn_cpu, ms_deform_attn_mmcv
+from . import ms_deform_attn_cpu, ms_deform_attn_mmcv, ms_deform_attn_triton
 from .dispatch import Backend, find, select
 
 POSITIONS = ('pre_softmax', 'post_softmax')
@@ -25,6 +25,7 @@ def ms_deform_attn(
     *,
     residual: bool = True,
     position: str = 'pre_softmax',
+    reference_points: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     r"""Sample every level around each query and sum the samples by gated attention weights.
@@ -43,8 +44,11 @@ def ms_deform_attn(
         gate: Gate ``G`` that broadcasts to ``logits``; None leaves the logits as they are.
         residual: ``F = 1 + G``, as in Eq. 12, else ``F = G``.
         position: ``'pre_softmax'`` or ``'post_softmax'``.
-        backend: ``'torch'`` (reference), ``'cpu'``, ``'mmcv'`` (its CUDA operator) or ``'auto'``, the default. The
-            environment variable ``MMGATE_MS_DEFORM_ATTN`` has the last word.
+        reference_points: Points ``(B, Q, L, 2)`` as (x, y) or boxes ``(B, Q, L, 4)`` as (centre, size), 0 to 1; then
+            ``sampling_locations`` are offsets from them, see :func:`offset_locations`.
+        backend: ``'torch'`` (reference), ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'triton'`` (gate, softmax and
+            sampling in one CUDA kernel) or ``'auto'``, the default. The environment variable
+            ``MMGATE_MS_DEFORM_ATTN`` has the last word.
 
     Returns:
         ``(B, Q, H * D)`` in the dtype of ``value``. Weights are formed in float32 for 16-bit inputs.
@@ -55,9 +59,33 @@ def ms_deform_attn(
     Source: Deformable DETR (arXiv 2010.04159), Eq. 3; PLuG attention, Eq. 8 to 12.
     """
     _check(value, spatial_shapes, level_start_index, sampling_locations, logits, gate, position)
-    weights = attention_weights(logits, gate, residual=residual, position=position)
+    if reference_points is not None:
+        reference_points = _checked_reference(reference_points, logits)
+    if backend in (None, 'auto') and ms_deform_attn_triton.preferred(value):
+        backend = 'triton'
     chosen = select('ms_deform_attn', BACKENDS, value, backend)
-    return chosen.run(value, spatial_shapes, level_start_index, sampling_locations, weights)
+    if chosen.name == 'triton':
+        inputs = (value, spatial_shapes, level_start_index, sampling_locations, logits)
+        return chosen.run(*inputs, gate, residual, position, reference_points)
+    weights = attention_weights(logits, gate, residual=residual, position=position)
+    locations = sampling_locations
+    if reference_points is not None:
+        locations = offset_locations(locations, reference_points, spatial_shapes)
+    return chosen.run(value, spatial_shapes, level_start_index, locations, weights)
+
+
+def offset_locations(offsets: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
+    """Return sampling locations from offsets ``(B, Q, H, L, P, 2)``.
+
+    From points ``(B, Q, L, 2)`` an offset is counted in pixels of its level; from boxes ``(B, Q, L, 4)`` in half sizes
+    of the box, divided by P.
+
+    Source: Deformable DETR, Eq. 3 and appendix A.4.
+    """
+    reference = reference_points[:, :, None, :, None]  # (B, Q, 1, L, 1, 2|4)
+    if reference_points.shape[-1] == 2:
+        return reference + offsets / spatial_shapes.flip(-1)[:, None]
+    return reference[..., :2] + offsets / offsets.shape[-2] * reference[..., 2:] * 0.5
 
 
 def attention_weights(
@@ -148,6 +176,19 @@ def _check(
             raise ValueError(f'value has {tokens} tokens, but spatial_shapes {spatial_shapes.tolist()} hold {areas}.')
 
 
+def _checked_reference(reference_points: Tensor, logits: Tensor) -> Tensor:
+    columns = reference_points.shape[-1]
+    expected = (*logits.shape[:2], logits.shape[3], columns)
+    if columns not in (2, 4):
+        raise ValueError(f'reference_points must have 2 or 4 columns, got {columns}.')
+    try:
+        return reference_points.expand(expected)
+    except RuntimeError:
+        raise ValueError(
+            f'reference_points must be (B, Q, L, {columns}) = {expected}, got {tuple(reference_points.shape)}.'
+        ) from None
+
+
 def check_backend(name: str) -> None:
     """Raise ValueError if ``name`` is neither ``'auto'`` nor the name of a backend."""
     if name != 'auto':
@@ -158,4 +199,6 @@ BACKENDS = (
     Backend('mmcv', ms_deform_attn_mmcv.why_not, ms_deform_attn_mmcv.sample),
     Backend('cpu', ms_deform_attn_cpu.why_not, ms_deform_attn_cpu.sample),
     Backend('torch', lambda value: None, sample_reference),
+    # Behind the reference, so that 'auto' takes it only where it is preferred by measurement.
+    Backend('triton', ms_deform_attn_triton.why_not, ms_deform_attn_triton.attend),
 )
