@@ -129,7 +129,7 @@ def _adapt_dense(gate: type[GatedMultiheadAttention]) -> None:
         return GatedWindowMSA(core, host.window_size, host.proj_drop.p)
 
 
-def _adapt_map(gate: type[MapAttention]) -> None:
+def adapt_map(gate: type[MapAttention]) -> None:
     """Let ``gate`` replace PVT's attention without spatial reduction, and Swin's windows by the whole map."""
 
     @adapts(gate, pvt.SpatialReductionAttention)
@@ -169,4 +169,4 @@ def _adapt_map(gate: type[MapAttention]) -> None:
 for _gate in (PLuGMultiheadAttention, SDPAGatedMultiheadAttention, DifferentialGatedMultiheadAttention):
     _adapt_dense(_gate)
 for _map_gate in (AgentAttention, SAGAAttention):
-    _adapt_map(_map_gate)
+    adapt_map(_map_gate)

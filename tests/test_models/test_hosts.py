@@ -119,3 +119,15 @@ def test_dense_gates_fit_pvt_and_swin(backbone: str, gate: str) -> None:
     sum(map_.square().mean() for map_ in model(x)).backward()
     gates = {n: p.grad for n, p in model.named_parameters() if '.gate_' in n or '.gml.' in n}
     assert gates and any(g is not None and g.abs().sum() > 0 for g in gates.values())
+
+
+def test_the_guide_for_contributors() -> None:
+    """CONTRIBUTING.md's example, followed literally."""
+    guide = (ROOT / 'CONTRIBUTING.md').read_text()
+    code = guide.split('```python\n')[1].split('```')[0]
+    rule = guide.split('`attention=')[1].split('`')[0]
+    exec(code, {'__name__': 'guide'})
+    cfg = dict(type='mmgate.Gated', host='mmdet.SwinTransformer', depths=(2, 2, 2, 2))
+    model = MODELS.build(dict(cfg, attention=eval(rule.replace('backbone.', ''))))
+    assert type(model.stages[0].blocks[1].attn).__name__ == 'MeanAttention'
+    assert all(map_.isfinite().all() for map_ in model(torch.randn(1, 3, 64, 64)))
