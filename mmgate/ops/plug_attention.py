@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from . import plug_attention_triton
 from .dispatch import Backend, find, select
 from .plug_attention_rows import GatedRows
 
@@ -51,7 +52,8 @@ def plug_attention(
         position: Gate the logits (``'pre_softmax'``) or the attention weights (``'post_softmax'``).
         dropout: Probability of dropping an attention weight.
         backend: ``'torch'`` (reference, holds all N x M maps), ``'chunked'`` (rows in chunks, recomputed in the
-            backward pass) or ``'auto'``. ``MMGATE_PLUG_ATTENTION`` has the last word.
+            backward pass), ``'triton'`` (no map at all, CUDA) or ``'auto'``. ``MMGATE_PLUG_ATTENTION`` has the last
+            word.
 
     Returns:
         ``(B, H, N, d)``.
@@ -178,4 +180,6 @@ def check_backend(name: str) -> None:
 BACKENDS = (
     Backend('chunked', lambda query: None, _chunked),
     Backend('torch', lambda query: None, reference),
+    # Not in 'auto', which never passes the reference, until a GPU has measured it.
+    Backend('triton', plug_attention_triton.why_not, plug_attention_triton.attend),
 )

@@ -19,12 +19,12 @@ from mmgate.registry import MODELS
 TINY = dict(num_layers=(1, 1, 1, 1), drop_path_rate=0.0)
 TINY_SWIN = dict(depths=(2, 2, 2, 2), drop_path_rate=0.0)
 BACKBONES: dict[str, dict[str, Any]] = {
-    'agent_pvt': dict(type='AgentPVT', **TINY),
-    'agent_pvt_dense': dict(type='AgentPVT', agent_nums=(144, 256, 784, 784), **TINY),
-    'agent_swin': dict(type='AgentSwin', blocks=(2, 2, 1, 0), **TINY_SWIN),
-    'saga_pvt': dict(type='SAGAPVT', **TINY),
-    'saga_pvtv2': dict(type='SAGAPVTv2', **TINY),
-    'saga_swin': dict(type='SAGASwin', blocks=(2, 2, 2, 0), **TINY_SWIN),
+    'agent_pvt': dict(type='mmgate.AgentPVT', **TINY),
+    'agent_pvt_dense': dict(type='mmgate.AgentPVT', agent_nums=(144, 256, 784, 784), **TINY),
+    'agent_swin': dict(type='mmgate.AgentSwin', blocks=(2, 2, 1, 0), **TINY_SWIN),
+    'saga_pvt': dict(type='mmgate.SAGAPVT', **TINY),
+    'saga_pvtv2': dict(type='mmgate.SAGAPVTv2', **TINY),
+    'saga_swin': dict(type='mmgate.SAGASwin', blocks=(2, 2, 2, 0), **TINY_SWIN),
 }
 CONVERTER = ROOT / 'tools/model_converters/agent_attention.py'
 
@@ -117,7 +117,7 @@ def test_vanilla_swin_initialises_what_is_shared(tmp_path: Path, kind: str) -> N
     state = random_swin([2, 2, 6, 2], (0, 0, 0, 0), ())
     torch.save({'state_dict': convert(state)}, tmp_path / 'vanilla.pth')
     init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'vanilla.pth'))
-    model = MODELS.build(dict(type=kind, arch='tiny', init_cfg=init_cfg))
+    model = MODELS.build(dict(type=f'mmgate.{kind}', arch='tiny', init_cfg=init_cfg))
     model.init_weights()
     same = dict(rtol=0, atol=0)
     swapped, windows = model.stages[0].blocks[1].attn, model.stages[3].blocks[1].attn.w_msa
@@ -187,14 +187,14 @@ def test_bias_cache_follows_the_parameters() -> None:
 @pytest.mark.parametrize(
     'config, message',
     [
-        (dict(type='AgentPVT', arch='huge'), 'tiny, small, medium, large'),
-        (dict(type='AgentPVT', agent_nums=(9, 16, 49)), 'agent_nums needs one number for each of the 4 stages'),
-        (dict(type='AgentPVT', agent_nums=(9, 16, 50, 49)), 'agent_num=50 must be a square number'),
-        (dict(type='AgentPVT', sr_ratios=(8, 4, 2, 1)), 'sr_ratio'),
-        (dict(type='AgentPVT', frozen_stages=7), 'frozen_stages=7'),
-        (dict(type='AgentSwin', blocks=(2, 2, 9, 0)), 'no 9 to swap'),
-        (dict(type='SAGAPVTv2', arch='tiny'), 'b0, b1'),
-        (dict(type='SAGASwin', attention=dict(gates=False)), 'has no option gates'),
+        (dict(type='mmgate.AgentPVT', arch='huge'), 'tiny, small, medium, large'),
+        (dict(type='mmgate.AgentPVT', agent_nums=(9, 16, 49)), 'agent_nums needs one number for each of the 4 stages'),
+        (dict(type='mmgate.AgentPVT', agent_nums=(9, 16, 50, 49)), 'agent_num=50 must be a square number'),
+        (dict(type='mmgate.AgentPVT', sr_ratios=(8, 4, 2, 1)), 'sr_ratio'),
+        (dict(type='mmgate.AgentPVT', frozen_stages=7), 'frozen_stages=7'),
+        (dict(type='mmgate.AgentSwin', blocks=(2, 2, 9, 0)), 'no 9 to swap'),
+        (dict(type='mmgate.SAGAPVTv2', arch='tiny'), 'b0, b1'),
+        (dict(type='mmgate.SAGASwin', attention=dict(gates=False)), 'has no option gates'),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -224,7 +224,7 @@ PARAMETERS = [  # millions at the papers' rounding; SAGA Swin-T comes to 32.6, t
 @pytest.mark.parametrize('kind, arch, channels, millions', PARAMETERS, ids=lambda value: str(value))
 def test_parameters(kind: str, arch: str, channels: int, millions: float) -> None:
     """SPEC's table: a classifier of 1000 classes at 224 pixels."""
-    backbone = dict(type=kind, arch=arch, out_indices=(3,))
-    model = MODELS.build(dict(type='Classifier', backbone=backbone, in_channels=channels))
+    backbone = dict(type=f'mmgate.{kind}', arch=arch, out_indices=(3,))
+    model = MODELS.build(dict(type='mmgate.Classifier', backbone=backbone, in_channels=channels))
     count = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
     assert round(count, 1 if isinstance(millions, float) else 0) == millions

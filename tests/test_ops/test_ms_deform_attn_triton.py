@@ -13,10 +13,6 @@ import torch
 from conftest import assert_same, values_and_gradients
 from torch import Tensor
 
-# Triton reads the variable when a kernel is defined.
-if not torch.cuda.is_available():
-    os.environ['TRITON_INTERPRET'] = '1'
-
 from mmgate.ops import ms_deform_attn
 from mmgate.ops import ms_deform_attn_triton as fused
 

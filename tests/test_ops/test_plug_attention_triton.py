@@ -1,0 +1,207 @@
+"""PLuG attention's Triton kernels: in the interpreter on small shapes, on a GPU at real ones, against float64."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import assert_same
+from torch import Tensor
+
+from mmgate.layers import GatingModulation, PLuGAttention
+from mmgate.ops import plug_attention
+from mmgate.ops.ms_deform_attn_triton import interpreted
+
+pytest.importorskip('triton')
+DEVICES = [pytest.param('cpu', id='interpreter'), pytest.param('cuda', id='gpu', marks=pytest.mark.gpu)]
+CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
+    'shared': {},
+    'per_head': dict(gate_heads=2),
+    'cross': dict(columns=37),
+    'one_block': dict(rows=7, columns=5),
+    'odd_widths': dict(dim=20, width=12),
+    'padding_mask': dict(bias=(2, 1, 1, 21), masks=True),
+    'full_mask': dict(bias=(2, 2, 19, 21), masks=True, columns=21),
+    'float_bias': dict(bias=(1, 1, 19, 21), columns=21),
+}
+NAMES = ('query', 'key', 'value', 'gate_query', 'gate_key')
+
+
+@pytest.fixture(autouse=True)
+def _device(request: pytest.FixtureRequest) -> None:
+    on_gpu = request.node.get_closest_marker('gpu') is not None
+    if on_gpu and not torch.cuda.is_available():
+        pytest.skip('needs a CUDA device')
+    if not on_gpu and not interpreted():
+        pytest.skip('the kernels are compiled in this process, not interpreted')
+
+
+def make(
+    device: str,
+    rows: int = 19,
+    columns: int = 21,
+    dim: int = 16,
+    width: int = 16,
+    gate_heads: int = 1,
+    bias: tuple[int, ...] | None = None,
+    masks: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[Tensor], Tensor | None, GatingModulation]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 2, rows, dim), (2, 2, columns, dim), (2, 2, columns, dim)]
+    shapes += [(2, gate_heads, rows, width), (2, gate_heads, columns, width)]
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    added = None
+    if bias is not None:
+        added = torch.randn(bias, generator=generator)
+        if masks:
+            added = torch.where(added > 0.3, -torch.inf, 0.0)
+            added[..., 0] = 0.0  # no row without a key
+            added[:1, ..., 1:17] = -torch.inf  # a whole block of keys
+        added = added.to(device)
+    gml = GatingModulation('product', activation='tanh', init='paper').to(device)
+    with torch.no_grad():
+        gml.weight.copy_(torch.tensor([0.7, -0.4]))
+        gml.bias.copy_(torch.tensor([0.3, 0.9]))
+    return tensors, added, gml
+
+
+def results(backend: str, tensors: list[Tensor], bias: Tensor | None, gml: GatingModulation) -> dict[str, Tensor]:
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    gml.zero_grad()
+    output = plug_attention(*leaves, gml, bias, backend=backend)
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    (output.double() * noise.to(output.device)).sum().backward()
+    gradients = {f'grad of {name}': x.grad for name, x in zip(NAMES, leaves, strict=True)}
+    scalars = {'grad of weight': gml.weight.grad.clone(), 'grad of bias': gml.bias.grad.clone()}
+    return {'output': output.detach(), **gradients, **scalars}
+
+
+def compare(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    for name, value in expected.items():
+        scale = value.abs().max().item()
+        assert_same({name: actual[name]}, {name: value}, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('name', CASES)
+def test_equals_the_reference(name: str, device: str) -> None:
+    case = dict(CASES[name])
+    if device == 'cuda' and 'bias' not in case and name != 'one_block':
+        case = dict(dict(rows=1000, columns=1100, dim=32, width=32), **case)
+    tensors, bias, gml = make(device, **case)
+    exact = None if bias is None else bias.double()
+    expected = results('torch', [x.double() for x in tensors], exact, gml.double())
+    compare(results('triton', tensors, bias, gml.float()), expected, 1e-4)
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize(
+    'dtype',
+    [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],  # the interpreter's bfloat16 product is wrong
+    ids=str,
+)
+def test_half_precision(dtype: torch.dtype, device: str) -> None:
+    tensors, _, gml = make(device, dtype=dtype)
+    expected = results('torch', [x.double() for x in tensors], None, gml.double())
+    actual = results('triton', tensors, None, gml.float())
+    assert actual['output'].dtype is dtype
+    compare(actual, expected, 0.01 if dtype is torch.float16 else 0.05)
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_registered_op(device: str) -> None:
+    tensors, bias, _ = make(device, bias=(2, 1, 1, 21), masks=True)
+    scalars = torch.randn(4, device=device, requires_grad=True)
+    leaves = [x.requires_grad_() for x in tensors]
+    torch.library.opcheck(torch.ops.mmgate.plug_attention_fused.default, (*leaves, scalars, bias))
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_layer_compiled_recomputed_and_under_autocast(device: str) -> None:
+    layer = PLuGAttention(32, 2, batch_first=True, init='paper', backend='triton').to(device)
+    x = torch.randn(2, 20, 32, device=device, requires_grad=True)
+    padding = torch.zeros(2, 20, dtype=torch.bool, device=device)
+    padding[0, 12:] = True
+
+    def run(x: Tensor) -> Tensor:
+        return layer(x, x, x, key_padding_mask=padding)[0]
+
+    expected = run(x)
+    compiled = torch.compile(run, fullgraph=True, backend='aot_eager' if device == 'cpu' else 'inductor')
+    torch.testing.assert_close(compiled(x), expected)
+    (plain,) = torch.autograd.grad(expected.square().sum(), x)
+    recomputed = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(recomputed.square().sum(), x)[0], plain)
+    half = torch.float16 if device == 'cpu' else torch.bfloat16
+    with torch.autocast(device, half):
+        torch.testing.assert_close(run(x).float(), expected, rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize('device', DEVICES)
+def test_gradients_are_deterministic(device: str) -> None:
+    tensors, bias, gml = make(device)
+    first, second = (results('triton', tensors, bias, gml) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    'options, gml, message',
+    [
+        (dict(dropout=0.1), {}, r'dropout=0\.1'),
+        (dict(position='post_softmax'), {}, "position='post_softmax'"),
+        (dict(residual=False), {}, 'residual=False'),
+        ({}, dict(variant='sum'), r"\('sum', 'tanh'\)"),
+        ({}, dict(activation='softsign'), 'softsign'),
+    ],
+    ids=lambda value: None,
+)
+def test_refusals(options: dict[str, Any], gml: dict[str, Any], message: str) -> None:
+    tensors, _, _ = make('cpu')
+    gate = GatingModulation(**dict(dict(variant='product', activation='tanh', init='paper'), **gml))
+    with pytest.raises(ValueError, match=message):
+        plug_attention(*tensors, gate, backend='triton', **options)
+
+
+COMPILE = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from mmgate.ops import plug_attention_kernels as kernels, plug_attention_triton as host
+kernel, dtype, dim = getattr(kernels, sys.argv[1]), sys.argv[2], int(sys.argv[3])
+blocks = dict(zip(('BLOCK_N', 'BLOCK_M'), host.BLOCKS[sys.argv[1]]))
+constants = dict(D=dim, E=dim, BLOCK_D=dim, BLOCK_E=dim, BIASED=True, **blocks)
+wide = ('scalars_ptr', 'lse_ptr', 'delta_ptr', 'bias_ptr', 'grad_gq_ptr', 'grad_gk_ptr', 'grad_scalars_ptr')
+types = {}
+for name in kernel.arg_names:
+    if name in constants:
+        types[name] = 'constexpr'
+    elif name.endswith('_ptr'):
+        types[name] = '*fp32' if name in wide else '*' + dtype
+    else:
+        types[name] = 'fp32' if name.endswith('scale') else 'i32'
+source = triton.compiler.ASTSource(kernel, types, constants)
+compiled = triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=host.NUM_WARPS))
+open(sys.argv[4], 'wb').write(compiled.asm['cubin'])
+"""
+
+
+@pytest.mark.parametrize('dtype', ['fp32', 'bf16'])
+@pytest.mark.parametrize('kernel', ['forward_kernel', 'rows_backward_kernel', 'columns_backward_kernel'])
+def test_compiles_for_hopper(tmp_path: Path, kernel: str, dtype: str) -> None:
+    """No device is needed: Triton brings its own assembler. In bfloat16 nothing spills to local memory."""
+    import triton
+
+    cubin = tmp_path / 'kernel.cubin'
+    environment = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'}
+    command = [sys.executable, '-c', COMPILE, kernel, dtype, '32', str(cubin)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
+    if dtype == 'bf16' and tool.exists():
+        usage = subprocess.run([tool, '-res-usage', cubin], capture_output=True, text=True).stdout
+        assert f'Function {kernel}' in usage and 'STACK:0' in usage and 'LOCAL:0' in usage, usage
