@@ -156,26 +156,64 @@ def interleaved(
     for repetition in range(repetitions + 1):
         for name, run in providers.items():
             os.environ['MMGATE_CPU_COMPILE'] = (compiles or {}).get(name, '0')
-            seconds, peak = _measure(run, inputs, mode)
+            seconds, peak = measure(run, inputs, mode)
             if repetition:  # the first one warms up and compiles
                 times[name].append(seconds * 1e3)
                 memory[name].append(peak / 2**20)
     for metric, unit, values in (('time', 'ms', times), ('peak memory', 'MiB', memory)):
         for name in providers:
-            yield _row(op, name, mode, metric, unit, x, values[name], values[peer])
+            yield row_of(op, name, mode, metric, unit, x, values[name], values[peer], inputs[0].device)
 
 
-def _measure(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tuple[float, float]:
-    """Return seconds and bytes of peak memory over idle of one call."""
-    leaves = [x.clone().requires_grad_(mode != 'forward') if x.is_floating_point() else x for x in inputs]
-    ctypes.CDLL('libc.so.6').malloc_trim(0)  # what an earlier call freed must not hide what this one takes
-    Path('/proc/self/clear_refs').write_text('5')  # resets the high-water mark
-    idle = _status('VmRSS')
-    start = time.perf_counter()
+def measure(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tuple[float, float]:
+    """Return seconds and bytes of peak memory over idle of one call, on the device of the inputs."""
+    return (_measure_cuda if inputs[0].is_cuda else _measure)(run, inputs, mode)
+
+
+def _leaves(inputs: list[Tensor], mode: str) -> list[Tensor]:
+    return [x.clone().requires_grad_(mode != 'forward') if x.is_floating_point() else x for x in inputs]
+
+
+def _call(run: Callable[..., Tensor], leaves: list[Tensor], mode: str) -> None:
     with torch.set_grad_enabled(mode != 'forward'):
         output = run(*leaves)
     if mode != 'forward':
         output.backward(torch.ones_like(output))
+
+
+def _measure_cuda(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tuple[float, float]:
+    leaves = _leaves(inputs, mode)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    idle = torch.cuda.memory_allocated()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    _call(run, leaves, mode)
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3, torch.cuda.max_memory_allocated() - idle
+
+
+def saved_bytes(run: Callable[..., Tensor], inputs: list[Tensor]) -> int:
+    """Return the bytes that a forward pass keeps for the backward pass, inputs included, each storage once."""
+    storages: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run(*_leaves(inputs, 'forward+backward'))
+    return sum(storages.values())
+
+
+def _measure(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tuple[float, float]:
+    leaves = _leaves(inputs, mode)
+    ctypes.CDLL('libc.so.6').malloc_trim(0)  # what an earlier call freed must not hide what this one takes
+    Path('/proc/self/clear_refs').write_text('5')  # resets the high-water mark
+    idle = _status('VmRSS')
+    start = time.perf_counter()
+    _call(run, leaves, mode)
     seconds = time.perf_counter() - start
     return seconds, max(0, _status('VmHWM') - idle)
 
@@ -187,9 +225,18 @@ def _status(key: str) -> int:
     raise OSError(f'/proc/self/status has no {key}; memory is measured on Linux only.')
 
 
-def _row(
-    op: str, provider: str, mode: str, metric: str, unit: str, x: str, values: list[float], peer: list[float]
+def row_of(
+    op: str,
+    provider: str,
+    mode: str,
+    metric: str,
+    unit: str,
+    x: str,
+    values: list[float],
+    peer: list[float],
+    device: torch.device,
 ) -> Row:
+    """Return a row of percentiles over ``values``."""
     middle = statistics.median(values)
     low, high = (torch.tensor(values).quantile(q).item() for q in (0.2, 0.8))
     return Row(
@@ -203,7 +250,9 @@ def _row(
         y_20=round(low, 3),
         y_80=round(high, 3),
         ratio_to_peer=round(statistics.median(peer) / max(middle, 1e-9), 3),
-        device=f'{platform.machine()} CPU, {torch.get_num_threads()} threads',
+        device=torch.cuda.get_device_name(device)
+        if device.type == 'cuda'
+        else f'{platform.machine()} CPU, {torch.get_num_threads()} threads',
         version=f'torch {torch.__version__}',
     )
 
@@ -215,10 +264,3 @@ def write_csv(rows: list[Row], path: str | Path) -> None:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
-
-
-BENCHMARKS = {
-    ('ms_deform_attn', 'cpu'): benchmark_ms_deform_attn,
-    ('plug_attention', 'cpu'): benchmark_plug_attention,
-    ('gated_layers', 'cpu'): benchmark_gated_layers,
-}

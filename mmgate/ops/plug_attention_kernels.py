@@ -39,8 +39,8 @@ def _logits(
     BIASED: tl.constexpr,
 ):  # fmt: skip
     """Return S, R, the factors' values, t and the logits of a block; -inf outside the map."""
-    s = tl.dot(q, tl.trans(k), input_precision='ieee') * scale
-    r = tl.dot(gq, tl.trans(gk), input_precision='ieee') * gate_scale
+    s = tl.dot(q, tl.trans(k), input_precision='tf32x3') * scale
+    r = tl.dot(gq, tl.trans(gk), input_precision='tf32x3') * gate_scale
     first, second = a * r + b, c * r + e
     t = 2.0 * tl.sigmoid(2.0 * first * second) - 1.0
     logits = s * (1.0 + t)
@@ -90,7 +90,7 @@ def forward_kernel(
         p = tl.exp(logits - shift[:, None])
         fade = tl.exp(top - shift)
         total = total * fade + tl.sum(p, 1)
-        out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision='ieee')
+        out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision='tf32x3')
         top = new_top
     total = tl.where(n < rows, total, 1.0)
     _store(out_ptr + pid * rows * D, n, rows, out / total[:, None], D, BLOCK_D)
@@ -107,7 +107,7 @@ def _gradients(
         q, k, gq, gk, bias_ptr, n, m, rows, columns, bias_n, bias_m, a, b, c, e, scale, gate_scale, BIASED
     )
     p = tl.exp(logits - lse[:, None])
-    grad_logits = p * (tl.dot(grad, tl.trans(v), input_precision='ieee') - delta[:, None])
+    grad_logits = p * (tl.dot(grad, tl.trans(v), input_precision='tf32x3') - delta[:, None])
     grad_u = grad_logits * s * (1.0 - t * t)
     return p, grad_logits * (1.0 + t), grad_u * (a * second + c * first), grad_u, r, first, second
 
@@ -147,8 +147,8 @@ def rows_backward_kernel(
             q, k, v, gq, gk, grad, lse, delta, bias, n, m, rows, columns, bias_n, bias_m,
             a, b, c, e, scale, gate_scale, BIASED,
         )  # fmt: skip
-        grad_q += tl.dot(grad_s.to(k.dtype), k, input_precision='ieee') * scale
-        grad_gq += tl.dot(grad_r.to(gk.dtype), gk, input_precision='ieee') * gate_scale
+        grad_q += tl.dot(grad_s.to(k.dtype), k, input_precision='tf32x3') * scale
+        grad_gq += tl.dot(grad_r.to(gk.dtype), gk, input_precision='tf32x3') * gate_scale
         grad_a += tl.sum(grad_u * second * r, 1)
         grad_b += tl.sum(grad_u * second, 1)
         grad_c += tl.sum(grad_u * first * r, 1)
@@ -194,9 +194,9 @@ def columns_backward_kernel(
             q, k, v, gq, gk, grad, lse, delta, bias, n, m, rows, columns, bias_n, bias_m,
             a, b, c, e, scale, gate_scale, BIASED,
         )  # fmt: skip
-        grad_v += tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision='ieee')
-        grad_k += tl.dot(tl.trans(grad_s.to(q.dtype)), q, input_precision='ieee') * scale
-        grad_gk += tl.dot(tl.trans(grad_r.to(gq.dtype)), gq, input_precision='ieee') * gate_scale
+        grad_v += tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision='tf32x3')
+        grad_k += tl.dot(tl.trans(grad_s.to(q.dtype)), q, input_precision='tf32x3') * scale
+        grad_gk += tl.dot(tl.trans(grad_r.to(gq.dtype)), gq, input_precision='tf32x3') * gate_scale
     _store(grad_k_ptr + pid * columns * D, m, columns, grad_k, D, BLOCK_D)
     _store(grad_v_ptr + pid * columns * D, m, columns, grad_v, D, BLOCK_D)
     _store(grad_gk_ptr + pid * columns * E, m, columns, grad_gk, E, BLOCK_E)

@@ -15,11 +15,12 @@ from .ms_deform_attn_triton import interpreted
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DIM = 128
-# Rows and columns of a block: what fits into the registers of sm_90 at 32 channels without spilling.
+# Rows and columns of a block, by the wider of padded channels and gate channels: what fits into the registers of sm_90
+# in 16 bits without spilling, see KERNEL.md.
 BLOCKS = {
-    'forward_kernel': (64, 32),
-    'rows_backward_kernel': (64, 32),
-    'columns_backward_kernel': (32, 32),
+    'forward_kernel': {16: (64, 32), 32: (64, 32), 64: (64, 32), 128: (64, 32)},
+    'rows_backward_kernel': {16: (64, 32), 32: (64, 32), 64: (32, 32), 128: (16, 32)},
+    'columns_backward_kernel': {16: (32, 32), 32: (32, 32), 64: (32, 32), 128: (32, 32)},
 }
 NUM_WARPS = 4
 SMALL_BLOCKS = (16, 16)  # in the interpreter, so that small shapes have several; the least that a product takes
@@ -85,8 +86,13 @@ def attend(
     return torch.ops.mmgate.plug_attention_fused(*tensors, torch.stack([a, b, c, e]), bias)[0]
 
 
-def _blocks(name: str) -> tuple[int, int]:
-    return SMALL_BLOCKS if interpreted() else BLOCKS[name]
+def _padded(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _blocks(name: str, query: Tensor, gate_query: Tensor) -> tuple[int, int]:
+    widest = _padded(max(query.shape[-1], gate_query.shape[-1]))
+    return SMALL_BLOCKS if interpreted() else BLOCKS[name][widest]
 
 
 def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: Tensor | None) -> None:
@@ -97,7 +103,7 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
     query, key, gate_query = inputs
     batch, heads, rows, dim = query.shape
     columns, width = key.shape[2], gate_query.shape[3]
-    block_n, block_m = _blocks(name)
+    block_n, block_m = _blocks(name, query, gate_query)
     programs = triton.cdiv(columns, block_m) if name.startswith('columns') else triton.cdiv(rows, block_n)
     strides = (0,) * 4 if bias is None else bias.expand(batch, heads, rows, columns).stride()
     kernel = getattr(plug_attention_kernels, name)
@@ -112,8 +118,8 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
         width**-0.5,
         D=dim,
         E=width,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_E=max(16, triton.next_power_of_2(width)),
+        BLOCK_D=_padded(dim),
+        BLOCK_E=_padded(width),
         BIASED=bias is not None,
         BLOCK_N=block_n,
         BLOCK_M=block_m,
@@ -170,7 +176,7 @@ def _fused_backward(
 
     batch, heads, rows, _ = query.shape
     columns, width = key.shape[2], gate_query.shape[3]
-    block_n, _ = _blocks('rows_backward_kernel')
+    block_n, _ = _blocks('rows_backward_kernel', query, gate_query)
     grad = grad.contiguous()
     delta = (grad.float() * output.float()).sum(-1)
     grads = [torch.zeros_like(x) for x in (query, key, value)]

@@ -14,7 +14,8 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import save_checkpoint
 
-from mmgate.analysis import benchmark
+from mmgate.analysis import benchmark, benchmark_cuda
+from mmgate.analysis.backbone_benchmark import benchmark_backbones, draw_curves
 from mmgate.analysis.predictions import draw_predictions
 from mmgate.datasets.shapes import write_shapes
 
@@ -39,7 +40,7 @@ def test_benchmark_measures_every_provider(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_dense_benchmarks_run(monkeypatch: pytest.MonkeyPatch, op: str, peer: str) -> None:
     monkeypatch.setattr(benchmark, 'TOKENS', (8,))
     monkeypatch.setenv('MMGATE_CPU_COMPILE', '0')
-    rows = list(benchmark.BENCHMARKS[op, 'cpu'](repetitions=1))
+    rows = list(getattr(benchmark, f'benchmark_{op}')(repetitions=1))
     assert {row.op for row in rows} == {op}
     assert all(row.ratio_to_peer == 1 for row in rows if row.provider == peer and row.metric == 'time')
 
@@ -48,7 +49,7 @@ def test_peak_memory_sees_a_temporary() -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
         return torch.ones(32 << 20).sum() + x  # 128 MiB
 
-    _, peak = benchmark._measure(run, [torch.zeros(())], 'forward')
+    _, peak = benchmark.measure(run, [torch.zeros(())], 'forward')
     assert 120 < peak / 2**20 < 200
 
 
@@ -61,3 +62,25 @@ def test_predictions_picture(tmp_path: Path) -> None:
     save_checkpoint({'state_dict': model.state_dict()}, str(tmp_path / 'x.pth'))
     out = draw_predictions(cfg, str(tmp_path / 'x.pth'), tmp_path / 'new/p.png', images=8, columns=2)
     assert cv2.imread(str(out)).shape == (768, 768, 3)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='the kernels are compiled here; the benchmark itself runs them')
+def test_gpu_benchmarks_in_the_interpreter() -> None:
+    """Their plumbing: every provider is measured, and the kernel saves less than the eager form."""
+    pytest.importorskip('triton')
+    cases = dict(device='cpu', levels=[(3, 4), (2, 2)], queries={'encoder': None, 'decoder': 3})
+    rows = list(benchmark_cuda.benchmark_ms_deform_attn(1, **cases))
+    assert {r.provider for r in rows} == {'grid_sample', 'triton', 'triton, ungated', 'triton, bfloat16'}
+    assert {r.metric for r in rows} == {'time', 'peak memory', 'saved'}
+    small = dict(device='cpu', tokens=(24,), dtype=torch.float32, flex=False)
+    dense = {(r.provider, r.metric): r.y_50 for r in benchmark_cuda.benchmark_plug_attention(1, **small)}
+    assert dense['triton', 'saved'] < dense['eager', 'saved']
+
+
+def test_backbone_benchmark_and_curves(tmp_path: Path) -> None:
+    rows = list(benchmark_backbones('pvt-t', [32, 64], repetitions=1))
+    assert {(r.x, r.mode, r.metric) for r in rows if r.provider == 'SAGA-PVT-T'} == {
+        (x, mode, metric) for x in ('32_b1', '64_b1') for mode in benchmark.MODES for metric in ('time', 'peak memory')
+    }
+    picture = cv2.imread(str(draw_curves(rows, tmp_path / 'curves.png')))
+    assert picture is not None and picture.std() > 5

@@ -173,7 +173,7 @@ import sys, triton
 from triton.backends.compiler import GPUTarget
 from mmgate.ops import plug_attention_kernels as kernels, plug_attention_triton as host
 kernel, dtype, dim = getattr(kernels, sys.argv[1]), sys.argv[2], int(sys.argv[3])
-blocks = dict(zip(('BLOCK_N', 'BLOCK_M'), host.BLOCKS[sys.argv[1]]))
+blocks = dict(zip(('BLOCK_N', 'BLOCK_M'), host.BLOCKS[sys.argv[1]][dim]))
 constants = dict(D=dim, E=dim, BLOCK_D=dim, BLOCK_E=dim, BIASED=True, **blocks)
 wide = ('scalars_ptr', 'lse_ptr', 'delta_ptr', 'bias_ptr', 'grad_gq_ptr', 'grad_gk_ptr', 'grad_scalars_ptr')
 types = {}

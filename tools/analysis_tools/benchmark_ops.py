@@ -4,7 +4,16 @@ import argparse
 
 import torch
 
-from mmgate.analysis.benchmark import BENCHMARKS, Row, write_csv
+from mmgate.analysis import benchmark, benchmark_cuda
+from mmgate.analysis.benchmark import Row, write_csv
+
+BENCHMARKS = {
+    ('ms_deform_attn', 'cpu'): benchmark.benchmark_ms_deform_attn,
+    ('plug_attention', 'cpu'): benchmark.benchmark_plug_attention,
+    ('gated_layers', 'cpu'): benchmark.benchmark_gated_layers,
+    ('ms_deform_attn', 'cuda'): benchmark_cuda.benchmark_ms_deform_attn,
+    ('plug_attention', 'cuda'): benchmark_cuda.benchmark_plug_attention,
+}
 
 
 def main() -> None:
@@ -16,16 +25,20 @@ def main() -> None:
     parser.add_argument('--repetitions', type=int, default=7)
     parser.add_argument('--threads', type=int, help="torch's threads (default: all)")
     args = parser.parse_args()
+    if (args.op, args.device) not in BENCHMARKS:
+        parser.error(f'there is no benchmark of {args.op} on {args.device}')
+    if args.device == 'cuda' and not torch.cuda.is_available():
+        parser.error('torch sees no CUDA device')
     if args.threads:
         torch.set_num_threads(args.threads)
     rows: list[Row] = []
-    print(f'{"x":14} {"mode":17} {"metric":12} {"provider":14} {"median":>10} {"20 %":>10} {"80 %":>10}  peer/ours')
+    print(f'{"x":14} {"mode":17} {"metric":12} {"provider":24} {"median":>10} {"20 %":>10} {"80 %":>10}  peer/ours')
     for row in BENCHMARKS[args.op, args.device](args.repetitions):
         rows.append(row)
         name = f'{row.metric} {row.unit}'
         figures = ' '.join(f'{y:10.2f}' for y in (row.y_50, row.y_20, row.y_80))
         print(
-            f'{row.x:14} {row.mode:17} {name:12.12} {row.provider:14} {figures}  {row.ratio_to_peer:6.2f}', flush=True
+            f'{row.x:14} {row.mode:17} {name:12.12} {row.provider:24} {figures}  {row.ratio_to_peer:6.2f}', flush=True
         )
     out = args.out or f'work_dirs/benchmark_{args.op}_{args.device}.csv'
     write_csv(rows, out)
