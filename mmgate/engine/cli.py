@@ -18,7 +18,7 @@ from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import Runner
 
-from .preflight import ConfigError, check_checkpoint, check_data, check_options
+from .preflight import ConfigError, check_checkpoint, check_data, check_options, check_pretrained
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
@@ -56,6 +56,7 @@ def train(argv: list[str]) -> None:
     elif args.resume is not None:
         cfg.resume, cfg.load_from = True, args.resume
     check_data(cfg, ('train', 'val'))
+    check_pretrained(cfg)
     if cfg.get('load_from'):
         check_checkpoint(cfg.load_from)
     build_runner(cfg, trains=True).train()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import os.path as osp
+import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -115,6 +116,36 @@ def _require(entry: str, path: str) -> None:
             f'point the config at it with --cfg-options; the generated shapes come from '
             f'tools/dataset_converters/make_shapes.py.'
         )
+
+
+def check_pretrained(cfg: Config) -> None:
+    """Refuse a config whose model starts from a local checkpoint that cannot be read.
+
+    Raises:
+        ConfigError: With the config path of the ``init_cfg`` and the reason.
+    """
+    for entry, path in _pretrained(cfg.get('model') or {}, 'model'):
+        try:
+            check_checkpoint(path)
+        except ConfigError as error:
+            raise ConfigError(
+                f'{entry}: {error} Put it there, convert a published one with '
+                f'tools/model_converters/agent_attention.py, or start from scratch with '
+                f'--cfg-options {entry.removesuffix(".checkpoint")}=None.'
+            ) from None
+
+
+def _pretrained(node: Any, where: str) -> Iterator[tuple[str, str]]:
+    if isinstance(node, Mapping):
+        checkpoint = node.get('checkpoint')
+        is_file = isinstance(checkpoint, str) and not re.match(r'\w[\w-]+:', checkpoint)  # not https://, torchvision://
+        if node.get('type') == 'Pretrained' and is_file:
+            yield f'{where}.checkpoint', checkpoint
+        for key, value in node.items():
+            yield from _pretrained(value, f'{where}.{key}')
+    elif isinstance(node, (list, tuple)):
+        for number, value in enumerate(node):
+            yield from _pretrained(value, f'{where}.{number}')
 
 
 def check_checkpoint(path: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from mmengine.config import Config
 
 from mmgate.engine import cli
-from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data, check_options
+from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data, check_options, check_pretrained
 
 
 def make_config(**changes) -> Config:
@@ -124,3 +124,15 @@ def test_bad_config_files(tmp_path, capsys: pytest.CaptureFixture, content: str 
     error = capsys.readouterr().err
     assert error.startswith('error: ') and message in error
     assert not (tmp_path / 'work').exists()
+
+
+def test_missing_pretrained_weights(tmp_path) -> None:
+    def config(checkpoint: str) -> Config:
+        return Config(dict(model=dict(backbone=dict(init_cfg=dict(type='Pretrained', checkpoint=checkpoint)))))
+
+    with pytest.raises(ConfigError, match=r'model\.backbone\.init_cfg\.checkpoint: .*model_converters.*init_cfg=None'):
+        check_pretrained(config('checkpoints/agent_pvt_t.pth'))
+    weights = tmp_path / 'weights.pth'
+    torch.save({}, weights)
+    for present in (str(weights), 'torchvision://resnet50', 'https://example.org/weights.pth'):
+        check_pretrained(config(present))
