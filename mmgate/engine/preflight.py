@@ -137,9 +137,8 @@ def check_pretrained(cfg: Config) -> None:
 
 def _pretrained(node: Any, where: str) -> Iterator[tuple[str, str]]:
     if isinstance(node, Mapping):
-        checkpoint = node.get('checkpoint')
-        is_file = isinstance(checkpoint, str) and not re.match(r'\w[\w-]+:', checkpoint)  # not https://, torchvision://
-        if node.get('type') == 'Pretrained' and is_file:
+        checkpoint = str(node.get('checkpoint'))
+        if node.get('type') == 'Pretrained' and not re.match(r'\w[\w-]+:', checkpoint):  # no https://, torchvision://
             yield f'{where}.checkpoint', checkpoint
         for key, value in node.items():
             yield from _pretrained(value, f'{where}.{key}')
