@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from mmengine.registry import MODELS
-from torch import Tensor
+from torch import Tensor, nn
 
 from .benchmark import MODES, Row, interleaved
 
@@ -42,19 +43,19 @@ def benchmark_backbones(
         repetitions: Measurements a row is the median of, after one that warms up.
         modes: ``'forward'``, ``'forward+backward'`` or both.
     """
-    for size in sizes:
-        image = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))
-        for mode in modes:
-            models = {name: MODELS.build(dict(BACKBONES[name])).train(mode != 'forward') for name in SUITES[suite]}
-
-            def run(name: str, models: dict[str, Any] = models) -> Any:
-                def total(x: Tensor) -> Tensor:
-                    return torch.stack([map_.mean() for map_ in models[name](x)])
-
-                return total
-
-            providers = {name: run(name) for name in models}
+    for mode in modes:  # forward first: what training leaves in the heap would count as memory of a later row
+        for size in sizes:
+            image = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0))
+            models = {name: MODELS.build(dict(BACKBONES[name])) for name in SUITES[suite]}
+            for model in models.values():
+                model.train(mode != 'forward')
+            providers = {name: partial(_means, model) for name, model in models.items()}
             yield from interleaved(f'backbones {suite}', providers, f'{size}_b{batch}', [image], mode, repetitions)
+
+
+def _means(model: nn.Module, image: Tensor) -> Tensor:
+    """Return the mean of every map, a small output that depends on all of the backbone."""
+    return torch.stack([map_.mean() for map_ in model(image)])
 
 
 def draw_curves(rows: Sequence[Row], out: str | Path) -> Path:

@@ -72,7 +72,8 @@ class AgentAttention(MapAttention):
         self.aw_bias = nn.Parameter(torch.empty(1, num_heads, n, 1, width))
         self.ha_bias = nn.Parameter(torch.empty(1, num_heads, height, 1, n))
         self.wa_bias = nn.Parameter(torch.empty(1, num_heads, 1, width, n))
-        self._factors: dict[tuple, tuple[_Factors, _Factors]] = {}
+        self._factors: dict[tuple[int, int], tuple[_Factors, _Factors]] = {}
+        self._cached: list[tuple[int, int, Tensor]] = []  # what the factors were made from
         self.reset_biases()
 
     def reset_biases(self) -> None:
@@ -93,8 +94,10 @@ class AgentAttention(MapAttention):
 
     def biases(self, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return B1 ``(1, H, n, h w)`` and B2 ``(1, H, h w, n)`` for a map of ``hw_shape``."""
-        key = (tuple(hw_shape), *((p.data_ptr(), p._version, p.dtype) for p in self._bias_parameters()))
+        key = (int(hw_shape[0]), int(hw_shape[1]))
         caches = not self.training and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if caches:
+            self._discard_stale_factors()
         factors = self._factors.get(key) if caches else None
         if factors is None:
             an = self._factorise(self.an_bias, self.ah_bias[0, ..., 0], self.aw_bias[0, :, :, 0], hw_shape)
@@ -148,20 +151,31 @@ class AgentAttention(MapAttention):
             resize[BLOCK, width].t(),
         )
 
-    def _bias_parameters(self) -> list[Tensor]:
-        return [getattr(self, name) for name in BIASES]
+    def _discard_stale_factors(self) -> None:
+        """Empty the cache if a parameter is another tensor, was written to, or (seen on the CPU) holds other numbers.
+
+        A write through ``.data`` moves no counter; comparing numbers finds it, but would stall a GPU.
+        """
+        parameters = [getattr(self, name) for name in BIASES]
+        fresh = len(self._cached) == len(parameters) and all(
+            (id(p), p._version) == (identity, version) and (p.device.type != 'cpu' or torch.equal(p, numbers))
+            for p, (identity, version, numbers) in zip(parameters, self._cached, strict=True)
+        )
+        if not fresh:
+            self._factors.clear()
+            self._cached = [(id(p), p._version, p.detach().clone()) for p in parameters]
 
     def train(self, mode: bool = True) -> AgentAttention:
         """Set the mode and discard the cached bias factors."""
-        self._factors.clear()
+        self._cached.clear()
         return super().train(mode)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        self._factors.clear()
+        self._cached.clear()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, '_factors': {}}  # a copied or pickled layer starts without a cache
+        return {**self.__dict__, '_factors': {}, '_cached': []}  # a copied or pickled layer starts without a cache
 
     def extra_repr(self) -> str:
         """Sizes for ``print(module)``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ms_deform_attn_cpu, ms_deform_attn_mmcv, ms_deform_attn_triton
+from . import ms_deform_attn_cpu, ms_deform_attn_mmcv, ms_deform_attn_triton, triton_backend
 from .dispatch import Backend, find, select
 
 POSITIONS = ('pre_softmax', 'post_softmax')
@@ -200,5 +200,5 @@ BACKENDS = (
     Backend('cpu', ms_deform_attn_cpu.why_not, ms_deform_attn_cpu.sample),
     Backend('torch', lambda value: None, sample_reference),
     # Behind the reference, so that 'auto' takes it only where it is preferred by measurement.
-    Backend('triton', ms_deform_attn_triton.why_not, ms_deform_attn_triton.attend),
+    Backend('triton', triton_backend.why_not, ms_deform_attn_triton.attend),
 )

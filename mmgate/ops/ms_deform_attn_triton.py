@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+from .triton_backend import interpreted, padded, why_not
+
 # GPUs (a part of torch.cuda.get_device_name) on which KERNEL.md's table shows this backend ahead of mmcv's operator;
 # only there does 'auto' take it.
 AHEAD_OF_MMCV: tuple[str, ...] = ()
@@ -22,34 +23,8 @@ BLOCK_Q = {
     'forward_kernel': {16: 32, 32: 16, 64: 8, 128: 4},
     'backward_kernel': {16: 16, 32: 8, 64: 8, 128: 4},
 }
-MAX_DIM = 128
 NUM_WARPS = 4
 TUNED = ((8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8))  # BLOCK_Q and warps that MMGATE_TRITON_AUTOTUNE=1 tries
-
-
-@functools.cache
-def _missing() -> str | None:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return 'triton is not installed: pip install "mmgate[triton]"'
-    return None
-
-
-def interpreted() -> bool:
-    """Return whether Triton interprets its kernels, which is when they can run on the CPU."""
-    return os.environ.get('TRITON_INTERPRET') == '1'
-
-
-def why_not(value: Tensor) -> str | None:
-    """Return why this backend cannot run on ``value``, or None."""
-    if value.device.type != 'cuda' and not interpreted():
-        return f'it is for CUDA tensors, value is on {value.device} (TRITON_INTERPRET=1 runs it slowly on the CPU)'
-    if value.dtype not in DTYPES:
-        return f'it is for float32, float16 and bfloat16, value is {value.dtype}'
-    if value.shape[-1] > MAX_DIM:
-        return f'it is for heads of {MAX_DIM} channels or fewer, value has {value.shape[-1]}'
-    return _missing()
 
 
 def preferred(value: Tensor) -> bool:
@@ -95,7 +70,7 @@ def _launch(backward: bool, tensors: list[Tensor], sizes: dict[str, Any], gate: 
         return
     import triton
 
-    block_d = max(16, triton.next_power_of_2(dim))
+    block_d = padded(dim)
     constants = dict(
         LEVELS=levels,
         POINTS=points,

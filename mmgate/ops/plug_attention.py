@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from . import plug_attention_triton
+from . import plug_attention_triton, triton_backend
 from .dispatch import Backend, find, select
 from .plug_attention_rows import GatedRows
 
@@ -181,5 +181,5 @@ BACKENDS = (
     Backend('chunked', lambda query: None, _chunked),
     Backend('torch', lambda query: None, reference),
     # Not in 'auto', which never passes the reference, until a GPU has measured it.
-    Backend('triton', plug_attention_triton.why_not, plug_attention_triton.attend),
+    Backend('triton', triton_backend.why_not, plug_attention_triton.attend),
 )

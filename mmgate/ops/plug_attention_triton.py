@@ -5,16 +5,13 @@ On the CPU it runs only in Triton's interpreter (``TRITON_INTERPRET=1``), for te
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .ms_deform_attn_triton import interpreted
+from .triton_backend import MAX_DIM, interpreted, padded
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-MAX_DIM = 128
 # Rows and columns of a block, by the wider of padded channels and gate channels: what fits into the registers of sm_90
 # in 16 bits without spilling, see KERNEL.md.
 BLOCKS = {
@@ -24,26 +21,6 @@ BLOCKS = {
 }
 NUM_WARPS = 4
 SMALL_BLOCKS = (16, 16)  # in the interpreter, so that small shapes have several; the least that a product takes
-
-
-@functools.cache
-def _missing() -> str | None:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return 'triton is not installed: pip install "mmgate[triton]"'
-    return None
-
-
-def why_not(query: Tensor) -> str | None:
-    """Return why this backend cannot run on ``query``, or None."""
-    if query.device.type != 'cuda' and not interpreted():
-        return f'it is for CUDA tensors, query is on {query.device} (TRITON_INTERPRET=1 runs it slowly on the CPU)'
-    if query.dtype not in DTYPES:
-        return f'it is for float32, float16 and bfloat16, query is {query.dtype}'
-    if query.shape[-1] > MAX_DIM:
-        return f'it is for heads of {MAX_DIM} channels or fewer, query has {query.shape[-1]}'
-    return _missing()
 
 
 def attend(
@@ -86,12 +63,8 @@ def attend(
     return torch.ops.mmgate.plug_attention_fused(*tensors, torch.stack([a, b, c, e]), bias)[0]
 
 
-def _padded(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length())
-
-
 def _blocks(name: str, query: Tensor, gate_query: Tensor) -> tuple[int, int]:
-    widest = _padded(max(query.shape[-1], gate_query.shape[-1]))
+    widest = padded(max(query.shape[-1], gate_query.shape[-1]))
     return SMALL_BLOCKS if interpreted() else BLOCKS[name][widest]
 
 
@@ -118,8 +91,8 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
         width**-0.5,
         D=dim,
         E=width,
-        BLOCK_D=_padded(dim),
-        BLOCK_E=_padded(width),
+        BLOCK_D=padded(dim),
+        BLOCK_E=padded(width),
         BIASED=bias is not None,
         BLOCK_N=block_n,
         BLOCK_M=block_m,

@@ -163,6 +163,7 @@ def test_bias_cache_follows_the_parameters() -> None:
     attention, x = model.layers[0][1][1].attn, torch.randn(1, 3, 64, 96)
     changes = [
         lambda: None,
+        lambda: attention.an_bias.data.add_(1),
         lambda: nn.init.normal_(attention.ha_bias),
         lambda: model.load_state_dict(build('agent_pvt_dense').state_dict()),
         lambda: setattr(attention, 'wa_bias', nn.Parameter(torch.randn_like(attention.wa_bias))),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
 from mmgate.ops import ms_deform_attn_triton as fused
+from mmgate.ops.triton_backend import interpreted
 
 pytest.importorskip('triton')
 ON_GPU = pytest.mark.gpu
@@ -42,7 +43,7 @@ def _device(request: pytest.FixtureRequest) -> None:
     on_gpu = request.node.get_closest_marker('gpu') is not None
     if on_gpu and not torch.cuda.is_available():
         pytest.skip('needs a CUDA device')
-    if not on_gpu and not fused.interpreted():
+    if not on_gpu and not interpreted():
         pytest.skip('the kernels are compiled in this process, not interpreted')
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmgate.layers import GatingModulation, PLuGAttention
 from mmgate.ops import plug_attention
-from mmgate.ops.ms_deform_attn_triton import interpreted
+from mmgate.ops.triton_backend import interpreted
 
 pytest.importorskip('triton')
 DEVICES = [pytest.param('cpu', id='interpreter'), pytest.param('cuda', id='gpu', marks=pytest.mark.gpu)]

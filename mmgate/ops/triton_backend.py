@@ -1,0 +1,42 @@
+"""What the Triton backends have in common: where they can run."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_DIM = 128  # channels of a head
+
+
+@functools.cache
+def _missing() -> str | None:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return 'triton is not installed: pip install "mmgate[triton]"'
+    return None
+
+
+def interpreted() -> bool:
+    """Return whether Triton interprets its kernels, which is when they can run on the CPU."""
+    return os.environ.get('TRITON_INTERPRET') == '1'
+
+
+def why_not(heads: Tensor) -> str | None:
+    """Return why a Triton backend cannot run on ``heads``, whose last dimension is a head's channels, or None."""
+    if heads.device.type != 'cuda' and not interpreted():
+        return f'it is for CUDA tensors, not for {heads.device} (TRITON_INTERPRET=1 runs it slowly on the CPU)'
+    if heads.dtype not in DTYPES:
+        return f'it is for float32, float16 and bfloat16, not for {heads.dtype}'
+    if heads.shape[-1] > MAX_DIM:
+        return f'it is for heads of {MAX_DIM} channels or fewer, not of {heads.shape[-1]}'
+    return _missing()
+
+
+def padded(width: int) -> int:
+    """Return the power of two, at least 16, that ``width`` channels are padded to."""
+    return max(16, 1 << (width - 1).bit_length())
