@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,21 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: fl
         torch.testing.assert_close(
             actual[name].double(), value.double(), rtol=rtol, atol=atol, msg=lambda m, n=name: f'{n}: {m}'
         )
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New memory is full of NaN, so that what a kernel leaves out shows."""
+
+    def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            x = allocate(*args, **kwargs)
+            return x.fill_(float('nan')) if x.is_floating_point() else x
+
+        return call
+
+    monkeypatch.setattr(torch, 'empty_like', poisoned(torch.empty_like))
+    monkeypatch.setattr(Tensor, 'new_empty', poisoned(Tensor.new_empty))
 
 
 @pytest.fixture(autouse=True)

@@ -78,10 +78,12 @@ def offset_locations(offsets: Tensor, reference_points: Tensor, spatial_shapes: 
     """Return sampling locations from offsets ``(B, Q, H, L, P, 2)``.
 
     From points ``(B, Q, L, 2)`` an offset is counted in pixels of its level; from boxes ``(B, Q, L, 4)`` in half sizes
-    of the box, divided by P.
+    of the box, divided by P. 16-bit offsets give float32 locations: bfloat16 has 8 bits for the whole side of a map.
 
     Source: Deformable DETR, Eq. 3 and appendix A.4.
     """
+    if offsets.dtype in (torch.float16, torch.bfloat16):
+        offsets, reference_points = offsets.float(), reference_points.float()
     reference = reference_points[:, :, None, :, None]  # (B, Q, 1, L, 1, 2|4)
     if reference_points.shape[-1] == 2:
         return reference + offsets / spatial_shapes.flip(-1)[:, None]

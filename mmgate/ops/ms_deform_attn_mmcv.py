@@ -15,12 +15,18 @@ from torch import Tensor
 @functools.cache
 def _missing() -> str | None:
     try:
-        from mmcv.ops import get_compiling_cuda_version
+        from mmcv.ops import get_compiling_cuda_version, multi_scale_deform_attn
     except ImportError as error:
         return f'mmcv with compiled operators is not installed ({error})'
-    if get_compiling_cuda_version() == 'not available':
+    own = multi_scale_deform_attn.ext_module.__name__ == 'mmcv._ext'  # a benchmark may have put another there
+    if own and get_compiling_cuda_version() == 'not available':
         return 'mmcv was built without CUDA; build it where torch.version.cuda is set and nvcc is found'
     return None
+
+
+def look_again() -> None:
+    """Ask mmcv anew at the next call, for code that has given it the operator."""
+    _missing.cache_clear()
 
 
 def why_not(value: Tensor) -> str | None:

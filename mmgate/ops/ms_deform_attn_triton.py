@@ -7,24 +7,21 @@ written to memory. On the CPU it runs only in Triton's interpreter (``TRITON_INT
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .triton_backend import interpreted, padded, why_not
+from .triton_backend import interpreted, on_device, padded, why_not
 
 # GPUs (a part of torch.cuda.get_device_name) on which KERNEL.md's table shows this backend ahead of mmcv's operator;
 # only there does 'auto' take it.
 AHEAD_OF_MMCV: tuple[str, ...] = ()
-# Queries of a program, by padded channels: what fits into registers without spilling, see KERNEL.md.
-BLOCK_Q = {
-    'forward_kernel': {16: 32, 32: 16, 64: 8, 128: 4},
-    'backward_kernel': {16: 16, 32: 8, 64: 8, 128: 4},
-}
 NUM_WARPS = 4
-TUNED = ((8, 1), (8, 2), (16, 2), (16, 4), (32, 4), (32, 8))  # BLOCK_Q and warps that MMGATE_TRITON_AUTOTUNE=1 tries
+LANE_BYTES = 16  # of a row of channels that a lane loads or adds at once; the value gradient is always float32
+TUNED = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4))  # rows a lane and warps that MMGATE_TRITON_AUTOTUNE=1 tries
 
 
 def preferred(value: Tensor) -> bool:
@@ -46,7 +43,17 @@ def attend(
     position: str,
     reference_points: Tensor | None,
 ) -> Tensor:
-    """Attend from logits; arguments and return value as :func:`mmgate.ops.ms_deform_attn`."""
+    """Attend from logits; arguments and return value as :func:`mmgate.ops.ms_deform_attn`.
+
+    Raises:
+        ValueError: An image's values or points are too many for 32-bit offsets.
+    """
+    for name, x in (('values', value), ('points', points)):
+        if x.shape[1:].numel() >= 2**31:
+            raise ValueError(
+                f"ms_deform_attn: backend 'triton' takes fewer than 2^31 numbers an image, the {name} have "
+                f"{x.shape[1:].numel()}. Use 'mmcv' or 'torch'."
+            )
     reference = None if reference_points is None else reference_points.contiguous()
     return torch.ops.mmgate.ms_deform_attn_fused(
         value.contiguous(),
@@ -58,7 +65,7 @@ def attend(
         gate,
         residual,
         position == 'post_softmax',
-    )
+    )[0]
 
 
 def _launch(backward: bool, tensors: list[Tensor], sizes: dict[str, Any], gate: Tensor | None) -> None:
@@ -80,29 +87,40 @@ def _launch(backward: bool, tensors: list[Tensor], sizes: dict[str, Any], gate: 
         GATED=gate is not None,
         **sizes,
     )
-    kernel = _kernel(backward, os.environ.get('MMGATE_TRITON_AUTOTUNE') == '1' and not interpreted())
-    blocks = BLOCK_Q['backward_kernel' if backward else 'forward_kernel']
-    fixed = {} if hasattr(kernel, 'configs') else dict(BLOCK_Q=blocks[block_d], num_warps=NUM_WARPS)
+    rows = rows_of_warp(block_d, 4 if backward else value.element_size())
+    kernel = _kernel(backward, rows if os.environ.get('MMGATE_TRITON_AUTOTUNE') == '1' and not interpreted() else 0)
+    fixed = {}
+    if not hasattr(kernel, 'configs'):
+        # small blocks in the interpreter, so that small shapes have several
+        fixed = dict(BLOCK_Q=4 if interpreted() else NUM_WARPS * rows, num_warps=NUM_WARPS)
 
     def grid(meta: dict[str, Any]) -> tuple[int, int]:
         return triton.cdiv(queries, meta['BLOCK_Q']), batch * heads
 
-    kernel[grid](*tensors, tokens, queries, heads, *strides, **constants, **fixed)
+    with on_device(value):
+        # sizes of images differ, their powers of two seldom
+        kernel[grid](*tensors, tokens, queries, queries.bit_length(), heads, *strides, **constants, **fixed)
+
+
+def rows_of_warp(block_d: int, itemsize: int) -> int:
+    """Return how many rows of ``block_d`` channels a warp holds when every lane has 16 bytes of one."""
+    return max(1, 32 * LANE_BYTES // (block_d * itemsize))
 
 
 @functools.cache
-def _kernel(backward: bool, tuned: bool) -> Any:
+def _kernel(backward: bool, tuned_rows: int) -> Any:
     import triton
 
     from . import ms_deform_attn_kernels as kernels
 
     kernel = kernels.backward_kernel if backward else kernels.forward_kernel
-    if not tuned:
+    if not tuned_rows:
         return kernel
-    configs = [triton.Config(dict(BLOCK_Q=block), num_warps=warps) for block, warps in TUNED]
-    # gathers depend on sizes, not on values, and on the dtype, which Triton adds to the key
-    key = ['queries', 'heads', 'LEVELS', 'POINTS', 'D', 'GATED', 'REFERENCE']
-    return triton.autotune(configs, key=key, reset_to_zero=['grad_value_ptr'] if backward else None)(kernel)
+    configs = [triton.Config(dict(BLOCK_Q=tuned_rows * times * warps), num_warps=warps) for times, warps in TUNED]
+    # Triton adds the dtypes to the key
+    key = ['size_class', 'heads', 'LEVELS', 'POINTS', 'D', 'GATED', 'REFERENCE']
+    kept = {'cache_results': True} if 'cache_results' in inspect.signature(triton.autotune).parameters else {}
+    return triton.autotune(configs, key=key, reset_to_zero=['grad_value_ptr'] if backward else None, **kept)(kernel)
 
 
 @torch.library.custom_op('mmgate::ms_deform_attn_fused', mutates_args=())
@@ -116,8 +134,9 @@ def _fused(
     gate: Tensor | None,
     residual: bool,
     post_softmax: bool,
-) -> Tensor:
-    output = value.new_empty(logits.shape[0], logits.shape[1], value.shape[2] * value.shape[3])
+) -> tuple[Tensor, Tensor]:
+    """Return the output, and of every softmax its maximum and inverse sum, ``(B, Q, H, 2)`` float32."""
+    output, softmax = _outputs(value, logits)
     unused = points if reference_points is None else reference_points
     tensors = [
         value,
@@ -128,11 +147,12 @@ def _fused(
         logits,
         logits if gate is None else gate,
         output,
+        softmax,
     ]
     width = 0 if reference_points is None else reference_points.shape[-1]
     sizes = dict(value=value, logits=logits, REFERENCE=width, RESIDUAL=residual, POST=post_softmax)
     _launch(False, tensors, sizes, gate)
-    return output
+    return output, softmax
 
 
 @_fused.register_fake
@@ -146,13 +166,20 @@ def _(
     gate: Tensor | None,
     residual: bool,
     post_softmax: bool,
-) -> Tensor:
-    return value.new_empty(logits.shape[0], logits.shape[1], value.shape[2] * value.shape[3])
+) -> tuple[Tensor, Tensor]:
+    return _outputs(value, logits)
+
+
+def _outputs(value: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    batch, queries, heads = logits.shape[:3]
+    output = value.new_empty(batch, queries, heads * value.shape[3])
+    return output, logits.new_empty(batch, queries, heads, 2, dtype=torch.float32)
 
 
 @torch.library.custom_op('mmgate::ms_deform_attn_fused_backward', mutates_args=())
 def _fused_backward(
     grad: Tensor,
+    softmax: Tensor,
     value: Tensor,
     spatial_shapes: Tensor,
     level_start_index: Tensor,
@@ -162,23 +189,28 @@ def _fused_backward(
     gate: Tensor | None,
     residual: bool,
     post_softmax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of values, locations, logits and the gate at the size of the logits, in float32."""
+    grad_reference: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of values, points, reference (a head's, float32), logits and gate (a logit's, float32)."""
     deterministic = torch.are_deterministic_algorithms_enabled()
-    grad_value = torch.zeros_like(value, dtype=torch.float32)
-    grad_location = torch.empty_like(points, dtype=torch.float32)
-    grad_logits = torch.empty_like(logits, dtype=torch.float32)
-    grad_gate = torch.empty_like(logits if gate is not None else logits[:0], dtype=torch.float32)
+    grads = _gradients(value, points, reference_points, logits, gate, grad_reference)
+    grads[0].zero_()
     unused = points if reference_points is None else reference_points
-    tensors = [grad.contiguous(), value, spatial_shapes, level_start_index, points, unused, logits]
-    tensors += [logits if gate is None else gate, grad_value, grad_location, grad_logits, grad_gate]
+    tensors = [grad.contiguous(), softmax, value, spatial_shapes, level_start_index, points, unused, logits]
+    tensors += [logits if gate is None else gate, *grads]
     width = 0 if reference_points is None else reference_points.shape[-1]
     sizes = dict(
-        value=value, logits=logits, REFERENCE=width, RESIDUAL=residual, POST=post_softmax, SCATTER=not deterministic
+        value=value,
+        logits=logits,
+        REFERENCE=width,
+        RESIDUAL=residual,
+        POST=post_softmax,
+        SCATTER=not deterministic,
+        GRAD_REFERENCE=grad_reference,
     )
     _launch(True, tensors, sizes, gate)
     if deterministic:
-        grad_value = _sorted_value_gradient(
+        grads[0] = _sorted_value_gradient(
             grad,
             value,
             spatial_shapes,
@@ -190,12 +222,31 @@ def _fused_backward(
             residual,
             post_softmax,
         )
-    return grad_value, grad_location, grad_logits, grad_gate
+    return tuple(grads)  # type: ignore[return-value]
+
+
+def _gradients(
+    value: Tensor,
+    points: Tensor,
+    reference_points: Tensor | None,
+    logits: Tensor,
+    gate: Tensor | None,
+    grad_reference: bool,
+) -> list[Tensor]:
+    shape = [*logits.shape[:4], reference_points.shape[-1]] if grad_reference and reference_points is not None else [0]
+    return [
+        torch.empty_like(value, dtype=torch.float32),
+        torch.empty_like(points),
+        points.new_empty(shape, dtype=torch.float32),
+        torch.empty_like(logits),
+        torch.empty_like(logits if gate is not None else logits[:0], dtype=torch.float32),
+    ]
 
 
 @_fused_backward.register_fake
 def _(
     grad: Tensor,
+    softmax: Tensor,
     value: Tensor,
     spatial_shapes: Tensor,
     level_start_index: Tensor,
@@ -205,9 +256,9 @@ def _(
     gate: Tensor | None,
     residual: bool,
     post_softmax: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shaped = logits if gate is not None else logits[:0]
-    return tuple(torch.empty_like(x, dtype=torch.float32) for x in (value, points, logits, shaped))  # type: ignore[return-value]
+    grad_reference: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return tuple(_gradients(value, points, reference_points, logits, gate, grad_reference))  # type: ignore[return-value]
 
 
 def _sorted_value_gradient(
@@ -251,34 +302,26 @@ def _sorted_value_gradient(
     return total
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.residual, ctx.post_softmax = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, output[1])
+    ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    value, shapes, starts, points, reference, logits, gate = ctx.saved_tensors
-    grad_value, grad_location, grad_logits, grad_gate = torch.ops.mmgate.ms_deform_attn_fused_backward(
-        grad, value, shapes, starts, points, reference, logits, gate, ctx.residual, ctx.post_softmax
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    *tensors, softmax = ctx.saved_tensors
+    value, _, _, _, reference, _, gate = tensors
+    of_reference = reference is not None and ctx.needs_input_grad[4]
+    grad_value, grad_points, grad_reference, grad_logits, grad_gate = torch.ops.mmgate.ms_deform_attn_fused_backward(
+        grad, softmax, *tensors, ctx.residual, ctx.post_softmax, of_reference
     )
-    grad_points, grad_reference = grad_location, None
-    if reference is not None:
-        at = reference[:, :, None, :, None].float()  # (B, Q, 1, L, 1, R)
-        if reference.shape[-1] == 4:
-            share = 0.5 / points.shape[-2]
-            grad_points = grad_location * at[..., 2:] * share
-            of_box = (grad_location * points * share).sum((2, 4))
-            grad_reference = torch.cat([grad_location.sum((2, 4)), of_box], -1).to(reference.dtype)
-        else:
-            grad_points = grad_location / shapes.flip(-1)[:, None]
-            grad_reference = grad_location.sum((2, 4)).to(reference.dtype)
     return (
         grad_value.to(value.dtype),
         None,
         None,
-        grad_points.to(points.dtype),
-        grad_reference,
-        grad_logits.to(logits.dtype),
+        grad_points,
+        grad_reference.sum(2).to(reference.dtype) if of_reference else None,
+        grad_logits,
         None if gate is None else grad_gate.sum_to_size(gate.shape).to(gate.dtype),
         None,
         None,

@@ -11,7 +11,11 @@ strides over (B, H, N, M), 0 where it broadcasts; output (B, H, N, D), lse (B, H
 
 R is formed anew for every head, also where heads share it: O(N) memory for one more product of width E. What a shared
 gate collects over the heads is written per head and summed outside, so nothing is added by atomics and every
-gradient is deterministic. tanh is 2 sigmoid(2 u) - 1, because Triton's interpreter has no tanh.
+gradient is deterministic.
+
+The blocks keep the products as they come, K and Kg unscaled: scales, and log2(e) for exponentials to base 2, sit in
+the numbers that multiply them anyway. FAST_TANH takes the GPU's own tanh, good to 2^-11, else it is
+2 sigmoid(2 u) - 1. INTERPRETED is for Triton's interpreter, which has no products of bfloat16.
 """
 
 import triton
@@ -34,28 +38,60 @@ def _store(base, index, count, x, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _logits(
-    q, k, gq, gk, bias_ptr, n, m, rows, columns, bias_n, bias_m, a, b, c, e, scale, gate_scale,
-    BIASED: tl.constexpr,
-):  # fmt: skip
-    """Return S, R, the factors' values, t and the logits of a block; -inf outside the map."""
-    s = tl.dot(q, tl.trans(k), input_precision='tf32x3') * scale
-    r = tl.dot(gq, tl.trans(gk), input_precision='tf32x3') * gate_scale
-    first, second = a * r + b, c * r + e
-    t = 2.0 * tl.sigmoid(2.0 * first * second) - 1.0
-    logits = s * (1.0 + t)
-    inside = (n < rows)[:, None] & (m < columns)[None, :]
-    if BIASED:
-        at = n[:, None].to(tl.int64) * bias_n + m[None, :].to(tl.int64) * bias_m
-        logits += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    return s, r, first, second, t, tl.where(inside, logits, float('-inf'))
+def _dot(x, y, total, INTERPRETED: tl.constexpr):
+    """Return total + x y, y being of the type whose precision counts."""
+    x = x.to(y.dtype)
+    if INTERPRETED:
+        x, y = x.to(tl.float32), y.to(tl.float32)
+    return tl.dot(x, y, total, input_precision='tf32x3')
 
 
 @triton.jit
-def _head(pid, heads, gate_heads):
-    """Return image and head of a program, and the index of its gate."""
+def _tanh(u, FAST_TANH: tl.constexpr):
+    if FAST_TANH:
+        return tl.inline_asm_elementwise('tanh.approx.f32 $0, $1;', '=f,f', [u], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return 2.0 * tl.sigmoid(2.0 * u) - 1.0
+
+
+@triton.jit
+def _logits(
+    x, y, gx, gy, bias_ptr, n, m, rows, columns, bias_n, bias_m, a, b, c, e, scale, gate_scale,
+    BIASED: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, FAST_TANH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Return Q K^T, Qg Kg^T, t and the logits times log2(e) of a block; -inf in columns outside, unless EVEN.
+
+    x is of Q and y of K, or the other way round if TRANSPOSED, which every map then is.
+    """
+    zero = tl.zeros((x.shape[0], y.shape[0]), tl.float32)
+    s = _dot(x, tl.trans(y), zero, INTERPRETED)
+    r = _dot(gx, tl.trans(gy), zero, INTERPRETED)
+    t = _tanh(((a * gate_scale) * r + b) * ((c * gate_scale) * r + e), FAST_TANH)
+    to_base_2 = scale * 1.4426950408889634
+    logits = s * (t * to_base_2 + to_base_2)
+    n, m = (n[None, :], m[:, None]) if TRANSPOSED else (n[:, None], m[None, :])
+    if BIASED:
+        at = m.to(tl.int64) * bias_m
+        inside = m < columns
+        if BIASED == 2:  # not one for all rows
+            at += n.to(tl.int64) * bias_n
+            inside = inside & (n < rows)
+        logits += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+    # a row outside needs no mask: its query, gradient and delta are 0, and it is not stored;
+    # nor does a column in the pass over columns, where nothing of one reaches another
+    return s, r, t, logits if EVEN else tl.where(m < columns, logits, float('-inf'))
+
+
+@triton.jit
+def _place(blocks, heads, gate_heads):
+    """Return a program's block, its (image, head) in one number and in two, and the index of its gate.
+
+    The grid has one axis, the only one that may be long: windows are many images.
+    """
+    block, pid = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     image, head = pid // heads, pid % heads
-    return image, head, image * gate_heads + head % gate_heads  # 0 where the heads share it
+    return block, pid, image, head, image * gate_heads + head % gate_heads  # gate 0 where the heads share it
 
 
 @triton.jit
@@ -63,12 +99,12 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, gq_ptr, gk_ptr, scalars_ptr, bias_ptr, out_ptr, lse_ptr,
     heads, gate_heads, rows, columns, bias_b, bias_h, bias_n, bias_m, scale, gate_scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BIASED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FAST_TANH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store output and log-sum-exp of BLOCK_N rows of one head."""
-    pid = tl.program_id(1).to(tl.int64)
-    image, head, gate = _head(pid, heads, gate_heads)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Store output and log-sum-exp, to base 2, of BLOCK_N rows of one head."""
+    block, pid, image, head, gate = _place(tl.cdiv(rows, BLOCK_N), heads, gate_heads)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     a, b = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
     c, e = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
     q = _rows(q_ptr + pid * rows * D, n, rows, D, BLOCK_D)
@@ -82,34 +118,39 @@ def forward_kernel(
         k = _rows(k_ptr + pid * columns * D, m, columns, D, BLOCK_D)
         v = _rows(v_ptr + pid * columns * D, m, columns, D, BLOCK_D)
         gk = _rows(gk_ptr + gate * columns * E, m, columns, E, BLOCK_E)
-        _, _, _, _, _, logits = _logits(
-            q, k, gq, gk, bias, n, m, rows, columns, bias_n, bias_m, a, b, c, e, scale, gate_scale, BIASED
-        )
+        _, _, _, logits = _logits(
+            q, k, gq, gk, bias, n, m, rows, columns, bias_n, bias_m, a, b, c, e, scale, gate_scale,
+            BIASED, EVEN, False, FAST_TANH, INTERPRETED,
+        )  # fmt: skip
         new_top = tl.maximum(top, tl.max(logits, 1))
         shift = tl.where(new_top == float('-inf'), 0.0, new_top)  # nothing seen yet but masked keys
-        p = tl.exp(logits - shift[:, None])
-        fade = tl.exp(top - shift)
+        p = tl.exp2(logits - shift[:, None])
+        fade = tl.exp2(top - shift)
         total = total * fade + tl.sum(p, 1)
-        out = out * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision='tf32x3')
+        out = _dot(p, v, out * fade[:, None], INTERPRETED)
         top = new_top
     total = tl.where(n < rows, total, 1.0)
     _store(out_ptr + pid * rows * D, n, rows, out / total[:, None], D, BLOCK_D)
-    tl.store(lse_ptr + pid * rows + n, top + tl.log(total), mask=n < rows)
+    tl.store(lse_ptr + pid * rows + n, top + tl.log2(total), mask=n < rows)
 
 
 @triton.jit
 def _gradients(
-    q, k, v, gq, gk, grad, lse, delta, bias_ptr, n, m, rows, columns, bias_n, bias_m, a, b, c, e, scale, gate_scale,
-    BIASED: tl.constexpr,
+    x, y, gx, gy, grad, v, lse, delta, bias_ptr, n, m, rows, columns, bias_n, bias_m, a, b, c, e, scale, gate_scale,
+    BIASED: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, FAST_TANH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Return P, dS, dR, du, R and both factors of a block."""
-    s, r, first, second, t, logits = _logits(
-        q, k, gq, gk, bias_ptr, n, m, rows, columns, bias_n, bias_m, a, b, c, e, scale, gate_scale, BIASED
-    )
-    p = tl.exp(logits - lse[:, None])
-    grad_logits = p * (tl.dot(grad, tl.trans(v), input_precision='tf32x3') - delta[:, None])
+    """Return P, dS, dR, du / scale and Qg Kg^T of a block; grad and v change places if TRANSPOSED."""
+    s, r, t, logits = _logits(
+        x, y, gx, gy, bias_ptr, n, m, rows, columns, bias_n, bias_m, a, b, c, e, scale, gate_scale,
+        BIASED, EVEN, TRANSPOSED, FAST_TANH, INTERPRETED,
+    )  # fmt: skip
+    p = tl.exp2(logits - lse)
+    grad_p = _dot(grad, tl.trans(v), tl.zeros(s.shape, tl.float32), INTERPRETED)
+    grad_logits = p * (grad_p - delta)
     grad_u = grad_logits * s * (1.0 - t * t)
-    return p, grad_logits * (1.0 + t), grad_u * (a * second + c * first), grad_u, r, first, second
+    grad_r = grad_u * ((2.0 * scale * gate_scale * a * c) * r + scale * (a * e + b * c))
+    return p, grad_logits * t + grad_logits, grad_r, grad_u, r
 
 
 @triton.jit
@@ -118,12 +159,12 @@ def rows_backward_kernel(
     grad_q_ptr, grad_gq_ptr, grad_scalars_ptr,
     heads, gate_heads, rows, columns, bias_b, bias_h, bias_n, bias_m, scale, gate_scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BIASED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FAST_TANH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Store dQ, dQg of this head and the scalars' share for BLOCK_N rows."""
-    pid = tl.program_id(1).to(tl.int64)
-    image, head, gate = _head(pid, heads, gate_heads)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block, pid, image, head, gate = _place(tl.cdiv(rows, BLOCK_N), heads, gate_heads)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     a, b = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
     c, e = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
     q = _rows(q_ptr + pid * rows * D, n, rows, D, BLOCK_D)
@@ -134,32 +175,34 @@ def rows_backward_kernel(
     bias = bias_ptr + image * bias_b + head * bias_h
     grad_q = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     grad_gq = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
-    grad_a = tl.zeros((BLOCK_N,), tl.float32)
-    grad_b = tl.zeros((BLOCK_N,), tl.float32)
-    grad_c = tl.zeros((BLOCK_N,), tl.float32)
-    grad_e = tl.zeros((BLOCK_N,), tl.float32)
+    # sums of du, du R and du R^2, of which the scalars' gradients are made
+    zeroth = tl.zeros((BLOCK_N,), tl.float32)
+    first = tl.zeros((BLOCK_N,), tl.float32)
+    second = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, columns, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
         k = _rows(k_ptr + pid * columns * D, m, columns, D, BLOCK_D)
         v = _rows(v_ptr + pid * columns * D, m, columns, D, BLOCK_D)
         gk = _rows(gk_ptr + gate * columns * E, m, columns, E, BLOCK_E)
-        _, grad_s, grad_r, grad_u, r, first, second = _gradients(
-            q, k, v, gq, gk, grad, lse, delta, bias, n, m, rows, columns, bias_n, bias_m,
-            a, b, c, e, scale, gate_scale, BIASED,
+        _, grad_s, grad_r, grad_u, r = _gradients(
+            q, k, gq, gk, grad, v, lse[:, None], delta[:, None], bias, n, m, rows, columns, bias_n, bias_m,
+            a, b, c, e, scale, gate_scale, BIASED, EVEN, False, FAST_TANH, INTERPRETED,
         )  # fmt: skip
-        grad_q += tl.dot(grad_s.to(k.dtype), k, input_precision='tf32x3') * scale
-        grad_gq += tl.dot(grad_r.to(gk.dtype), gk, input_precision='tf32x3') * gate_scale
-        grad_a += tl.sum(grad_u * second * r, 1)
-        grad_b += tl.sum(grad_u * second, 1)
-        grad_c += tl.sum(grad_u * first * r, 1)
-        grad_e += tl.sum(grad_u * first, 1)
-    _store(grad_q_ptr + pid * rows * D, n, rows, grad_q, D, BLOCK_D)
-    _store(grad_gq_ptr + pid * rows * E, n, rows, grad_gq, E, BLOCK_E)
-    share = grad_scalars_ptr + (pid * tl.num_programs(0) + tl.program_id(0)) * 4
-    tl.store(share, tl.sum(grad_a))
-    tl.store(share + 1, tl.sum(grad_b))
-    tl.store(share + 2, tl.sum(grad_c))
-    tl.store(share + 3, tl.sum(grad_e))
+        grad_q = _dot(grad_s, k, grad_q, INTERPRETED)
+        grad_gq = _dot(grad_r, gk, grad_gq, INTERPRETED)
+        zeroth += tl.sum(grad_u, 1)
+        first += tl.sum(grad_u * r, 1)
+        second += tl.sum(grad_u * r * r, 1)
+    _store(grad_q_ptr + pid * rows * D, n, rows, grad_q * scale, D, BLOCK_D)
+    _store(grad_gq_ptr + pid * rows * E, n, rows, grad_gq * gate_scale, E, BLOCK_E)
+    sum0 = tl.sum(zeroth) * scale
+    sum1 = tl.sum(first) * (scale * gate_scale)
+    sum2 = tl.sum(second) * (scale * gate_scale * gate_scale)
+    share = grad_scalars_ptr + tl.program_id(0) * 4
+    tl.store(share, c * sum2 + e * sum1)
+    tl.store(share + 1, c * sum1 + e * sum0)
+    tl.store(share + 2, a * sum2 + b * sum1)
+    tl.store(share + 3, a * sum1 + b * sum0)
 
 
 @triton.jit
@@ -168,12 +211,12 @@ def columns_backward_kernel(
     grad_k_ptr, grad_v_ptr, grad_gk_ptr,
     heads, gate_heads, rows, columns, bias_b, bias_h, bias_n, bias_m, scale, gate_scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BIASED: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FAST_TANH: tl.constexpr,
+    INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Store dK, dV and dKg of this head for BLOCK_M columns."""
-    pid = tl.program_id(1).to(tl.int64)
-    image, head, gate = _head(pid, heads, gate_heads)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    block, pid, image, head, gate = _place(tl.cdiv(columns, BLOCK_M), heads, gate_heads)
+    m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     a, b = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
     c, e = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
     k = _rows(k_ptr + pid * columns * D, m, columns, D, BLOCK_D)
@@ -190,13 +233,13 @@ def columns_backward_kernel(
         gq = _rows(gq_ptr + gate * rows * E, n, rows, E, BLOCK_E)
         lse = tl.load(lse_ptr + pid * rows + n, mask=n < rows, other=0.0)
         delta = tl.load(delta_ptr + pid * rows + n, mask=n < rows, other=0.0)
-        p, grad_s, grad_r, _, _, _, _ = _gradients(
-            q, k, v, gq, gk, grad, lse, delta, bias, n, m, rows, columns, bias_n, bias_m,
-            a, b, c, e, scale, gate_scale, BIASED,
+        p, grad_s, grad_r, _, _ = _gradients(
+            k, q, gk, gq, v, grad, lse[None, :], delta[None, :], bias, n, m, rows, columns, bias_n, bias_m,
+            a, b, c, e, scale, gate_scale, BIASED, EVEN, True, FAST_TANH, INTERPRETED,
         )  # fmt: skip
-        grad_v += tl.dot(tl.trans(p.to(grad.dtype)), grad, input_precision='tf32x3')
-        grad_k += tl.dot(tl.trans(grad_s.to(q.dtype)), q, input_precision='tf32x3') * scale
-        grad_gk += tl.dot(tl.trans(grad_r.to(gq.dtype)), gq, input_precision='tf32x3') * gate_scale
-    _store(grad_k_ptr + pid * columns * D, m, columns, grad_k, D, BLOCK_D)
+        grad_v = _dot(p, grad, grad_v, INTERPRETED)
+        grad_k = _dot(grad_s, q, grad_k, INTERPRETED)
+        grad_gk = _dot(grad_r, gq, grad_gk, INTERPRETED)
+    _store(grad_k_ptr + pid * columns * D, m, columns, grad_k * scale, D, BLOCK_D)
     _store(grad_v_ptr + pid * columns * D, m, columns, grad_v, D, BLOCK_D)
-    _store(grad_gk_ptr + pid * columns * E, m, columns, grad_gk, E, BLOCK_E)
+    _store(grad_gk_ptr + pid * columns * E, m, columns, grad_gk * gate_scale, E, BLOCK_E)

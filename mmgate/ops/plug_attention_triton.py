@@ -10,17 +10,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .triton_backend import MAX_DIM, interpreted, padded
+from .triton_backend import MAX_DIM, interpreted, on_device, padded
 
-# Rows and columns of a block, by the wider of padded channels and gate channels: what fits into the registers of sm_90
-# in 16 bits without spilling, see KERNEL.md.
+# Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
+# channels: 64 where the listing for sm_90 shows warpgroup products without spills (KERNEL.md), and never more than
+# 99 KiB of shared memory, which every GPU since sm_80 has.
 BLOCKS = {
-    'forward_kernel': {16: (64, 32), 32: (64, 32), 64: (64, 32), 128: (64, 32)},
-    'rows_backward_kernel': {16: (64, 32), 32: (64, 32), 64: (32, 32), 128: (16, 32)},
-    'columns_backward_kernel': {16: (32, 32), 32: (32, 32), 64: (32, 32), 128: (32, 32)},
+    2: {
+        'forward_kernel': {16: (64, 64, 3), 32: (64, 64, 3), 64: (64, 64, 2), 128: (64, 32, 2)},
+        'rows_backward_kernel': {16: (64, 32, 3), 32: (64, 32, 3), 64: (64, 32, 2), 128: (64, 32, 2)},
+        'columns_backward_kernel': {16: (32, 64, 3), 32: (32, 64, 3), 64: (32, 64, 2), 128: (32, 32, 2)},
+    },
+    4: {
+        'forward_kernel': {16: (64, 32, 2), 32: (64, 32, 2), 64: (32, 32, 2), 128: (16, 32, 2)},
+        'rows_backward_kernel': {16: (64, 32, 2), 32: (64, 32, 2), 64: (32, 32, 2), 128: (16, 32, 2)},
+        'columns_backward_kernel': {16: (32, 64, 2), 32: (32, 64, 2), 64: (32, 32, 2), 128: (32, 16, 2)},
+    },
 }
 NUM_WARPS = 4
-SMALL_BLOCKS = (16, 16)  # in the interpreter, so that small shapes have several; the least that a product takes
+SMALL_BLOCKS = (16, 16, 1)  # in the interpreter, so that small shapes have several; the least that a product takes
 
 
 def attend(
@@ -63,9 +71,15 @@ def attend(
     return torch.ops.mmgate.plug_attention_fused(*tensors, torch.stack([a, b, c, e]), bias)[0]
 
 
-def _blocks(name: str, query: Tensor, gate_query: Tensor) -> tuple[int, int]:
+def blocks_of(name: str, itemsize: int, widest: int, full_bias: bool) -> tuple[int, int, int]:
+    """Return rows and columns of a kernel's block and its pipeline stages; the stages hold a full bias, too."""
+    rows, columns, stages = BLOCKS[itemsize][name][widest]
+    return rows, columns, 1 if full_bias and widest == MAX_DIM else stages
+
+
+def _blocks(name: str, query: Tensor, gate_query: Tensor, biased: int) -> tuple[int, int, int]:
     widest = padded(max(query.shape[-1], gate_query.shape[-1]))
-    return SMALL_BLOCKS if interpreted() else BLOCKS[name][widest]
+    return SMALL_BLOCKS if interpreted() else blocks_of(name, query.element_size(), widest, biased == 2)
 
 
 def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: Tensor | None) -> None:
@@ -76,28 +90,36 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
     query, key, gate_query = inputs
     batch, heads, rows, dim = query.shape
     columns, width = key.shape[2], gate_query.shape[3]
-    block_n, block_m = _blocks(name, query, gate_query)
-    programs = triton.cdiv(columns, block_m) if name.startswith('columns') else triton.cdiv(rows, block_n)
     strides = (0,) * 4 if bias is None else bias.expand(batch, heads, rows, columns).stride()
+    biased = 0 if bias is None else 1 if strides[2] == 0 else 2
+    block_n, block_m, stages = _blocks(name, query, gate_query, biased)
+    programs = triton.cdiv(columns, block_m) if name.startswith('columns') else triton.cdiv(rows, block_n)
     kernel = getattr(plug_attention_kernels, name)
-    kernel[programs, batch * heads](
-        *tensors,
-        heads,
-        gate_query.shape[1],
-        rows,
-        columns,
-        *strides,
-        dim**-0.5,
-        width**-0.5,
-        D=dim,
-        E=width,
-        BLOCK_D=padded(dim),
-        BLOCK_E=padded(width),
-        BIASED=bias is not None,
-        BLOCK_N=block_n,
-        BLOCK_M=block_m,
-        num_warps=NUM_WARPS,
-    )
+    launch = kernel[(programs * batch * heads,)]
+    with on_device(query):
+        launch(
+            *tensors,
+            heads,
+            gate_query.shape[1],
+            rows,
+            columns,
+            *strides,
+            dim**-0.5,
+            width**-0.5,
+            D=dim,
+            E=width,
+            BLOCK_D=padded(dim),
+            BLOCK_E=padded(width),
+            BIASED=biased,
+            EVEN=columns % block_m == 0 or name.startswith('columns'),
+            BLOCK_N=block_n,
+            BLOCK_M=block_m,
+            # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
+            FAST_TANH=query.element_size() == 2 and not interpreted() and torch.version.hip is None,
+            INTERPRETED=interpreted(),
+            num_warps=NUM_WARPS,
+            num_stages=stages,
+        )
 
 
 @torch.library.custom_op('mmgate::plug_attention_fused', mutates_args=())
@@ -110,7 +132,7 @@ def _fused(
     scalars: Tensor,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of the logits, ``(B, H, N)`` float32."""
+    """Return the output and the log-sum-exp of the logits to base 2, ``(B, H, N)`` float32."""
     output, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     if output.numel():
         tensors = [query, key, value, gate_query, gate_key, scalars, query if bias is None else bias, output, lse]
@@ -148,24 +170,24 @@ def _fused_backward(
     import triton
 
     batch, heads, rows, _ = query.shape
-    columns, width = key.shape[2], gate_query.shape[3]
-    block_n, _ = _blocks('rows_backward_kernel', query, gate_query)
+    columns = key.shape[2]
+    block_n, _, _ = _blocks('rows_backward_kernel', query, gate_query, 0)  # rows do not depend on the bias
     grad = grad.contiguous()
     delta = (grad.float() * output.float()).sum(-1)
-    grads = [torch.zeros_like(x) for x in (query, key, value)]
-    per_head = [query.new_zeros(batch, heads, count, width, dtype=torch.float32) for count in (rows, columns)]
+    allocate = torch.empty_like if output.numel() and columns else torch.zeros_like
+    grads = [allocate(x) for x in (query, key, value)]
+    per_head = [
+        allocate(x.expand(-1, heads, -1, -1), dtype=torch.float32, memory_format=torch.contiguous_format)
+        for x in (gate_query, gate_key)
+    ]
     shares = query.new_zeros(batch * heads * triton.cdiv(rows, block_n), 4, dtype=torch.float32)
     inputs = [query, key, value, gate_query, gate_key, scalars, query if bias is None else bias, lse, delta, grad]
     shaped = (query, key, gate_query)
     if output.numel() and columns:
-        row_grads = [grads[0], per_head[0], shares]
-        _launch('rows_backward_kernel', [*inputs, *row_grads], shaped, bias)
-        column_grads = [grads[1], grads[2], per_head[1]]
-        _launch('columns_backward_kernel', [*inputs, *column_grads], shaped, bias)
-    gates = [
-        total.sum_to_size(x.shape).to(x.dtype) for total, x in zip(per_head, (gate_query, gate_key), strict=True)
-    ]  # fmt: skip
-    return grads[0], grads[1], grads[2], gates[0].clone(), gates[1].clone(), shares.sum(0)
+        _launch('rows_backward_kernel', [*inputs, grads[0], per_head[0], shares], shaped, bias)
+        _launch('columns_backward_kernel', [*inputs, grads[1], grads[2], per_head[1]], shaped, bias)
+    gates = [x.sum_to_size(gate.shape).to(gate.dtype) for x, gate in zip(per_head, (gate_query, gate_key), strict=True)]
+    return grads[0], grads[1], grads[2], gates[0], gates[1], shares.sum(0)
 
 
 @_fused_backward.register_fake

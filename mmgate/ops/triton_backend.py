@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -24,6 +25,11 @@ def _missing() -> str | None:
 def interpreted() -> bool:
     """Return whether Triton interprets its kernels, which is when they can run on the CPU."""
     return os.environ.get('TRITON_INTERPRET') == '1'
+
+
+def on_device(tensor: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which kernels run where ``tensor`` is: Triton launches on the current device."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def why_not(heads: Tensor) -> str | None:

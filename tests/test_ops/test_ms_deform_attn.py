@@ -9,7 +9,7 @@ from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
 
 from mmgate.ops import ms_deform_attn, ms_deform_attn_cpu
-from mmgate.ops.ms_deform_attn import attention_weights
+from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
 
 CASES = {  # name: (levels, B, Q, H, D, P, spread of the locations)
     'two_levels': ([(4, 6), (2, 3)], 2, 5, 2, 4, 3, 0.5),
@@ -124,6 +124,18 @@ def test_low_precision(backend: str, dtype: torch.dtype, tolerance: float) -> No
     output = ms_deform_attn(*rounded, backend=backend)
     assert output.dtype == dtype
     torch.testing.assert_close(output.double(), ms_deform_attn(*exact, backend='torch'), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize('columns', [2, 4], ids=['points', 'boxes'])
+def test_locations_from_16_bit_offsets_are_float32(columns: int) -> None:
+    """As autocast gives them; in bfloat16 the locations themselves would be pixels off."""
+    offsets = torch.linspace(-6, 6, 2 * 3 * 4 * 2).view(1, 2, 1, 3, 4, 2).bfloat16()
+    reference = torch.rand(1, 2, 3, columns)
+    shapes = torch.tensor([(100, 167), (50, 84), (25, 42)])
+    locations = offset_locations(offsets, reference, shapes)
+    exact = offset_locations(offsets.double(), reference.double(), shapes)
+    pixels = (locations.double() - exact) * shapes.flip(-1)[:, None]
+    assert locations.dtype is torch.float32 and pixels.abs().max() < 1e-3
 
 
 def test_frozen_value_gets_no_gradient() -> None:

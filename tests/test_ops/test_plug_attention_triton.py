@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +24,7 @@ CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'padding_mask': dict(bias=(2, 1, 1, 21), masks=True),
     'full_mask': dict(bias=(2, 2, 19, 21), masks=True, columns=21),
     'float_bias': dict(bias=(1, 1, 19, 21), columns=21),
+    'whole_blocks': dict(rows=32, columns=32),
 }
 NAMES = ('query', 'key', 'value', 'gate_query', 'gate_key')
 
@@ -90,6 +87,7 @@ def compare(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: f
 
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', CASES)
+@pytest.mark.usefixtures('poisoned_memory')
 def test_equals_the_reference(name: str, device: str) -> None:
     case = dict(CASES[name])
     if device == 'cuda' and 'bias' not in case and name != 'one_block':
@@ -101,11 +99,7 @@ def test_equals_the_reference(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize('device', DEVICES)
-@pytest.mark.parametrize(
-    'dtype',
-    [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)],  # the interpreter's bfloat16 product is wrong
-    ids=str,
-)
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(dtype: torch.dtype, device: str) -> None:
     tensors, _, gml = make(device, dtype=dtype)
     expected = results('torch', [x.double() for x in tensors], None, gml.double())
@@ -138,8 +132,7 @@ def test_layer_compiled_recomputed_and_under_autocast(device: str) -> None:
     (plain,) = torch.autograd.grad(expected.square().sum(), x)
     recomputed = torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False)
     torch.testing.assert_close(torch.autograd.grad(recomputed.square().sum(), x)[0], plain)
-    half = torch.float16 if device == 'cpu' else torch.bfloat16
-    with torch.autocast(device, half):
+    with torch.autocast(device, torch.bfloat16):
         torch.testing.assert_close(run(x).float(), expected, rtol=0.05, atol=0.02)
 
 
@@ -166,42 +159,3 @@ def test_refusals(options: dict[str, Any], gml: dict[str, Any], message: str) ->
     gate = GatingModulation(**dict(dict(variant='product', activation='tanh', init='paper'), **gml))
     with pytest.raises(ValueError, match=message):
         plug_attention(*tensors, gate, backend='triton', **options)
-
-
-COMPILE = """
-import sys, triton
-from triton.backends.compiler import GPUTarget
-from mmgate.ops import plug_attention_kernels as kernels, plug_attention_triton as host
-kernel, dtype, dim = getattr(kernels, sys.argv[1]), sys.argv[2], int(sys.argv[3])
-blocks = dict(zip(('BLOCK_N', 'BLOCK_M'), host.BLOCKS[sys.argv[1]][dim]))
-constants = dict(D=dim, E=dim, BLOCK_D=dim, BLOCK_E=dim, BIASED=True, **blocks)
-wide = ('scalars_ptr', 'lse_ptr', 'delta_ptr', 'bias_ptr', 'grad_gq_ptr', 'grad_gk_ptr', 'grad_scalars_ptr')
-types = {}
-for name in kernel.arg_names:
-    if name in constants:
-        types[name] = 'constexpr'
-    elif name.endswith('_ptr'):
-        types[name] = '*fp32' if name in wide else '*' + dtype
-    else:
-        types[name] = 'fp32' if name.endswith('scale') else 'i32'
-source = triton.compiler.ASTSource(kernel, types, constants)
-compiled = triton.compile(source, target=GPUTarget('cuda', 90, 32), options=dict(num_warps=host.NUM_WARPS))
-open(sys.argv[4], 'wb').write(compiled.asm['cubin'])
-"""
-
-
-@pytest.mark.parametrize('dtype', ['fp32', 'bf16'])
-@pytest.mark.parametrize('kernel', ['forward_kernel', 'rows_backward_kernel', 'columns_backward_kernel'])
-def test_compiles_for_hopper(tmp_path: Path, kernel: str, dtype: str) -> None:
-    """No device is needed: Triton brings its own assembler. In bfloat16 nothing spills to local memory."""
-    import triton
-
-    cubin = tmp_path / 'kernel.cubin'
-    environment = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'}
-    command = [sys.executable, '-c', COMPILE, kernel, dtype, '32', str(cubin)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
-    if dtype == 'bf16' and tool.exists():
-        usage = subprocess.run([tool, '-res-usage', cubin], capture_output=True, text=True).stdout
-        assert f'Function {kernel}' in usage and 'STACK:0' in usage and 'LOCAL:0' in usage, usage
