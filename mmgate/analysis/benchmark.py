@@ -64,14 +64,19 @@ def _ours(backend: str) -> Callable[..., Tensor]:
     return lambda *inputs: ms_deform_attn(*inputs, backend=backend)
 
 
+def pixel_centres(levels: list[tuple[int, int]]) -> Tensor:
+    """Return the centres of every level's pixels as (x, y) from 0 to 1, ``(S, 2)``."""
+    grids = [torch.meshgrid((torch.arange(h) + 0.5) / h, (torch.arange(w) + 0.5) / w, indexing='ij') for h, w in levels]
+    return torch.cat([torch.stack([x, y], -1).view(-1, 2) for y, x in grids])
+
+
 def deformable_inputs(levels: list[tuple[int, int]], batch: int, heads: int = 8, dim: int = 32) -> list[Tensor]:
     """Encoder-like inputs: a query at every pixel of every level, sampling around itself (4 points)."""
     generator = torch.Generator().manual_seed(0)
     shapes = torch.tensor(levels)
     areas = shapes.prod(1)
     tokens, count = int(areas.sum()), len(levels)
-    grids = [torch.meshgrid((torch.arange(h) + 0.5) / h, (torch.arange(w) + 0.5) / w, indexing='ij') for h, w in levels]
-    reference = torch.cat([torch.stack([x, y], -1).view(-1, 2) for y, x in grids])
+    reference = pixel_centres(levels)
     offsets = 2 * torch.randn(batch, tokens, heads, count, 4, 2, generator=generator) / shapes.flip(-1)[:, None]
     return [
         torch.randn(batch, tokens, heads, dim, generator=generator),
@@ -146,7 +151,7 @@ def interleaved(
         providers: By name; the first is the peer.
         x: Name of the input.
         inputs: Arguments of a provider.
-        mode: One of :data:`MODES`.
+        mode: One of :data:`MODES`, or ``'step'`` for what goes backward by itself.
         repetitions: Measurements after one that warms up.
         compiles: The value of MMGATE_CPU_COMPILE while a provider runs, ``'0'`` by default.
     """
@@ -166,18 +171,18 @@ def interleaved(
 
 
 def measure(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tuple[float, float]:
-    """Return seconds and bytes of peak memory over idle of one call, on the device of the inputs."""
+    """Return seconds and bytes of peak memory over idle of one call, on the device of the inputs; see interleaved."""
     return (_measure_cuda if inputs[0].is_cuda else _measure)(run, inputs, mode)
 
 
 def _leaves(inputs: list[Tensor], mode: str) -> list[Tensor]:
-    return [x.clone().requires_grad_(mode != 'forward') if x.is_floating_point() else x for x in inputs]
+    return [x.clone().requires_grad_(mode == MODES[1]) if x.is_floating_point() else x for x in inputs]
 
 
 def _call(run: Callable[..., Tensor], leaves: list[Tensor], mode: str) -> None:
     with torch.set_grad_enabled(mode != 'forward'):
         output = run(*leaves)
-    if mode != 'forward':
+    if mode == MODES[1]:
         output.backward(torch.ones_like(output))
 
 

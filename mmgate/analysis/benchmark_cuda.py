@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,40 +12,87 @@ from torch import Tensor
 
 from mmgate.layers import GatingModulation
 from mmgate.ops import ms_deform_attn, ms_deform_attn_mmcv, plug_attention
-from mmgate.ops.ms_deform_attn import attention_weights
+from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
 
-from .benchmark import MODES, Row, deformable_inputs, interleaved, row_of, saved_bytes
+from .benchmark import MODES, Row, deformable_inputs, interleaved, measure, pixel_centres, row_of, saved_bytes
+from .mmcv_cuda import provide_operator
 
 LEVELS = [(100, 167), (50, 84), (25, 42), (13, 21)]  # of an image of 800 x 1333
-QUERIES = {'encoder_b2': None, 'decoder300_b2': 300, 'decoder900_b2': 900}
+# name: (queries, None for one a pixel; columns of the reference points: 2 for points, 4 for boxes)
+QUERIES: dict[str, tuple[int | None, int]] = {
+    'encoder_b2': (None, 2),
+    'decoder300_b2': (300, 2),
+    'decoder900_b2': (900, 4),
+}
 TOKENS = (256, 1024, 4096, 16384)
 EAGER_UP_TO = 4096  # tokens; its maps fill a GPU beyond
+COPY = 1 << 28  # numbers copied to measure the bandwidth
 
 
-def _mmcv(*inputs: Tensor) -> Tensor:
-    return ms_deform_attn(*inputs, backend='mmcv')
+def _glue(inputs: tuple[Tensor, ...], reference: Tensor) -> tuple[Tensor, ...]:
+    """What precedes another's sampler: gate, softmax and locations, each a pass over memory."""
+    value, shapes, start, offsets, logits, gate = inputs
+    return value, shapes, start, offset_locations(offsets, reference, shapes), attention_weights(logits, gate)
 
 
-def _grid_sample(
-    value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor, gate: Tensor
-) -> Tensor:
+def _mmcv(*inputs: Tensor, reference: Tensor) -> Tensor:
+    from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction
+
+    return MultiScaleDeformableAttnFunction.apply(*_glue(inputs, reference), 64)
+
+
+def _mmcv_half(value: Tensor, *inputs: Tensor, reference: Tensor) -> Tensor:
+    return _mmcv(value.half(), *inputs, reference=reference).float()  # it takes locations and weights to half, too
+
+
+def _grid_sample(*inputs: Tensor, reference: Tensor) -> Tensor:
     from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 
-    weights = attention_weights(logits, gate)
+    value, shapes, _, locations, weights = _glue(inputs, reference)
     return multi_scale_deformable_attn_pytorch(value, shapes, locations, weights)
 
 
-def _triton(*inputs: Tensor) -> Tensor:
-    return ms_deform_attn(*inputs, backend='triton')
+def _attend(*inputs: Tensor, reference: Tensor, backend: str = 'triton') -> Tensor:
+    return ms_deform_attn(*inputs, reference_points=reference, backend=backend)
 
 
-def _ungated(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor, _: Tensor) -> Tensor:
-    return ms_deform_attn(value, shapes, start, locations, logits, backend='triton')
+def _ungated(*inputs: Tensor, reference: Tensor) -> Tensor:
+    return _attend(*inputs[:-1], reference=reference)
 
 
-def _in_bfloat16(*inputs: Tensor) -> Tensor:
-    """Values in bfloat16, as under autocast; coordinates and logits stay float32."""
-    return ms_deform_attn(inputs[0].bfloat16(), *inputs[1:], backend='triton').float()
+def _in_bfloat16(value: Tensor, *inputs: Tensor, reference: Tensor) -> Tensor:
+    """Values in bfloat16; offsets, logits and gate are float32, the coordinates always."""
+    return _attend(value.bfloat16(), *inputs, reference=reference).float()
+
+
+def _autocast(*inputs: Tensor, reference: Tensor) -> Tensor:
+    """All in bfloat16 that linear layers give under autocast: values, offsets, logits and gate."""
+    rounded = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
+    return _attend(*rounded, reference=reference).float()
+
+
+def sampler_inputs(
+    levels: list[tuple[int, int]], batch: int, queries: int | None, columns: int, device: str
+) -> tuple[list[Tensor], Tensor]:
+    """Return value, shapes, starts, offsets, logits and gate of an encoder's or a decoder's layer, and its reference.
+
+    The reference points need no gradient, as in an encoder and in a decoder that refines boxes.
+    Offsets spread over two pixels of their level from points, over the boxes' size from boxes a tenth of the image.
+    """
+    value, shapes, start, _, logits = deformable_inputs(levels, batch)
+    generator = torch.Generator().manual_seed(1)
+    count = value.shape[1] if queries is None else queries
+    logits = logits[:, :count].contiguous()
+    if queries is None:
+        points = pixel_centres(levels).expand(batch, -1, -1)
+    else:
+        points = torch.rand(batch, count, 2, generator=generator)
+    if columns == 4:
+        points = torch.cat([points, torch.full_like(points, 0.1)], -1)
+    offsets = 2 * torch.randn(*logits.shape, 2, generator=generator)
+    gate = 0.3 * torch.randn(*logits.shape[:4], 1, generator=generator)
+    reference = points[:, :, None].expand(-1, -1, len(levels), -1).contiguous()
+    return [x.to(device) for x in (value, shapes, start, offsets, logits, gate)], reference.to(device)
 
 
 def benchmark_ms_deform_attn(
@@ -51,22 +100,70 @@ def benchmark_ms_deform_attn(
     *,
     device: str = 'cuda',
     levels: list[tuple[int, int]] = LEVELS,
-    queries: dict[str, int | None] = QUERIES,
+    queries: dict[str, tuple[int | None, int]] = QUERIES,
 ) -> Iterator[Row]:
-    """Measure the Triton kernel beside mmcv's operator (the peer, where it has CUDA) and grid_sample, all gated.
+    """Measure the Triton kernel beside mmcv's operator (the peer, compiled first where mmcv has none) and grid_sample.
 
-    Time and peak memory of both passes, and the bytes kept for the backward pass.
+    All start from offsets, logits and gate. Yields time, peak memory, the bytes kept for the backward pass, the share
+    of the measured bandwidth at which what must be read and written once would pass, and the error of the output.
     """
-    providers: dict[str, Callable[..., Tensor]] = {'grid_sample': _grid_sample, 'triton': _triton}
-    providers |= {'triton, ungated': _ungated, 'triton, bfloat16': _in_bfloat16}
-    full = [x.to(device) for x in deformable_inputs(levels, 2)]
-    if ms_deform_attn_mmcv.why_not(full[0]) is None:
-        providers = {'mmcv': _mmcv, **providers}
-    for x, count in queries.items():
-        value, shapes, start, locations, logits = full
-        locations, logits = (t[:, :count].contiguous() for t in (locations, logits))
-        inputs = [value, shapes, start, locations, logits, 0.1 * logits[..., :1].detach()]
-        yield from _measured('ms_deform_attn', providers, x, inputs, repetitions)
+    runs: dict[str, Callable[..., Tensor]] = {'grid_sample': _grid_sample, 'triton': _attend}
+    runs |= {'triton, ungated': _ungated, 'triton, bfloat16': _in_bfloat16, 'triton, autocast': _autocast}
+    if torch.device(device).type == 'cuda':
+        try:
+            provide_operator()
+        except RuntimeError as error:
+            warnings.warn(f'measured without mmcv: {error}', stacklevel=2)
+    if ms_deform_attn_mmcv.why_not(torch.empty(1, device=device)) is None:
+        runs = {'mmcv': _mmcv, 'mmcv, half': _mmcv_half, **runs}
+    bandwidth = measured_bandwidth(device)
+    for x, (count, columns) in queries.items():
+        inputs, reference = sampler_inputs(levels, 2, count, columns, device)
+        providers: Mapping[str, Callable[..., Tensor]] = {
+            name: partial(run, reference=reference) for name, run in runs.items()
+        }
+        for row in _measured('ms_deform_attn', providers, x, inputs, repetitions):
+            yield row
+            if row.metric == 'time':
+                compulsory = _compulsory_bytes(inputs, row.provider, row.mode) + reference.nbytes
+                share = 100 * compulsory / (row.y_50 / 1e3) / bandwidth
+                yield row_of(row.op, row.provider, row.mode, 'of bandwidth', '%', x, [share], [share], reference.device)
+        exact = partial(_attend, reference=reference.double(), backend='torch')
+        yield from _errors('ms_deform_attn', providers, x, inputs, exact)
+
+
+def measured_bandwidth(device: str) -> float:
+    """Return bytes a second that a copy reads and writes."""
+    source = torch.empty(COPY, device=device)
+    seconds = min(measure(torch.Tensor.clone, [source], 'forward')[0] for _ in range(5))
+    return 2 * source.nbytes / seconds
+
+
+def _compulsory_bytes(inputs: list[Tensor], provider: str, mode: str) -> int:
+    """Return what any kernel from offsets has to move once: inputs and output, and backward their gradients as well."""
+    value, *rest = inputs
+    itemsize = 2 if provider.endswith(('bfloat16', 'half', 'autocast')) else value.element_size()
+    output = rest[3].shape[:2].numel() * value.shape[2:].numel() * itemsize
+    given = sum(x.nbytes // (2 if provider.endswith('autocast') and x.is_floating_point() else 1) for x in rest)
+    once = value.numel() * itemsize + given + output
+    return once if mode == 'forward' else 3 * once  # backward reads all again and writes as many gradients
+
+
+def _errors(
+    op: str,
+    providers: Mapping[str, Callable[..., Tensor]],
+    x: str,
+    inputs: list[Tensor],
+    reference: Callable[..., Tensor],
+) -> Iterator[Row]:
+    """Yield the root mean square error over the reference's root mean square, in millionths."""
+    with torch.no_grad():
+        exact = reference(*(t.double() if t.is_floating_point() else t for t in inputs))
+        for name, run in providers.items():
+            if name.endswith('ungated'):
+                continue
+            error = 1e6 * ((run(*inputs) - exact).square().mean() / exact.square().mean()).sqrt().item()
+            yield row_of(op, name, 'forward', 'error', 'ppm', x, [error], [error], exact.device)
 
 
 def _flex(gml: GatingModulation) -> Callable[..., Tensor]:
@@ -114,7 +211,7 @@ def benchmark_plug_attention(
 
 
 def _measured(
-    op: str, providers: dict[str, Callable[..., Tensor]], x: str, inputs: list[Tensor], repetitions: int
+    op: str, providers: Mapping[str, Callable[..., Tensor]], x: str, inputs: list[Tensor], repetitions: int
 ) -> Iterator[Row]:
     for mode in MODES:
         yield from interleaved(op, providers, x, inputs, mode, repetitions)

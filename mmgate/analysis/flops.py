@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
+from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
@@ -81,6 +82,11 @@ def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:
     return sum(_of(child, f'{name}.{child_name}', counts) for child_name, child in module.named_children())
 
 
+def load_config(path: str) -> Config:
+    """Return the config of a file or of ``package::path``."""
+    return get_config(path) if '::' in path else Config.fromfile(path)
+
+
 def count_config(cfg: Config, height: int, width: int) -> Complexity:
     """Count the model of an mmdet or mmseg config, or of a bare backbone, on one image of ``height`` x ``width``.
 
@@ -106,20 +112,20 @@ def count_config(cfg: Config, height: int, width: int) -> Complexity:
 def _count(model: Any, image: Tensor) -> Complexity:
     if not hasattr(model, 'data_preprocessor'):
         return count_macs(model, image)
-    sample = _sample(model, image)
-    if hasattr(model, 'decode_head'):
+    segments = hasattr(model, 'decode_head')
+    sample = empty_sample(segments, (image.shape[2], image.shape[3]))
+    if segments:
         return count_macs(model, image, [sample.metainfo], run=model.encode_decode)
     with _fixed_proposals(model, image):
         return count_macs(model, image, [sample])
 
 
-def _sample(model: nn.Module, image: Tensor) -> Any:
-    """Return a data sample that says nothing but the image's size."""
-    if hasattr(model, 'decode_head'):
+def empty_sample(segments: bool, size: tuple[int, int]) -> Any:
+    """Return a data sample, mmseg's or mmdet's, that says nothing but the image's height and width."""
+    if segments:
         from mmseg.structures import SegDataSample as Sample
     else:
         from mmdet.structures import DetDataSample as Sample
-    size = tuple(image.shape[2:])
     meta = dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size, scale_factor=(1.0, 1.0))
     return Sample(metainfo=meta)
 

@@ -23,7 +23,7 @@ _TEXT = 0.5
 def draw_predictions(
     config: str | Config, checkpoint: str, out: str | Path, *, images: int = 8, columns: int = 4, threshold: float = 0.3
 ) -> Path:
-    """Draw boxes on the first ``images`` test images, ground truth in thin white, into one picture.
+    """Draw boxes, and masks if there are, on the first ``images`` test images, ground truth in thin white.
 
     Args:
         config: A detector's config.
@@ -111,6 +111,16 @@ def _tile(sample: DetDataSample, names: tuple[str, ...], threshold: float) -> np
         _box(canvas, box * scale, (255, 255, 255), 1)
     found = sample.pred_instances
     found = found[found.scores >= threshold]
+    for mask, label in zip(found.get('masks', []), found.labels, strict=False):
+        height, width = resized.shape[:2]
+        inside = cv2.resize(mask.numpy().astype(np.uint8), (width, height), interpolation=cv2.INTER_NEAREST)
+        colour = _colour(int(label), len(names))
+        part = canvas[:height, :width]
+        # the object may have its label's colour: a chequered paint shows on it all the same
+        rows, columns = np.mgrid[:height, :width]
+        part[(inside > 0) & ((rows // 4 + columns // 4) % 2 == 0)] = colour
+        contours, _ = cv2.findContours(inside, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
+        cv2.drawContours(part, contours, -1, (0, 0, 0), 1)
     for box, label, score in zip(found.bboxes, found.labels, found.scores, strict=True):
         colour = _colour(int(label), len(names))
         _box(canvas, box * scale, colour, 2)

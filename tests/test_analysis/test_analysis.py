@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import csv
+import os
+import re
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from mmcv.ops import multi_scale_deform_attn
+from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import save_checkpoint
+from mmengine.structures import InstanceData
+from torch import Tensor
 
-from mmgate.analysis import benchmark, benchmark_cuda
-from mmgate.analysis.backbone_benchmark import benchmark_backbones, draw_curves
+from mmgate.analysis import benchmark, benchmark_cuda, mmcv_cuda, predictions
+from mmgate.analysis.backbone_benchmark import benchmark_backbones
+from mmgate.analysis.plots import draw_bars, draw_curves
 from mmgate.analysis.predictions import draw_predictions
+from mmgate.analysis.training_benchmark import benchmark_training
 from mmgate.datasets.shapes import write_shapes
+from mmgate.ops import ms_deform_attn_triton
 
 
 def test_benchmark_measures_every_provider(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -64,17 +76,71 @@ def test_predictions_picture(tmp_path: Path) -> None:
     assert cv2.imread(str(out)).shape == (768, 768, 3)
 
 
+def test_masks_are_painted(tmp_path: Path) -> None:
+    """On the object and nowhere else but for the box and its label."""
+    cv2.imwrite(str(tmp_path / 'x.png'), np.full((96, 96, 3), 128, np.uint8))
+    found = InstanceData(bboxes=torch.tensor([[8.0, 40, 88, 88]]), labels=torch.tensor([1]), scores=torch.tensor([0.9]))
+    sample = DetDataSample(metainfo=dict(img_path=str(tmp_path / 'x.png'), scale_factor=(1.0, 1.0)))
+    sample.gt_instances = InstanceData(bboxes=torch.zeros(0, 4))
+    tiles = []
+    for masked in (False, True):
+        if masked:
+            mask = torch.zeros(1, 96, 96, dtype=torch.bool)
+            mask[:, 50:70, 30:60] = True
+            found.masks = mask
+        sample.pred_instances = found
+        tiles.append(predictions._tile(sample, ('a', 'b'), 0.3).astype(int))
+    rows, columns = np.nonzero(np.abs(tiles[1] - tiles[0]).sum(-1))
+    scale = predictions._SIDE // 96
+    assert (rows.min(), rows.max() + 1) == (50 * scale, 70 * scale)
+    assert (columns.min(), columns.max() + 1) == (30 * scale, 60 * scale)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason='the kernels are compiled here; the benchmark itself runs them')
-def test_gpu_benchmarks_in_the_interpreter() -> None:
-    """Their plumbing: every provider is measured, and the kernel saves less than the eager form."""
+def test_gpu_benchmarks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their plumbing: every provider is measured and right, and the kernel saves less than the eager form."""
     pytest.importorskip('triton')
-    cases = dict(device='cpu', levels=[(3, 4), (2, 2)], queries={'encoder': None, 'decoder': 3})
+    monkeypatch.setattr(benchmark_cuda, 'COPY', 1 << 10)
+    monkeypatch.setattr(benchmark_cuda, 'deformable_inputs', partial(benchmark.deformable_inputs, heads=1, dim=16))
+    cases = dict(device='cpu', levels=[(1, 2), (1, 1)], queries={'encoder': (None, 2)})
     rows = list(benchmark_cuda.benchmark_ms_deform_attn(1, **cases))
-    assert {r.provider for r in rows} == {'grid_sample', 'triton', 'triton, ungated', 'triton, bfloat16'}
-    assert {r.metric for r in rows} == {'time', 'peak memory', 'saved'}
+    names = {'grid_sample', 'triton', 'triton, ungated', 'triton, bfloat16', 'triton, autocast'}
+    assert {r.provider for r in rows} == names
+    assert {r.metric for r in rows} == {'time', 'peak memory', 'saved', 'of bandwidth', 'error'}
+    errors = {r.provider: r.y_50 for r in rows if r.metric == 'error'}
+    assert errors['triton'] < 1 and errors['grid_sample'] < 1 and 100 < errors['triton, bfloat16'] < 10000
+    saved = {r.provider: r.y_50 for r in rows if r.metric == 'saved'}
+    assert saved['triton'] < saved['grid_sample']
+    inputs, reference = benchmark_cuda.sampler_inputs([(2, 2)], 2, 3, 4, 'cpu')  # of a decoder, from boxes
+    assert benchmark_cuda._grid_sample(*inputs, reference=reference).shape == (2, 3, 16)
     small = dict(device='cpu', tokens=(24,), dtype=torch.float32, flex=False)
-    dense = {(r.provider, r.metric): r.y_50 for r in benchmark_cuda.benchmark_plug_attention(1, **small)}
-    assert dense['triton', 'saved'] < dense['eager', 'saved']
+    dense = list(benchmark_cuda.benchmark_plug_attention(1, **small))
+    saved = {r.provider: r.y_50 for r in dense if r.metric == 'saved'}
+    assert saved['triton'] < saved['eager']
+    for picture in (
+        draw_bars(rows, tmp_path / 'new/bars.png'),
+        draw_curves(dense, tmp_path / 'curves.png', number=lambda x: int(x[1:]), xlabel='tokens', logarithmic=True),
+    ):
+        assert cv2.imread(str(picture)).std() > 5
+
+
+@pytest.mark.parametrize('case, fp32, autocast', [('encoder_b2', 0.9, 0.5), ('decoder900_b2', 1.0, 0.55)])
+def test_bytes_kept_beside_mmcv(case: str, fp32: float, autocast: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each keeps for the backward pass does not depend on what its kernel computes, so none has to run."""
+    pytest.importorskip('triton')
+    monkeypatch.setenv('TRITON_INTERPRET', '1')
+    monkeypatch.setattr(ms_deform_attn_triton, '_launch', lambda *_: None)
+
+    def forward(value: Tensor, shapes: Tensor, start: Tensor, x: Tensor, weights: Tensor, im2col_step: int) -> Tensor:
+        return value.new_zeros(len(value), weights.shape[1], value.shape[2:].numel())
+
+    monkeypatch.setattr(multi_scale_deform_attn, 'ext_module', SimpleNamespace(ms_deform_attn_forward=forward))
+    queries, columns = benchmark_cuda.QUERIES[case]
+    levels = [(25, 42), (13, 21), (7, 11), (4, 6)] if queries is None else benchmark_cuda.LEVELS
+    inputs, reference = benchmark_cuda.sampler_inputs(levels, 2, queries, columns, 'cpu')
+    runs = (benchmark_cuda._mmcv, benchmark_cuda._attend, benchmark_cuda._autocast)
+    peer, ours, ours_16_bit = (benchmark.saved_bytes(partial(run, reference=reference), inputs) for run in runs)
+    assert ours < fp32 * peer and ours_16_bit < autocast * peer
 
 
 def test_backbone_benchmark_and_curves(tmp_path: Path) -> None:
@@ -82,5 +148,60 @@ def test_backbone_benchmark_and_curves(tmp_path: Path) -> None:
     assert {(r.x, r.mode, r.metric) for r in rows if r.provider == 'SAGA-PVT-T'} == {
         (x, mode, metric) for x in ('32_b1', '64_b1') for mode in benchmark.MODES for metric in ('time', 'peak memory')
     }
-    picture = cv2.imread(str(draw_curves(rows, tmp_path / 'curves.png')))
-    assert picture is not None and picture.std() > 5
+    curves = draw_curves(rows, tmp_path / 'curves.png', number=lambda x: int(x[:2]), xlabel='side')
+    assert cv2.imread(str(curves)).std() > 5
+
+
+@pytest.mark.parametrize(
+    'config, op, backends',
+    [
+        ('plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes', 'ms_deform_attn', ('torch', 'cpu')),
+        ('plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128', 'plug_attention', ('torch',)),
+        ('vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes', 'ms_deform_attn', ('auto',)),
+    ],
+    ids=['boxes', 'classes', 'masks'],
+)
+def test_training_benchmark(config: str, op: str, backends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps run from a config's own losses and optimiser, and the environment is left as it was."""
+    monkeypatch.setenv('MMGATE_MS_DEFORM_ATTN', 'torch')
+    path = str(ROOT / f'configs/{config}.py')
+    options = dict(op=op, backends=backends, size=(64, 96), batch=1, repetitions=1, device='cpu')
+    rows = list(benchmark_training(path, path, **options))
+    assert {row.provider.partition(', ')[2] for row in rows} == {'', *backends}
+    assert {row.metric for row in rows} == {'time', 'throughput', 'peak memory'}
+    times = {row.provider: row.y_50 for row in rows if row.metric == 'time'}
+    assert all(
+        row.y_50 == pytest.approx(1e3 / times[row.provider], rel=1e-3, abs=1e-3)
+        for row in rows
+        if row.metric == 'throughput'
+    )
+    assert os.environ['MMGATE_MS_DEFORM_ATTN'] == 'torch' and 'MMGATE_PLUG_ATTENTION' not in os.environ
+
+
+def test_mmcv_operator_needs_a_gpu_and_its_sources_are_installed(tmp_path: Path) -> None:
+    """What compiles it elsewhere is here: the functions that the binding declares, and the header newer torch lacks."""
+    files, headers = mmcv_cuda.sources()
+    text = files[0].read_text()
+    for function in re.findall(r'\b(ms_deform_attn_cuda_\w+)\(', mmcv_cuda.BINDING):
+        declared = re.search(rf'{function}\(([^;{{]*?)\);', mmcv_cuda.BINDING, re.S)[1]
+        defined = re.search(rf'{function}\(([^;{{]*?)\)\s*{{', text, re.S)[1]
+        assert [part.split('&')[0].split() for part in declared.split(',')] == [
+            part.replace(' im2col_step', '').split('&')[0].split() for part in defined.split(',')
+        ]
+    assert all(path.is_dir() for path in headers)
+    (folder,) = mmcv_cuda.shim(tmp_path, [str(tmp_path / 'torch')])
+    assert (folder / 'THC/THCAtomics.cuh').exists() and mmcv_cuda.shim(tmp_path / 'other', [str(folder)]) == []
+    if not torch.cuda.is_available():
+        with pytest.raises(RuntimeError, match='torch sees no CUDA device'):
+            mmcv_cuda.provide_operator()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+def test_mmcv_operator_runs() -> None:
+    mmcv_cuda.provide_operator()
+    inputs, reference = benchmark_cuda.sampler_inputs([(8, 8), (4, 4)], 2, None, 2, 'cuda')
+    actual, expected = (
+        run(*inputs, reference=reference) for run in (benchmark_cuda._mmcv, benchmark_cuda._grid_sample)
+    )
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

@@ -6,8 +6,9 @@ from pathlib import Path
 import torch
 from mmengine.logging import MMLogger
 
-from mmgate.analysis.backbone_benchmark import SUITES, benchmark_backbones, draw_curves
+from mmgate.analysis.backbone_benchmark import SUITES, benchmark_backbones
 from mmgate.analysis.benchmark import MODES, Row, write_csv
+from mmgate.analysis.plots import draw_curves
 
 
 def main() -> None:
@@ -17,19 +18,24 @@ def main() -> None:
     parser.add_argument('--sizes', type=int, nargs='+', default=[224, 512, 800, 1280], help='sides of square images')
     parser.add_argument('--batch', type=int, default=1)
     parser.add_argument('--mode', choices=MODES, help='default: both')
+    parser.add_argument('--device', default='cpu')
+    parser.add_argument('--autocast', action='store_true', help='bfloat16 where autocast takes it')
     parser.add_argument('--repetitions', type=int, default=3)
     parser.add_argument('--threads', type=int, help="torch's threads (default: all)")
     parser.add_argument(
         '--out', type=Path, help='CSV to write, and PNG beside it (default: work_dirs/backbones_SUITE.csv)'
     )
     args = parser.parse_args()
+    if args.device.startswith('cuda') and not torch.cuda.is_available():
+        parser.error('torch sees no CUDA device')
     if args.threads:
         torch.set_num_threads(args.threads)
     MMLogger.get_current_instance().setLevel('ERROR')
     modes = [args.mode] if args.mode else MODES
     rows: list[Row] = []
     print(f'{"side":10} {"mode":17} {"metric":16} {"backbone":20} {"median":>10}  ours/peer')
-    for row in benchmark_backbones(args.suite, args.sizes, batch=args.batch, repetitions=args.repetitions, modes=modes):
+    options = dict(batch=args.batch, repetitions=args.repetitions, modes=modes)
+    for row in benchmark_backbones(args.suite, args.sizes, device=args.device, autocast=args.autocast, **options):
         rows.append(row)
         name = f'{row.metric} {row.unit}'
         print(
@@ -38,7 +44,13 @@ def main() -> None:
         )
     out = args.out or Path(f'work_dirs/backbones_{args.suite}.csv')
     write_csv(rows, out)
-    print(f'written to {out} and {draw_curves(rows, out.with_suffix(".png"))}')
+    picture = draw_curves(rows, out.with_suffix('.png'), number=megapixels, xlabel='megapixels')
+    print(f'written to {out} and {picture}')
+
+
+def megapixels(x: str) -> float:
+    """Return an image's size from a row's ``x``."""
+    return int(x.partition('_')[0]) ** 2 / 1e6
 
 
 if __name__ == '__main__':

@@ -1,11 +1,13 @@
-"""Measure an operator's backends beside the peer's: prints a table and writes a CSV."""
+"""Measure an operator's backends beside the peer's: prints a table, writes a CSV and draws it."""
 
 import argparse
+from pathlib import Path
 
 import torch
 
 from mmgate.analysis import benchmark, benchmark_cuda
 from mmgate.analysis.benchmark import Row, write_csv
+from mmgate.analysis.plots import draw_bars, draw_curves
 
 BENCHMARKS = {
     ('ms_deform_attn', 'cpu'): benchmark.benchmark_ms_deform_attn,
@@ -21,7 +23,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--op', choices=sorted({op for op, _ in BENCHMARKS}), default='ms_deform_attn')
     parser.add_argument('--device', choices=sorted({device for _, device in BENCHMARKS}), default='cpu')
-    parser.add_argument('--out', help='CSV to write (default: work_dirs/benchmark_OP_DEVICE.csv)')
+    parser.add_argument(
+        '--out', type=Path, help='CSV to write, and PNG beside it (default: work_dirs/benchmark_OP_DEVICE.csv)'
+    )
     parser.add_argument('--repetitions', type=int, default=7)
     parser.add_argument('--threads', type=int, help="torch's threads (default: all)")
     args = parser.parse_args()
@@ -40,9 +44,14 @@ def main() -> None:
         print(
             f'{row.x:14} {row.mode:17} {name:12.12} {row.provider:24} {figures}  {row.ratio_to_peer:6.2f}', flush=True
         )
-    out = args.out or f'work_dirs/benchmark_{args.op}_{args.device}.csv'
+    out = args.out or Path(f'work_dirs/benchmark_{args.op}_{args.device}.csv')
     write_csv(rows, out)
-    print(f'written to {out}')
+    picture = out.with_suffix('.png')
+    if args.op == 'plug_attention':
+        draw_curves(rows, picture, number=lambda x: int(x[1:]), xlabel='tokens', logarithmic=True)
+    else:
+        draw_bars(rows, picture)
+    print(f'written to {out} and {picture}')
 
 
 if __name__ == '__main__':

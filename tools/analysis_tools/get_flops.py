@@ -4,12 +4,10 @@ import argparse
 import json
 from dataclasses import asdict
 
-from mmengine.config import Config
-from mmengine.hub import get_config
 from mmengine.logging import MMLogger
 
 import mmgate  # noqa: F401  (mmgate:: and mmseg:: resolve from here on)
-from mmgate.analysis.flops import count_config
+from mmgate.analysis.flops import count_config, load_config
 
 
 def main() -> None:
@@ -23,8 +21,7 @@ def main() -> None:
         parser.error('--shape takes a height and a width, or one side, of 32 pixels or more')
     MMLogger.get_current_instance().setLevel('ERROR')
     height, width = args.shape[0], args.shape[-1]
-    cfg = get_config(args.config) if '::' in args.config else Config.fromfile(args.config)
-    counted = count_config(cfg, height, width)
+    counted = count_config(load_config(args.config), height, width)
     if args.json:
         print(json.dumps(dict(asdict(counted), shape=[height, width])))
         return

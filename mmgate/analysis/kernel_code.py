@@ -1,0 +1,167 @@
+"""What the assembler makes of the Triton kernels: registers, spills, instructions. Needs Triton, but no GPU.
+
+Counts are not times. They say what a kernel asks of a multiprocessor, and they are the same on every machine.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmgate.ops import ms_deform_attn_triton, plug_attention_triton
+from mmgate.ops.triton_backend import interpreted
+
+ITEMSIZE = {'fp32': 4, 'fp16': 2, 'bf16': 2}
+CAPABILITY = 90  # Hopper
+LEVELS = POINTS = 4
+OPS = ('ms_deform_attn', 'plug_attention')
+
+
+@dataclass(frozen=True)
+class Listing:
+    """One compiled kernel.
+
+    Attributes:
+        kernel: Its name.
+        dtype: Of the inputs: ``'fp32'``, ``'fp16'`` or ``'bf16'``.
+        dim: Channels of a head (and of the gate).
+        block: What a program works on.
+        registers: A thread's.
+        spilled: Bytes a thread has on the stack.
+        shared: Bytes of shared memory a program has.
+        instructions: Of a warp in the main loop, for one sample of one query (``ms_deform_attn``) or for 32 elements of
+            the map (``plug_attention``).
+        barriers: Barriers in the main loop.
+        opcodes: Opcodes of the whole kernel with their modifiers, and how many there are.
+    """
+
+    kernel: str
+    dtype: str
+    dim: int
+    block: str
+    registers: int
+    spilled: int
+    shared: int
+    instructions: float
+    barriers: int
+    opcodes: dict[str, int]
+
+
+def listings(op: str, dtype: str, dim: int, bias: int = 0) -> Iterator[Listing]:
+    """Compile an operator's kernels as they are launched on a GPU and read the listings.
+
+    Args:
+        op: One of :data:`OPS`.
+        dtype: A key of :data:`ITEMSIZE`.
+        dim: Channels of a head: 16, 32, 64 or 128.
+        bias: Of ``plug_attention``: 0 for none, 1 for one of all rows (padding), 2 for a full one.
+
+    Raises:
+        RuntimeError: Triton's interpreter is on, or this Triton brings no disassembler.
+    """
+    if interpreted():
+        raise RuntimeError('TRITON_INTERPRET=1 interprets kernels; unset it to compile them.')
+    yield from _sampler(dtype, dim) if op == 'ms_deform_attn' else _plug(dtype, dim, bias)
+
+
+def _sampler(dtype: str, dim: int) -> Iterator[Listing]:
+    from mmgate.ops import ms_deform_attn_kernels as kernels
+
+    warps = ms_deform_attn_triton.NUM_WARPS
+    for backward, kernel in enumerate((kernels.forward_kernel, kernels.backward_kernel)):
+        rows = ms_deform_attn_triton.rows_of_warp(dim, 4 if backward else ITEMSIZE[dtype])
+        constants = dict(LEVELS=LEVELS, POINTS=POINTS, PADDED=LEVELS * POINTS, D=dim, BLOCK_D=dim, REFERENCE=2)
+        constants |= dict(GATED=True, RESIDUAL=True, POST=False, BLOCK_Q=rows * warps, gate_p=0)
+        if backward:
+            constants |= dict(SCATTER=True, GRAD_REFERENCE=False)
+        types = dict.fromkeys(('shapes_ptr', 'starts_ptr'), '*i64')
+        types |= dict.fromkeys(('softmax_ptr', 'grad_value_ptr', 'grad_reference_ptr', 'grad_gate_ptr'), '*fp32')
+        unit = POINTS * rows  # the loop is over levels
+        yield _listing(kernel, dtype, dim, f'{rows * warps} queries', constants, types, warps, 1, unit)
+
+
+def _plug(dtype: str, dim: int, bias: int) -> Iterator[Listing]:
+    from mmgate.ops import plug_attention_kernels as kernels
+
+    warps = plug_attention_triton.NUM_WARPS
+    wide = ('scalars_ptr', 'lse_ptr', 'delta_ptr', 'bias_ptr', 'grad_gq_ptr', 'grad_gk_ptr', 'grad_scalars_ptr')
+    for name in plug_attention_triton.BLOCKS[ITEMSIZE[dtype]]:
+        rows, columns, stages = plug_attention_triton.blocks_of(name, ITEMSIZE[dtype], dim, bias == 2)
+        constants: dict[str, Any] = dict(D=dim, E=dim, BLOCK_D=dim, BLOCK_E=dim, BLOCK_N=rows, BLOCK_M=columns)
+        constants |= dict(BIASED=bias, EVEN=True, FAST_TANH=dtype != 'fp32', INTERPRETED=False)
+        types = dict.fromkeys(wide, '*fp32')
+        unit = rows * columns / (32 * warps)
+        kernel = getattr(kernels, name)
+        yield _listing(kernel, dtype, dim, f'{rows} x {columns}', constants, types, warps, stages, unit)
+
+
+def _listing(
+    kernel: Any,
+    dtype: str,
+    dim: int,
+    block: str,
+    constants: dict[str, Any],
+    types: dict[str, str],
+    warps: int,
+    stages: int,
+    unit: float,
+) -> Listing:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    signature, aligned = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        pointer = name.endswith('_ptr')
+        other = '*' + dtype if pointer else 'fp32' if name.endswith('scale') else 'i32'
+        signature[name] = 'constexpr' if name in constants else types.get(name, other)
+        if pointer:
+            aligned[(index,)] = [['tt.divisibility', 16]]  # as torch's are
+    source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
+    target = GPUTarget('cuda', CAPABILITY, 32)
+    compiled = triton.compile(source, target=target, options=dict(num_warps=warps, num_stages=stages))
+    tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
+    if not tool.exists():
+        raise RuntimeError(f'{tool} does not exist: this Triton brings no disassembler.')
+    with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
+        file.write(compiled.asm['cubin'])
+        file.flush()
+        usage, code = (
+            subprocess.run([str(tool), option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ('-res-usage', '-sass')
+        )
+    found = {key: int(value) for key, value in re.findall(r'(REG|STACK|LOCAL):(\d+)', usage)}
+    instructions = [(int(at, 16), text) for at, text in re.findall(r'/\*([0-9a-f]{4,})\*/\s+([^;]*?)\s*;', code)]
+    loop = _main_loop(instructions)
+    return Listing(
+        kernel=kernel.__name__,
+        dtype=dtype,
+        dim=dim,
+        block=block,
+        registers=found['REG'],
+        spilled=found['STACK'] + found['LOCAL'],
+        shared=compiled.metadata.shared,
+        instructions=round(len(loop) / unit, 1),
+        barriers=sum(_opcode(text).startswith('BAR') for text in loop),
+        opcodes=dict(Counter(_opcode(text) for _, text in instructions)),
+    )
+
+
+def _opcode(text: str) -> str:
+    return re.sub(r'^@!?\w+\s+', '', text).split()[0]
+
+
+def _main_loop(instructions: list[tuple[int, str]]) -> list[str]:
+    """Return what lies between the target of a backward branch and the branch, of the longest such loop."""
+    longest: list[str] = []
+    for at, text in instructions:
+        target = re.search(r'\bBRA\b.*?0x([0-9a-f]+)', text)
+        if target and int(target[1], 16) < at:
+            loop = [inner for place, inner in instructions if int(target[1], 16) <= place <= at]
+            longest = max(longest, loop, key=len)
+    return longest

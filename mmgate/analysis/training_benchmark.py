@@ -1,0 +1,163 @@
+"""Time and memory of whole training steps: a peer's config and ours, with each backend, in one run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import MODELS, init_default_scope
+from mmengine.structures import InstanceData, PixelData
+from torch import Tensor
+
+import mmgate  # noqa: F401  (registers its components)
+
+from .benchmark import Row, interleaved
+from .flops import empty_sample, load_config
+
+OBJECTS = 10  # annotated objects an image
+Step = Callable[[Tensor], Tensor]
+
+
+def benchmark_training(
+    peer: str,
+    ours: str,
+    *,
+    op: str = 'ms_deform_attn',
+    backends: Sequence[str] = ('auto',),
+    size: tuple[int, int] = (800, 1333),
+    batch: int = 2,
+    repetitions: int = 20,
+    device: str = 'cuda',
+    amp: bool = False,
+) -> Iterator[Row]:
+    """Measure training steps (losses, gradients, clipping, optimiser) on random images with random objects.
+
+    Args:
+        peer: Config that ours is compared with, a file or ``package::path``.
+        ours: Config measured once with each backend.
+        op: Operator of ours whose backend varies.
+        backends: Their names.
+        size: Height and width of the images.
+        batch: Images a step.
+        repetitions: Steps a row is the median of, after one that warms up.
+        device: Where to train.
+        amp: Mixed precision in bfloat16.
+
+    Yields:
+        Rows of time, peak memory (over weights and optimiser state) and images a second.
+    """
+    names = [Path(path.partition('::')[2] or path).stem for path in (peer, ours)]
+    runs: dict[str, Step] = {names[0]: _step(peer, size, batch, device, amp)}
+    step = _step(ours, size, batch, device, amp)
+    for backend in backends:
+        runs[f'{names[1]}, {backend}'] = _with_backend(step, f'MMGATE_{op.upper()}', backend)
+    x = f'{size[0]}x{size[1]}_b{batch}'
+    for row in interleaved('training', runs, x, [torch.zeros((), device=device)], 'step', repetitions):
+        yield row
+        if row.metric == 'time':
+            low, middle, high = (round(1e3 * batch / y, 3) for y in (row.y_80, row.y_50, row.y_20))
+            ratio = round(1 / max(row.ratio_to_peer, 1e-3), 3)
+            yield replace(row, metric='throughput', unit='images/s', y_20=low, y_50=middle, y_80=high,
+                          ratio_to_peer=ratio)  # fmt: skip
+
+
+def _step(path: str, size: tuple[int, int], batch: int, device: str, amp: bool) -> Step:
+    cfg = load_config(path)
+    init_default_scope(cfg.get('default_scope', 'mmdet'))
+    torch.manual_seed(0)
+    model = MODELS.build(_without_pretrained(deepcopy(cfg.model))).to(device)
+    model.init_weights()
+    model.train()
+    wrapper = dict(cfg.optim_wrapper)
+    if amp:
+        wrapper |= dict(type='AmpOptimWrapper', dtype='bfloat16')
+    optimizer = build_optim_wrapper(model, wrapper)
+    data = random_batch(cfg, size, batch)
+
+    def step(_: Tensor) -> Tensor:
+        losses = model.train_step(deepcopy(data), optimizer)
+        return losses['loss']
+
+    return step
+
+
+def _with_backend(step: Step, variable: str, backend: str) -> Step:
+    def run(x: Tensor) -> Tensor:
+        before = os.environ.get(variable)
+        os.environ[variable] = backend
+        try:
+            return step(x)
+        finally:
+            os.environ.pop(variable) if before is None else os.environ.update({variable: before})
+
+    return run
+
+
+def _without_pretrained(node: Any) -> Any:
+    """Drop pretrained weights, which no time depends on, so that nothing is downloaded."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            pretrained = isinstance(value, str) or 'Pretrained' in str(value) or 'checkpoint' in str(value)
+            drop = key in ('init_cfg', 'pretrained') and pretrained
+            node[key] = None if drop else _without_pretrained(value)
+    elif isinstance(node, (list, tuple)):
+        for value in node:
+            _without_pretrained(value)
+    return node
+
+
+def random_batch(cfg: Config, size: tuple[int, int], batch: int) -> dict[str, Any]:
+    """Return images of noise and annotations as the config's model takes them from a data loader.
+
+    A segmentor gets a map of classes in blocks of 32 pixels, a detector boxes with their masks.
+    """
+    height, width = size
+    classes = min(_values(cfg.model, 'num_classes'))
+    generator = np.random.default_rng(0)
+    inputs = [torch.from_numpy(generator.integers(0, 256, (3, height, width), np.uint8)) for _ in range(batch)]
+    segments = cfg.get('default_scope') == 'mmseg'
+    samples = [empty_sample(segments, size) for _ in range(batch)]
+    for sample in samples:
+        if segments:
+            blocks = generator.integers(0, classes, (1, -(-height // 32), -(-width // 32)))
+            labels = torch.from_numpy(blocks.repeat(32, 1).repeat(32, 2)[:, :height, :width])
+            sample.gt_sem_seg = PixelData(data=labels)
+        else:
+            sample.gt_instances = _random_objects(generator, size, classes)
+            sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
+    return dict(inputs=inputs, data_samples=samples)
+
+
+def _random_objects(generator: np.random.Generator, size: tuple[int, int], classes: int) -> InstanceData:
+    from mmdet.structures.mask import BitmapMasks
+
+    height, width = size
+    corners = np.sort(generator.random((OBJECTS, 2, 2)), 1) * (width, height)
+    boxes = np.concatenate([corners[:, 0], corners[:, 1] + 2], 1).clip(0, (width, height, width, height))
+    masks = np.zeros((OBJECTS, height, width), np.uint8)
+    for mask, (left, top, right, bottom) in zip(masks, boxes.astype(int), strict=True):
+        mask[top:bottom, left:right] = 1
+    return InstanceData(
+        bboxes=torch.from_numpy(boxes).float(),
+        labels=torch.from_numpy(generator.integers(0, classes, OBJECTS)),
+        masks=BitmapMasks(masks, height, width),
+    )
+
+
+def _values(node: Any, key: str) -> Iterator[Any]:
+    if isinstance(node, dict):
+        for name, value in node.items():
+            if name == key:
+                yield value
+            yield from _values(value, key)
+    elif isinstance(node, (list, tuple)):
+        for value in node:
+            yield from _values(value, key)

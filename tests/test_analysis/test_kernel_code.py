@@ -1,0 +1,77 @@
+"""The Triton kernels as Hopper would run them. No device is needed: Triton brings its own assembler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from mmgate.analysis.kernel_code import ITEMSIZE, OPS, listings
+from mmgate.ops.triton_backend import interpreted
+
+triton = pytest.importorskip('triton')
+DTYPES = ('fp32', 'bf16', 'fp16')
+KERNELS = ('forward_kernel', 'backward_kernel', 'rows_backward_kernel', 'columns_backward_kernel')
+
+
+def run_tool(out: Path, *arguments: str) -> list[dict[str, Any]]:
+    """Run the tool in a process of its own: this one's Triton is interpreted."""
+    if not (Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump').exists():
+        pytest.skip('this Triton brings no disassembler')
+    environment = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'}
+    command = [sys.executable, 'tools/analysis_tools/kernel_code.py', '--out', str(out), *arguments]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope='module')
+def code(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Listings at 32 channels by operator, kernel and dtype."""
+    out = tmp_path_factory.mktemp('code') / 'rows.json'
+    return {
+        (op, row['kernel'], row['dtype']): row
+        for op in OPS
+        for row in run_tool(out, '--op', op, '--dim', '32', '--dtype', *DTYPES)
+    }
+
+
+def count(row: dict[str, Any], start: str) -> int:
+    return sum(number for opcode, number in row['opcodes'].items() if opcode.startswith(start))
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_sampler_moves_whole_vectors_and_does_not_spill(code: dict, dtype: str) -> None:
+    forward, backward = (code['ms_deform_attn', kernel, dtype] for kernel in KERNELS[:2])
+    assert forward['spilled'] == backward['spilled'] == 0
+    assert count(forward, 'LDG.E.128') == 16  # four corners of four points
+    assert count(backward, 'LDG.E.128' if dtype == 'fp32' else 'LDG.E.64') >= 16  # as many lanes as float32 sums
+    assert count(backward, 'REDG.E.ADD.F32x4') == 16
+    assert forward['barriers'] == backward['barriers'] == 0
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_plug_multiplies_by_warpgroups_and_does_not_spill(code: dict, dtype: str) -> None:
+    for kernel in (KERNELS[0], *KERNELS[2:]):
+        row = code['plug_attention', kernel, dtype]
+        assert count(row, 'HGMMA') and not count(row, 'HMMA')
+        assert row['shared'] <= 99 * 1024  # every GPU since sm_80 has it
+        if ITEMSIZE[dtype] == 2:
+            assert row['spilled'] == 0 and count(row, 'MUFU.TANH')
+
+
+def test_plug_with_a_full_bias_fits_everywhere(tmp_path: Path) -> None:
+    rows = run_tool(tmp_path / 'rows.json', '--op', 'plug_attention', '--dim', '128', '--dtype', 'bf16', '--bias', '2')
+    assert len(rows) == 3 and all(row['shared'] <= 98 * 1024 for row in rows)
+
+
+@pytest.mark.skipif(not interpreted(), reason='the kernels are compiled in this process')
+def test_the_interpreter_is_refused() -> None:
+    with pytest.raises(RuntimeError, match='unset it to compile'):
+        next(listings('plug_attention', 'bf16', 32))
