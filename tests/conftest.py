@@ -27,7 +27,7 @@ def values_and_gradients(
     copies = [x.detach().clone().requires_grad_(i in differentiable) for i, x in enumerate(inputs)]
     output = function(*copies)
     noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (output.double() * noise).sum().backward()
+    (output.double() * noise.to(output.device)).sum().backward()
     grads = {f'grad of input {i}': copies[i].grad for i in differentiable}
     return {'output': output.detach(), **{name: g if g is not None else torch.zeros(()) for name, g in grads.items()}}
 

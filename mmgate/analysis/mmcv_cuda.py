@@ -39,14 +39,14 @@ def sources() -> tuple[list[Path], list[Path]]:
     """Return mmcv's CUDA source of the operator and the folders of its headers.
 
     Raises:
-        FileNotFoundError: The installed mmcv carries no sources.
+        RuntimeError: The installed mmcv carries no sources.
     """
     import mmcv.ops
 
     root = Path(mmcv.ops.__file__).parent / 'csrc'
     source = root / 'pytorch/cuda/ms_deform_attn_cuda.cu'
     if not source.exists():
-        raise FileNotFoundError(
+        raise RuntimeError(
             f'{source} does not exist: this mmcv was installed without its sources. '
             'Install it from its source distribution, or build it where torch.version.cuda is set and nvcc is found.'
         )

@@ -71,6 +71,7 @@ def test_predictions_picture(tmp_path: Path) -> None:
     cfg.test_dataloader.dataset.data_root = str(tmp_path / 'shapes')
     init_default_scope('mmdet')
     model = MODELS.build(deepcopy(cfg.model))
+    model.init_weights()
     save_checkpoint({'state_dict': model.state_dict()}, str(tmp_path / 'x.pth'))
     out = draw_predictions(cfg, str(tmp_path / 'x.pth'), tmp_path / 'new/p.png', images=8, columns=2)
     assert cv2.imread(str(out)).shape == (768, 768, 3)

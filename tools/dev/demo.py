@@ -44,6 +44,7 @@ def demo(config: str) -> str:
     init_default_scope(cfg.default_scope)
     untrained = work_dir / 'untrained.pth'
     model = MODELS.build(cfg.model)
+    model.init_weights()
     work_dir.mkdir(parents=True, exist_ok=True)
     save_checkpoint({'state_dict': model.state_dict()}, str(untrained))
     before = evaluate(config, untrained, work_dir / 'untrained')
