@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
 from mmgate.ops import ms_deform_attn_triton as fused
+from mmgate.ops.ms_deform_attn import offset_locations
 from mmgate.ops.triton_backend import interpreted
 
 pytest.importorskip('triton')
@@ -70,6 +71,7 @@ def make(
     if reference:
         anchors = rand(batch, queries, count, reference) * 0.8 + 0.1
         locations = (locations - 0.5) * 6
+    locations = off_the_kinks(locations, anchors, shapes)
     logits = (rand(batch, queries, heads, count, points) - 0.5) * 4 * logit_scale
     gates = None if gate is None else rand(
         batch, queries, *(n if own else 1 for n, own in zip((heads, count, points), gate, strict=True))
@@ -79,6 +81,18 @@ def make(
     return [
         None if t is None else t.to(device) if not t.is_floating_point() else t.to(device, dtype) for t in tensors
     ]  # fmt: skip
+
+
+def off_the_kinks(points: Tensor, anchors: Tensor | None, shapes: Tensor) -> Tensor:
+    """Move what is sampled beside a pixel's centre: there the gradient jumps, and a rounding takes it across."""
+
+    def in_pixels(points: Tensor) -> Tensor:
+        locations = points if anchors is None else offset_locations(points, anchors, shapes)
+        return locations * shapes.flip(-1)[:, None] - 0.5
+
+    pixels = in_pixels(points)
+    one = in_pixels(points + 1) - pixels  # pixels that a unit of the points is
+    return torch.where((pixels - pixels.round()).abs() < 0.01, points + 0.02 / one, points)
 
 
 def run(backend: str, **options: Any):

@@ -21,11 +21,12 @@ CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'cross': dict(columns=37),
     'one_block': dict(rows=7, columns=5),
     'odd_widths': dict(dim=20, width=12),
-    'padding_mask': dict(bias=(2, 1, 1, 21), masks=True),
-    'full_mask': dict(bias=(2, 2, 19, 21), masks=True, columns=21),
-    'float_bias': dict(bias=(1, 1, 19, 21), columns=21),
+    'padding_mask': dict(bias='b11m', masks=True),
+    'full_mask': dict(bias='bhnm', masks=True),
+    'float_bias': dict(bias='11nm'),
     'whole_blocks': dict(rows=32, columns=32),
 }
+REAL = dict(rows=1000, columns=1100, dim=32, width=32)
 NAMES = ('query', 'key', 'value', 'gate_query', 'gate_key')
 
 
@@ -45,21 +46,24 @@ def make(
     dim: int = 16,
     width: int = 16,
     gate_heads: int = 1,
-    bias: tuple[int, ...] | None = None,
+    bias: str | None = None,
     masks: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[list[Tensor], Tensor | None, GatingModulation]:
+    """Tensors, bias and gate; ``bias`` names its axes, b(atch), h(eads), n (rows), m (columns), or 1 for one of all."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, 2, rows, dim), (2, 2, columns, dim), (2, 2, columns, dim)]
     shapes += [(2, gate_heads, rows, width), (2, gate_heads, columns, width)]
     tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     added = None
     if bias is not None:
-        added = torch.randn(bias, generator=generator)
+        added = torch.randn(
+            [{'b': 2, 'h': 2, 'n': rows, 'm': columns}.get(axis, 1) for axis in bias], generator=generator
+        )
         if masks:
             added = torch.where(added > 0.3, -torch.inf, 0.0)
             added[..., 0] = 0.0  # no row without a key
-            added[:1, ..., 1:17] = -torch.inf  # a whole block of keys
+            added[:1, ..., 1 : 17 if columns < 100 else 129] = -torch.inf  # a whole block of keys
         added = added.to(device)
     gml = GatingModulation('product', activation='tanh', init='paper').to(device)
     with torch.no_grad():
@@ -90,8 +94,8 @@ def compare(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: f
 @pytest.mark.usefixtures('poisoned_memory')
 def test_equals_the_reference(name: str, device: str) -> None:
     case = dict(CASES[name])
-    if device == 'cuda' and 'bias' not in case and name != 'one_block':
-        case = dict(dict(rows=1000, columns=1100, dim=32, width=32), **case)
+    if device == 'cuda' and name != 'one_block':
+        case = REAL | case
     tensors, bias, gml = make(device, **case)
     exact = None if bias is None else bias.double()
     expected = results('torch', [x.double() for x in tensors], exact, gml.double())
@@ -101,7 +105,7 @@ def test_equals_the_reference(name: str, device: str) -> None:
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(dtype: torch.dtype, device: str) -> None:
-    tensors, _, gml = make(device, dtype=dtype)
+    tensors, _, gml = make(device, dtype=dtype, **(REAL if device == 'cuda' else {}))
     expected = results('torch', [x.double() for x in tensors], None, gml.double())
     actual = results('triton', tensors, None, gml.float())
     assert actual['output'].dtype is dtype
@@ -110,7 +114,7 @@ def test_half_precision(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize('device', DEVICES)
 def test_registered_op(device: str) -> None:
-    tensors, bias, _ = make(device, bias=(2, 1, 1, 21), masks=True)
+    tensors, bias, _ = make(device, bias='b11m', masks=True)
     scalars = torch.randn(4, device=device, requires_grad=True)
     leaves = [x.requires_grad_() for x in tensors]
     torch.library.opcheck(torch.ops.mmgate.plug_attention_fused.default, (*leaves, scalars, bias))
