@@ -1,6 +1,7 @@
 # Every target sets up what it needs; a second call costs a checksum.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
+JOBS ?= 2
 PY := $(VENV)/bin/python
 DEMO_SEG := configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py
 DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py
@@ -24,7 +25,7 @@ demo-backbones: setup
 	@$(PY) tools/dev/demo.py $(DEMO_BACKBONES)
 
 test: setup lint
-	@$(PY) -m pytest -m "not slow"
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow"
 
 lint: setup
 	@$(PY) -m ruff check .

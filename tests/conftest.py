@@ -17,6 +17,11 @@ os.environ.setdefault('MMGATE_CPU_COMPILE', '0')
 if not torch.cuda.is_available():
     os.environ['TRITON_INTERPRET'] = '1'
 
+# Processes beside each other have a core each, and so has what they start.
+if 'PYTEST_XDIST_WORKER' in os.environ:
+    torch.set_num_threads(1)
+    os.environ.setdefault('OMP_NUM_THREADS', '1')
+
 ROOT = Path(__file__).parents[1]
 
 

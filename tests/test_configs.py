@@ -26,7 +26,6 @@ CONFIGS = sorted(
     str(path.relative_to(ROOT / 'configs')) for path in (ROOT / 'configs').rglob('*.py') if '_base_' not in path.parts
 )
 
-
 ON_CPU = ('Swin', 'PVT', 'PyramidVisionTransformer')
 
 

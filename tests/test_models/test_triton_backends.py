@@ -69,7 +69,8 @@ def test_same_losses_and_gradients(
         }
         results[backend] = {'loss': loss.detach(), **gradients}
     assert len(results['torch']) > 20
-    torch.testing.assert_close(results['triton'].pop('loss'), results['torch'].pop('loss'))
+    # a rounding may change which points the losses sample
+    torch.testing.assert_close(results['triton'].pop('loss'), results['torch'].pop('loss'), rtol=1e-3, atol=0)
     for name, expected in results['torch'].items():
         error = ((results['triton'][name] - expected).norm() / expected.norm()).item()
         assert error < 0.02, f'{name}: {error:.1e}'  # what nearly cancels, as the gates' scalars, has few digits
