@@ -16,18 +16,22 @@ from mmgate.analysis.kernel_code import ITEMSIZE, OPS, listings
 from mmgate.ops.triton_backend import interpreted
 
 triton = pytest.importorskip('triton')
-DTYPES = ('fp32', 'bf16', 'fp16')
+DTYPES = ('fp32', 'bf16')
 KERNELS = ('forward_kernel', 'backward_kernel', 'rows_backward_kernel', 'columns_backward_kernel')
 
 
+def compile_by(*arguments: str) -> str:
+    """Run a script in a process of its own, as this one's Triton is interpreted, and return what it prints."""
+    environment = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'}
+    result = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
 def run_tool(out: Path, *arguments: str) -> list[dict[str, Any]]:
-    """Run the tool in a process of its own: this one's Triton is interpreted."""
     if not (Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump').exists():
         pytest.skip('this Triton brings no disassembler')
-    environment = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'}
-    command = [sys.executable, 'tools/analysis_tools/kernel_code.py', '--out', str(out), *arguments]
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
+    compile_by('tools/analysis_tools/kernel_code.py', '--out', str(out), *arguments)
     return json.loads(out.read_text())
 
 
@@ -69,6 +73,12 @@ def test_plug_multiplies_by_warpgroups_and_does_not_spill(code: dict, dtype: str
 def test_plug_with_a_full_bias_fits_everywhere(tmp_path: Path) -> None:
     rows = run_tool(tmp_path / 'rows.json', '--op', 'plug_attention', '--dim', '128', '--dtype', 'bf16', '--bias', '2')
     assert len(rows) == 3 and all(row['shared'] <= 98 * 1024 for row in rows)
+
+
+def test_launches_compile() -> None:
+    """Of sizes that are 1, too, which Triton makes constants of."""
+    kernels = compile_by('tests/compile_launches.py').split()
+    assert kernels == 2 * list(KERNELS[:2]) + 2 * [KERNELS[0], *KERNELS[2:]]
 
 
 @pytest.mark.skipif(not interpreted(), reason='the kernels are compiled in this process')
