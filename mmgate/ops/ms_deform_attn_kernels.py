@@ -19,6 +19,14 @@ import triton.language as tl
 
 
 @triton.jit
+def _place(queries, heads, BLOCK_Q: tl.constexpr):
+    """Return a program's image and head, its queries, their rows in (Q, H), and which of them there are."""
+    b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
+    q = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    return b, h, q, q * heads + h, q < queries
+
+
+@triton.jit
 def _products(
     logits_ptr, gate_ptr, logits_at, gate_at, mask,
     GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
@@ -62,6 +70,17 @@ def _softmax(
     share = 1.0 / tl.sum(tl.exp(x - largest[:, None]), 1)
     tl.store(softmax_ptr + row * 2, largest, mask=in_tile)
     tl.store(softmax_ptr + row * 2 + 1, share, mask=in_tile)
+
+
+@triton.jit
+def _weight(
+    logits_ptr, gate_ptr, logits_at, gate_at, mask, largest, share,
+    GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
+):  # fmt: skip
+    """Return a sample's weight from its softmax's maximum and inverse sum."""
+    _, f, x = _products(logits_ptr, gate_ptr, logits_at, gate_at, mask, GATED, RESIDUAL, POST)
+    p = tl.exp(x - largest) * share
+    return p * f if POST else p
 
 
 @triton.jit
@@ -120,10 +139,8 @@ def forward_kernel(
 ):  # fmt: skip
     """Store the attended values, and maximum and inverse sum of every softmax, (B, Q, H, 2)."""
     COUNT: tl.constexpr = LEVELS * POINTS
-    b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    q = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    b, h, q, row, in_tile = _place(queries, heads, BLOCK_Q)
     d = tl.arange(0, BLOCK_D)
-    in_tile = q < queries
     value_ptr += (b * tokens * heads + h) * D
     points_ptr += b * queries * heads * COUNT * 2
     reference_ptr += b * queries * LEVELS * REFERENCE
@@ -131,7 +148,6 @@ def forward_kernel(
     gate_ptr += b * gate_b + h * gate_h
     output_ptr += b * queries * heads * D
     softmax_ptr += b * queries * heads * 2
-    row = q * heads + h
 
     _softmax(
         logits_ptr, gate_ptr, softmax_ptr, row, q, in_tile, gate_q, gate_l, gate_p,
@@ -149,12 +165,8 @@ def forward_kernel(
         )
         for point in tl.static_range(POINTS):
             at = row * COUNT + level * POINTS + point
-            _a, f, x = _products(
-                logits_ptr, gate_ptr, at, q * gate_q + level * gate_l + point * gate_p, in_tile, GATED, RESIDUAL, POST
-            )
-            w = tl.exp(x - largest) * share
-            if POST:
-                w *= f
+            gate_at = q * gate_q + level * gate_l + point * gate_p
+            w = _weight(logits_ptr, gate_ptr, at, gate_at, in_tile, largest, share, GATED, RESIDUAL, POST)
             fx, fy, token, in_left, in_right, in_top, in_bottom = _corners(
                 points_ptr, at * 2, in_tile, height, width, start, scale_x, scale_y, shift_x, shift_y, heads
             )
@@ -190,10 +202,8 @@ def backward_kernel(
     Those of the reference are a head's, (B, Q, H, L, R), and the gate's are a logit's; the host sums them.
     """
     COUNT: tl.constexpr = LEVELS * POINTS
-    b, h = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
-    q = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    b, h, q, row, in_tile = _place(queries, heads, BLOCK_Q)
     d = tl.arange(0, BLOCK_D)
-    in_tile = q < queries
     value_ptr += (b * tokens * heads + h) * D
     grad_value_ptr += (b * tokens * heads + h) * D
     points_ptr += b * queries * heads * COUNT * 2
@@ -205,7 +215,6 @@ def backward_kernel(
     grad_reference_ptr += b * queries * heads * LEVELS * REFERENCE
     grad_logits_ptr += b * queries * heads * COUNT
     grad_gate_ptr += b * queries * heads * COUNT
-    row = q * heads + h
 
     softmax_ptr += b * queries * heads * 2
     largest = tl.load(softmax_ptr + row * 2, mask=in_tile, other=0.0)
@@ -225,11 +234,8 @@ def backward_kernel(
         ref_w, ref_h = tl.zeros((BLOCK_Q,), tl.float32), tl.zeros((BLOCK_Q,), tl.float32)
         for point in tl.static_range(POINTS):
             at = row * COUNT + level * POINTS + point
-            _a, f, x = _products(
-                logits_ptr, gate_ptr, at, q * gate_q + level * gate_l + point * gate_p, in_tile, GATED, RESIDUAL, POST
-            )
-            p = tl.exp(x - largest) * share
-            w = p * f if POST else p
+            gate_at = q * gate_q + level * gate_l + point * gate_p
+            w = _weight(logits_ptr, gate_ptr, at, gate_at, in_tile, largest, share, GATED, RESIDUAL, POST)
             fx, fy, token, in_left, in_right, in_top, in_bottom = _corners(
                 points_ptr, at * 2, in_tile, height, width, start, scale_x, scale_y, shift_x, shift_y, heads
             )

@@ -68,10 +68,13 @@ def attend(
     )[0]
 
 
-def _launch(backward: bool, tensors: list[Tensor], sizes: dict[str, Any], gate: Tensor | None) -> None:
-    value, logits = sizes.pop('value'), sizes.pop('logits')
+def _launch(
+    backward: bool, inputs: tuple[Any, ...], before: list[Tensor], after: list[Tensor], **switches: bool
+) -> None:
+    """Launch a kernel on the op's ``inputs``, and on what its pass has before and after them."""
+    value, shapes, starts, points, reference, logits, gate, residual, post_softmax = inputs
     batch, tokens, heads, dim = value.shape
-    _, queries, _, levels, points = logits.shape
+    _, queries, _, levels, count = logits.shape
     strides = (0,) * 5 if gate is None else gate.expand(logits.shape).stride()
     if not value.numel() or not queries:
         return
@@ -80,12 +83,15 @@ def _launch(backward: bool, tensors: list[Tensor], sizes: dict[str, Any], gate: 
     block_d = padded(dim)
     constants = dict(
         LEVELS=levels,
-        POINTS=points,
-        PADDED=triton.next_power_of_2(levels * points),
+        POINTS=count,
+        PADDED=triton.next_power_of_2(levels * count),
         D=dim,
         BLOCK_D=block_d,
+        REFERENCE=0 if reference is None else reference.shape[-1],
         GATED=gate is not None,
-        **sizes,
+        RESIDUAL=residual,
+        POST=post_softmax,
+        **switches,
     )
     rows = rows_of_warp(block_d, 4 if backward else value.element_size())
     kernel = _kernel(backward, rows if os.environ.get('MMGATE_TRITON_AUTOTUNE') == '1' and not interpreted() else 0)
@@ -97,6 +103,9 @@ def _launch(backward: bool, tensors: list[Tensor], sizes: dict[str, Any], gate: 
     def grid(meta: dict[str, Any]) -> tuple[int, int]:
         return triton.cdiv(queries, meta['BLOCK_Q']), batch * heads
 
+    # what is missing is not read
+    reference, gate = points if reference is None else reference, logits if gate is None else gate
+    tensors = [*before, value, shapes, starts, points, reference, logits, gate, *after]
     with on_device(value):
         # sizes of images differ, their powers of two seldom
         kernel[grid](*tensors, tokens, queries, queries.bit_length(), heads, *strides, **constants, **fixed)
@@ -136,22 +145,9 @@ def _fused(
     post_softmax: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and of every softmax its maximum and inverse sum, ``(B, Q, H, 2)`` float32."""
+    inputs = (value, spatial_shapes, level_start_index, points, reference_points, logits, gate, residual, post_softmax)
     output, softmax = _outputs(value, logits)
-    unused = points if reference_points is None else reference_points
-    tensors = [
-        value,
-        spatial_shapes,
-        level_start_index,
-        points,
-        unused,
-        logits,
-        logits if gate is None else gate,
-        output,
-        softmax,
-    ]
-    width = 0 if reference_points is None else reference_points.shape[-1]
-    sizes = dict(value=value, logits=logits, REFERENCE=width, RESIDUAL=residual, POST=post_softmax)
-    _launch(False, tensors, sizes, gate)
+    _launch(False, inputs, [], [output, softmax])
     return output, softmax
 
 
@@ -195,33 +191,11 @@ def _fused_backward(
     deterministic = torch.are_deterministic_algorithms_enabled()
     grads = _gradients(value, points, reference_points, logits, gate, grad_reference)
     grads[0].zero_()
-    unused = points if reference_points is None else reference_points
-    tensors = [grad.contiguous(), softmax, value, spatial_shapes, level_start_index, points, unused, logits]
-    tensors += [logits if gate is None else gate, *grads]
-    width = 0 if reference_points is None else reference_points.shape[-1]
-    sizes = dict(
-        value=value,
-        logits=logits,
-        REFERENCE=width,
-        RESIDUAL=residual,
-        POST=post_softmax,
-        SCATTER=not deterministic,
-        GRAD_REFERENCE=grad_reference,
-    )
-    _launch(True, tensors, sizes, gate)
+    inputs = (value, spatial_shapes, level_start_index, points, reference_points, logits, gate, residual, post_softmax)
+    switches = dict(SCATTER=not deterministic, GRAD_REFERENCE=grad_reference)
+    _launch(True, inputs, [grad.contiguous(), softmax], grads, **switches)
     if deterministic:
-        grads[0] = _sorted_value_gradient(
-            grad,
-            value,
-            spatial_shapes,
-            level_start_index,
-            points,
-            reference_points,
-            logits,
-            gate,
-            residual,
-            post_softmax,
-        )
+        grads[0] = _sorted_value_gradient(grad, *inputs)
     return tuple(grads)  # type: ignore[return-value]
 
 
