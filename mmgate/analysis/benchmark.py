@@ -9,6 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -136,6 +137,20 @@ def _benchmark(op: str, providers: list[Provider], cases: dict[str, list[Tensor]
             yield from interleaved(op, runs, x, inputs, mode, repetitions, compiles)
 
 
+@contextmanager
+def environment(variable: str, value: str) -> Iterator[None]:
+    """Set an environment variable, and set it back."""
+    before = os.environ.get(variable)
+    os.environ[variable] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = before
+
+
 def interleaved(
     op: str,
     providers: Mapping[str, Callable[..., Tensor]],
@@ -161,8 +176,8 @@ def interleaved(
     memory: dict[str, list[float]] = {name: [] for name in providers}
     for repetition in range(repetitions + 1):
         for name, run in providers.items():
-            os.environ['MMGATE_CPU_COMPILE'] = (compiles or {}).get(name, '0')
-            seconds, peak = measure(run, inputs, mode)
+            with environment('MMGATE_CPU_COMPILE', (compiles or {}).get(name, '0')):
+                seconds, peak = measure(run, inputs, mode)
             if repetition:  # the first one warms up and compiles
                 times[name].append(seconds * 1e3)
                 memory[name].append(peak / 2**20)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -18,9 +17,11 @@ from mmengine.structures import InstanceData, PixelData
 from torch import Tensor
 
 import mmgate  # noqa: F401  (registers its components)
+from mmgate.engine.cli import read_config
+from mmgate.engine.preflight import mappings
 
-from .benchmark import Row, interleaved
-from .flops import empty_sample, load_config
+from .benchmark import Row, environment, interleaved
+from .flops import empty_sample
 
 OBJECTS = 10  # annotated objects an image
 Step = Callable[[Tensor], Tensor]
@@ -70,10 +71,11 @@ def benchmark_training(
 
 
 def _step(path: str, size: tuple[int, int], batch: int, device: str, amp: bool) -> Step:
-    cfg = load_config(path)
+    cfg = read_config(path)
     init_default_scope(cfg.get('default_scope', 'mmdet'))
     torch.manual_seed(0)
-    model = MODELS.build(_without_pretrained(deepcopy(cfg.model))).to(device)
+    _drop_pretrained(cfg.model)
+    model = MODELS.build(deepcopy(cfg.model)).to(device)
     model.init_weights()
     model.train()
     wrapper = dict(cfg.optim_wrapper)
@@ -91,27 +93,19 @@ def _step(path: str, size: tuple[int, int], batch: int, device: str, amp: bool) 
 
 def _with_backend(step: Step, variable: str, backend: str) -> Step:
     def run(x: Tensor) -> Tensor:
-        before = os.environ.get(variable)
-        os.environ[variable] = backend
-        try:
+        with environment(variable, backend):
             return step(x)
-        finally:
-            os.environ.pop(variable) if before is None else os.environ.update({variable: before})
 
     return run
 
 
-def _without_pretrained(node: Any) -> Any:
+def _drop_pretrained(model: Any) -> None:
     """Drop pretrained weights, which no time depends on, so that nothing is downloaded."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            pretrained = isinstance(value, str) or 'Pretrained' in str(value) or 'checkpoint' in str(value)
-            drop = key in ('init_cfg', 'pretrained') and pretrained
-            node[key] = None if drop else _without_pretrained(value)
-    elif isinstance(node, (list, tuple)):
-        for value in node:
-            _without_pretrained(value)
-    return node
+    for _, entry in mappings(model):
+        for key in {'init_cfg', 'pretrained'} & set(entry):
+            value = entry[key]
+            if isinstance(value, str) or 'Pretrained' in str(value) or 'checkpoint' in str(value):
+                entry[key] = None
 
 
 def random_batch(cfg: Config, size: tuple[int, int], batch: int) -> dict[str, Any]:
@@ -120,7 +114,7 @@ def random_batch(cfg: Config, size: tuple[int, int], batch: int) -> dict[str, An
     A segmentor gets a map of classes in blocks of 32 pixels, a detector boxes with their masks.
     """
     height, width = size
-    classes = min(_values(cfg.model, 'num_classes'))
+    classes = min(entry['num_classes'] for _, entry in mappings(cfg.model) if 'num_classes' in entry)
     generator = np.random.default_rng(0)
     inputs = [torch.from_numpy(generator.integers(0, 256, (3, height, width), np.uint8)) for _ in range(batch)]
     segments = cfg.get('default_scope') == 'mmseg'
@@ -150,14 +144,3 @@ def _random_objects(generator: np.random.Generator, size: tuple[int, int], class
         labels=torch.from_numpy(generator.integers(0, classes, OBJECTS)),
         masks=BitmapMasks(masks, height, width),
     )
-
-
-def _values(node: Any, key: str) -> Iterator[Any]:
-    if isinstance(node, dict):
-        for name, value in node.items():
-            if name == key:
-                yield value
-            yield from _values(value, key)
-    elif isinstance(node, (list, tuple)):
-        for value in node:
-            yield from _values(value, key)

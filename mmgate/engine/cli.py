@@ -123,7 +123,23 @@ def load_config(args: argparse.Namespace) -> Config:
     Raises:
         ConfigError: The file is missing or malformed, or an option names nothing in the config.
     """
-    path = args.config
+    cfg = read_config(args.config)
+    if args.cfg_options:
+        check_options(cfg, args.cfg_options)
+        cfg.merge_from_dict(args.cfg_options)
+    cfg.launcher = args.launcher
+    name = osp.splitext(osp.basename(cfg.filename))[0]
+    cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('./work_dirs', name)
+    return cfg
+
+
+def read_config(config: str) -> Config:
+    """Return the config of a file or of ``package::path``.
+
+    Raises:
+        ConfigError: The file is missing or malformed.
+    """
+    path = config
     if '::' in path:
         from mmengine.config.utils import _get_external_cfg_base_path, _get_package_and_cfg_path
         from mmengine.utils import get_installed_path
@@ -132,20 +148,13 @@ def load_config(args: argparse.Namespace) -> Config:
             package, relative = _get_package_and_cfg_path(path)
             path = _get_external_cfg_base_path(get_installed_path(package), relative)
         except (AssertionError, ValueError, FileNotFoundError, ModuleNotFoundError, ImportError) as error:
-            raise ConfigError(f'config {args.config}: {error}') from error
+            raise ConfigError(f'config {config}: {error}') from error
     if not osp.isfile(path):
         raise ConfigError(f'config {path} does not exist (looked for {osp.abspath(path)}).')
     try:
-        cfg = Config.fromfile(path)
+        return Config.fromfile(path)
     except (OSError, SyntaxError, KeyError, TypeError, ValueError, AttributeError, NameError) as error:
         raise ConfigError(f'config {path} cannot be read: {type(error).__name__}: {error}') from error
-    if args.cfg_options:
-        check_options(cfg, args.cfg_options)
-        cfg.merge_from_dict(args.cfg_options)
-    cfg.launcher = args.launcher
-    name = osp.splitext(osp.basename(path))[0]
-    cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('./work_dirs', name)
-    return cfg
 
 
 def is_segmentation(cfg: Config) -> bool:

@@ -124,27 +124,29 @@ def check_pretrained(cfg: Config) -> None:
     Raises:
         ConfigError: With the config path of the ``init_cfg`` and the reason.
     """
-    for entry, path in _pretrained(cfg.get('model') or {}, 'model'):
+    for where, entry in mappings(cfg.get('model') or {}, 'model'):
+        path = str(entry.get('checkpoint'))
+        if entry.get('type') != 'Pretrained' or re.match(r'\w[\w-]+:', path):  # https://, torchvision://
+            continue
         try:
             check_checkpoint(path)
         except ConfigError as error:
             raise ConfigError(
-                f'{entry}: {error} Put it there, convert a published one with '
+                f'{where}.checkpoint: {error} Put it there, convert a published one with '
                 f'tools/model_converters/agent_attention.py, or start from scratch with '
-                f'--cfg-options {entry.removesuffix(".checkpoint")}=None.'
+                f'--cfg-options {where}=None.'
             ) from None
 
 
-def _pretrained(node: Any, where: str) -> Iterator[tuple[str, str]]:
+def mappings(node: Any, where: str = '') -> Iterator[tuple[str, Any]]:
+    """Yield every mapping of a config with its path below ``where``, outer ones first."""
     if isinstance(node, Mapping):
-        checkpoint = str(node.get('checkpoint'))
-        if node.get('type') == 'Pretrained' and not re.match(r'\w[\w-]+:', checkpoint):  # no https://, torchvision://
-            yield f'{where}.checkpoint', checkpoint
+        yield where, node
         for key, value in node.items():
-            yield from _pretrained(value, f'{where}.{key}')
+            yield from mappings(value, f'{where}.{key}')
     elif isinstance(node, (list, tuple)):
         for number, value in enumerate(node):
-            yield from _pretrained(value, f'{where}.{number}')
+            yield from mappings(value, f'{where}.{number}')
 
 
 def check_checkpoint(path: str) -> None:

@@ -101,3 +101,9 @@ def test_tool_prints_json() -> None:
     assert printed['shape'] == [64, 96] and printed['macs'] > 1e7
     expected = count_config(Config.fromfile(ROOT / 'configs' / config.partition('::')[2]), 64, 96)
     assert (printed['parameters'], printed['macs']) == (expected.parameters, expected.macs)
+
+
+def test_tool_refuses_a_missing_config_in_one_message() -> None:
+    command = [sys.executable, '-W', 'ignore', ROOT / 'tools/analysis_tools/get_flops.py', 'mmgate::plug/nope.py']
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and result.stderr.startswith('error: config ') and 'Traceback' not in result.stderr

@@ -1,6 +1,7 @@
 """Measure whole training steps of a peer's config and of ours on random images: prints a table and writes a CSV."""
 
 import argparse
+import sys
 import warnings
 from pathlib import Path
 
@@ -9,11 +10,12 @@ from mmengine.logging import MMLogger
 
 from mmgate.analysis.benchmark import Row, write_csv
 from mmgate.analysis.training_benchmark import benchmark_training
+from mmgate.engine import cli
 
 CONFIGS = Path(__file__).parents[2] / 'configs/plug/deformable_detr'
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Parse arguments, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--peer', default=str(CONFIGS / 'deformable-detr-refine_r50_8xb4-50e_coco.py'))
@@ -26,7 +28,7 @@ def main() -> None:
     parser.add_argument('--device', default='cuda')
     parser.add_argument('--amp', action='store_true', help='mixed precision in bfloat16')
     parser.add_argument('--out', type=Path, default=Path('work_dirs/benchmark_training.csv'), help='CSV to write')
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.device.startswith('cuda'):
         if not torch.cuda.is_available():
             parser.error('torch sees no CUDA device; --device cpu measures there')
@@ -51,4 +53,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(cli.main(main))

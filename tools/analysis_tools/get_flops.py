@@ -2,26 +2,28 @@
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 
 from mmengine.logging import MMLogger
 
 import mmgate  # noqa: F401  (mmgate:: and mmseg:: resolve from here on)
-from mmgate.analysis.flops import count_config, load_config
+from mmgate.analysis.flops import count_config
+from mmgate.engine import cli
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Parse arguments, count and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config', help="a file, or 'package::path'")
     parser.add_argument('--shape', type=int, nargs='+', default=[800, 1280], help='height and width, or one side')
     parser.add_argument('--json', action='store_true', help='print numbers as JSON')
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if len(args.shape) > 2 or min(args.shape) < 32:
         parser.error('--shape takes a height and a width, or one side, of 32 pixels or more')
     MMLogger.get_current_instance().setLevel('ERROR')
     height, width = args.shape[0], args.shape[-1]
-    counted = count_config(load_config(args.config), height, width)
+    counted = count_config(cli.read_config(args.config), height, width)
     if args.json:
         print(json.dumps(dict(asdict(counted), shape=[height, width])))
         return
@@ -34,4 +36,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(cli.main(main))

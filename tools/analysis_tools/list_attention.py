@@ -8,25 +8,19 @@ import torch
 from mmengine.registry import MODELS, init_default_scope
 
 import mmgate  # noqa: F401
-from mmgate.engine.cli import load_config
-from mmgate.engine.preflight import ConfigError
+from mmgate.engine import cli
 from mmgate.models import attention_modules
 from mmgate.models.adapters import gates_for
 
 SIZES = ('embed_dims', 'embed_dim', 'num_heads', 'num_levels', 'num_points', 'window_size', 'sr_ratio')
 
 
-def main() -> int:
+def main(argv: list[str]) -> None:
     """Parse arguments and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config', help="config file, or 'package::path'")
-    parser.set_defaults(cfg_options=None, work_dir=None, launcher='none')
     logging.getLogger('mmengine').setLevel(logging.WARNING)
-    try:
-        cfg = load_config(parser.parse_args())
-    except ConfigError as error:
-        print(f'error: {error}', file=sys.stderr)
-        return 2
+    cfg = cli.read_config(parser.parse_args(argv).config)
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     with torch.device('meta'):  # names and sizes need no memory
         model = MODELS.build(cfg.model)
@@ -38,8 +32,7 @@ def main() -> int:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print('  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    return 0
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    sys.exit(cli.main(main))
