@@ -14,7 +14,6 @@ from .benchmark import MODES, Row, interleaved
 
 BACKBONES: dict[str, dict[str, Any]] = {
     'PVT-T': dict(type='mmdet.PyramidVisionTransformer', num_layers=[2, 2, 2, 2]),
-    'PVT-T, fused': dict(type='mmdet.PyramidVisionTransformer', num_layers=[2, 2, 2, 2]),
     'Agent-PVT-T': dict(type='mmgate.AgentPVT', arch='tiny'),
     'Agent-PVT-T, dense': dict(type='mmgate.AgentPVT', arch='tiny', agent_nums=(144, 256, 784, 784)),
     'SAGA-PVT-T': dict(type='mmgate.SAGAPVT', arch='tiny'),
@@ -24,8 +23,9 @@ BACKBONES: dict[str, dict[str, Any]] = {
     'Agent-Swin-T': dict(type='mmgate.AgentSwin', arch='tiny'),
     'SAGA-Swin-T': dict(type='mmgate.SAGASwin', arch='tiny'),
 }
+FUSED = ', fused'  # a name's suffix: the same with fused attention
 SUITES = {
-    'pvt-t': ('PVT-T', 'PVT-T, fused', 'Agent-PVT-T', 'Agent-PVT-T, dense', 'SAGA-PVT-T'),
+    'pvt-t': ('PVT-T', 'PVT-T' + FUSED, 'Agent-PVT-T', 'Agent-PVT-T, dense', 'SAGA-PVT-T'),
     'pvt-l': ('PVT-L', 'Agent-PVT-S'),
     'swin-t': ('Swin-T', 'Agent-Swin-T', 'SAGA-Swin-T'),
 }
@@ -63,8 +63,8 @@ def benchmark_backbones(
 
 
 def _build(name: str) -> nn.Module:
-    model = MODELS.build(dict(BACKBONES[name]))
-    if name.endswith(', fused'):  # asked for the weights, which mmcv drops, torch does not fuse its attention
+    model = MODELS.build(dict(BACKBONES[name.removesuffix(FUSED)]))
+    if name.endswith(FUSED):  # asked for the weights, which mmcv drops, torch does not fuse its attention
         for module in model.modules():
             if isinstance(module, nn.MultiheadAttention):
                 module.forward = partial(module.forward, need_weights=False)  # type: ignore[method-assign]

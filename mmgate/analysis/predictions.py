@@ -111,14 +111,14 @@ def _tile(sample: DetDataSample, names: tuple[str, ...], threshold: float) -> np
         _box(canvas, box * scale, (255, 255, 255), 1)
     found = sample.pred_instances
     found = found[found.scores >= threshold]
+    height, width = resized.shape[:2]
+    part = canvas[:height, :width]
+    # the object may have its label's colour: a chequered paint shows on it all the same
+    rows, columns = np.mgrid[:height, :width]
+    chequers = (rows // 4 + columns // 4) % 2 == 0
     for mask, label in zip(found.get('masks', []), found.labels, strict=False):
-        height, width = resized.shape[:2]
         inside = cv2.resize(mask.numpy().astype(np.uint8), (width, height), interpolation=cv2.INTER_NEAREST)
-        colour = _colour(int(label), len(names))
-        part = canvas[:height, :width]
-        # the object may have its label's colour: a chequered paint shows on it all the same
-        rows, columns = np.mgrid[:height, :width]
-        part[(inside > 0) & ((rows // 4 + columns // 4) % 2 == 0)] = colour
+        part[(inside > 0) & chequers] = _colour(int(label), len(names))
         contours, _ = cv2.findContours(inside, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
         cv2.drawContours(part, contours, -1, (0, 0, 0), 1)
     for box, label, score in zip(found.bboxes, found.labels, found.scores, strict=True):
