@@ -9,7 +9,7 @@ DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_sh
 DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
 	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
 
-.PHONY: setup demo demo-seg demo-backbones test lint bench
+.PHONY: setup demo demo-seg demo-backbones test test-originals lint bench
 export PYTHON VENV
 
 setup:
@@ -26,6 +26,12 @@ demo-backbones: setup
 
 test: setup lint
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow"
+
+# The suite beside OpenMMLab's own packages, in an environment of its own; SUITE=... for a part of it.
+SUITE ?= tests
+test-originals:
+	@VENV=$(VENV)-originals tools/dev/setup_env.sh originals
+	@$(VENV)-originals/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(SUITE)
 
 lint: setup
 	@$(PY) -m ruff check .

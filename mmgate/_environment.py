@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 
 INSTALL = (
     'mmgate plugs into mmengine, mmcv (with compiled operators) and mmdet or mmseg. Where there are none of '
@@ -10,30 +12,47 @@ INSTALL = (
     "which compiles mmcv's operators (about 12 minutes on 2 cores). Where the OpenMMLab packages are installed, "
     'repair those instead: the extra "mm" installs maintained forks under the same import names.'
 )
+HOSTS = ('mmdet', 'mmseg')
 
 
 def check_environment() -> None:
     """Raise ImportError, once and with everything that is wrong, if mmgate cannot work here.
 
+    One host of the two is enough; one that is there and broken is left out with a warning.
+
     Raises:
         ImportError: mmengine or mmcv's operators cannot be imported, or neither mmdet nor mmseg can.
     """
-    problems = [_problem(name) for name in ('mmengine', 'mmcv', 'mmcv.ops')]
-    hosts = [_problem(name) for name in ('mmdet', 'mmseg')]
-    if all(hosts):
-        problems += hosts
-    found = [problem for problem in problems if problem]
+    found = [problem for problem in map(_problem, ('mmengine', 'mmcv', 'mmcv.ops')) if problem]
+    hosts = {name: _problem(name) for name in HOSTS}
+    if all(hosts.values()):
+        found += [problem for problem in hosts.values() if problem]
     if found:
         raise ImportError('\n'.join(['mmgate cannot be used here:', *(f'  - {line}' for line in found), INSTALL]))
+    for name, problem in hosts.items():
+        if problem and not problem.endswith(_not_installed(name)):
+            from mmengine.logging import print_log
+
+            print_log(f'mmgate goes on without {problem}', logger='current', level=logging.WARNING)
 
 
+def available(package: str) -> bool:
+    """Return whether ``package`` can be imported."""
+    return _problem(package) is None
+
+
+def _not_installed(module: str) -> str:
+    return f'no module named {module!r}'
+
+
+@functools.cache
 def _problem(module: str) -> str | None:
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or module
         why = ' (mmcv was built without its operators)' if missing == 'mmcv._ext' else ''
-        return f'{module}: no module named {missing!r}{why}'
+        return f'{module}: {_not_installed(missing)}{why}'
     except ImportError as error:  # most often operators compiled against another torch
         return f'{module}: {error}'
     except AssertionError as error:  # mmdet and mmseg assert the version of mmcv at import

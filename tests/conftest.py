@@ -24,6 +24,9 @@ if 'PYTEST_XDIST_WORKER' in os.environ:
 
 ROOT = Path(__file__).parents[1]
 
+TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
+one_graph = pytest.mark.skipif(TORCH < (2, 5), reason='torch.compile breaks the graph at our operators below torch 2.5')
+
 
 def values_and_gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], differentiable: Sequence[int]

@@ -21,8 +21,8 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import mmgate.ops  # noqa: F401  (registers the operators that have a rule)
 from mmgate.layers import AgentAttention
+from mmgate.ops.library import CAN_REGISTER
 
 PROPOSALS = 1000  # what a two-stage detector's box heads see, as mmdet's own count has it
 MASKS = 100  # and its mask heads
@@ -202,5 +202,6 @@ def _ms_deform_attn(value: Shape, shapes: Shape, start: Shape, locations: Shape,
 RULES: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten.grid_sampler_2d: _grid_sample,
-    torch.ops.mmgate.ms_deform_sample: _ms_deform_attn,
 }
+if CAN_REGISTER:
+    RULES[torch.ops.mmgate.ms_deform_sample] = _ms_deform_attn

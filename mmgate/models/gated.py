@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch import nn
 from mmgate.registry import MODELS
 
 from .adapters import adapter_for, gates_for, hosts_of
+from .adapters.pairs import gate_names
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -39,7 +41,8 @@ def Gated(*, host: str, attention: Rules, **host_cfg: Any) -> nn.Module:
     """
     rules = _parse(attention)
     model = MODELS.build(dict(type=host, **host_cfg))
-    swap_attention(model, rules)
+    names = swap_attention(model, rules)
+    print_log(f'mmgate: replaced {len(names)} attention modules of {type(model).__name__}', logger='current')
     return model
 
 
@@ -49,45 +52,41 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     Args:
         model: Any module; weights, device, dtype and mode of the replaced modules are taken over.
         rules: One rule or a list. A rule is a dict of ``path`` (a pattern or a list of patterns over dotted names;
-            ``*`` stands for anything within one name, ``**`` for any number of names), ``type`` (a registered gate) and
-            the gate's options.
+            ``*`` stands for anything within one name, ``**`` for any number of names; a pattern that ends with ``**``
+            means every attention below that the gate can replace), ``type`` (a registered gate) and the gate's options.
 
     Returns:
         The names of the replaced modules. Nothing is replaced if anything is wrong.
 
     Raises:
-        KeyError: The gate's type is not registered.
-        TypeError: A rule is malformed, or an option is unknown to the gate.
-        ValueError: A pattern matches no module, a gate cannot replace what it met, or two rules claim one module.
+        TypeError: A rule is malformed, its type is no gate, or an option is unknown to the gate.
+        ValueError: The gate's type is not registered, a pattern matches no module, a gate cannot replace what it met,
+            two rules claim one module, or one module and another inside it.
     """
     replacements: dict[str, nn.Module] = {}
     built: dict[int, nn.Module] = {}  # a module shared by several layers stays shared
     for number, rule in enumerate(_parse(rules)):
         where = f'attention[{number}]'
-        gate = MODELS.get(rule['type'])
-        if gate is None:
-            raise KeyError(f'{where}: type={rule["type"]!r} is not registered. {_inventory(model)}')
-        if not hosts_of(gate):
-            raise TypeError(f'{where}: {gate.__name__} is not a gate: no adapter says what it can replace.')
+        gate = _gate(rule['type'], where)
         options = {key: value for key, value in rule.items() if key not in ('type', 'path')}
         _check_options(gate, options, where)
-        for name, module in _matches(model, rule['path'], where):
+        chosen: dict[str, nn.Module] = {}
+        for pattern in [rule['path']] if isinstance(rule['path'], str) else rule['path']:
+            chosen.update(_matches(model, pattern, gate, options, where, built))
+        for name in chosen:
             if name in replacements:
                 raise ValueError(f'{where}: {name} is claimed by an earlier rule already; let each path match once.')
-            adapter = adapter_for(gate, module)
-            if adapter is None:
-                fits = ', '.join(host.__name__ for host in hosts_of(gate))
-                raise ValueError(
-                    f'{where}: {gate.__name__} replaces {fits}, but {name} is a {type(module).__name__}. '
-                    f'{_inventory(model)}'
-                )
-            if id(module) not in built:
-                built[id(module)] = _take_over(module, adapter(module, **options))
-            replacements[name] = built[id(module)]
+        replacements.update(chosen)
+    for name in replacements:
+        outer = next((other for other in replacements if name.startswith(f'{other}.')), None)
+        if outer is not None:
+            raise ValueError(
+                f'{name} lies inside {outer}, and both are to be replaced; let the paths match one of the two, most '
+                f'often the outer. {_inventory(model)}'
+            )
     for name, module in replacements.items():
         parent, _, leaf = name.rpartition('.')
         setattr(model.get_submodule(parent), leaf, module)
-    print_log(f'mmgate: replaced {len(replacements)} attention modules', logger='current')
     return list(replacements)
 
 
@@ -108,15 +107,61 @@ def _parse(rules: Rules) -> list[Mapping[str, Any]]:
     return list(listed)
 
 
-def _matches(model: nn.Module, path: str | Sequence[str], where: str) -> list[tuple[str, nn.Module]]:
-    found: dict[str, nn.Module] = {}
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for pattern in [path] if isinstance(path, str) else path:
-        matched = {name: module for name, module in modules.items() if name and _regex(pattern).fullmatch(name)}
-        if not matched:
-            raise ValueError(f'{where}: path {pattern!r} matches no module. {_inventory(model)}')
-        found.update(matched)
-    return list(found.items())
+def _gate(kind: str, where: str) -> type[nn.Module]:
+    gate = MODELS.get(kind)
+    if gate is None:
+        names = gate_names()
+        near = difflib.get_close_matches(str(kind).rpartition('.')[2], names, n=1)
+        hint = f' Did you mean {near[0]!r}?' if near else ''
+        raise ValueError(f'{where}: type={kind!r} is not registered.{hint} The gates are {", ".join(names)}.')
+    if not hosts_of(gate):
+        raise TypeError(f'{where}: {gate.__name__} is not a gate: no adapter says what it can replace.')
+    return gate
+
+
+def _matches(
+    model: nn.Module,
+    pattern: str,
+    gate: type[nn.Module],
+    options: Mapping[str, Any],
+    where: str,
+    built: dict[int, nn.Module],
+) -> dict[str, nn.Module]:
+    """Return the gates by the names that ``pattern`` matches, built once for every host module."""
+    modules = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name and _regex(pattern).fullmatch(name)
+    }
+    if not modules:
+        raise ValueError(f'{where}: path {pattern!r} matches no module. {_inventory(model)}')
+    whatever_fits = pattern.endswith('**')
+    gates: dict[str, nn.Module] = {}
+    refusals = []
+    for name, module in modules.items():
+        adapter = adapter_for(gate, module)
+        if whatever_fits and (adapter is None or any(name.startswith(f'{outer}.') for outer in gates)):
+            continue
+        if adapter is None:
+            fits = ', '.join(host.__name__ for host in hosts_of(gate))
+            raise ValueError(
+                f'{where}: {gate.__name__} replaces {fits}, but {name} is a {type(module).__name__}. '
+                f'{_inventory(model)}'
+            )
+        try:
+            if id(module) not in built:
+                built[id(module)] = _take_over(module, adapter(gate, module, **options))
+            gates[name] = built[id(module)]
+        except ValueError as error:
+            if not whatever_fits:
+                raise
+            refusals.append(f'{name}: {error}')
+    if not gates:
+        listed = '\n  '.join(['', *refusals])
+        raise ValueError(f'{where}: {gate.__name__} fits nothing that {pattern!r} matches.{listed} {_inventory(model)}')
+    for refusal in refusals:
+        print_log(f'mmgate: {where} leaves {refusal}', logger='current')
+    return gates
 
 
 def _regex(pattern: str) -> re.Pattern[str]:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .library import is_compiling
+
 logger = logging.getLogger('mmgate')
 _announced: set[tuple[str, str]] = set()
 
@@ -62,7 +64,7 @@ def select(op: str, backends: Sequence[Backend], tensor: torch.Tensor, requested
             raise ValueError(
                 f'{op}: backend {name!r} cannot run here: {reason}. Usable here: {", ".join(usable)}, auto.'
             )
-    if not torch.compiler.is_compiling() and (op, chosen.name) not in _announced:
+    if not is_compiling() and (op, chosen.name) not in _announced:
         _announced.add((op, chosen.name))
         logger.debug('%s runs on backend %r (asked for: %s)', op, chosen.name, name)
     return chosen

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from . import ms_deform_attn_cpu, ms_deform_attn_mmcv, ms_deform_attn_triton, triton_backend
 from .dispatch import Backend, find, select
+from .library import is_compiling, outside_graphs
 
 POSITIONS = ('pre_softmax', 'post_softmax')
 
 
+@outside_graphs
 def ms_deform_attn(
     value: Tensor,
     spatial_shapes: Tensor,
@@ -172,7 +174,7 @@ def _check(
     if gate is not None and torch.broadcast_shapes(gate.shape, logits.shape) != logits.shape:
         raise ValueError(f'gate {tuple(gate.shape)} does not broadcast to the logits {tuple(logits.shape)}.')
     # Reading the sizes would stall a GPU and break a compiled graph; there the host layer has to be right.
-    if not torch.compiler.is_compiling() and spatial_shapes.device.type == 'cpu':
+    if not is_compiling() and spatial_shapes.device.type == 'cpu':
         areas = int(spatial_shapes.prod(-1).sum())
         if areas != tokens:
             raise ValueError(f'value has {tokens} tokens, but spatial_shapes {spatial_shapes.tolist()} hold {areas}.')

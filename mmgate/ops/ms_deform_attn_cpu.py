@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .library import operator
+
 logger = logging.getLogger('mmgate')
 
 CHUNK = 1 << 20  # sampled corners at a time: 8 to 40 bytes each
@@ -43,7 +45,7 @@ def sample(
 ) -> Tensor:
     """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.sample_reference`; 16-bit values are summed in float32."""
     compute = torch.promote_types(weights.dtype, torch.float32)
-    output = torch.ops.mmgate.ms_deform_sample(
+    output = _sample(
         value.to(compute), spatial_shapes, level_start_index, sampling_locations.to(compute), weights.to(compute)
     )
     return output.to(value.dtype)
@@ -125,7 +127,13 @@ def _chunks(value: Tensor, level_start_index: Tensor, weights: Tensor) -> Iterat
         yield part, first.to(torch.int32)
 
 
-@torch.library.custom_op('mmgate::ms_deform_sample', mutates_args=(), device_types='cpu')
+def _fake_sample(
+    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    return value.new_empty(weights.shape[0], weights.shape[1], value.shape[2] * value.shape[3])
+
+
+@operator('ms_deform_sample', fake=_fake_sample, device_types='cpu')
 def _sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
 ) -> Tensor:
@@ -145,12 +153,19 @@ def _sample(
     return output.view(batch, queries, heads * dim)
 
 
-@_sample.register_fake
-def _(value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    return value.new_empty(weights.shape[0], weights.shape[1], value.shape[2] * value.shape[3])
+def _fake_sample_backward(
+    grad: Tensor,
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    locations: Tensor,
+    weights: Tensor,
+    value_needs_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return value.new_empty(value.shape), locations.new_empty(locations.shape), weights.new_empty(weights.shape)
 
 
-@torch.library.custom_op('mmgate::ms_deform_sample_backward', mutates_args=(), device_types='cpu')
+@operator('ms_deform_sample_backward', fake=_fake_sample_backward, device_types='cpu')
 def _sample_backward(
     grad: Tensor,
     value: Tensor,
@@ -185,19 +200,6 @@ def _sample_backward(
     return grad_rows.view(value.shape), grad_locations.view(locations.shape), grad_weights.view(weights.shape)
 
 
-@_sample_backward.register_fake
-def _(
-    grad: Tensor,
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    value_needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return value.new_empty(value.shape), locations.new_empty(locations.shape), weights.new_empty(weights.shape)
-
-
 def _dots(rows: Tensor, index: Tensor, grad_bags: Tensor) -> Tensor:
     """Return ``<rows[index], grad_bags>``: the rule by which embedding_bag differentiates its weights."""
     bags, size = index.shape
@@ -223,10 +225,8 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    value, locations, weights = torch.ops.mmgate.ms_deform_sample_backward(
-        grad, *ctx.saved_tensors, ctx.needs_input_grad[0]
-    )
+    value, locations, weights = _sample_backward(grad, *ctx.saved_tensors, ctx.needs_input_grad[0])
     return value, None, None, locations, weights
 
 
-_sample.register_autograd(_backward, setup_context=_setup_context)
+_sample.differentiate(_backward, _setup_context)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .library import operator
+
 
 @functools.cache
 def _missing() -> str | None:
@@ -45,7 +47,7 @@ def sample(
 
     Computed in float32 for every input dtype: mmcv's kernel has no bfloat16, and in float16 it rounds the coordinates.
     """
-    output = torch.ops.mmgate.ms_deform_sample_mmcv(
+    output = _sample(
         value.float().contiguous(),
         spatial_shapes,
         level_start_index,
@@ -55,7 +57,13 @@ def sample(
     return output.to(value.dtype)
 
 
-@torch.library.custom_op('mmgate::ms_deform_sample_mmcv', mutates_args=(), device_types='cuda')
+def _fake_sample(
+    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
+) -> Tensor:
+    return value.new_empty(weights.shape[0], weights.shape[1], value.shape[2] * value.shape[3])
+
+
+@operator('ms_deform_sample_mmcv', fake=_fake_sample, device_types='cuda')
 def _sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
 ) -> Tensor:
@@ -67,12 +75,13 @@ def _sample(
     )
 
 
-@_sample.register_fake
-def _(value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
-    return value.new_empty(weights.shape[0], weights.shape[1], value.shape[2] * value.shape[3])
+def _fake_sample_backward(
+    grad: Tensor, value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(value), torch.empty_like(locations), torch.empty_like(weights)
 
 
-@torch.library.custom_op('mmgate::ms_deform_sample_mmcv_backward', mutates_args=(), device_types='cuda')
+@operator('ms_deform_sample_mmcv_backward', fake=_fake_sample_backward, device_types='cuda')
 def _sample_backward(
     grad: Tensor, value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,20 +101,13 @@ def _sample_backward(
     return grads
 
 
-@_sample_backward.register_fake
-def _(
-    grad: Tensor, value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(value), torch.empty_like(locations), torch.empty_like(weights)
-
-
 def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    value, locations, weights = torch.ops.mmgate.ms_deform_sample_mmcv_backward(grad, *ctx.saved_tensors)
+    value, locations, weights = _sample_backward(grad, *ctx.saved_tensors)
     return value, None, None, locations, weights
 
 
-_sample.register_autograd(_backward, setup_context=_setup_context)
+_sample.differentiate(_backward, _setup_context)

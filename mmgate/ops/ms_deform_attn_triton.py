@@ -1,4 +1,4 @@
-"""Multi-scale deformable attention by Triton kernels, as one registered torch op with its gradient.
+"""Multi-scale deformable attention by Triton kernels, as one operator with its gradient.
 
 Unlike the other backends it takes logits, gate and, if wanted, offsets as they are: neither locations nor weights are
 written to memory. On the CPU it runs only in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .library import operator
 from .triton_backend import interpreted, on_device, padded, why_not
 
 # GPUs (a part of torch.cuda.get_device_name) on which KERNEL.md's table shows this backend ahead of mmcv's operator;
@@ -55,7 +56,7 @@ def attend(
                 f"{x.shape[1:].numel()}. Use 'mmcv' or 'torch'."
             )
     reference = None if reference_points is None else reference_points.contiguous()
-    return torch.ops.mmgate.ms_deform_attn_fused(
+    return _fused(
         value.contiguous(),
         spatial_shapes.contiguous(),
         level_start_index.contiguous(),
@@ -132,7 +133,21 @@ def _kernel(backward: bool, tuned_rows: int) -> Any:
     return triton.autotune(configs, key=key, reset_to_zero=['grad_value_ptr'] if backward else None, **kept)(kernel)
 
 
-@torch.library.custom_op('mmgate::ms_deform_attn_fused', mutates_args=())
+def _fake_fused(
+    value: Tensor,
+    spatial_shapes: Tensor,
+    level_start_index: Tensor,
+    points: Tensor,
+    reference_points: Tensor | None,
+    logits: Tensor,
+    gate: Tensor | None,
+    residual: bool,
+    post_softmax: bool,
+) -> tuple[Tensor, Tensor]:
+    return _outputs(value, logits)
+
+
+@operator('ms_deform_attn_fused', fake=_fake_fused)
 def _fused(
     value: Tensor,
     spatial_shapes: Tensor,
@@ -151,8 +166,15 @@ def _fused(
     return output, softmax
 
 
-@_fused.register_fake
-def _(
+def _outputs(value: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+    batch, queries, heads = logits.shape[:3]
+    output = value.new_empty(batch, queries, heads * value.shape[3])
+    return output, logits.new_empty(batch, queries, heads, 2, dtype=torch.float32)
+
+
+def _fake_fused_backward(
+    grad: Tensor,
+    softmax: Tensor,
     value: Tensor,
     spatial_shapes: Tensor,
     level_start_index: Tensor,
@@ -162,17 +184,12 @@ def _(
     gate: Tensor | None,
     residual: bool,
     post_softmax: bool,
-) -> tuple[Tensor, Tensor]:
-    return _outputs(value, logits)
+    grad_reference: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return tuple(_gradients(value, points, reference_points, logits, gate, grad_reference))  # type: ignore[return-value]
 
 
-def _outputs(value: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    batch, queries, heads = logits.shape[:3]
-    output = value.new_empty(batch, queries, heads * value.shape[3])
-    return output, logits.new_empty(batch, queries, heads, 2, dtype=torch.float32)
-
-
-@torch.library.custom_op('mmgate::ms_deform_attn_fused_backward', mutates_args=())
+@operator('ms_deform_attn_fused_backward', fake=_fake_fused_backward)
 def _fused_backward(
     grad: Tensor,
     softmax: Tensor,
@@ -215,24 +232,6 @@ def _gradients(
         torch.empty_like(logits),
         torch.empty_like(logits if gate is not None else logits[:0], dtype=torch.float32),
     ]
-
-
-@_fused_backward.register_fake
-def _(
-    grad: Tensor,
-    softmax: Tensor,
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    points: Tensor,
-    reference_points: Tensor | None,
-    logits: Tensor,
-    gate: Tensor | None,
-    residual: bool,
-    post_softmax: bool,
-    grad_reference: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return tuple(_gradients(value, points, reference_points, logits, gate, grad_reference))  # type: ignore[return-value]
 
 
 def _sorted_value_gradient(
@@ -286,7 +285,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *tensors, softmax = ctx.saved_tensors
     value, _, _, _, reference, _, gate = tensors
     of_reference = reference is not None and ctx.needs_input_grad[4]
-    grad_value, grad_points, grad_reference, grad_logits, grad_gate = torch.ops.mmgate.ms_deform_attn_fused_backward(
+    grad_value, grad_points, grad_reference, grad_logits, grad_gate = _fused_backward(
         grad, softmax, *tensors, ctx.residual, ctx.post_softmax, of_reference
     )
     return (
@@ -302,4 +301,4 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     )
 
 
-_fused.register_autograd(_backward, setup_context=_setup_context)
+_fused.differentiate(_backward, _setup_context)

@@ -16,12 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from . import plug_attention_triton, triton_backend
 from .dispatch import Backend, find, select
+from .library import autocast_dtype, is_compiling, outside_graphs
 from .plug_attention_rows import GatedRows
 
 CHUNK = 1 << 21  # elements of (B, H, rows, M) that exist at a time
 Modulation = Callable[[Tensor], Tensor]
 
 
+@outside_graphs
 def plug_attention(
     query: Tensor,
     key: Tensor,
@@ -128,7 +130,7 @@ def _chunked(
     if rows <= step:
         return reference(query, key, value, gate_query, gate_key, modulation, bias, **options)
     learnt_bias = bias is not None and bias.requires_grad
-    if dropout or learnt_bias or torch.compiler.is_compiling() or not isinstance(modulation, nn.Module):
+    if dropout or learnt_bias or is_compiling() or not isinstance(modulation, nn.Module):
         return _checkpointed(step, query, key, value, gate_query, gate_key, modulation, bias, options)
 
     def factor(gate_query: Tensor, gate_key: Tensor) -> Tensor:
@@ -137,8 +139,9 @@ def _chunked(
 
     device = query.device.type
     tensors = (query, key, value, gate_query, gate_key)
-    if torch.is_autocast_enabled(device):
-        tensors = tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)  # type: ignore[assignment]
+    narrow = autocast_dtype(device)
+    if narrow is not None:
+        tensors = tuple(x.to(narrow) for x in tensors)  # type: ignore[assignment]
     with torch.autocast(device, enabled=False):
         return GatedRows.apply(step, position == 'post_softmax', factor, bias, *tensors, *modulation.parameters())
 

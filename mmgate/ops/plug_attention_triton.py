@@ -1,4 +1,4 @@
-"""PLuG attention by Triton kernels, as one registered torch op with its gradient.
+"""PLuG attention by Triton kernels, as one operator with its gradient.
 
 On the CPU it runs only in Triton's interpreter (``TRITON_INTERPRET=1``), for tests.
 """
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .library import operator
 from .triton_backend import MAX_DIM, interpreted, on_device, padded
 
 # Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
@@ -68,7 +69,7 @@ def attend(
     a, c = modulation.weight.float().unbind()
     b, e = modulation.bias.float().unbind()
     tensors = (x.to(query.dtype).contiguous() for x in (query, key, value, gate_query, gate_key))
-    return torch.ops.mmgate.plug_attention_fused(*tensors, torch.stack([a, b, c, e]), bias)[0]
+    return _fused(*tensors, torch.stack([a, b, c, e]), bias)[0]
 
 
 def blocks_of(name: str, itemsize: int, widest: int, full_bias: bool) -> tuple[int, int, int]:
@@ -122,7 +123,19 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
         )
 
 
-@torch.library.custom_op('mmgate::plug_attention_fused', mutates_args=())
+def _fake_fused(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    scalars: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+
+@operator('plug_attention_fused', fake=_fake_fused)
 def _fused(
     query: Tensor,
     key: Tensor,
@@ -140,8 +153,8 @@ def _fused(
     return output, lse
 
 
-@_fused.register_fake
-def _(
+def _fake_fused_backward(
+    grad: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -149,11 +162,14 @@ def _(
     gate_key: Tensor,
     scalars: Tensor,
     bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    output: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q, k, v, gq, gk, s = (torch.empty_like(x) for x in (query, key, value, gate_query, gate_key, scalars))
+    return q, k, v, gq, gk, s
 
 
-@torch.library.custom_op('mmgate::plug_attention_fused_backward', mutates_args=())
+@operator('plug_attention_fused_backward', fake=_fake_fused_backward)
 def _fused_backward(
     grad: Tensor,
     query: Tensor,
@@ -190,30 +206,13 @@ def _fused_backward(
     return grads[0], grads[1], grads[2], gates[0], gates[1], shares.sum(0)
 
 
-@_fused_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate_query: Tensor,
-    gate_key: Tensor,
-    scalars: Tensor,
-    bias: Tensor | None,
-    output: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, gq, gk, s = (torch.empty_like(x) for x in (query, key, value, gate_query, gate_key, scalars))
-    return q, k, v, gq, gk, s
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    return (*torch.ops.mmgate.plug_attention_fused_backward(grad, *ctx.saved_tensors), None)
+    return (*_fused_backward(grad, *ctx.saved_tensors), None)
 
 
-_fused.register_autograd(_backward, setup_context=_setup_context)
+_fused.differentiate(_backward, _setup_context)

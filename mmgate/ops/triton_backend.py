@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+OLDEST = (3, 2)  # of Triton
 MAX_DIM = 128  # channels of a head
 
 
 @functools.cache
 def _missing() -> str | None:
     try:
-        import triton  # noqa: F401
+        import triton
     except ImportError:
         return 'triton is not installed: pip install "mmgate[triton]"'
+    version = tuple(int(part) for part in triton.__version__.split('.')[:2])
+    if version < OLDEST:
+        return f'triton {triton.__version__} is too old, the kernels need 3.2, which comes with torch 2.6 and newer'
     return None
 
 

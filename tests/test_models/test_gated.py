@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from conftest import ROOT
+from mmcv.cnn.bricks.transformer import MultiheadAttention as mmcv_attention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.structures import DetDataSample
 from mmengine.config import Config, ConfigDict
@@ -178,7 +179,14 @@ def test_unset_options_are_the_papers() -> None:
         (dict(RULE, path='other.attn', granularty='head'), TypeError, 'no option granularty; it has activation'),
         (dict(RULE, path='other.attn', embed_dims=8), TypeError, 'sizes are taken over'),
         (dict(RULE, path='other.attn', granularity='x'), ValueError, 'choose one of'),
-        (dict(RULE, path='other.attn', type='Plug'), KeyError, "type='Plug' is not registered"),
+        (dict(RULE, path='other.attn', type='Zug'), ValueError, "type='Zug' is not registered. The gates are .*PLuG"),
+        (
+            dict(path='other.mha', type='mmgate.PLuGMultiHeadAttention'),
+            ValueError,
+            "Did you mean 'PLuGMultiheadAttention'",
+        ),
+        (dict(RULE, path='layers.0.**.none'), ValueError, 'matches no module'),
+        (dict(RULE, path='other.mha.**'), ValueError, "fits nothing that 'other.mha.\\*\\*' matches"),
         (dict(RULE, path='other.attn', type='mmdet.ResNet'), TypeError, 'ResNet is not a gate'),
         ([dict(RULE, path='other.attn'), dict(RULE, path='*.attn')], ValueError, 'claimed by an earlier rule'),
         (dict(path='other.attn'), TypeError, "needs the keys 'path' and 'type'"),
@@ -202,6 +210,28 @@ def test_pattern_star_stays_within_one_name() -> None:
     assert swap_attention(Host(), dict(RULE, path='*.attn')) == ['other.attn']
 
 
+def test_pattern_that_ends_with_two_stars_means_what_fits() -> None:
+    model = Host()
+    assert swap_attention(model, dict(RULE, path='**')) == ['layers.0.attn', 'layers.1.attn', 'other.attn']
+    model = nn.ModuleDict(dict(wrapped=mmcv_attention(16, 4), plain=nn.MultiheadAttention(16, 4)))
+    rule = dict(type='PLuGMultiheadAttention', path='**')  # the outer of mmcv's wrapper and the module in it
+    assert swap_attention(model, rule) == ['wrapped', 'plain']
+
+
+def test_a_host_and_what_lies_inside_it_are_not_both_replaced() -> None:
+    model = nn.ModuleDict(dict(attn=mmcv_attention(16, 4)))
+    with pytest.raises(ValueError, match='attn.attn lies inside attn'):
+        swap_attention(model, dict(type='PLuGMultiheadAttention', path='**attn'))
+    assert type(model['attn']) is mmcv_attention
+
+
+def test_whatever_fits_leaves_out_what_the_gate_refuses() -> None:
+    model = nn.ModuleDict(dict(odd=nn.MultiheadAttention(16, 4, kdim=8), plain=nn.MultiheadAttention(16, 4)))
+    assert swap_attention(model, dict(type='PLuGMultiheadAttention', path='**')) == ['plain']
+    with pytest.raises(ValueError, match='odd: .*kdim'):
+        swap_attention(model, dict(type='SDPAGatedMultiheadAttention', path='odd**'))
+
+
 def test_unknown_host_and_downstream_adapter() -> None:
     with pytest.raises(KeyError, match='Nothing'):
         MODELS.build(dict(type='mmgate.Gated', host='mmdet.Nothing', attention=RULE))
@@ -214,7 +244,7 @@ def test_unknown_host_and_downstream_adapter() -> None:
     with pytest.raises(ValueError, match='other.attn is a Mine'):
         swap_attention(model, dict(RULE, path='other.attn'))
     adapts(PLuGMultiScaleDeformableAttention, Mine)(
-        lambda host, **options: PLuGMultiScaleDeformableAttention(16, 4, 2, 3, **options)
+        lambda gate, host, **options: gate(16, 4, 2, 3, **options)
     )
     assert swap_attention(model, dict(RULE, path='other.attn')) == ['other.attn']
 

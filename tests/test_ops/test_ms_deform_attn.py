@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_same, values_and_gradients
+from conftest import assert_same, one_graph, values_and_gradients
 from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
 
@@ -155,12 +155,14 @@ def test_not_a_number_and_far_locations_do_not_crash(backend: str) -> None:
     assert torch.isfinite(output[1]).all()
 
 
+@one_graph
 def test_registered_op_passes_opcheck() -> None:
     value, shapes, start, locations, logits = make_inputs('two_levels', torch.float32)
     args = (value.requires_grad_(), shapes, start, locations.requires_grad_(), logits.softmax(-1).requires_grad_())
     torch.library.opcheck(torch.ops.mmgate.ms_deform_sample.default, args)
 
 
+@one_graph
 @pytest.mark.parametrize('backend', ['auto', *BACKENDS])
 def test_compiles_without_graph_break(backend: str) -> None:
     inputs = make_inputs('two_levels', torch.float32, gate=(2, 2, 1))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same, values_and_gradients
+from conftest import assert_same, one_graph, values_and_gradients
 from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
@@ -187,6 +187,7 @@ def test_not_a_number_and_far_locations_do_not_crash(device: str) -> None:
     assert torch.isfinite(grad[1]).all()
 
 
+@one_graph
 @pytest.mark.parametrize('device', DEVICES)
 def test_registered_op(device: str) -> None:
     value, shapes, starts, points, logits, gate, reference = make(device, reference=2)
@@ -196,6 +197,7 @@ def test_registered_op(device: str) -> None:
     assert all(leaf.requires_grad for leaf in leaves)
 
 
+@one_graph
 @pytest.mark.parametrize('device', DEVICES)
 def test_compiles_without_a_graph_break(device: str) -> None:
     inputs = make(device)

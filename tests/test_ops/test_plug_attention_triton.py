@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same
+from conftest import assert_same, one_graph
 from torch import Tensor
 
 from mmgate.layers import GatingModulation, PLuGAttention
@@ -112,6 +112,7 @@ def test_half_precision(dtype: torch.dtype, device: str) -> None:
     compare(actual, expected, 0.01 if dtype is torch.float16 else 0.05)
 
 
+@one_graph
 @pytest.mark.parametrize('device', DEVICES)
 def test_registered_op(device: str) -> None:
     tensors, bias, _ = make(device, bias='b11m', masks=True)
@@ -120,6 +121,7 @@ def test_registered_op(device: str) -> None:
     torch.library.opcheck(torch.ops.mmgate.plug_attention_fused.default, (*leaves, scalars, bias))
 
 
+@one_graph
 @pytest.mark.parametrize('device', DEVICES)
 def test_layer_compiled_recomputed_and_under_autocast(device: str) -> None:
     layer = PLuGAttention(32, 2, batch_first=True, init='paper', backend='triton').to(device)

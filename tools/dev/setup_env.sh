@@ -1,23 +1,44 @@
 #!/usr/bin/env bash
-# Create or refresh the development environment. Idempotent: a second call costs a checksum.
+# Create or refresh a development environment. Idempotent: a second call costs a checksum.
+#
+#   setup_env.sh             the maintained forks of the mm packages on the newest torch, in .venv
+#   setup_env.sh originals   OpenMMLab's own packages on the torch of their last release, in .venv-originals
 #
 #   PYTHON=python3.11        interpreter to build the environment from
 #   VENV=.venv               where the environment goes
+#   TORCH=2.4.1              another torch (the originals need 2.1 to 2.4)
 #   MMGATE_CACHE=~/.cache/mmgate   where built mmcv wheels are kept, by torch, CUDA and Python version
-#   MMCV_WHEELS=DIR_OR_URL   where prebuilt onedl-mmcv wheels lie; tried before anything is compiled
+#   MMCV_WHEELS=DIR_OR_URL   where prebuilt mmcv wheels lie; tried before anything is compiled
 #   MAX_JOBS=N               compilers to run at once (default: one a core)
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
-TORCH=2.13.0
-MMCV=2.3.6
-MMCV_OBJECTS=78 # translation units of the CPU build; only used to say how far it is
-VENV=${VENV:-.venv}
+SET=${1:-forks}
+case $SET in
+  forks)
+    TORCH=${TORCH:-2.13.0} VENV=${VENV:-.venv}
+    MMCV=onedl-mmcv==2.3.6
+    MMCV_OBJECTS=78 # translation units of the CPU build; only used to say how far it is
+    BUILD=("setuptools>=80,<81" wheel packaging ninja psutil numpy)
+    PACKAGES=('.[mm,triton,dev]')
+    ;;
+  originals)
+    TORCH=${TORCH:-2.1.2} VENV=${VENV:-.venv-originals}
+    MMCV=mmcv==2.1.0
+    MMCV_OBJECTS=70
+    # mmcv's and torch's releases are older than numpy 2, and mmcv's setup needs the pkg_resources of an older setuptools
+    BUILD=("setuptools<70" wheel packaging ninja psutil "numpy<2")
+    PACKAGES=('.[dev]' mmengine==0.10.7 "$MMCV" mmdet==3.3.0 mmsegmentation==1.2.2 "opencv-python<4.12" ftfy regex
+      "setuptools<70" "numpy<2")
+    export FORCE_CUDA=${FORCE_CUDA:-0}
+    ;;
+  *) echo "usage: $0 [forks|originals]" >&2; exit 2 ;;
+esac
 CACHE=${MMGATE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/mmgate}
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
 STAMP=$VENV/.mmgate-setup
 
-fingerprint=$(cat pyproject.toml tools/dev/setup_env.sh | cksum)
+fingerprint=$(cat pyproject.toml tools/dev/setup_env.sh <(echo "$SET $TORCH") | cksum)
 if [ "$(cat "$STAMP" 2>/dev/null)" = "$fingerprint" ]; then exit 0; fi
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -30,8 +51,8 @@ if [ ! -x "$VENV/bin/python" ]; then
   say "creating $VENV"
   "$PYTHON" -m venv "$VENV"
 fi
-say "installing torch $TORCH (about 1 minute)"
-run_pip install -q "torch==$TORCH" "setuptools>=80,<81" wheel packaging ninja psutil numpy
+say "installing torch $TORCH (1 to 3 minutes)"
+run_pip install -q "torch==$TORCH" "${BUILD[@]}"
 
 # A wheel compiled against one torch does not load under another, hence the folder's name.
 tag=$("$VENV/bin/python" -c '
@@ -40,15 +61,16 @@ cuda = "cu" + torch.version.cuda.replace(".", "") if torch.version.cuda else "cp
 version = torch.__version__.split("+")[0]
 print(f"torch{version}-{cuda}-cp{sys.version_info[0]}{sys.version_info[1]}-{platform.machine()}")')
 wheels=$CACHE/wheels/$tag
-find_wheel() { find "$wheels" -name "onedl_mmcv-$MMCV-*.whl" 2>/dev/null | head -n 1; }
+wheel_name=$(tr - _ <<<"${MMCV%%==*}")-${MMCV##*==}
+find_wheel() { find "$wheels" -name "$wheel_name-*.whl" 2>/dev/null | head -n 1; }
 
 build_mmcv() {
   local jobs=${MAX_JOBS:-$(nproc)} start=$SECONDS work log
   work=$(mktemp -d) log=$wheels/build.log
   mkdir -p "$wheels"
-  say "compiling mmcv $MMCV's operators with $jobs jobs: about 12 minutes on 2 cores, once for $tag; log: $log"
+  say "compiling the operators of $MMCV with $jobs jobs: about 12 minutes on 2 cores, once for $tag; log: $log"
   TMPDIR=$work MMCV_WITH_OPS=1 MAX_JOBS=$jobs "$VENV/bin/python" -m pip wheel -v --disable-pip-version-check \
-    --no-build-isolation --no-deps --no-cache-dir --wheel-dir "$work/out" "onedl-mmcv==$MMCV" >"$log" 2>&1 &
+    --no-build-isolation --no-deps --no-cache-dir --wheel-dir "$work/out" "$MMCV" >"$log" 2>&1 &
   local builder=$! done_files
   trap 'kill "$builder" 2>/dev/null; rm -rf "$work"' EXIT INT TERM
   while kill -0 "$builder" 2>/dev/null; do
@@ -62,7 +84,7 @@ build_mmcv() {
     tail -n 30 "$log"
     exit 1
   fi
-  mv "$work"/out/onedl_mmcv-*.whl "$wheels/" # last, so that an interrupted build leaves no half wheel
+  mv "$work"/out/"$wheel_name"-*.whl "$wheels/" # last, so that an interrupted build leaves no half wheel
   trap - EXIT INT TERM
   rm -rf "$work"
   say "mmcv built in $(((SECONDS - start) / 60)) min"
@@ -72,11 +94,13 @@ if [ -z "$(find_wheel)" ] && [ -n "${MMCV_WHEELS:-}" ]; then
   mkdir -p "$wheels"
   say "looking for a prebuilt mmcv wheel in $MMCV_WHEELS"
   run_pip download -q --no-deps --only-binary=:all: --no-index --find-links "$MMCV_WHEELS" -d "$wheels" \
-    "onedl-mmcv==$MMCV" || say "none there fits this Python and torch"
+    "$MMCV" || say "none there fits this Python and torch"
 fi
 if [ -z "$(find_wheel)" ]; then build_mmcv; fi
 
 say "installing the mm packages and mmgate"
-run_pip install -q --find-links "$wheels" --no-build-isolation -e '.[mm,triton,dev]'
+# The wheel itself first: pip's cache may hold one of the same name that was built for another torch.
+run_pip install -q --no-deps "$(find_wheel)"
+run_pip install -q --no-build-isolation "torch==$TORCH" -e "${PACKAGES[@]}"
 echo "$fingerprint" >"$STAMP"
 say "ready in ${SECONDS} s"

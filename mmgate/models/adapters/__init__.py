@@ -1,0 +1,13 @@
+"""Which gate replaces which host class: one file a package, imported only where the package is."""
+
+from importlib import import_module
+
+from mmgate._environment import available
+
+from .pairs import adapter_for, adapts, gates_for, hosts_of
+
+for _package in ('torch', 'mmcv', 'mmdet', 'mmseg'):
+    if available(_package):
+        import_module(f'{__name__}.{_package}')
+
+__all__ = ['adapter_for', 'adapts', 'gates_for', 'hosts_of']

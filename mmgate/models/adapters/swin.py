@@ -1,0 +1,40 @@
+"""Swin's attentions as hosts; mmdet and mmseg each have the classes, of the same attributes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from mmgate.layers.dense import GatedMultiheadAttention
+from mmgate.layers.map_attention import MapAttention
+from mmgate.layers.window import GatedWindowMSA
+
+from .pairs import adapts
+
+
+def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -> None:
+    """Let dense gates replace ``window_msa``, and attentions over the whole map ``shift_window_msa``."""
+
+    @adapts(GatedMultiheadAttention, window_msa)
+    def windows(gate: type[GatedMultiheadAttention], host: Any, **options: Any) -> GatedWindowMSA:
+        if host.scale != (host.embed_dims // host.num_heads) ** -0.5:
+            raise ValueError(f'{gate.__name__} does not replace a WindowMSA with a qk_scale of its own.')
+        sizes = (host.embed_dims, host.num_heads, host.attn_drop.p)
+        core = gate.core(*sizes, bias=host.qkv.bias is not None, batch_first=True, **options)
+        return GatedWindowMSA(core, host.window_size, host.proj_drop.p)
+
+    @adapts(MapAttention, shift_window_msa)
+    def whole_map(gate: type[MapAttention], host: Any, **options: Any) -> MapAttention:
+        windows = host.w_msa
+        module = gate(
+            windows.embed_dims,
+            windows.num_heads,
+            qkv_bias=windows.qkv.bias is not None,
+            qk_scale=windows.scale,
+            attn_drop=windows.attn_drop.p,
+            proj_drop=windows.proj_drop.p,
+            **options,
+        )
+        module.dropout_layer = host.drop
+        return module

@@ -1,0 +1,33 @@
+"""torch's own MultiheadAttention as a host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from mmgate.layers.dense import DenseAttention, GatedMultiheadAttention
+
+from .pairs import adapts
+
+
+@adapts(GatedMultiheadAttention, nn.MultiheadAttention)
+def multihead_attention(
+    gate: type[GatedMultiheadAttention], host: nn.MultiheadAttention, **options: Any
+) -> DenseAttention:
+    """Return the gate's core; the gate's one name serves torch's class and mmcv's around it.
+
+    Raises:
+        ValueError: The host has an extra that the core lacks.
+    """
+    extras = dict(
+        add_bias_kv=host.bias_k is not None,
+        add_zero_attn=host.add_zero_attn,
+        kdim_or_vdim=not host._qkv_same_embed_dim,
+    )
+    refused = [name for name, used in extras.items() if used]
+    if refused:
+        raise ValueError(f'{gate.__name__} does not replace a MultiheadAttention with {", ".join(refused)}.')
+    has_bias = host.in_proj_bias is not None
+    sizes = (host.embed_dim, host.num_heads, host.dropout)
+    return gate.core(*sizes, bias=has_bias, batch_first=host.batch_first, **options)
