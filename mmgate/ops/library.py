@@ -63,7 +63,8 @@ class Operator:
         if CAN_REGISTER:
             # torch 2.4 reads the annotations as they stand, which are strings where they are postponed
             run.__annotations__ = typing.get_type_hints(run)
-            self._registered = torch.library.custom_op(f'mmgate::{name}', run, mutates_args=(), device_types=device_types)
+            options = dict(mutates_args=(), device_types=device_types)
+            self._registered = torch.library.custom_op(f'mmgate::{name}', run, **options)
             self._registered.register_fake(fake)
 
     def __call__(self, *inputs: Any) -> Any:
