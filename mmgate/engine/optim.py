@@ -29,7 +29,7 @@ def undecayed(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """
     for prefix, module in model.named_modules():
         # torch has the class since 2.4, and the layers have one of that name for what is older
-        names = ('*',) if type(module).__name__ == 'RMSNorm' else ()
+        names: tuple[str, ...] = ('*',) if type(module).__name__ == 'RMSNorm' else ()
         for kind, listed in UNDECAYED.items():
             if isinstance(module, kind):
                 names += listed

@@ -25,22 +25,16 @@ _PLAIN = {
 }
 
 
-class _Unread(dict):
-    """In the place of every object that is neither a tensor nor a container of them."""
-
-    __hash__ = object.__hash__  # it may be a key
+class _Unread:
+    """In the place of every object that is neither a tensor nor a plain container; it takes what pickle gives it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def __setstate__(self, state: Any) -> None:
         pass
 
-    def append(self, item: Any) -> None:
-        """Take what a pickled list subclass holds."""
+    __setstate__ = __setitem__ = append = extend = add = __init__
 
-    def extend(self, items: Any) -> None:
-        """Take what a pickled list subclass holds."""
+    def __call__(self, *_: Any, **__: Any) -> _Unread:
+        return self
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -61,9 +55,9 @@ def read_checkpoint(source: str) -> Any:
     """Return what the checkpoint at a path or URL holds, with its tensors on the CPU.
 
     Training scripts pickle their whole configuration beside the weights (the published agent attention does, as a class
-    of a package that need not be installed). Only tensors and plain containers of them are loaded; any other object is
-    an empty dict, and no code of the file runs. A web address is downloaded once into torch's cache; mmengine reads
-    other schemes (``torchvision://``, ``s3://``, ...) in its own way.
+    of a package that need not be installed). Only tensors, numbers, strings and plain containers are loaded; any other
+    object is left empty, and no code of the file runs. A web address is downloaded once into torch's cache; mmengine
+    reads other schemes (``torchvision://``, ``s3://``, ...) in its own way.
 
     Args:
         source: Path, or address with a scheme.
@@ -130,5 +124,7 @@ def _download(url: str) -> Path:
     try:
         fetch()
     except (OSError, HTTPException) as error:
-        raise ConnectionError(f'{url} cannot be downloaded ({error}). Download it in another way and {TO_DO}.') from error
+        raise ConnectionError(
+            f'{url} cannot be downloaded ({error}). Download it in another way and {TO_DO}.'
+        ) from error
     return file

@@ -59,7 +59,7 @@ def model() -> nn.Module:
         None,
         dict(norm_decay_mult=1.0),
         dict(custom_keys=dict(backbone=dict(lr_mult=0.1, decay_mult=1.0))),
-        dict(constructor='ByDimension'),
+        dict(constructor='ByDimension', num_layers=2),
     ],
     ids=['one group', 'a group a parameter', 'custom keys', 'by dimension'],
 )

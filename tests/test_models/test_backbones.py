@@ -50,9 +50,12 @@ def assert_maps_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
         assert error < 1e-4, f'stage {i + 1}: relative error {error:.1e}'
 
 
-@pytest.mark.parametrize('size', [(224, 224), (256, 320)], ids=str)
-@pytest.mark.parametrize('layout', ['model', 'state_dict', 'bare', 'detector'])
-def test_converted_pvt_computes_the_published_features(tmp_path: Path, size: tuple[int, int], layout: str) -> None:
+@pytest.mark.parametrize(
+    'layout, size',
+    [('model', (224, 224)), ('state_dict', (256, 320)), ('bare', (224, 224)), ('detector', (256, 320))],
+    ids=str,
+)
+def test_converted_pvt_computes_the_published_features(tmp_path: Path, layout: str, size: tuple[int, int]) -> None:
     state = random_pvt([2, 2, 2, 2], (9, 16, 49, 49), classifier=layout != 'detector')
     agents = (144, 256, 784, 784)
     x = torch.randn(1, 3, *size)
@@ -297,7 +300,10 @@ class _Runs:
 
 @pytest.mark.parametrize('zipped', [True, False], ids=['zip', 'legacy'])
 def test_no_code_of_a_checkpoint_runs(tmp_path: Path, zipped: bool) -> None:
-    checkpoint = {'model': {'weight': nn.Parameter(torch.ones(2, dtype=torch.bfloat16))}, 'config': [{_Runs(): _Runs()}]}
+    checkpoint = {
+        'model': {'weight': nn.Parameter(torch.ones(2, dtype=torch.bfloat16))},
+        'config': [{_Runs(): _Runs()}],
+    }
     torch.save(checkpoint, tmp_path / 'x.pth', _use_new_zipfile_serialization=zipped)
     weight = read_checkpoint(str(tmp_path / 'x.pth'))['model']['weight']
     assert weight.dtype is torch.bfloat16 and weight.sum() == 2 and not hasattr(sys, 'ran')

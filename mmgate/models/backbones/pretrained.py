@@ -86,7 +86,7 @@ def host_layout(state: State) -> State:
     if any(key.startswith(('layers.0.1.', 'stages.0.blocks.')) for key in state):
         return state
     raise ValueError(
-        'Neither the keys of PVT (block1.0...) nor those of Swin (layers.0.blocks.0...), nor mmdet\'s or mmseg\'s names '
+        "Neither the keys of PVT (block1.0...) nor those of Swin (layers.0.blocks.0...), nor mmdet's or mmseg's names "
         f'of them (layers.0.1..., stages.0.blocks.0...): {", ".join(list(state)[:8])}.'
     )
 

@@ -160,7 +160,7 @@ class SAGAPVT(_LinearPVT):
         attention: Options of :class:`~mmgate.layers.SAGAAttention` for every stage, such as ``dict(gate=False)``.
         frozen_stages: How many stages, from the first on, are not trained; -1 for none.
         with_cp: Recompute the blocks in the backward pass.
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors of PVT and of mmdet are
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of PVT's authors and of mmdet are
             recognised: a vanilla checkpoint fills what is shared, see :func:`.pretrained.load_pretrained`.
         **overrides: Arguments of mmdet's backbone in the place of the preset's.
 
