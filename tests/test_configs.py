@@ -16,10 +16,12 @@ import yaml
 from conftest import ROOT
 from mmengine.config import Config
 from mmengine.hub import get_config
+from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
+from mmgate.engine.optim import undecayed
 from mmgate.models.backbones.presets import OF_THE_ATTENTION
 
 CONFIGS = sorted(
@@ -43,6 +45,10 @@ def test_builds(name: str) -> None:
     model = build(cfg)
     gated = any('.gate_' in p or p.endswith(OF_THE_ATTENTION) for p, _ in model.named_parameters())
     assert gated == Path(name).name.startswith(('plug', 'sdpa-gate', 'dgsa', 'agent', 'saga'))
+    if gated:
+        groups = build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
+        decayed = {id(parameter) for group in groups if group['weight_decay'] for parameter in group['params']}
+        assert decayed and not [n for n, parameter in undecayed(model) if id(parameter) in decayed]
 
 
 def test_papers_recipe() -> None:

@@ -1,18 +1,19 @@
 """What a config names: models with their attention swapped, and backbones."""
 
-from . import adapters  # noqa: F401  (registers which gate fits which host)
-from .backbones import SAGAPVT, AgentPVT, AgentSwin, SAGAPVTv2, SAGASwin
+from typing import Any
+
+from . import (
+    adapters,  # noqa: F401  (registers which gate fits which host)
+    backbones,
+)
 from .classifier import Classifier
 from .gated import Gated, attention_modules, swap_attention
 
-__all__ = [
-    'AgentPVT',
-    'AgentSwin',
-    'Classifier',
-    'Gated',
-    'SAGAPVT',
-    'SAGAPVTv2',
-    'SAGASwin',
-    'attention_modules',
-    'swap_attention',
-]
+__all__ = [*backbones.__all__, 'Classifier', 'Gated', 'attention_modules', 'swap_attention']
+
+
+def __getattr__(name: str) -> Any:
+    """Return a backbone; each stands in the package of its host."""
+    if name in backbones.HOSTS:
+        return getattr(backbones, name)
+    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

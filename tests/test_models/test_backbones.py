@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +17,9 @@ from conftest import ROOT
 from published import agent_pvt, agent_swin, random_pvt, random_swin
 from torch import Tensor, nn
 
+from mmgate.layers.map_attention import MapAttention
+from mmgate.layers.token_ffn import TokenFFN
+from mmgate.models.checkpoint_file import read_checkpoint
 from mmgate.models.convert import convert
 from mmgate.registry import MODELS
 
@@ -43,9 +50,12 @@ def assert_maps_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
         assert error < 1e-4, f'stage {i + 1}: relative error {error:.1e}'
 
 
-@pytest.mark.parametrize('size', [(224, 224), (256, 320)], ids=str)
-@pytest.mark.parametrize('layout', ['model', 'state_dict', 'bare', 'detector'])
-def test_converted_pvt_computes_the_published_features(tmp_path: Path, size: tuple[int, int], layout: str) -> None:
+@pytest.mark.parametrize(
+    'layout, size',
+    [('model', (224, 224)), ('state_dict', (256, 320)), ('bare', (224, 224)), ('detector', (256, 320))],
+    ids=str,
+)
+def test_converted_pvt_computes_the_published_features(tmp_path: Path, layout: str, size: tuple[int, int]) -> None:
     state = random_pvt([2, 2, 2, 2], (9, 16, 49, 49), classifier=layout != 'detector')
     agents = (144, 256, 784, 784)
     x = torch.randn(1, 3, *size)
@@ -99,12 +109,19 @@ def test_converter_refuses_and_keeps_what_exists(tmp_path: Path) -> None:
     assert 'Neither the keys of PVT' in convert_file(src, dst, '--force').stderr and dst.read_text() == 'precious'
 
 
+def start_from(model: dict[str, Any], checkpoint: Any, folder: Path) -> nn.Module:
+    """Build and initialise as a Runner does, from a file that holds ``checkpoint``."""
+    torch.save(checkpoint, folder / 'pretrained.pth')
+    built = MODELS.build(dict(model, init_cfg=dict(type='Pretrained', checkpoint=str(folder / 'pretrained.pth'))))
+    built.init_weights()
+    return built
+
+
+@pytest.mark.parametrize('converted', [False, True], ids=['published', 'converted'])
 @pytest.mark.parametrize('name', ['agent_pvt', 'saga_pvt'])
-def test_vanilla_pvt_initialises_what_is_shared(tmp_path: Path, name: str) -> None:
+def test_vanilla_pvt_initialises_what_is_shared(tmp_path: Path, name: str, converted: bool) -> None:
     state = random_pvt([1, 1, 1, 1], ())
-    torch.save({'state_dict': convert(state)}, tmp_path / 'vanilla.pth')
-    model = build(name, init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'vanilla.pth')))
-    model.init_weights()
+    model = start_from(BACKBONES[name], {'state_dict': convert(state) if converted else state}, tmp_path)
     attention = model.layers[1][1][1].attn
     expected = torch.cat([state['block2.0.attn.q.weight'], state['block2.0.attn.kv.weight']])
     torch.testing.assert_close(attention.qkv.weight, expected, rtol=0, atol=0)
@@ -112,13 +129,12 @@ def test_vanilla_pvt_initialises_what_is_shared(tmp_path: Path, name: str) -> No
     torch.testing.assert_close(model.layers[3][1][0].pos_embed, state['pos_embed4'][:, 1:], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize('converted', [False, True], ids=['published', 'converted'])
 @pytest.mark.parametrize('kind', ['AgentSwin', 'SAGASwin'])
-def test_vanilla_swin_initialises_what_is_shared(tmp_path: Path, kind: str) -> None:
+def test_vanilla_swin_initialises_what_is_shared(tmp_path: Path, kind: str, converted: bool) -> None:
     state = random_swin([2, 2, 6, 2], (0, 0, 0, 0), ())
-    torch.save({'state_dict': convert(state)}, tmp_path / 'vanilla.pth')
-    init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'vanilla.pth'))
-    model = MODELS.build(dict(type=f'mmgate.{kind}', arch='tiny', init_cfg=init_cfg))
-    model.init_weights()
+    checkpoint = {'state_dict': convert(state) if converted else state}
+    model = start_from(dict(type=f'mmgate.{kind}', arch='tiny'), checkpoint, tmp_path)
     same = dict(rtol=0, atol=0)
     swapped, windows = model.stages[0].blocks[1].attn, model.stages[3].blocks[1].attn.w_msa
     torch.testing.assert_close(swapped.qkv.weight, state['layers.0.blocks.1.attn.qkv.weight'], **same)
@@ -127,6 +143,170 @@ def test_vanilla_swin_initialises_what_is_shared(tmp_path: Path, kind: str) -> N
     del state['layers.0.blocks.0.mlp.fc1.weight']
     with pytest.raises(ValueError, match=r'missing: stages\.0\.blocks\.0\.ffn'):
         convert(state)
+
+
+@pytest.mark.parametrize('layout', ['model', 'detector'])
+@pytest.mark.parametrize('kind', ['pvt', 'swin', 'swin_without_stage_1'])
+def test_published_agents_start_a_backbone(tmp_path: Path, kind: str, layout: str) -> None:
+    """The authors' file as it is: their names, their training script's configuration of a package that is not here."""
+    x = torch.randn(1, 3, 96, 64)
+    dense = layout == 'detector'
+    if kind == 'pvt':
+        state, agents = random_pvt([2, 2, 2, 2], (9, 16, 49, 49), classifier=not dense), (144, 256, 784, 784)
+        expected = agent_pvt(state, x, [2, 2, 2, 2], agents)
+        model = dict(type='mmgate.AgentPVT', num_layers=(2, 2, 2, 2))
+    else:
+        state, agents = swin_state(classifier=not dense), (81, 144, 196, 49)
+        expected = agent_swin(state, x, [2, 2, 6, 2], agents)
+        model = dict(type='mmgate.AgentSwin', depths=(2, 2, 6, 2))
+    if kind == 'swin_without_stage_1':
+        model['out_indices'], expected = (1, 2, 3), expected[1:]
+    foreign = ModuleType('yacs_that_is_not_installed')
+    foreign.CfgNode = type('CfgNode', (dict,), {'__module__': foreign.__name__})
+    sys.modules[foreign.__name__] = foreign
+    named = {f'backbone.{key}': value for key, value in state.items()} if dense else state
+    checkpoint = {'model': named, 'config': foreign.CfgNode(lr=[1]), 'epoch': 299, 'rates': {1: torch.ones(1)}}
+    torch.save(checkpoint, tmp_path / 'max_acc.pth')
+    del sys.modules[foreign.__name__]
+    init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'max_acc.pth'))
+    built = MODELS.build(dict(model, agent_nums=agents, drop_path_rate=0.0, init_cfg=init_cfg))
+    built.init_weights()
+    with torch.no_grad():
+        assert_maps_equal(built.eval()(x), expected)
+
+
+@pytest.mark.parametrize('name', BACKBONES)
+def test_own_checkpoint_starts_a_backbone(tmp_path: Path, name: str) -> None:
+    trained = build(name)
+    for parameter in trained.parameters():
+        nn.init.normal_(parameter)
+    state = {f'backbone.{k}': v for k, v in trained.state_dict().items()}
+    built = start_from(BACKBONES[name], {'state_dict': state, 'meta': {'when': Path('now')}}, tmp_path)
+    torch.testing.assert_close(built.state_dict(), trained.state_dict(), rtol=0, atol=0)
+
+
+def test_mmdets_own_pvtv2_starts_saga(tmp_path: Path) -> None:
+    vanilla = MODELS.build(dict(type='mmdet.PyramidVisionTransformerV2', embed_dims=32, num_layers=[2, 2, 2, 2]))
+    built = start_from(dict(type='mmgate.SAGAPVTv2', arch='b0'), vanilla.state_dict(), tmp_path)
+    torch.testing.assert_close(
+        built.layers[2][1][1].attn.qkv.weight, vanilla.layers[2][1][1].attn.attn.in_proj_weight, rtol=0, atol=0
+    )
+
+
+def test_what_a_backbone_derives_may_be_missing(tmp_path: Path) -> None:
+    state = swin_state(classifier=True)
+    model = dict(type='mmgate.AgentSwin', arch='tiny')
+    complete = start_from(model, state, tmp_path).state_dict()
+    for key in [key for key in state if key.endswith(('relative_position_index', 'attn_mask'))]:
+        del state[key]
+    torch.testing.assert_close(start_from(model, state, tmp_path).state_dict(), complete, rtol=0, atol=0)
+    MODELS.build(model).load_state_dict(convert(state), strict=True)
+
+
+@pytest.mark.parametrize(
+    'trained, model, fault',
+    [
+        (dict(blocks=(2, 2, 2, 0)), dict(blocks=(2, 2, 6, 0)), r'missing: stages\.2\.blocks\.2\.attn\.an_bias'),
+        (dict(blocks=(2, 2, 6, 0)), dict(blocks=(2, 2, 2, 0)), r'unknown: stages\.2\.blocks\.2\.attn\.an_bias'),
+        (dict(), dict(pretrain_agent_nums=(9, 9, 49, 49)), r'shape: stages\.1\.blocks\.0\.attn\.an_bias'),
+        (dict(), dict(pretrain_img_size=256), r'shape: stages\.0\.blocks\.0\.attn\.ah_bias'),
+        (dict(), dict(type='mmgate.SAGASwin'), r'unknown: stages\.0\.blocks\.0\.attn\.an_bias'),
+    ],
+    ids=['more blocks', 'fewer blocks', 'agents', 'image', 'other attention'],
+)
+def test_agents_fill_all_or_are_refused(
+    tmp_path: Path, trained: dict[str, Any], model: dict[str, Any], fault: str
+) -> None:
+    base = dict(type='mmgate.AgentSwin', arch='tiny')
+    with pytest.raises(ValueError, match=fault):
+        start_from({**base, **model}, MODELS.build({**base, **trained}).state_dict(), tmp_path)
+
+
+@pytest.mark.parametrize('name', BACKBONES)
+def test_start_from_scratch(name: str) -> None:
+    """The host's init_weights leaves what it does not know, or would mistake for a convolutional network's, alone."""
+    model = build(name)
+    model.init_weights()
+    networks = [m for m in model.modules() if isinstance(m, TokenFFN)]
+    assert bool(networks) == (name in ('agent_pvt', 'agent_pvt_dense', 'saga_pvt'))
+    for network in networks:
+        for layer in (network.layers[0], network.layers[3]):
+            assert abs(layer.weight.std().item() - 0.02) < 1e-3 and not layer.bias.any()
+    attentions = [m for m in model.modules() if isinstance(m, MapAttention)]
+    for attention in attentions:
+        taps = attention.dwc.kernel_size[0] ** 2
+        assert abs(attention.dwc.weight.std().item() * (3 * taps) ** 0.5 - 1) < 0.1  # uniform up to 1 / sqrt(taps)
+        assert attention.dwc.weight.abs().max() <= taps**-0.5
+        if 'saga' in name:
+            assert not attention.position_encoding.any()
+        else:
+            assert all(abs(getattr(attention, f'{kind}_bias').std().item() - 0.02) < 4e-3 for kind in ('an', 'wa'))
+
+
+class _Drive(http.server.BaseHTTPRequestHandler):
+    """A cloud drive: addresses that end in a slash, one of a file, one of a page."""
+
+    content = b''
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path.startswith(('/f/', '/page/')) else 404)
+        self.end_headers()
+        if self.path.startswith('/f/'):
+            self.wfile.write(self.content)
+        elif self.path.startswith('/page/'):
+            self.wfile.write(b'<!DOCTYPE html>')
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    torch.save({'model': {'weight': torch.ones(3)}}, tmp_path / 'served.pth')
+    monkeypatch.setattr(_Drive, 'content', (tmp_path / 'served.pth').read_bytes())
+    monkeypatch.setenv('no_proxy', '*')
+    monkeypatch.setattr(torch.hub, 'get_dir', lambda: str(tmp_path / 'hub'))
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), _Drive)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f'http://127.0.0.1:{server.server_port}'
+    server.shutdown()
+    server.server_close()
+
+
+def test_downloads_from_a_cloud_drive_once(drive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f'{drive}/f/13fdf0e0a7c5498c934f/?dl=1'
+    assert read_checkpoint(url)['model']['weight'].sum() == 3
+    assert (tmp_path / 'hub/checkpoints/13fdf0e0a7c5498c934f.pth').is_file()
+    monkeypatch.setattr(_Drive, 'content', b'changed')
+    assert read_checkpoint(url)['model']['weight'].sum() == 3
+
+
+def test_one_message_for_a_checkpoint_that_cannot_be_had(drive: str, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r'agent\.pth does not exist .*init_cfg=None'):
+        read_checkpoint('agent.pth')
+    with pytest.raises(ConnectionError, match=r'/gone/ cannot be downloaded \(HTTP Error 404.*init_cfg\.checkpoint'):
+        read_checkpoint(f'{drive}/gone/')
+    with pytest.raises(ValueError, match='cannot be read as a torch checkpoint .*web page'):
+        read_checkpoint(f'{drive}/page/')
+    (tmp_path / 'cut.pth').write_bytes(_Drive.content[:-100])
+    with pytest.raises(ValueError, match='cut short'):
+        read_checkpoint(str(tmp_path / 'cut.pth'))
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return exec, ('import sys; sys.ran = True',)
+
+
+@pytest.mark.parametrize('zipped', [True, False], ids=['zip', 'legacy'])
+def test_no_code_of_a_checkpoint_runs(tmp_path: Path, zipped: bool) -> None:
+    checkpoint = {
+        'model': {'weight': nn.Parameter(torch.ones(2, dtype=torch.bfloat16))},
+        'config': [{_Runs(): _Runs()}],
+    }
+    torch.save(checkpoint, tmp_path / 'x.pth', _use_new_zipfile_serialization=zipped)
+    weight = read_checkpoint(str(tmp_path / 'x.pth'))['model']['weight']
+    assert weight.dtype is torch.bfloat16 and weight.sum() == 2 and not hasattr(sys, 'ran')
 
 
 @pytest.mark.parametrize('name', BACKBONES)
@@ -196,12 +376,37 @@ def test_bias_cache_follows_the_parameters() -> None:
         (dict(type='mmgate.AgentSwin', blocks=(2, 2, 9, 0)), 'no 9 to swap'),
         (dict(type='mmgate.SAGAPVTv2', arch='tiny'), 'b0, b1'),
         (dict(type='mmgate.SAGASwin', attention=dict(gates=False)), 'has no option gates'),
+        (dict(type='mmgate.SAGAPVT', attn_drop_rate=0.1), 'attn_drop_rate=0.1: .* no attention weights'),
+        (dict(type='mmgate.SAGASwin', attn_drop_rate=0.1), 'attn_drop_rate=0.1: .* no attention weights'),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
 def test_wrong_options(config: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         MODELS.build(config)
+
+
+def test_init_cfg_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"init_cfg of AgentPVT must be None or dict\(type='Pretrained'"):
+        build('agent_pvt', init_cfg=dict(type='TruncNormal')).init_weights()
+
+
+def test_backbones_without_mmdet() -> None:
+    """mmseg alone: everything imports, and what asks for a backbone of mmdet's classes is told so in one sentence."""
+    script = (
+        'import sys; sys.modules["mmdet"] = None\n'
+        'import mmgate\n'
+        'from mmgate.registry import MODELS\n'
+        'asked = [lambda: MODELS.build(dict(type="mmgate.AgentPVT", arch="tiny")), lambda: mmgate.models.SAGASwin]\n'
+        'for ask in asked:\n'
+        '    try:\n'
+        '        ask()\n'
+        '    except ImportError as error:\n'
+        '        print(error)\n'
+    )
+    result = subprocess.run([sys.executable, '-W', 'ignore', '-c', script], capture_output=True, text=True)
+    assert "AgentPVT is built on mmdet's PyramidVisionTransformer" in result.stdout, result.stderr
+    assert "SAGASwin is built on mmdet's SwinTransformer" in result.stdout
 
 
 PARAMETERS = [  # millions at the papers' rounding; SAGA Swin-T comes to 32.6, the paper prints 32

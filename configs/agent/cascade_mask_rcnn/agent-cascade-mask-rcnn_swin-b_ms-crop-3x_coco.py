@@ -1,8 +1,11 @@
-_base_ = 'agent-cascade-mask-rcnn_swin-t_ms-crop-3x_coco.py'
+_base_ = '../../vanilla/cascade_mask_rcnn/cascade-mask-rcnn_swin-b_ms-crop-3x_coco.py'
+custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
+# From the authors' ImageNet weights as they are published.
 model = dict(
     backbone=dict(
+        type='mmgate.AgentSwin',
         arch='base',
-        drop_path_rate=0.4,
-        init_cfg=dict(checkpoint='checkpoints/agent_swin_b.pth')),
-    neck=dict(in_channels=[128, 256, 512, 1024]))
+        agent_nums=(81, 144, 196, 49),
+        init_cfg=dict(checkpoint='https://cloud.tsinghua.edu.cn/f/4fcd2d0114bb490483c3/?dl=1')))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -2,4 +2,5 @@
 _base_ = '../../vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py'
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
-model = dict(backbone=dict(type='mmgate.AgentPVT', drop_path_rate=0.0))
+model = dict(backbone=dict(type='mmgate.AgentPVT'))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -1,12 +1,10 @@
 _base_ = '../../vanilla/mask_rcnn/mask-rcnn_pvt-t_1x_coco.py'
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
-# The published weights, converted by tools/model_converters/agent_attention.py.
+# From the authors' ImageNet weights as they are published.
 model = dict(
     backbone=dict(
-        _delete_=True,
         type='mmgate.AgentPVT',
-        arch='tiny',
         agent_nums=(144, 256, 784, 784),
-        drop_path_rate=0.1,
-        init_cfg=dict(type='Pretrained', checkpoint='checkpoints/agent_pvt_t.pth')))
+        init_cfg=dict(checkpoint='https://cloud.tsinghua.edu.cn/f/13fdf0e0a7c5498c934f/?dl=1')))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -1,7 +1,10 @@
-_base_ = 'agent-retinanet_pvt-t_1x_coco.py'
+_base_ = '../../vanilla/retinanet/retinanet_pvt-l_1x_coco.py'
+custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
+# From the authors' ImageNet weights as they are published.
 model = dict(
     backbone=dict(
-        arch='large',
-        drop_path_rate=0.3,
-        init_cfg=dict(checkpoint='checkpoints/agent_pvt_l.pth')))
+        type='mmgate.AgentPVT',
+        agent_nums=(144, 256, 784, 784),
+        init_cfg=dict(checkpoint='https://cloud.tsinghua.edu.cn/f/040cfe0cfbbe4762ad09/?dl=1')))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -1,7 +1,10 @@
-_base_ = 'agent-retinanet_pvt-t_1x_coco.py'
+_base_ = '../../vanilla/retinanet/retinanet_pvt-m_1x_coco.py'
+custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
+# From the authors' ImageNet weights as they are published.
 model = dict(
     backbone=dict(
-        arch='medium',
-        drop_path_rate=0.2,
-        init_cfg=dict(checkpoint='checkpoints/agent_pvt_m.pth')))
+        type='mmgate.AgentPVT',
+        agent_nums=(144, 256, 784, 784),
+        init_cfg=dict(checkpoint='https://cloud.tsinghua.edu.cn/f/4d00ecacf18b45f9b88c/?dl=1')))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -1,7 +1,10 @@
-_base_ = 'agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512.py'
+_base_ = '../../vanilla/semantic_fpn/semantic-fpn_pvt-m_8xb2-40k_ade20k-512x512.py'
+custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
+# From the authors' ImageNet weights as they are published.
 model = dict(
     backbone=dict(
-        arch='medium',
-        drop_path_rate=0.2,
-        init_cfg=dict(checkpoint='checkpoints/agent_pvt_m.pth')))
+        type='mmgate.AgentPVT',
+        agent_nums=(144, 256, 784, 784),
+        init_cfg=dict(checkpoint='https://cloud.tsinghua.edu.cn/f/4d00ecacf18b45f9b88c/?dl=1')))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -1,21 +1,11 @@
 _base_ = 'mmseg::swin/swin-tiny-patch4-window7-in1k-pre_upernet_8xb2-160k_ade20k-512x512.py'
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
-# The published weights, converted by tools/model_converters/agent_attention.py.
+# From the authors' ImageNet weights as they are published.
 model = dict(
     backbone=dict(
-        _delete_=True,
         type='mmgate.AgentSwin',
         arch='tiny',
         agent_nums=(81, 144, 196, 49),
-        drop_path_rate=0.3,
-        init_cfg=dict(type='Pretrained', checkpoint='checkpoints/agent_swin_t.pth')))
-optim_wrapper = dict(
-    paramwise_cfg=dict(
-        custom_keys=dict(
-            an_bias=dict(decay_mult=0.),
-            na_bias=dict(decay_mult=0.),
-            ah_bias=dict(decay_mult=0.),
-            aw_bias=dict(decay_mult=0.),
-            ha_bias=dict(decay_mult=0.),
-            wa_bias=dict(decay_mult=0.))))
+        init_cfg=dict(checkpoint='https://cloud.tsinghua.edu.cn/f/a2ddc1190c224f768a41/?dl=1')))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

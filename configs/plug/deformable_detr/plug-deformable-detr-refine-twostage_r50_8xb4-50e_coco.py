@@ -7,3 +7,4 @@ model = dict(
     attention=dict(
         type='PLuGMultiScaleDeformableAttention',
         path=['encoder.layers.*.self_attn']))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

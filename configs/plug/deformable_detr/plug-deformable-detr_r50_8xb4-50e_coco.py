@@ -6,3 +6,4 @@ model = dict(
     attention=dict(
         type='PLuGMultiScaleDeformableAttention',
         path=['encoder.layers.*.self_attn', 'decoder.layers.*.cross_attn']))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -6,3 +6,4 @@ model = dict(
     attention=dict(
         type='PLuGMultiheadAttention',
         path='decode_head.transformer_decoder.layers.*.self_attn'))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

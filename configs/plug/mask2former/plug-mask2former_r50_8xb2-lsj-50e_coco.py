@@ -7,3 +7,4 @@ model = dict(
     attention=dict(
         type='PLuGMultiheadAttention',
         path='panoptic_head.transformer_decoder.layers.*.self_attn'))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -1,11 +1,6 @@
 _base_ = '../../vanilla/mask_rcnn/mask-rcnn_pvt-t_1x_coco.py'
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
-# The authors have published no weights: init_cfg=None starts from scratch.
-model = dict(
-    backbone=dict(
-        _delete_=True,
-        type='mmgate.SAGAPVT',
-        arch='tiny',
-        drop_path_rate=0.1,
-        init_cfg=None))
+# From PVT's own ImageNet weights, which fill what is shared; the paper trained its own and published none.
+model = dict(backbone=dict(type='mmgate.SAGAPVT'))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

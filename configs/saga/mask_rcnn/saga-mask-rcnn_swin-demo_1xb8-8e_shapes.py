@@ -12,3 +12,4 @@ model = dict(
         num_heads=(1, 2, 4, 8),
         blocks=(2, 2, 2, 0),
         drop_path_rate=0.0))
+optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -11,6 +11,7 @@ model = dict(
         num_layers=[1, 1, 2, 1],
         num_heads=[1, 2, 4, 8],
         mlp_ratios=[4, 4, 4, 4],
+        drop_path_rate=0.0,
         init_cfg=None),
     neck=dict(in_channels=[32, 64, 128, 256], out_channels=64, num_outs=4),
     rpn_head=dict(

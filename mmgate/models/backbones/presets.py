@@ -1,15 +1,9 @@
-"""Sizes by name, and what the backbones share: presets with overrides, and strict initialisation from a checkpoint."""
+"""Sizes by name: presets with overrides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-from mmengine.logging import print_log
-from mmengine.runner.checkpoint import CheckpointLoader
-from torch import Tensor, nn
-
-from mmgate.layers.map_attention import MapAttention, rename_host_parameters
 
 PRETRAIN_AGENTS = (9, 16, 49, 49)
 
@@ -32,7 +26,7 @@ SWIN = {
 AGENT_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 0, 0), 'base': (2, 2, 2, 0)}
 SAGA_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 18, 0), 'base': (2, 2, 18, 0)}
 
-# what a checkpoint of the vanilla backbone cannot have
+# what a checkpoint of the vanilla backbone cannot have: endings of keys
 OF_THE_ATTENTION = (
     *('.an_bias', '.na_bias', '.ah_bias', '.aw_bias', '.ha_bias', '.wa_bias', '.position_encoding'),
     *('.dwc.weight', '.dwc.bias', '.gate_k.weight', '.gate_k.bias', '.gate_v.weight', '.gate_v.bias'),
@@ -58,50 +52,11 @@ def per_stage(name: str, values: Any, stages: int) -> tuple[int, ...]:
     return tuple(int(value) for value in values)
 
 
-def load_pretrained(backbone: nn.Module, checkpoint: str) -> None:
-    """Load a checkpoint whose keys are this backbone's, bare or with the prefix ``backbone.``.
-
-    Only parameters that a vanilla backbone does not have may be missing; they keep their start. mmdet's names of the
-    vanilla attention will do.
-
-    Raises:
-        ValueError: A key is unknown, missing or of another shape; the message says how to convert a checkpoint.
-    """
-    loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu', logger='current')
-    state = loaded.get('state_dict', loaded.get('model', loaded))
-    if any(key.startswith('backbone.') for key in state):
-        state = {key.removeprefix('backbone.'): value for key, value in state.items() if key.startswith('backbone.')}
-    faults = misfits(backbone, state, may_miss=OF_THE_ATTENTION)
-    if faults:
-        listed = '\n  '.join(faults[:20] + [f'... and {len(faults) - 20} more'] * (len(faults) > 20))
+def no_attention_dropout(fields: Mapping[str, Any]) -> None:
+    """Raise ValueError if attention weights are to be dropped that a linear attention does not have."""
+    rate = fields.get('attn_drop_rate', 0.0)
+    if rate:
         raise ValueError(
-            f'{checkpoint} does not fit {type(backbone).__name__}:\n  {listed}\n'
-            'Convert published checkpoints with tools/model_converters/agent_attention.py first.'
+            f'attn_drop_rate={rate}: SAGA is linear and has no attention weights to drop; leave it at 0 and use '
+            'drop_rate or drop_path_rate.'
         )
-    missing = backbone.load_state_dict(state, strict=False).missing_keys
-    if missing:
-        print_log(f'{checkpoint} leaves {len(missing)} parameters of the attention at their start', logger='current')
-
-
-def misfits(backbone: nn.Module, state: dict[str, Tensor], may_miss: Sequence[str] = ()) -> list[str]:
-    """Return what keeps ``state`` from filling ``backbone``: unknown and missing keys and other shapes.
-
-    Keys of the vanilla attention count as those of the attention in its place.
-
-    Args:
-        backbone: The model.
-        state: Its state dict to be.
-        may_miss: Endings of keys that may be missing.
-    """
-    state = dict(state)
-    for name, module in backbone.named_modules():
-        if isinstance(module, MapAttention):
-            rename_host_parameters(module, state, f'{name}.')
-    own = backbone.state_dict()
-    faults = [f'unknown: {key}' for key in state if key not in own]
-    faults += [f'missing: {key}' for key in own if key not in state and not key.endswith(tuple(may_miss))]
-    return faults + [
-        f'shape: {key} {tuple(value.shape)}, expected {tuple(own[key].shape)}'
-        for key, value in state.items()
-        if key in own and value.shape != own[key].shape
-    ]

@@ -7,14 +7,17 @@ from typing import Any
 
 from mmdet.models.backbones.pvt import PVTEncoderLayer, PyramidVisionTransformer, PyramidVisionTransformerV2
 from mmdet.models.layers import nlc_to_nchw
-from torch import Tensor
+from mmengine.model import trunc_normal_init
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mmgate.layers.map_attention import MapAttention
 from mmgate.layers.token_ffn import TokenFFN
 from mmgate.models.gated import swap_attention
 from mmgate.registry import MODELS
 
-from .presets import PRETRAIN_AGENTS, PVT, PVT_V2, load_pretrained, per_stage, preset
+from .presets import PRETRAIN_AGENTS, PVT, PVT_V2, no_attention_dropout, per_stage, preset
+from .pretrained import load_pretrained
 
 PATCH_NORM_EPS = 1e-5  # of PVT's own patch embeddings, where mmdet has the 1e-6 of the blocks
 
@@ -37,9 +40,7 @@ class _LinearPVT(PyramidVisionTransformer):
         init_cfg: dict | None,
     ) -> None:
         stages = len(fields['num_layers'])
-        super().__init__(
-            **{'sr_ratios': [1] * stages, 'num_stages': stages, **fields}, convert_weights=False, init_cfg=init_cfg
-        )
+        super().__init__(**{'sr_ratios': [1] * stages, 'num_stages': stages, **fields}, init_cfg=init_cfg)
         if not -1 <= frozen_stages <= stages:
             raise ValueError(f'frozen_stages={frozen_stages} must be -1 (none) to {stages}.')
         self.frozen_stages, self.with_cp = frozen_stages, with_cp
@@ -53,10 +54,21 @@ class _LinearPVT(PyramidVisionTransformer):
 
     def init_weights(self) -> None:
         """Initialise from scratch, or strictly from the checkpoint of a ``Pretrained`` init_cfg."""
-        if self.init_cfg is None:
-            super().init_weights()
-        else:
-            load_pretrained(self, self.init_cfg['checkpoint'])
+        if self.init_cfg is not None:
+            load_pretrained(self, self.init_cfg)
+            return
+        super().init_weights()
+        # mmdet's PVT starts every convolution as a deep convolutional network's, which two kinds here are not: the
+        # depthwise one on the values keeps torch's start, and the token network's are PVT's linear layers.
+        for module in self.modules():
+            if isinstance(module, MapAttention):
+                convolution = getattr(module, 'dwc', None)
+                if isinstance(convolution, nn.Conv2d):
+                    convolution.reset_parameters()
+            elif isinstance(module, TokenFFN):
+                for layer in module.layers:
+                    if isinstance(layer, nn.Conv2d):
+                        trunc_normal_init(layer, std=0.02, bias=0.0)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
@@ -106,8 +118,10 @@ class AgentPVT(_LinearPVT):
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         frozen_stages: How many stages, from the first on, are not trained; -1 for none.
         with_cp: Recompute the blocks in the backward pass.
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` with a converted checkpoint, or None.
-        **overrides: Arguments of mmdet's ``PyramidVisionTransformer`` in the place of the preset's.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors, with agent attention
+            or vanilla, and of mmdet are recognised, see :func:`.pretrained.load_pretrained`.
+        **overrides: Arguments of mmdet's ``PyramidVisionTransformer`` in the place of the preset's; ``convert_weights``
+            makes no difference.
 
     Raises:
         ValueError: An unknown ``arch``, or numbers that do not fit the stages.
@@ -146,11 +160,12 @@ class SAGAPVT(_LinearPVT):
         attention: Options of :class:`~mmgate.layers.SAGAAttention` for every stage, such as ``dict(gate=False)``.
         frozen_stages: How many stages, from the first on, are not trained; -1 for none.
         with_cp: Recompute the blocks in the backward pass.
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)``, or None.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of PVT's authors and of mmdet are
+            recognised: a vanilla checkpoint fills what is shared, see :func:`.pretrained.load_pretrained`.
         **overrides: Arguments of mmdet's backbone in the place of the preset's.
 
     Raises:
-        ValueError: An unknown ``arch``.
+        ValueError: An unknown ``arch``, or an ``attn_drop_rate``: there are no attention weights to drop.
 
     Source: SAGA, tables 1 and 2.
     """
@@ -168,6 +183,7 @@ class SAGAPVT(_LinearPVT):
         **overrides: Any,
     ) -> None:
         fields = preset(self.presets, next(iter(self.presets)) if arch is None else arch, overrides)
+        no_attention_dropout(fields)
         rules = [dict(type='SAGAAttention', map_size=size, **(attention or {})) for size in _map_sizes(fields)]
         super().__init__(rules, frozen_stages=frozen_stages, with_cp=with_cp, fields=fields, init_cfg=init_cfg)
 

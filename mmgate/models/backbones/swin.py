@@ -10,7 +10,16 @@ from mmdet.models.backbones.swin import SwinTransformer
 from mmgate.models.gated import swap_attention
 from mmgate.registry import MODELS
 
-from .presets import AGENT_SWIN_BLOCKS, PRETRAIN_AGENTS, SAGA_SWIN_BLOCKS, SWIN, load_pretrained, per_stage, preset
+from .presets import (
+    AGENT_SWIN_BLOCKS,
+    PRETRAIN_AGENTS,
+    SAGA_SWIN_BLOCKS,
+    SWIN,
+    no_attention_dropout,
+    per_stage,
+    preset,
+)
+from .pretrained import load_pretrained
 
 
 class _LinearSwin(SwinTransformer):
@@ -42,7 +51,7 @@ class _LinearSwin(SwinTransformer):
         if self.init_cfg is None:
             super().init_weights()
         else:
-            load_pretrained(self, self.init_cfg['checkpoint'])
+            load_pretrained(self, self.init_cfg)
 
     def train(self, mode: bool = True) -> _LinearSwin:
         """Set the mode; frozen stages stay in evaluation."""
@@ -68,9 +77,10 @@ class AgentSwin(_LinearSwin):
             dense prediction.
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         blocks: How many blocks of each stage, from its first on, have agent attention; the preset's by default.
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` with a converted checkpoint, or None.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors, with agent attention
+            or vanilla, and of mmdet and mmseg are recognised, see :func:`.pretrained.load_pretrained`.
         **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's: ``with_cp``,
-            ``frozen_stages``, ``drop_path_rate``, ``out_indices``, ...
+            ``frozen_stages``, ``drop_path_rate``, ``out_indices``, ...; ``convert_weights`` makes no difference.
 
     Raises:
         ValueError: An unknown ``arch``, or numbers that do not fit the stages.
@@ -108,11 +118,13 @@ class SAGASwin(_LinearSwin):
         arch: ``'tiny'``, ``'small'`` or ``'base'``.
         attention: Options of :class:`~mmgate.layers.SAGAAttention`, such as ``dict(gate=False)``.
         blocks: How many blocks of each stage, from its first on, have SAGA; the preset's by default.
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)``, or None.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors of Swin, of mmdet and
+            mmseg are recognised: a vanilla checkpoint fills what is shared, see :func:`.pretrained.load_pretrained`.
         **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's.
 
     Raises:
-        ValueError: An unknown ``arch``, or numbers that do not fit the stages.
+        ValueError: An unknown ``arch``, numbers that do not fit the stages, or an ``attn_drop_rate``: SAGA has no
+            attention weights to drop.
 
     Source: SAGA, tables 1 and 2. The window of 56 that its parameter counts imply is the whole map at 224 pixels; on a
     larger image the attention, being linear, still sees the whole map.
@@ -129,5 +141,6 @@ class SAGASwin(_LinearSwin):
     ) -> None:
         fields = preset(SWIN, arch, overrides)
         rules = [dict(type='SAGAAttention', map_size=size, **(attention or {})) for size in _map_sizes(fields)]
+        no_attention_dropout(fields)
         swapped = per_stage('blocks', SAGA_SWIN_BLOCKS[arch] if blocks is None else blocks, len(fields['depths']))
         super().__init__(rules, swapped, fields=fields, init_cfg=init_cfg)

@@ -1,0 +1,88 @@
+"""Weight decay of what gates add: the one rule, for whatever constructs the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from torch import nn
+from torch.optim import Optimizer
+
+from mmgate.layers import AgentAttention, GatingModulation, SAGAAttention
+from mmgate.layers.agent import BIASES
+from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
+
+# By class, the parameters that are not decayed; '*' for all of a module's own. Add a gate of your own here.
+UNDECAYED: dict[type[nn.Module], tuple[str, ...]] = {
+    AgentAttention: BIASES,
+    GatingModulation: ('*',),
+    SAGAAttention: ('position_encoding',),
+}
+
+
+def undecayed(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield name and parameter of what a gate adds and weight decay would only pull to zero.
+
+    Scalars of the gating modulation, biases of agent attention, position encodings, RMSNorms. Gate projections are
+    weights like any other and decay.
+    """
+    for prefix, module in model.named_modules():
+        # torch has the class since 2.4, and the layers have one of that name for what is older
+        names: tuple[str, ...] = ('*',) if type(module).__name__ == 'RMSNorm' else ()
+        for kind, listed in UNDECAYED.items():
+            if isinstance(module, kind):
+                names += listed
+        for name, parameter in module.named_parameters(prefix, recurse=False):
+            if '*' in names or name.rpartition('.')[2] in names:
+                yield name, parameter
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class GateOptimWrapperConstructor:
+    """Let another constructor make the optimizer, then take the weight decay off what :func:`undecayed` names.
+
+    mmengine's own constructor exempts BatchNorm, InstanceNorm, GroupNorm and LayerNorm alone, those with a decay by
+    layer go by a parameter's dimensions, and a key of ``custom_keys`` loses to any longer one, such as ``backbone``.
+
+    Args:
+        optim_wrapper_cfg: mmengine's optimizer wrapper config.
+        paramwise_cfg: That of the other constructor, and its registered name under ``constructor``;
+            ``'DefaultOptimWrapperConstructor'`` by default.
+    """
+
+    def __init__(self, optim_wrapper_cfg: dict[str, Any], paramwise_cfg: dict[str, Any] | None = None) -> None:
+        options = dict(paramwise_cfg or {})
+        host = options.pop('constructor', 'DefaultOptimWrapperConstructor')
+        self.host = OPTIM_WRAPPER_CONSTRUCTORS.build(
+            dict(type=host, optim_wrapper_cfg=optim_wrapper_cfg, paramwise_cfg=options or None)
+        )
+
+    def __call__(self, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
+        """Return the optimizer wrapper for ``model``."""
+        wrapper = self.host(model)
+        spared = {id(parameter) for _, parameter in undecayed(model)}
+        wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
+        for one in wrappers:
+            _spare(one.optimizer, spared)
+        return wrapper
+
+
+def _spare(optimizer: Optimizer, spared: set[int]) -> None:
+    """Take the weight decay off the parameters of these ids, which may need groups of their own."""
+    for group in list(optimizer.param_groups):
+        if not group.get('weight_decay'):
+            continue
+        own = [id(parameter) in spared for parameter in group['params']]
+        if all(own):
+            group['weight_decay'] = 0.0
+        elif any(own):
+            rest, taken = _part(group, own, False), _part(group, own, True)
+            group.update(rest)
+            optimizer.add_param_group({**group, **taken, 'weight_decay': 0.0})
+
+
+def _part(group: dict[str, Any], own: list[bool], taken: bool) -> dict[str, list[Any]]:
+    """Return a group's parameters, and their names where a constructor lists them, that are spared or are not."""
+    lists = [key for key in ('params', 'param_names') if len(group.get(key, ())) == len(own)]
+    return {key: [value for value, is_own in zip(group[key], own, strict=True) if is_own is taken] for key in lists}

@@ -1,0 +1,130 @@
+"""The tensors in a checkpoint file, local or published, and nothing else of it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from contextlib import suppress
+from http.client import HTTPException
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from mmengine.dist import barrier, get_dist_info
+from mmengine.runner.checkpoint import CheckpointLoader
+from torch import Tensor
+
+State = dict[str, Tensor]
+TO_DO = 'point init_cfg.checkpoint at a file that you have, or start from scratch with init_cfg=None'
+_PLAIN = {
+    ('collections', 'OrderedDict'),
+    *(('torch._utils', f'_rebuild_{kind}') for kind in ('tensor', 'tensor_v2', 'parameter')),
+    *(('torch', name) for name in ('Size', 'device')),
+}
+
+
+class _Unread:
+    """In the place of every object that is neither a tensor nor a plain container; it takes what pickle gives it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = add = __init__
+
+    def __call__(self, *_: Any, **__: Any) -> _Unread:
+        return self
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = (module, name) in _PLAIN or (module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype))
+        return super().find_class(module, name) if known else _Unread
+
+
+# what torch.load asks of a pickle module
+_TENSORS_ONLY = SimpleNamespace(
+    __name__='mmgate.models.checkpoint_file',
+    Unpickler=_TensorUnpickler,
+    load=lambda file, **kwargs: _TensorUnpickler(file, **kwargs).load(),
+)
+
+
+def read_checkpoint(source: str) -> Any:
+    """Return what the checkpoint at a path or URL holds, with its tensors on the CPU.
+
+    Training scripts pickle their whole configuration beside the weights (the published agent attention does, as a class
+    of a package that need not be installed). Only tensors, numbers, strings and plain containers are loaded; any other
+    object is left empty, and no code of the file runs. A web address is downloaded once into torch's cache; mmengine
+    reads other schemes (``torchvision://``, ``s3://``, ...) in its own way.
+
+    Args:
+        source: Path, or address with a scheme.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ConnectionError: It cannot be downloaded.
+        ValueError: It is no checkpoint, or cut short.
+    """
+    scheme = urlparse(source).scheme if '://' in source else ''
+    if scheme in ('http', 'https'):
+        file = _download(source)
+    elif scheme:
+        return CheckpointLoader.load_checkpoint(source, map_location='cpu', logger='current')
+    else:
+        file = Path(source).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(f'checkpoint {source} does not exist (looked for {file.absolute()}); {TO_DO}.')
+    try:
+        return torch.load(file, map_location='cpu', pickle_module=_TENSORS_ONLY, weights_only=False)
+    except Exception as error:  # torch and pickle raise a dozen kinds
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f'{file} cannot be read as a torch checkpoint ({reason}); it may be cut short, or a web page that was '
+            f'saved in its place. Delete it and download {source} again, or {TO_DO}.'
+        ) from error
+
+
+def tensors(checkpoint: Any) -> State:
+    """Return the tensors under ``model``, ``state_dict`` or at the top of a checkpoint; of a detector, its backbone's.
+
+    Raises:
+        ValueError: There are no tensors where they are expected.
+    """
+    top: Mapping[str, Any] = checkpoint if isinstance(checkpoint, Mapping) else {}
+    state = top.get('state_dict', top.get('model', top))
+    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(
+            'The checkpoint holds no tensors under "model", "state_dict" or at its top; '
+            f'its keys are {", ".join(map(str, list(top)[:8])) or "none"}.'
+        )
+    state = {key.removeprefix('module.'): value for key, value in state.items()}
+    if any(key.startswith('backbone.') for key in state):
+        state = {key.removeprefix('backbone.'): value for key, value in state.items() if key.startswith('backbone.')}
+    return state
+
+
+def _download(url: str) -> Path:
+    """Return the file in torch's cache that holds ``url``, downloaded by one process of a machine if need be."""
+    path = urlparse(url).path
+    # a cloud drive's address ends in a slash: the name is the folder's, which torch and mmengine take for no name
+    name = PurePosixPath(path).name + ('.pth' if path.endswith('/') else '')
+    file = Path(torch.hub.get_dir()) / 'checkpoints' / name
+
+    def fetch() -> None:
+        if not file.is_file():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(url, str(file), progress=get_dist_info()[0] == 0)
+
+    if get_dist_info()[0] == 0:
+        with suppress(OSError, HTTPException):  # raised below, once the others wait no more
+            fetch()
+    barrier()
+    try:
+        fetch()
+    except (OSError, HTTPException) as error:
+        raise ConnectionError(
+            f'{url} cannot be downloaded ({error}). Download it in another way and {TO_DO}.'
+        ) from error
+    return file
