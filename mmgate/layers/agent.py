@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from math import isqrt
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.ops.agent_attention import agent_attention, interpolation_matrix
+from mmgate.ops.library import is_compiling
 from mmgate.registry import MODELS
 
 from .map_attention import MapAttention
+from .start import OwnStart
 
 BLOCK = 7  # side of the maps in an_bias and na_bias
 CACHED_SIZES = 16  # map sizes whose bias factors an evaluation keeps
@@ -21,7 +23,7 @@ BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')
 
 
 @MODELS.register_module()
-class AgentAttention(MapAttention):
+class AgentAttention(OwnStart, MapAttention):
     """Agent attention over an H x W map: ``softmax(Q A^T / sqrt(d) + B2) softmax(A K^T / sqrt(d) + B1) V + DWC(V)``.
 
     The agent tokens A are the queries averaged over a grid of ``sqrt(agent_num)`` cells a side. Both biases are sums of
@@ -44,8 +46,12 @@ class AgentAttention(MapAttention):
     Raises:
         ValueError: A number of agents that is no square, or ``embed_dims`` no multiple of ``num_heads``.
 
+    The biases start normal with deviation 0.02 and the convolution as torch's, whatever a host's ``init_weights`` does.
+
     Source: Agent attention, Eq. 6 and appendix A; the shapes of the biases are those of the authors' checkpoints.
     """
+
+    own = ('dwc', *BIASES)
 
     def __init__(
         self,
@@ -73,11 +79,12 @@ class AgentAttention(MapAttention):
         self.ha_bias = nn.Parameter(torch.empty(1, num_heads, height, 1, n))
         self.wa_bias = nn.Parameter(torch.empty(1, num_heads, 1, width, n))
         self._factors: dict[tuple[int, int], tuple[_Factors, _Factors]] = {}
-        self._cached: list[tuple[int, int, Tensor]] = []  # what the factors were made from
-        self.reset_biases()
+        self._cached: list[tuple[tuple[Any, ...], Tensor]] = []  # what the factors were made from
+        self.reset_start()
 
-    def reset_biases(self) -> None:
-        """Draw the biases from a normal distribution of deviation 0.02, truncated at 2."""
+    def reset_start(self) -> None:
+        """Draw the biases from a normal distribution of deviation 0.02, truncated at 2, and the convolution anew."""
+        self.dwc.reset_parameters()
         for name in BIASES:
             nn.init.trunc_normal_(getattr(self, name), std=0.02)
 
@@ -95,14 +102,17 @@ class AgentAttention(MapAttention):
     def biases(self, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return B1 ``(1, H, n, h w)`` and B2 ``(1, H, h w, n)`` for a map of ``hw_shape``."""
         key = (int(hw_shape[0]), int(hw_shape[1]))
-        caches = not self.training and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        caches = not self.training and not torch.is_grad_enabled() and not is_compiling()
         if caches:
             self._discard_stale_factors()
         factors = self._factors.get(key) if caches else None
         if factors is None:
-            an = self._factorise(self.an_bias, self.ah_bias[0, ..., 0], self.aw_bias[0, :, :, 0], hw_shape)
             rows, columns = self.ha_bias[0, :, :, 0].transpose(1, 2), self.wa_bias[0, :, 0].transpose(1, 2)
-            factors = an, self._factorise(self.na_bias, rows, columns, hw_shape)
+            with _without_autocast(self.an_bias):  # the same factors in and out of autocast
+                factors = (
+                    self._factorise(self.an_bias, self.ah_bias[0, ..., 0], self.aw_bias[0, :, :, 0], hw_shape),
+                    self._factorise(self.na_bias, rows, columns, hw_shape),
+                )
             if caches:
                 while len(self._factors) >= CACHED_SIZES:
                     self._factors.pop(next(iter(self._factors)))
@@ -152,25 +162,27 @@ class AgentAttention(MapAttention):
         )
 
     def _discard_stale_factors(self) -> None:
-        """Empty the cache if a parameter is another tensor, was written to, or (seen on the CPU) holds other numbers.
+        """Empty the cache if a parameter is another tensor, was moved, converted or written to, or holds other numbers.
 
-        A write through ``.data`` moves no counter; comparing numbers finds it, but would stall a GPU.
+        ``.half()`` and ``.cuda()`` keep the parameter and its counter. So does a write through ``.data``, which
+        comparing numbers finds on the CPU; on a GPU that would wait for all work in flight.
         """
         parameters = [getattr(self, name) for name in BIASES]
-        fresh = len(self._cached) == len(parameters) and all(
-            (id(p), p._version) == (identity, version) and (p.device.type != 'cpu' or torch.equal(p, numbers))
-            for p, (identity, version, numbers) in zip(parameters, self._cached, strict=True)
+        marks = [(id(p), p._version, p.device, p.dtype) for p in parameters]
+        fresh = marks == [mark for mark, _ in self._cached] and all(
+            p.device.type != 'cpu' or torch.equal(p, numbers)
+            for p, (_, numbers) in zip(parameters, self._cached, strict=True)
         )
         if not fresh:
             self._factors.clear()
-            self._cached = [(id(p), p._version, p.detach().clone()) for p in parameters]
+            self._cached = [(mark, p.detach().clone()) for mark, p in zip(marks, parameters, strict=True)]
 
     def train(self, mode: bool = True) -> AgentAttention:
         """Set the mode and discard the cached bias factors."""
         self._cached.clear()
         return super().train(mode)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         self._cached.clear()
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -182,6 +194,11 @@ class AgentAttention(MapAttention):
         return (
             f'agents={self.grid}x{self.grid}, pretrained={self.pretrain_grid}x{self.pretrain_grid}, map={self.map_size}'
         )
+
+
+def _without_autocast(like: Tensor) -> AbstractContextManager[Any]:
+    kind = like.device.type
+    return nullcontext() if kind == 'meta' else torch.autocast(kind, enabled=False)
 
 
 _Factors = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, nn
 
 from mmgate.ops.masks import merge_masks
+
+KEEP_ALL = dict(type='Dropout', drop_prob=0.0)  # mmcv's default
 
 
 class DenseAttention(nn.MultiheadAttention):
@@ -24,15 +27,51 @@ class DenseAttention(nn.MultiheadAttention):
         num_heads: Heads H.
         dropout: Probability of dropping an attention weight.
         bias: Whether the projections have a bias.
+        add_bias_kv: Has to be False: a gate reads inputs, and the key that this would append has none.
+        add_zero_attn: Has to be False, likewise.
+        kdim: Channels of the key input; C by default.
+        vdim: Channels of the value input; C by default.
         batch_first: ``(B, N, C)`` in the place of ``(N, B, C)``.
+        device: Of the parameters.
+        dtype: Of the parameters.
+
+    Raises:
+        ValueError: ``embed_dim`` is no multiple of ``num_heads``, or a key would be appended.
     """
 
     def __init__(
-        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, batch_first: bool = False
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         if embed_dim % num_heads:
             raise ValueError(f'embed_dim={embed_dim} is not a multiple of num_heads={num_heads}.')
-        super().__init__(embed_dim, num_heads, dropout, bias=bias, batch_first=batch_first)
+        appended = [name for name, used in dict(add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn).items() if used]
+        if appended:
+            raise ValueError(
+                f'{type(self).__name__} has no {", ".join(appended)}: no input belongs to the key that is appended, so '
+                'its gate has nothing to read. Leave it at False.'
+            )
+        super().__init__(
+            embed_dim,
+            num_heads,
+            dropout,
+            bias=bias,
+            kdim=kdim,
+            vdim=vdim,
+            batch_first=batch_first,
+            device=device,
+            dtype=dtype,
+        )
         # torch's encoder layers have a fused path in eval mode that reads our weights and skips our forward;
         # it asks for this attribute, which nothing else needs after construction.
         self._qkv_same_embed_dim = False
@@ -101,7 +140,10 @@ class DenseAttention(nn.MultiheadAttention):
 
     def project(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value ``(B, H, N|M, d)``."""
-        weights = self.in_proj_weight.chunk(3)
+        if self.in_proj_weight is None:  # kdim or vdim
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        else:
+            weights = self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         projected = (nn.functional.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
         query, key, value = (self.split_heads(x) for x in projected)
@@ -112,12 +154,19 @@ class DenseAttention(nn.MultiheadAttention):
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     @property
+    def like(self) -> dict[str, Any]:
+        """Device and dtype, as keyword arguments for what a subclass adds."""
+        return dict(device=self.out_proj.weight.device, dtype=self.out_proj.weight.dtype)
+
+    @property
     def _drop(self) -> float:
         return self.dropout if self.training else 0.0
 
 
 class GatedMultiheadAttention(MultiheadAttention):
     """mmcv's ``MultiheadAttention`` around a :class:`DenseAttention`; a subclass names it in ``core``.
+
+    Takes mmcv's arguments, and those that mmcv hands on to torch's module.
 
     Args:
         embed_dims: Channels C.
@@ -128,6 +177,13 @@ class GatedMultiheadAttention(MultiheadAttention):
         init_cfg: mmengine's initialisation config.
         batch_first: ``(B, N, C)`` in the place of ``(N, B, C)``.
         bias: Whether the projections have a bias.
+        add_bias_kv: See :class:`DenseAttention`, as for the following four.
+        add_zero_attn: Has to be False.
+        kdim: Channels of the key input.
+        vdim: Channels of the value input.
+        device: Of the parameters.
+        dtype: Of the parameters.
+        dropout: mmcv's deprecated name for ``attn_drop`` and the probability in ``dropout_layer`` at once.
         **options: The options of ``core``.
     """
 
@@ -139,13 +195,31 @@ class GatedMultiheadAttention(MultiheadAttention):
         num_heads: int,
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
-        dropout_layer: dict | None = None,
+        dropout_layer: dict | None = KEEP_ALL,
         init_cfg: dict | None = None,
         batch_first: bool = False,
         bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        dropout: float | None = None,
         **options: Any,
     ) -> None:
+        of_torch: dict[str, Any] = dict(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn)
+        of_torch.update(kdim=kdim, vdim=vdim, device=device, dtype=dtype)
         super().__init__(
-            embed_dims, num_heads, attn_drop, proj_drop, dropout_layer, init_cfg=init_cfg, batch_first=batch_first
+            embed_dims,
+            num_heads,
+            attn_drop,
+            proj_drop,
+            dropout_layer and dict(dropout_layer),  # mmcv writes a deprecated dropout into it
+            init_cfg=init_cfg,
+            batch_first=batch_first,
+            **of_torch,
+            **({} if dropout is None else dict(dropout=dropout)),
         )
-        self.attn = self.core(embed_dims, num_heads, attn_drop, bias=bias, **options)
+        drop = attn_drop if dropout is None else dropout
+        self.attn = self.core(embed_dims, num_heads, drop, **of_torch, **options)

@@ -11,6 +11,7 @@ from mmgate.registry import MODELS
 
 from .dense import DenseAttention, GatedMultiheadAttention
 from .gml import check_option
+from .rms_norm import RMSNorm
 
 RESIDUALS = ('query', 'input', 'none')
 LAMBDA_INIT = 0.8
@@ -29,7 +30,7 @@ class DifferentialGatedAttention(DenseAttention):
         residual: What is added to the projected output: ``'query'`` (default), the projected queries ``[Q+; Q-]`` of
             section 4.2, ``'input'``, the query input as the paper's figure has it, or ``'none'``, as for text.
         lambda_init: The heads are scaled by ``1 - lambda_init`` after their norm. Default 0.8, fixed.
-        **kwargs: ``bias`` and ``batch_first`` of torch's module.
+        **kwargs: torch's further arguments, see :class:`~mmgate.layers.dense.DenseAttention`.
 
     Raises:
         ValueError: An unknown residual, or an odd head width.
@@ -52,8 +53,8 @@ class DifferentialGatedAttention(DenseAttention):
         if self.head_dim % 2:
             raise ValueError(f'The head width {self.head_dim} must be even, half of it for each stream.')
         self.residual, self.lambda_init = residual, lambda_init
-        self.gate_proj = nn.Linear(embed_dim, num_heads)
-        self.head_norm = nn.RMSNorm(self.head_dim, eps=1e-5)
+        self.gate_proj = nn.Linear(embed_dim, num_heads, **self.like)
+        self.head_norm = RMSNorm(self.head_dim, eps=1e-5).to(**self.like)
 
     def _gate(self, query_input: Tensor) -> Tensor:
         return self.gate_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)

@@ -18,6 +18,19 @@ def check_option(name: str, value: object, allowed: tuple[str, ...]) -> None:
         raise ValueError(f'{name}={value!r} is unknown; choose one of {", ".join(allowed)}.')
 
 
+def _draw(weight: Tensor, bias: Tensor, inputs: int) -> None:
+    """The start of :func:`xavier_` for scalars kept in one dimension, ``inputs`` for each of the biases."""
+    xavier = (6 / (inputs + bias.numel())) ** 0.5
+    weight.uniform_(-xavier, xavier)
+    bias.uniform_(-(inputs**-0.5), inputs**-0.5)
+
+
+def xavier_(projection: nn.Linear) -> None:
+    """Start a gate projection as a detector does: xavier-uniform weights, torch's biases."""
+    projection.reset_parameters()
+    nn.init.xavier_uniform_(projection.weight)
+
+
 class GatingModulation(nn.Module):
     """Map every raw gate logit ``r`` to a gate ``G`` by two scalar factors ``gA = a r + b`` and ``gB = c r + e``.
 
@@ -27,10 +40,12 @@ class GatingModulation(nn.Module):
             ``'none'`` (A: ``r`` itself, no parameters).
         activation: Applied to the result: ``'none'``, ``'tanh'``, ``'hardtanh'`` or ``'softsign'`` (Tables 5 and 8).
         residual: Whether the host multiplies by ``1 + G``; the identity start is G = 0 then, and G = 1 without.
-        init: ``'identity'`` or ``'paper'``, torch's default for a Linear. With the variant ``'none'`` the host's gate
-            projection has to make the identity.
+        init: ``'identity'`` (default) or ``'paper'``: what detectors make of linear layers, weights uniform in xavier's
+            bounds (``sqrt 2`` for 1 -> 2) and biases in torch's (1). With the variant ``'none'`` the gate projections
+            have to make the identity.
 
-    All parameters are one-dimensional, because detectors run xavier over every parameter that has more dimensions.
+    All parameters are one-dimensional, because detectors run xavier over every parameter that has more dimensions: both
+    starts stay what they are whatever the host does afterwards.
 
     Raises:
         ValueError: An unknown option, or an identity start that a saturating activation rules out (G = 1 without
@@ -73,12 +88,9 @@ class GatingModulation(nn.Module):
         if self.variant == 'none':
             return
         if self.variant == 'mlp':
-            self.hidden_weight.uniform_(-1, 1)  # torch's Linear with one input, in both inits
-            self.hidden_bias.uniform_(-1, 1)
+            _draw(self.hidden_weight, self.hidden_bias, 1)  # in both inits
         if self.init == 'paper':
-            bound = MLP_WIDTH**-0.5 if self.variant == 'mlp' else 1.0
-            self.weight.uniform_(-bound, bound)
-            self.bias.uniform_(-bound, bound)
+            _draw(self.weight, self.bias, MLP_WIDTH if self.variant == 'mlp' else 1)
             return
         self.weight.zero_()
         start: tuple[float, ...] = {'product': (0, 1), 'mlp': (0, 1), 'sum': (0, 0), 'single': (0,)}[self.variant]

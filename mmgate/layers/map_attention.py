@@ -48,7 +48,6 @@ class MapAttention(nn.Module):
         self.proj = nn.Linear(embed_dims, embed_dims)
         self.proj_drop = nn.Dropout(proj_drop)
         self.dropout_layer = build_dropout(dropout_layer) if dropout_layer else nn.Identity()
-        self.register_load_state_dict_pre_hook(rename_host_parameters)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Return the mixed tokens before the output projection.
@@ -75,6 +74,10 @@ class MapAttention(nn.Module):
         """Return ``(B, N, H * d)`` as ``(B, H, N, d)``."""
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        rename_host_parameters(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
     @property
     def _drop(self) -> float:
         return self.attn_drop if self.training else 0.0
@@ -94,8 +97,8 @@ _RENAMED = {
 }
 
 
-def rename_host_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Give a host's parameters under ``prefix`` the names they have here; a load_state_dict pre-hook."""
+def rename_host_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Give a host's parameters under ``prefix`` the names they have in ``module``, in place."""
     for old, new in _RENAMED.items():
         value = state_dict.pop(prefix + old, None)
         if value is not None and new is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from mmgate.ops.ms_deform_attn import POSITIONS, check_backend, ms_deform_attn
 from mmgate.registry import MODELS
 
-from .gml import GatingModulation, check_option
+from .gml import GatingModulation, check_option, xavier_
+from .start import OwnStart
 
 # Table 9, by which of (heads, levels, points) a gate value is specific to
 GRANULARITIES = {
@@ -24,7 +26,7 @@ GRANULARITIES = {
 
 
 @MODELS.register_module()
-class PLuGMultiScaleDeformableAttention(MultiScaleDeformableAttention):
+class PLuGMultiScaleDeformableAttention(OwnStart, MultiScaleDeformableAttention):
     """Multi-scale deformable attention with PLuG's gate, in the place of mmcv's class.
 
     Takes all of mmcv's arguments and keeps its parameter names; ``gate_proj`` and ``gml`` are new.
@@ -40,8 +42,9 @@ class PLuGMultiScaleDeformableAttention(MultiScaleDeformableAttention):
             ``'head'``, ``'level_point'`` or ``'level'``.
         position: ``'pre_softmax'`` (default) or ``'post_softmax'`` (Table 10).
         residual: Multiply by ``1 + G`` (default) or by ``G`` (Table 12).
-        init: ``'identity'`` (default): exactly mmcv's attention until the gate is trained; ``'paper'``: torch's
-            defaults, all that the paper can have used.
+        init: ``'identity'`` (default): exactly mmcv's attention until the gate is trained; ``'paper'``: as the authors'
+            hosts start linear layers, see :class:`GatingModulation`. The gate projection starts xavier-uniform in both,
+            with torch's bias.
         backend: Of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
         **kwargs: mmcv's further arguments: im2col_step, dropout, batch_first, norm_cfg, init_cfg, value_proj_ratio.
 
@@ -51,6 +54,8 @@ class PLuGMultiScaleDeformableAttention(MultiScaleDeformableAttention):
 
     Source: PLuG attention, section 3.2, Eq. 8 to 12.
     """
+
+    own = ('gate_proj', 'gml')
 
     def __init__(
         self,
@@ -77,17 +82,18 @@ class PLuGMultiScaleDeformableAttention(MultiScaleDeformableAttention):
         self.gate_shape = tuple(n if own else 1 for n, own in zip(full, GRANULARITIES[granularity], strict=True))
         self.gate_proj = nn.Linear(embed_dims, torch.Size(self.gate_shape).numel())
         self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init)
-        self._init_gate()
+        self.reset_start()
 
     def init_weights(self) -> None:
         """Initialise as mmcv does, then the gate; detectors call this after a xavier pass over everything."""
-        super().init_weights()
+        MultiScaleDeformableAttention.init_weights(self)
         if hasattr(self, 'gml'):  # mmcv's constructor calls this before the gate exists
-            self._init_gate()
+            self.reset_start()
 
     @torch.no_grad()
-    def _init_gate(self) -> None:
-        self.gate_proj.reset_parameters()
+    def reset_start(self) -> None:
+        """Set the gate's start."""
+        xavier_(self.gate_proj)
         if self.gml.variant == 'none' and self.gml.init == 'identity':
             self.gate_proj.weight.zero_()
             self.gate_proj.bias.fill_(0.0 if self.residual else 1.0)
@@ -122,7 +128,8 @@ class PLuGMultiScaleDeformableAttention(MultiScaleDeformableAttention):
             reference_points: ``(B, Q, L, 2)`` as (x, y), or ``(B, Q, L, 4)`` as (x, y, w, h), in 0 to 1.
             spatial_shapes: ``(L, 2)`` as (height, width), integer.
             level_start_index: ``(L,)``, integer.
-            **kwargs: What mmdet's layers hand to every attention; not used, as in mmcv.
+            **kwargs: mmcv's deprecated ``residual`` for ``identity``, and what mmdet's layers hand to every attention;
+                not used, as in mmcv.
 
         Returns:
             Of the shape of ``query``.
@@ -134,6 +141,9 @@ class PLuGMultiScaleDeformableAttention(MultiScaleDeformableAttention):
             raise ValueError(
                 'reference_points, spatial_shapes and level_start_index are needed by deformable attention.'
             )
+        if 'residual' in kwargs:
+            warnings.warn('"residual" is deprecated, use "identity".', DeprecationWarning, stacklevel=2)
+            identity = kwargs['residual']
         value = query if value is None else value
         identity = query if identity is None else identity
         query = query if query_pos is None else query + query_pos

@@ -11,12 +11,13 @@ from mmgate.ops.plug_attention import attention_map, check_backend, plug_attenti
 from mmgate.registry import MODELS
 
 from .dense import DenseAttention, GatedMultiheadAttention
-from .gml import GatingModulation, check_option
+from .gml import GatingModulation, check_option, xavier_
+from .start import OwnStart
 
 HEADS = ('shared', 'per_head')
 
 
-class PLuGAttention(DenseAttention):
+class PLuGAttention(OwnStart, DenseAttention):
     """Attention whose logits are multiplied by a gate of each query-key pair, a drop-in for torch's module.
 
     ``gate_q_proj``, ``gate_k_proj`` and ``gml`` are the only new parameters.
@@ -31,17 +32,20 @@ class PLuGAttention(DenseAttention):
         activation: ``'tanh'`` (default), ``'hardtanh'``, ``'softsign'`` or ``'none'`` (Table 5).
         position: ``'pre_softmax'`` (default) or ``'post_softmax'`` (Table 10).
         residual: Multiply by ``1 + G`` (default) or by ``G`` (Table 11).
-        init: ``'identity'`` (default) starts as the vanilla attention, ``'paper'`` with torch's defaults.
+        init: ``'identity'`` (default) starts as the vanilla attention; ``'paper'`` as the authors' hosts start linear
+            layers, see :class:`GatingModulation`. The gate projections start xavier-uniform in both, with torch's bias.
         backend: Of :func:`mmgate.ops.plug_attention`.
-        **kwargs: ``bias`` and ``batch_first`` of torch's module.
+        **kwargs: torch's further arguments, see :class:`~mmgate.layers.dense.DenseAttention`.
 
     Raises:
         ValueError: An unknown option, a ratio that leaves no gate channel, or an identity start that the options rule
-            out: G = 1 through a saturating activation, or G = 0 with ``gml='none'``, which would need a zero matrix
-            that detectors overwrite at initialisation.
+            out: G = 1 through a saturating activation, or G = 0 with ``gml='none'``, whose projections would have to be
+            zero.
 
     Source: PLuG attention, section 3.1, Eq. 1 to 7 and Algorithm 1.
     """
+
+    own = ('gate_q_proj', 'gate_k_proj', 'gml')
 
     def __init__(
         self,
@@ -70,9 +74,16 @@ class PLuGAttention(DenseAttention):
             raise ValueError(f'ratio={ratio} of {self.head_dim} channels a head leaves no gate channel.')
         self.gate_heads = 1 if heads == 'shared' else num_heads
         self.position, self.residual, self.backend = position, residual, backend
-        self.gate_q_proj = nn.Linear(embed_dim, self.gate_heads * width)
-        self.gate_k_proj = nn.Linear(embed_dim, self.gate_heads * width)
-        self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init)
+        self.gate_q_proj = nn.Linear(embed_dim, self.gate_heads * width, **self.like)
+        self.gate_k_proj = nn.Linear(self.kdim, self.gate_heads * width, **self.like)
+        self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init).to(**self.like)
+        self.reset_start()
+
+    def reset_start(self) -> None:
+        """Set the gate's start."""
+        xavier_(self.gate_q_proj)
+        xavier_(self.gate_k_proj)
+        self.gml.reset_parameters()
 
     def _gates(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         pairs = zip((self.gate_q_proj, self.gate_k_proj), inputs[:2], strict=True)

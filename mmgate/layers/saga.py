@@ -12,19 +12,20 @@ from mmgate.ops.gated_linear_attention import gated_linear_attention
 from mmgate.registry import MODELS
 
 from .map_attention import MapAttention
+from .start import OwnStart
 
 KERNEL = 5
 
 
 @MODELS.register_module()
-class SAGAAttention(MapAttention):
+class SAGAAttention(OwnStart, MapAttention):
     """Gated linear attention over an H x W map: ``[Q ((K * A)^T (V * B)) + DWC(V)] * G``.
 
-    ``A = sigmoid(x Wa)`` and ``B = sigmoid(x Wb)`` gate keys and values, ``G = x Wg`` the output. The product K^T V is
-    scaled by 1 / N and Q by 1 / sqrt(d), so that the output does not grow with the image; the paper leaves that open.
-    What else it leaves open follows from its parameter counts: a learnt position encoding is added to K, resized
-    bilinearly where the map is not the one of pre-training, and the 5 x 5 depthwise convolution has d channels, shared
-    by the heads.
+    ``A = sigmoid(x Wa)`` and ``B = sigmoid(x Wb)`` gate keys and values, ``G = x Wg`` the output. K^T V is scaled by
+    1 / N, as 1 / sqrt(N) on each factor, and Q by 1 / sqrt(d), so that the output does not grow with the image; the
+    paper leaves that open. What else it leaves open follows from its parameter counts: a learnt position encoding is
+    added to K, resized bilinearly where the map is not the one of pre-training, and the 5 x 5 depthwise convolution has
+    d channels, shared by the heads.
 
     Args:
         embed_dims: Channels C, a multiple of ``num_heads``.
@@ -38,10 +39,14 @@ class SAGAAttention(MapAttention):
             :class:`~mmgate.layers.map_attention.MapAttention`. There are no attention weights to drop.
 
     Raises:
-        ValueError: ``embed_dims`` is no multiple of ``num_heads``.
+        ValueError: ``embed_dims`` is no multiple of ``num_heads``, or ``attn_drop`` is not 0.
+
+    The convolution keeps torch's start and the position encoding starts at 0, whatever a host's ``init_weights`` does.
 
     Source: SAGA, Eq. 9 and 10, Table 4.
     """
+
+    own = ('dwc', 'position_encoding')
 
     def __init__(
         self,
@@ -56,6 +61,11 @@ class SAGAAttention(MapAttention):
         **kwargs: Any,
     ) -> None:
         super().__init__(embed_dims, num_heads, **kwargs)
+        if self.attn_drop:
+            raise ValueError(
+                f'attn_drop={self.attn_drop}: SAGA has no attention weights to drop; leave it at 0, in a backbone '
+                "attn_drop_rate, and use proj_drop, a backbone's drop_rate."
+            )
         self.map_size = (int(map_size[0]), int(map_size[1]))
         bias = self.qkv.bias is not None
         self.gate_k = nn.Linear(embed_dims, embed_dims, bias=bias) if gate else None
@@ -66,6 +76,13 @@ class SAGAAttention(MapAttention):
         )
         tokens = self.map_size[0] * self.map_size[1]
         self.position_encoding = nn.Parameter(torch.zeros(1, tokens, embed_dims)) if position_encoding else None
+
+    def reset_start(self) -> None:
+        """Start the convolution and the position encoding anew."""
+        if self.dwc is not None:
+            self.dwc.reset_parameters()
+        if self.position_encoding is not None:
+            nn.init.zeros_(self.position_encoding)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend linearly, add the convolved values and gate the sum."""

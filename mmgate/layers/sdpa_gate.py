@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isclose
 from typing import Any
 
 import torch
@@ -13,16 +14,28 @@ from mmgate.registry import MODELS
 
 from .dense import DenseAttention, GatedMultiheadAttention
 from .gml import INITS, check_option
+from .start import OwnStart
 
 POSITIONS = ('G1', 'G2', 'G3', 'G4', 'G5')
 GRANULARITIES = ('elementwise', 'headwise')
 FORMS = ('multiplicative', 'additive')
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {'sigmoid': torch.sigmoid, 'silu': F.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    'sigmoid': torch.sigmoid,
+    'silu': F.silu,
+    'ns_sigmoid': lambda x: 0.5 + 0.5 * torch.sigmoid(x),  # not sparse: stays above 1/2
+}
 SILU_ONE = 1.2784645427610738  # silu(x) = 1
+# by form and act, the scale and the bias that make the identity where W = 0; no scale where any will do
+IDENTITIES: dict[tuple[str, str], tuple[float | None, float]] = {
+    ('multiplicative', 'sigmoid'): (2.0, 0.0),
+    ('multiplicative', 'ns_sigmoid'): (4 / 3, 0.0),
+    ('multiplicative', 'silu'): (1.0, SILU_ONE),
+    ('additive', 'silu'): (None, 0.0),
+}
 _INPUT = {'G1': 0, 'G2': 2, 'G3': 1, 'G4': 0, 'G5': 0}  # query, key or value input
 
 
-class SDPAGatedAttention(DenseAttention):
+class SDPAGatedAttention(OwnStart, DenseAttention):
     """Attention with a gate ``s = scale * act(x W + b)`` at one of five places.
 
     Args:
@@ -31,23 +44,27 @@ class SDPAGatedAttention(DenseAttention):
         dropout: Probability of dropping an attention weight.
         position: ``'G1'`` (default): the attention output, per head, before the output projection; ``'G2'``: the value;
             ``'G3'``: the key; ``'G4'``: the query; ``'G5'``: after the output projection.
-        granularity: A score per channel (``'elementwise'``, default) or per head (``'headwise'``).
-        head_shared: All heads share their scores. Default False.
+        granularity: A score per channel (``'elementwise'``, default) or per head (``'headwise'``); there are no heads
+            any more at G5.
+        head_shared: All heads share their scores. Default False; not at G5.
         form: ``'multiplicative'`` (default): ``y * s``, or ``'additive'``: ``y + s``.
-        act: ``'sigmoid'`` (default) or ``'silu'``.
+        act: ``'sigmoid'`` (default), ``'silu'`` or ``'ns_sigmoid'``: ``0.5 + 0.5 sigmoid``, the paper's NS-sigmoid.
         scale: Factor of the score; 1 in the paper (default).
         init: ``'paper'`` (default): W as torch's Linear, b = 0, so that a sigmoid starts around 0.5. ``'identity'``:
-            exactly the vanilla attention, where the form allows it: silu in both forms, and a multiplicative sigmoid
-            with ``scale=2``, whose middle is 1.
-        **kwargs: ``bias`` and ``batch_first`` of torch's module.
+            exactly the vanilla attention, where the form allows it: silu in both forms (multiplicative with
+            ``scale=1``), and multiplied a sigmoid with ``scale=2`` or an ns_sigmoid with ``scale=4/3``, whose middle
+            is 1.
+        **kwargs: torch's further arguments, see :class:`~mmgate.layers.dense.DenseAttention`.
 
     ``x`` is the query input for G1, G4 and G5, the value input for G2 and the key input for G3.
 
     Raises:
-        ValueError: An unknown option, or an identity start that the form does not reach.
+        ValueError: An unknown option, an option of heads at G5, or an identity start that the form does not reach.
 
     Source: Gated attention, section 2: positions G1 to G5 and the gating variants.
     """
+
+    own = ('gate_weight', 'gate_bias')
 
     def __init__(
         self,
@@ -67,42 +84,48 @@ class SDPAGatedAttention(DenseAttention):
         check_option('position', position, POSITIONS)
         check_option('granularity', granularity, GRANULARITIES)
         check_option('form', form, FORMS)
+        act = {'NS-sigmoid': 'ns_sigmoid'}.get(act, act)
         check_option('act', act, tuple(ACTIVATIONS))
         check_option('init', init, INITS)
-        if init == 'identity' and act == 'sigmoid' and (form == 'additive' or scale != 2.0):
+        if position == 'G5' and (granularity == 'headwise' or head_shared):
             raise ValueError(
-                "init='identity' needs a gate that starts as the identity: act='silu', or form='multiplicative' with "
-                f'scale=2 (twice a sigmoid starts at 1); got form={form!r}, act={act!r}, scale={scale}.'
+                "position='G5' gates what the output projection has mixed, where there are no heads: use "
+                f"granularity='elementwise' and head_shared=False; got {granularity!r} and {head_shared}."
             )
+        if init == 'identity':
+            _check_identity(form, act, scale)
         if scale == 0:
             raise ValueError('scale=0 switches the attention off; use a positive scale.')
         super().__init__(embed_dim, num_heads, dropout, **kwargs)
         self.position, self.form, self.act, self.scale, self.init = position, form, act, scale, init
         self.gate_shape = (1 if head_shared else num_heads, self.head_dim if granularity == 'elementwise' else 1)
         outputs = self.gate_shape[0] * self.gate_shape[1]
-        # One dimension, because detectors run xavier over every parameter that has more.
-        self.gate_weight = nn.Parameter(torch.empty(outputs * embed_dim))
-        self.gate_bias = nn.Parameter(torch.empty(outputs))
-        self.reset_gate()
+        inputs = (embed_dim, self.kdim, self.vdim)[_INPUT[position]]
+        self.gate_weight = nn.Parameter(torch.empty(outputs, inputs, **self.like))
+        self.gate_bias = nn.Parameter(torch.empty(outputs, **self.like))
+        self.reset_start()
 
     @torch.no_grad()
-    def reset_gate(self) -> None:
+    def reset_start(self) -> None:
         """Set the start that ``init`` names."""
-        self.gate_bias.zero_()
         if self.init == 'paper':
-            bound = self.embed_dim**-0.5  # torch's Linear
+            bound = self.gate_weight.shape[1] ** -0.5  # torch's Linear
             self.gate_weight.uniform_(-bound, bound)
-            return
-        self.gate_weight.zero_()
-        if self.act == 'silu' and self.form == 'multiplicative':
-            if self.scale != 1.0:
-                raise ValueError(f"init='identity' with act='silu' needs scale=1, got {self.scale}.")
-            self.gate_bias.fill_(SILU_ONE)
+            self.gate_bias.zero_()
+        else:
+            self.gate_weight.zero_()
+            self.gate_bias.fill_(IDENTITIES[self.form, self.act][1])
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        weight = state_dict.get(f'{prefix}gate_weight')
+        if weight is not None and weight.dim() == 1 and weight.numel() == self.gate_weight.numel():  # of mmgate 0.1
+            state_dict[f'{prefix}gate_weight'] = weight.view_as(self.gate_weight)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _gated(self, heads: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Gate ``(B, H, N, d)`` by the input that belongs to the position."""
         x = inputs[_INPUT[self.position]]
-        score = F.linear(x, self.gate_weight.view(-1, self.embed_dim), self.gate_bias)  # (B, N, H|1 * d|1)
+        score = F.linear(x, self.gate_weight, self.gate_bias)  # (B, N, H|1 * d|1)
         score = self.scale * ACTIVATIONS[self.act](score.unflatten(-1, self.gate_shape)).transpose(1, 2)
         return heads * score if self.form == 'multiplicative' else heads + score
 
@@ -139,6 +162,17 @@ class SDPAGatedAttention(DenseAttention):
         query, key, _ = self._gated_projections(query, key, key, inputs)
         logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
         return (logits if bias is None else logits + bias).softmax(-1)
+
+
+def _check_identity(form: str, act: str, scale: float) -> None:
+    if (form, act) not in IDENTITIES:
+        raise ValueError(f"init='identity': an {form} {act} never is the identity; use act='silu' or init='paper'.")
+    needed = IDENTITIES[form, act][0]
+    if needed is not None and not isclose(scale, needed, rel_tol=1e-6):
+        raise ValueError(
+            f"init='identity' with form={form!r} and act={act!r} needs scale={needed:.7g}, where the gate starts at 1; "
+            f'got scale={scale}.'
+        )
 
 
 @MODELS.register_module()

@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from mmdet.models.backbones.pvt import MixFFN
 from torch import Tensor, nn
+
+from .start import OwnStart
 
 CHUNK = 1 << 21  # hidden numbers that exist at a time in inference
 
 
-class TokenFFN(nn.Module):
+class TokenFFN(OwnStart, nn.Module):
     """What mmdet's ``MixFFN`` without its depthwise convolution computes, under the same parameter names.
 
     ``MixFFN`` turns tokens into a map for its 1 x 1 convolutions and back; here they are linear layers on the tokens,
-    and without gradients the hidden layer exists in pieces that stay in the cache.
+    and without gradients the hidden layer exists in pieces that stay in the cache. They start as PVT's linear layers,
+    with deviation 0.02, where mmdet's ``init_weights`` takes them for convolutions (0.03 to 0.18 in PVT-T).
 
     Args:
-        host: The module to replace; its layers are taken over.
+        host: The ``MixFFN`` to replace; its layers are taken over.
 
     Raises:
         ValueError: ``host`` mixes neighbouring tokens (``use_conv=True``).
+
+    Source: Pyramid vision transformer (Wang et al., 2021), the authors' code.
     """
 
-    def __init__(self, host: MixFFN) -> None:
+    own = ('layers',)
+
+    def __init__(self, host: Any) -> None:
         super().__init__()
         if len(host.layers) != 5:
             raise ValueError('TokenFFN replaces a MixFFN without a depthwise convolution.')
         self.layers, self.dropout_layer = host.layers, host.dropout_layer
+
+    def reset_start(self) -> None:
+        """Draw the weights from a normal distribution of deviation 0.02, truncated at 2; no biases."""
+        for layer in (self.layers[0], self.layers[3]):
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
         """Return ``identity`` (``x`` by default) plus the network's output for ``(B, N, C)`` tokens."""

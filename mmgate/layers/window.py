@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
@@ -29,9 +30,8 @@ class GatedWindowMSA(nn.Module):
         self.relative_position_bias_table = nn.Parameter(
             torch.zeros((2 * height - 1) * (2 * width - 1), attn.num_heads)
         )
-        self.register_buffer('relative_position_index', torch.zeros(self.tokens, self.tokens, dtype=torch.long))
+        self.register_buffer('relative_position_index', _relative_positions(height, width))
         self.proj_drop = nn.Dropout(proj_drop)
-        self.register_load_state_dict_pre_hook(_rename_host_parameters)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within windows.
@@ -49,6 +49,16 @@ class GatedWindowMSA(nn.Module):
         heads = self.attn.attend(q, k, v, inputs, bias.to(q.dtype))
         return self.proj_drop(self.attn.merge(heads, q, inputs))
 
+    def _load_from_state_dict(
+        self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        for old, new in _RENAMED.items():
+            if prefix + old in state_dict:
+                state_dict[prefix + new] = state_dict.pop(prefix + old)
+        # follows from the window's size, so that a state dict need not have it
+        state_dict.setdefault(f'{prefix}relative_position_index', self.relative_position_index)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
 
 _RENAMED = {
     'qkv.weight': 'attn.in_proj_weight',
@@ -58,7 +68,9 @@ _RENAMED = {
 }
 
 
-def _rename_host_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    for old, new in _RENAMED.items():
-        if prefix + old in state_dict:
-            state_dict[prefix + new] = state_dict.pop(prefix + old)
+def _relative_positions(height: int, width: int) -> Tensor:
+    """Return ``(N, N)``: the row of the bias table that belongs to a pair of positions of a window."""
+    rows, columns = torch.arange(height).repeat_interleave(width), torch.arange(width).repeat(height)
+    down = rows[:, None] - rows + height - 1
+    right = columns[:, None] - columns + width - 1
+    return down * (2 * width - 1) + right

@@ -12,6 +12,7 @@ import torch
 from mmengine.logging import print_log
 from torch import nn
 
+from mmgate.layers.start import keep_starts
 from mmgate.registry import MODELS
 
 from .adapters import adapter_for, gates_for, hosts_of
@@ -56,7 +57,8 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
             means every attention below that the gate can replace), ``type`` (a registered gate) and the gate's options.
 
     Returns:
-        The names of the replaced modules. Nothing is replaced if anything is wrong.
+        The names of the replaced modules. Nothing is replaced if anything is wrong. From here on the model's
+        ``init_weights`` ends with the gates' own start.
 
     Raises:
         TypeError: A rule is malformed, its type is no gate, or an option is unknown to the gate.
@@ -87,6 +89,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     for name, module in replacements.items():
         parent, _, leaf = name.rpartition('.')
         setattr(model.get_submodule(parent), leaf, module)
+    keep_starts(model)
     return list(replacements)
 
 

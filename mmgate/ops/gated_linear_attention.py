@@ -1,8 +1,8 @@
 """SAGA's gated linear attention, linear in the number of tokens.
 
 Eq. 8: O = Q ((K * A)^T (V * B)), with A and B in (0, 1); q, k, v, gate_k, gate_v are (B, H, N, d).
-The map K^T V is scaled by 1 / N and Q by 1 / sqrt(d), which the paper leaves open: unscaled, the output grows with the
-image.
+The map K^T V is scaled by 1 / N, as 1 / sqrt(N) on K and on V, and Q by 1 / sqrt(d), which the paper leaves open:
+unscaled, the output grows with the image.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ def gated_linear_attention(
     """
     k = k if gate_k is None else k * gate_k
     v = v if gate_v is None else v * gate_v
-    # Both scales go on the small matrix; before the product 1 / N keeps a sum over many tokens within half precision.
-    semantic = (k * (1 / k.shape[2])).transpose(-1, -2) @ v  # (B, H, d, d)
+    # Before the product, because a sum over many tokens leaves half precision; on both factors, because 1 / N of one
+    # image on the keys alone falls below it.
+    share = k.shape[2] ** -0.5
+    semantic = (k * share).transpose(-1, -2) @ (v * share)  # (B, H, d, d)
     return q @ (semantic * (q.shape[-1] ** -0.5 if scale is None else scale))

@@ -84,13 +84,22 @@ def attention_map(
 ) -> Tensor:
     """Return the attention weights ``(B, H, N, M)`` of :func:`plug_attention`."""
     logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5  # (B, H, N, M)
-    raw = gate_query @ gate_key.transpose(-1, -2) / gate_query.shape[-1] ** 0.5  # (B, H|1, N, M)
-    gate = modulation(raw)
-    factor = 1 + gate if residual else gate
+    factor = _factor(gate_query, gate_key, modulation, residual)
     if position == 'pre_softmax':
         logits = logits * factor
     weights = (logits if bias is None else logits + bias).softmax(-1)
-    return weights if position == 'pre_softmax' else weights * factor
+    return (weights if position == 'pre_softmax' else weights * factor).to(query.dtype)
+
+
+def _factor(gate_query: Tensor, gate_key: Tensor, modulation: Modulation, residual: bool) -> Tensor:
+    """Return ``1 + G`` or ``G``, ``(B, H|1, N, M)``, in no less than 32 bits.
+
+    In bfloat16 the sum has four values for all G of less than 0.015, where gates start.
+    """
+    raw = gate_query @ gate_key.transpose(-1, -2) / gate_query.shape[-1] ** 0.5
+    gate = modulation(raw)
+    gate = gate.float() if gate.dtype.itemsize < 4 else gate
+    return 1 + gate if residual else gate
 
 
 def reference(
@@ -134,8 +143,7 @@ def _chunked(
         return _checkpointed(step, query, key, value, gate_query, gate_key, modulation, bias, options)
 
     def factor(gate_query: Tensor, gate_key: Tensor) -> Tensor:
-        raw = gate_query @ gate_key.transpose(-1, -2) / gate_query.shape[-1] ** 0.5  # (B, H|1, rows, M)
-        return 1 + modulation(raw) if residual else modulation(raw)
+        return _factor(gate_query, gate_key, modulation, residual)
 
     device = query.device.type
     tensors = (query, key, value, gate_query, gate_key)

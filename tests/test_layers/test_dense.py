@@ -41,11 +41,13 @@ SDPA = {
         f'{p}_{g}': dict(position=p, granularity=g)
         for p in ('G1', 'G2', 'G3', 'G4', 'G5')
         for g in ('elementwise', 'headwise')
+        if (p, g) != ('G5', 'headwise')  # no heads any more
     },
     'shared': dict(head_shared=True),
     'shared_headwise': dict(head_shared=True, granularity='headwise'),
     'additive': dict(form='additive', act='silu'),
     'silu': dict(act='silu'),
+    'ns_sigmoid': dict(act='ns_sigmoid'),
 }
 DGSA = {'query': {}, 'input': dict(residual='input'), 'none': dict(residual='none')}
 ALL = {
@@ -116,7 +118,11 @@ def test_plug_identity_start(options: dict, mask: str) -> None:
 
 
 @pytest.mark.parametrize('position', ['G1', 'G2', 'G3', 'G4', 'G5'])
-@pytest.mark.parametrize('options', [dict(act='silu'), dict(act='silu', form='additive'), dict(scale=2.0)], ids=str)
+@pytest.mark.parametrize(
+    'options',
+    [dict(act='silu'), dict(act='silu', form='additive'), dict(scale=2.0), dict(act='ns_sigmoid', scale=4 / 3)],
+    ids=str,
+)
 def test_sdpa_identity_start_and_gradient(options: dict, position: str) -> None:
     vanilla, gated = identity_pair(SDPAGatedAttention, position=position, **options)
     x = inputs()
@@ -216,7 +222,7 @@ def test_chunks_with_dropout_or_a_learnt_bias(monkeypatch: pytest.MonkeyPatch) -
     assert not torch.allclose(whole, output)
 
 
-BEHIND_WEIGHTS = ('sdpa_G1', 'sdpa_G2', 'sdpa_G5', 'sdpa_shared', 'sdpa_additive', 'sdpa_silu')
+BEHIND_WEIGHTS = ('sdpa_G1', 'sdpa_G2', 'sdpa_G5', 'sdpa_shared', 'sdpa_additive', 'sdpa_silu', 'sdpa_ns')
 
 
 @pytest.mark.parametrize('name', [n for n in ALL if not n.startswith(BEHIND_WEIGHTS)])
@@ -242,7 +248,7 @@ def test_sdpa_positions_by_hand() -> None:
         bq, bk, bv = module.in_proj_bias.chunk(3)
         q, k, v = query @ wq.T + bq, key @ wk.T + bk, value @ wv.T + bv
         source = {'G1': query, 'G2': value, 'G3': key, 'G4': query, 'G5': query}[position]
-        s = torch.sigmoid(source @ module.gate_weight.view(2, 2).T + module.gate_bias)
+        s = torch.sigmoid(source @ module.gate_weight.T + module.gate_bias)
         k = k * s if position == 'G3' else k
         q = q * s if position == 'G4' else q
         v = v * s if position == 'G2' else v
@@ -350,6 +356,12 @@ def test_compiles_without_graph_break(name: str) -> None:
         (SDPAGatedAttention, dict(init='identity'), 'scale=2'),
         (SDPAGatedAttention, dict(init='identity', form='additive'), "act='silu'"),
         (SDPAGatedAttention, dict(init='identity', act='silu', scale=2.0), 'scale=1'),
+        (SDPAGatedAttention, dict(init='identity', act='ns_sigmoid'), 'scale=1.333333'),
+        (SDPAGatedAttention, dict(act='relu'), 'sigmoid, silu, ns_sigmoid'),
+        (SDPAGatedAttention, dict(position='G5', granularity='headwise'), 'there are no heads'),
+        (SDPAGatedAttention, dict(position='G5', head_shared=True), 'there are no heads'),
+        (PLuGAttention, dict(add_bias_kv=True), 'has no add_bias_kv'),
+        (SDPAGatedMultiheadAttention, dict(add_zero_attn=True), 'has no add_zero_attn'),
         (SDPAGatedAttention, dict(granularity='head'), 'elementwise, headwise'),
         (DifferentialGatedAttention, dict(residual='q'), 'query, input, none'),
     ],
@@ -357,6 +369,98 @@ def test_compiles_without_graph_break(name: str) -> None:
 def test_bad_options(cls: type, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cls(C, H, **options)
+
+
+def test_the_papers_spelling_of_ns_sigmoid() -> None:
+    module = SDPAGatedAttention(C, H, act='NS-sigmoid', init='identity', scale=4 / 3)
+    assert module.act == 'ns_sigmoid'
+    nn.init.constant_(module.gate_bias, -100.0)  # not sparse: half of the heads is left
+    heads = torch.ones(1, H, 3, C // H)
+    torch.testing.assert_close(module._gated(heads, (torch.ones(1, 3, C),) * 3), heads * (2 / 3))
+
+
+def test_a_checkpoint_with_the_gate_in_one_dimension_loads() -> None:
+    """As mmgate 0.1 wrote it."""
+    module = build('sdpa_G1_headwise')
+    state = module.state_dict()
+    state['gate_weight'] = state['gate_weight'].flatten()
+    other = SDPAGatedAttention(C, H, batch_first=True, granularity='headwise').double()
+    other.load_state_dict(state)
+    assert torch.equal(other.gate_weight, module.gate_weight) and other.gate_weight.shape == (H, C)
+
+
+@pytest.mark.parametrize('name', ALL)
+def test_keys_and_values_of_other_widths(name: str) -> None:
+    vanilla = nn.MultiheadAttention(C, H, kdim=6, vdim=10, batch_first=True).double()
+    module = build(name, kdim=6, vdim=10)
+    assert not module.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys
+    query, key, value = torch.randn(B, N, C).double(), torch.randn(B, M, 6).double(), torch.randn(B, M, 10).double()
+    output, weights = module(query, key, value, need_weights=True)
+    assert output.shape == (B, N, C) and weights.shape == (B, N, M)
+
+
+def test_mmcv_arguments_reach_the_core() -> None:
+    """mmcv hands what it does not know to torch's module; all of it is taken or refused."""
+    for cls in (PLuGMultiheadAttention, SDPAGatedMultiheadAttention, DifferentialGatedMultiheadAttention):
+        layer = cls(C, H, kdim=6, vdim=10, bias=False, device='meta', dtype=torch.float64)
+        assert (layer.attn.kdim, layer.attn.vdim, layer.attn.in_proj_bias) == (6, 10, None)
+        assert all(p.device.type == 'meta' and p.dtype is torch.float64 for p in layer.parameters())
+        with pytest.warns(DeprecationWarning, match='dropout'):
+            layer = cls(C, H, dropout=0.3)
+        assert layer.attn.dropout == 0.3 and layer.dropout_layer.p == 0.3
+        assert cls(C, H).dropout_layer.p == 0.0, 'the deprecated argument stays with its own layer'
+        with pytest.raises(TypeError, match='bais'):
+            cls(C, H, bais=False)
+
+
+@pytest.mark.parametrize('chunk', [1 << 21, 8 * 3], ids=['whole', 'chunks'])
+@pytest.mark.parametrize('autocast', [False, True], ids=['bfloat16', 'autocast'])
+@pytest.mark.parametrize('position', ['pre_softmax', 'post_softmax'])
+def test_small_gates_count_in_16_bits(
+    monkeypatch: pytest.MonkeyPatch, position: str, autocast: bool, chunk: int
+) -> None:
+    """In bfloat16 1 + G is 1 for all G below 0.0039."""
+    monkeypatch.setattr(plug_module, 'CHUNK', chunk)
+    query, key = (torch.randn(1, 1, 8, 16) * 8).bfloat16(), torch.randn(1, 1, 8, 16).bfloat16()
+    value = torch.eye(8).bfloat16()[None, None]  # the output is the weights
+    gate_query, gate_key = torch.ones(1, 1, 8, 4).bfloat16(), torch.ones(1, 1, 8, 4).bfloat16()
+
+    class Constant(nn.Module):
+        def __init__(self, gate: float) -> None:
+            super().__init__()
+            self.gate = nn.Parameter(torch.tensor(gate))
+
+        def forward(self, r: Tensor) -> Tensor:
+            return torch.full_like(r, 1.0) * self.gate
+
+    def weights(gate: float) -> Tensor:
+        with torch.autocast('cpu', torch.bfloat16, enabled=autocast), torch.no_grad():
+            return plug_module.plug_attention(
+                query, key, value, gate_query, gate_key, Constant(gate), position=position
+            ).float()
+
+    exact = torch.softmax((query @ key.transpose(-1, -2) / 4).double() * 1.0035, -1)
+    if position == 'post_softmax':
+        exact = torch.softmax((query @ key.transpose(-1, -2) / 4).double(), -1) * 1.0035
+    moved = (weights(0.0035) != weights(0.0)).float().mean()
+    assert moved > 0.2, f'{moved:.0%} of the weights know of the gate'
+    torch.testing.assert_close(weights(0.0035).double(), exact, rtol=2**-6, atol=1e-3)
+
+
+def test_rms_norm_is_torchs() -> None:
+    from mmgate.layers.rms_norm import _RMSNorm
+
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(2, 3, 8).to(dtype)
+        norm = _RMSNorm(8, eps=1e-5).to(dtype)
+        nn.init.normal_(norm.weight)
+        expected = x.double() * torch.rsqrt(x.double().square().mean(-1, keepdim=True) + 1e-5) * norm.weight.double()
+        assert norm(x).dtype is dtype
+        torch.testing.assert_close(norm(x).double(), expected, rtol=torch.finfo(dtype).eps * 4, atol=1e-6)
+        if hasattr(nn, 'RMSNorm'):
+            own = nn.RMSNorm(8, eps=1e-5).to(dtype)
+            own.load_state_dict(norm.state_dict())
+            torch.testing.assert_close(norm(x), own(x))
 
 
 def test_bad_sizes_and_masks() -> None:

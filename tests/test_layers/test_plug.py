@@ -142,6 +142,19 @@ def test_granularity_sizes(granularity: str, gates: int) -> None:
     assert sum(p.numel() for p in gated.gml.parameters()) == 4
 
 
+def test_arguments_of_mmcv() -> None:
+    """The constructor's, and the deprecated name of ``identity``."""
+    host = dict(im2col_step=32, dropout=0.0, batch_first=True, norm_cfg=None, init_cfg=None, value_proj_ratio=0.5)
+    vanilla = MultiScaleDeformableAttention(**SIZES, **host)
+    gated = PLuGMultiScaleDeformableAttention(**SIZES, **host)
+    gated.load_state_dict(vanilla.state_dict(), strict=False)
+    call = make_call()
+    call['residual'] = call.pop('identity')
+    with pytest.warns(DeprecationWarning, match='residual'):
+        output = gated(**call)
+    torch.testing.assert_close(output, vanilla(**call), rtol=0, atol=1e-6)
+
+
 def test_identity_survives_the_hosts_xavier() -> None:
     gated = PLuGMultiScaleDeformableAttention(**SIZES, gml='mlp')
     for parameter in gated.parameters():

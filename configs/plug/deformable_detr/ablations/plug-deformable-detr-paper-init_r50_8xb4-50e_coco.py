@@ -1,3 +1,3 @@
 _base_ = '../plug-deformable-detr_r50_8xb4-50e_coco.py'
-# torch's default initialisation of the gate in the place of the identity start
+# the gate starts as detectors start linear layers, not as the identity; the baseline of no-residual
 model = dict(attention=dict(init='paper'))

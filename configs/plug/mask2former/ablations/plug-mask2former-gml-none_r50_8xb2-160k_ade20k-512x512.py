@@ -1,3 +1,3 @@
-_base_ = '../plug-mask2former_r50_8xb2-160k_ade20k-512x512.py'
+_base_ = 'plug-mask2former-paper-init_r50_8xb2-160k_ade20k-512x512.py'
 # Table 4 (A): the activated product alone; it has no identity start
-model = dict(attention=dict(gml='none', init='paper'))
+model = dict(attention=dict(gml='none'))

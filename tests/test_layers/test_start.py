@@ -1,0 +1,216 @@
+"""Starts that hosts do not overwrite."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from mmcv.ops import MultiScaleDeformableAttention
+from torch import Tensor, nn
+
+from mmgate.layers import (
+    AgentAttention,
+    PLuGAttention,
+    PLuGMultiheadAttention,
+    PLuGMultiScaleDeformableAttention,
+    SAGAAttention,
+    SDPAGatedAttention,
+)
+from mmgate.layers.gml import VARIANTS, GatingModulation
+from mmgate.layers.start import keep_starts
+from mmgate.registry import MODELS
+
+C, H = 64, 4
+
+
+def of_two_dimensions(draw: Callable[[Tensor], Any]) -> Callable[[nn.Module], None]:
+    def initialise(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                draw(parameter)
+
+    return initialise
+
+
+def by_module(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.normal_(module.weight, std=5.0)
+            nn.init.zeros_(module.bias)
+
+
+def and_deformable(model: nn.Module) -> None:
+    of_two_dimensions(nn.init.xavier_uniform_)(model)
+    for module in model.modules():
+        if isinstance(module, MultiScaleDeformableAttention):
+            module.init_weights()
+
+
+HOSTS = {
+    'detr': of_two_dimensions(nn.init.xavier_uniform_),
+    'deformable_detr': and_deformable,
+    'mask2former': of_two_dimensions(nn.init.xavier_normal_),
+    'pvt': by_module,
+}
+
+
+class Host(nn.Module):
+    """A model that initialises its layers last, as mmdet's do."""
+
+    def __init__(self, host: str, *layers: nn.Module) -> None:
+        super().__init__()
+        self.host, self.layers = host, nn.ModuleList(layers)
+
+    def init_weights(self) -> None:
+        HOSTS[self.host](self)
+
+
+def initialised(host: str, *layers: nn.Module) -> Host:
+    model = Host(host, *layers)
+    keep_starts(model)
+    model.init_weights()
+    return model
+
+
+def assert_uniform(x: Tensor, bound: float) -> None:
+    """No number beyond the bound, and as far from 0 on average as a uniform distribution's."""
+    assert x.abs().max() <= bound
+    if x.numel() > 200:
+        torch.testing.assert_close(x.std().item(), bound / 3**0.5, rtol=0.1, atol=0)
+
+
+@pytest.mark.parametrize('host', HOSTS)
+@pytest.mark.parametrize('init', ['identity', 'paper'])
+def test_plug_projections_start_xavier_uniform_in_both_forms(init: str, host: str) -> None:
+    sizes: dict[str, Any] = dict(num_levels=4, num_points=4, granularity='head_level_point', init=init)
+    dense, deformable = PLuGAttention(C, H, init=init), PLuGMultiScaleDeformableAttention(C, H, **sizes)
+    built = copy.deepcopy([dense, deformable])
+    model = initialised(host, dense, deformable)
+    for one, other in (built, model.layers):
+        for projection in (one.gate_q_proj, one.gate_k_proj, other.gate_proj):
+            assert_uniform(projection.weight, (6 / sum(projection.weight.shape)) ** 0.5)
+            assert_uniform(projection.bias, C**-0.5)
+            assert projection.bias.abs().min() > 0
+        for gml in (one.gml, other.gml):
+            assert (gml.weight.tolist() == [0, 0] and gml.bias.tolist() == [0, 1]) == (init == 'identity')
+
+
+@pytest.mark.parametrize(
+    'variant, bounds',
+    {
+        'product': {'weight': 2**0.5, 'bias': 1},
+        'sum': {'weight': 2**0.5, 'bias': 1},
+        'single': {'weight': 3**0.5, 'bias': 1},
+        'mlp': {'hidden_weight': 1.2**0.5, 'hidden_bias': 1, 'weight': 1, 'bias': 0.5},
+        'none': {},
+    }.items(),
+    ids=VARIANTS[:2] + ('single', 'mlp', 'none'),
+)
+def test_paper_start_of_the_gml(variant: str, bounds: dict[str, float]) -> None:
+    starts = [GatingModulation(variant, init='paper').state_dict() for _ in range(200)]
+    assert all(set(start) == set(bounds) for start in starts)
+    for name, bound in bounds.items():
+        assert_uniform(torch.stack([start[name] for start in starts]), bound)
+
+
+SDPA_IDENTITIES = [
+    dict(act='silu'),
+    dict(scale=2.0),
+    dict(act='ns_sigmoid', scale=4 / 3),
+    dict(act='silu', form='additive'),
+]
+
+
+@pytest.mark.parametrize('host', HOSTS)
+@pytest.mark.parametrize('options', SDPA_IDENTITIES, ids=str)
+def test_sdpa_starts_as_the_vanilla_attention_in_every_host(options: dict, host: str) -> None:
+    """In two dimensions, so that layer-decay constructors see a matrix, and nonetheless zero at the start."""
+    vanilla = nn.MultiheadAttention(C, H, batch_first=True)
+    gated = SDPAGatedAttention(C, H, batch_first=True, init='identity', **options)
+    model = initialised(host, gated)
+    gated.load_state_dict(vanilla.state_dict(), strict=False)
+    assert gated.gate_weight.shape == (C, C)
+    x = torch.randn(2, 5, C)
+    torch.testing.assert_close(model.layers[0](x, x, x)[0], vanilla(x, x, x)[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize('host', HOSTS)
+def test_map_attentions_keep_convolution_and_biases(host: str) -> None:
+    agent = AgentAttention(C, H, map_size=(4, 4), agent_num=4)
+    saga = SAGAAttention(C, H, map_size=(4, 4))
+    initialised(host, agent, saga)
+    assert_uniform(agent.dwc.weight, 1 / 3)
+    assert_uniform(saga.dwc.weight, 1 / 5)
+    for name in ('an_bias', 'na_bias', 'ah_bias', 'ha_bias'):
+        assert 0.01 < getattr(agent, name).std() < 0.03
+    assert torch.count_nonzero(saga.position_encoding) == 0
+
+
+@pytest.mark.parametrize('host', HOSTS)
+def test_what_a_checkpoint_filled_is_not_drawn_anew(host: str) -> None:
+    layer = SDPAGatedAttention(C, H, init='identity', act='silu')
+    state = {name: torch.full_like(value, 0.5) for name, value in layer.state_dict().items()}
+    model = Host('detr', layer)
+    keep_starts(model)
+    layer.load_state_dict(state)
+    model.init_weights()
+    assert torch.equal(layer.gate_bias, state['gate_bias'])
+    other = SDPAGatedAttention(C, H, init='identity', act='silu')
+    other.load_state_dict({'in_proj_weight': state['in_proj_weight']}, strict=False)  # of a vanilla attention
+    initialised(host, other)
+    assert torch.count_nonzero(other.gate_weight) == 0
+
+
+def test_a_model_that_keeps_its_starts_copies_and_pickles() -> None:
+    model = Host('detr', SDPAGatedAttention(C, H, init='identity', act='silu'))
+    keep_starts(model)
+    pickled = io.BytesIO()
+    torch.save(model, pickled)
+    pickled.seek(0)
+    for other in (copy.deepcopy(model), torch.load(pickled, weights_only=False)):
+        nn.init.ones_(other.layers[0].gate_weight)
+        model.init_weights()
+        assert torch.count_nonzero(other.layers[0].gate_weight) == C * C, 'a copy is bound to the original'
+        other.init_weights()
+        assert torch.count_nonzero(other.layers[0].gate_weight) == 0
+
+
+def test_mmcv_wrapper_initialises_by_itself_after_xavier() -> None:
+    layer = PLuGMultiheadAttention(C, H, init='paper')
+    of_two_dimensions(nn.init.xavier_normal_)(layer)
+    layer.init_weights()
+    assert_uniform(layer.attn.gate_q_proj.weight, (6 / (C + C // H)) ** 0.5)
+
+
+TINY = dict(num_layers=(1, 1, 1, 1), drop_path_rate=0.0)
+TINY_SWIN = dict(depths=(1, 1, 1, 1), drop_path_rate=0.0)
+
+
+@pytest.mark.parametrize(
+    'backbone, kernel',
+    [
+        (dict(type='mmgate.AgentPVT', **TINY), 3),
+        (dict(type='mmgate.SAGAPVT', **TINY), 5),
+        (dict(type='mmgate.SAGAPVTv2', **TINY), 5),
+        (dict(type='mmgate.AgentSwin', blocks=(1, 1, 1, 0), **TINY_SWIN), 3),
+        (dict(type='mmgate.SAGASwin', blocks=(1, 1, 1, 0), **TINY_SWIN), 5),
+    ],
+    ids=lambda value: value['type'] if isinstance(value, dict) else '',
+)
+def test_backbones_keep_their_starts(backbone: dict, kernel: int) -> None:
+    """mmdet's PVT would make 0.279 of the 5 x 5 convolution's deviation of 0.116."""
+    model = MODELS.build(backbone)
+    model.init_weights()
+    for name, module in model.named_modules():
+        if name.endswith('dwc'):
+            assert_uniform(module.weight, 1 / kernel)
+        if type(module).__name__ == 'TokenFFN':
+            for layer in (module.layers[0], module.layers[3]):
+                torch.testing.assert_close(layer.weight.std().item(), 0.02, rtol=0.05, atol=0)
+                assert torch.count_nonzero(layer.bias) == 0
+        if hasattr(module, 'an_bias'):
+            assert 0.015 < module.an_bias.std() < 0.025
