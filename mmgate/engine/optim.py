@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 
 from mmgate.layers import AgentAttention, GatingModulation, SAGAAttention
 from mmgate.layers.agent import BIASES
+from mmgate.layers.rms_norm import RMSNorm
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 # By class, the parameters that are not decayed; '*' for all of a module's own. Add a gate of your own here.
 UNDECAYED: dict[type[nn.Module], tuple[str, ...]] = {
     AgentAttention: BIASES,
     GatingModulation: ('*',),
+    RMSNorm: ('*',),
     SAGAAttention: ('position_encoding',),
 }
 
@@ -28,8 +30,7 @@ def undecayed(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     weights like any other and decay.
     """
     for prefix, module in model.named_modules():
-        # torch has the class since 2.4, and the layers have one of that name for what is older
-        names: tuple[str, ...] = ('*',) if type(module).__name__ == 'RMSNorm' else ()
+        names: tuple[str, ...] = ()
         for kind, listed in UNDECAYED.items():
             if isinstance(module, kind):
                 names += listed

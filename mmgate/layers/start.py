@@ -26,7 +26,7 @@ class OwnStart:
 
     def reset_start(self) -> None:
         """Draw the parameters in ``own`` anew."""
-        raise NotImplementedError(f'{type(self).__name__} says nothing about its start.')
+        raise TypeError(f'{type(self).__name__} says nothing about its start.')
 
     def init_weights(self) -> None:
         """Set the start unless a state dict has set it; mmengine's recursion calls this."""

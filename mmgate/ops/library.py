@@ -63,8 +63,8 @@ class Operator:
         if CAN_REGISTER:
             # torch 2.4 reads the annotations as they stand, which are strings where they are postponed
             run.__annotations__ = typing.get_type_hints(run)
-            options = dict(mutates_args=(), device_types=device_types)
-            self._registered = torch.library.custom_op(f'mmgate::{name}', run, **options)
+            register = torch.library.custom_op(f'mmgate::{name}', mutates_args=(), device_types=device_types)
+            self._registered = register(run)
             self._registered.register_fake(fake)
 
     def __call__(self, *inputs: Any) -> Any:

@@ -7,11 +7,9 @@ from typing import Any
 
 from mmdet.models.backbones.pvt import PVTEncoderLayer, PyramidVisionTransformer, PyramidVisionTransformerV2
 from mmdet.models.layers import nlc_to_nchw
-from mmengine.model import trunc_normal_init
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mmgate.layers.map_attention import MapAttention
 from mmgate.layers.token_ffn import TokenFFN
 from mmgate.models.gated import swap_attention
 from mmgate.registry import MODELS
@@ -56,19 +54,8 @@ class _LinearPVT(PyramidVisionTransformer):
         """Initialise from scratch, or strictly from the checkpoint of a ``Pretrained`` init_cfg."""
         if self.init_cfg is not None:
             load_pretrained(self, self.init_cfg)
-            return
-        super().init_weights()
-        # mmdet's PVT starts every convolution as a deep convolutional network's, which two kinds here are not: the
-        # depthwise one on the values keeps torch's start, and the token network's are PVT's linear layers.
-        for module in self.modules():
-            if isinstance(module, MapAttention):
-                convolution = getattr(module, 'dwc', None)
-                if isinstance(convolution, nn.Conv2d):
-                    convolution.reset_parameters()
-            elif isinstance(module, TokenFFN):
-                for layer in module.layers:
-                    if isinstance(layer, nn.Conv2d):
-                        trunc_normal_init(layer, std=0.02, bias=0.0)
+        else:
+            super().init_weights()
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
