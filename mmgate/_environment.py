@@ -24,7 +24,7 @@ def check_environment() -> None:
         ImportError: mmengine or mmcv's operators cannot be imported, or neither mmdet nor mmseg can.
     """
     found = [problem for problem in map(_problem, ('mmengine', 'mmcv', 'mmcv.ops')) if problem]
-    hosts = {name: _problem(name) for name in HOSTS}
+    hosts = {name: _host_problem(name) for name in HOSTS}
     if all(hosts.values()):
         found += [problem for problem in hosts.values() if problem]
     if found:
@@ -38,7 +38,11 @@ def check_environment() -> None:
 
 def available(package: str) -> bool:
     """Return whether ``package`` can be imported."""
-    return _problem(package) is None
+    return (_host_problem if package in HOSTS else _problem)(package) is None
+
+
+def _host_problem(name: str) -> str | None:
+    return _problem(name) or _problem(f'{name}.models')  # the package itself imports next to nothing
 
 
 def _not_installed(module: str) -> str:
