@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from mmcv.cnn.bricks.transformer import MultiheadAttention
+from mmcv.cnn.bricks.transformer import MultiheadAttention, TransformerLayerSequence
 from torch import Tensor, nn
 
 from mmgate.layers import (
@@ -411,6 +411,31 @@ def test_mmcv_arguments_reach_the_core() -> None:
         assert cls(C, H).dropout_layer.p == 0.0, 'the deprecated argument stays with its own layer'
         with pytest.raises(TypeError, match='bais'):
             cls(C, H, bais=False)
+
+
+@pytest.mark.parametrize(
+    'name', ['PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention', 'DifferentialGatedMultiheadAttention']
+)
+def test_mmcv_builds_its_layers_with_a_gate(name: str) -> None:
+    """By type, with the arguments of configs of its 1.x, deprecated ones included."""
+    attention = dict(type=f'mmgate.{name}', embed_dims=C, num_heads=H)
+    with pytest.warns(DeprecationWarning, match='dropout'):
+        layers = TransformerLayerSequence(
+            num_layers=2,
+            transformerlayers=dict(
+                type='BaseTransformerLayer',
+                attn_cfgs=[dict(attention, dropout=0.1), attention],
+                ffn_cfgs=dict(type='FFN', embed_dims=C, feedforward_channels=8),
+                operation_order=('self_attn', 'norm', 'cross_attn', 'norm', 'ffn', 'norm'),
+            ),
+        )
+    assert [attn.attn.dropout for attn in layers.layers[0].attentions] == [0.1, 0.0]
+    query, memory = torch.randn(N, B, C), torch.randn(M, B, C)
+    assert layers(query, memory, memory).shape == query.shape
+    attn = layers.eval().layers[0].attentions[1]
+    with pytest.warns(DeprecationWarning, match='residual'):
+        output = attn(query, residual=torch.ones_like(query))
+    torch.testing.assert_close(output, attn(query) - query + 1)
 
 
 @pytest.mark.parametrize('chunk', [1 << 21, 8 * 3], ids=['whole', 'chunks'])
