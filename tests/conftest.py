@@ -25,6 +25,7 @@ if 'PYTEST_XDIST_WORKER' in os.environ:
 ROOT = Path(__file__).parents[1]
 
 TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
+half_on_cpu = pytest.mark.skipif(TORCH < (2, 2), reason='torch 2.1 has no matrix product of float16 on the CPU')
 one_graph = pytest.mark.skipif(TORCH < (2, 5), reason='torch.compile breaks the graph at our operators below torch 2.5')
 
 

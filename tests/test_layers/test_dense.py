@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import one_graph
 from mmcv.cnn.bricks.transformer import MultiheadAttention, TransformerLayerSequence
 from torch import Tensor, nn
 
@@ -337,6 +338,7 @@ def test_bf16_autocast(name: str) -> None:
     assert all(torch.isfinite(p.grad).all() for p in module.parameters())
 
 
+@one_graph
 @pytest.mark.parametrize('name', ['plug_default', 'sdpa_G1_elementwise', 'dgsa_query'])
 def test_compiles_without_graph_break(name: str) -> None:
     module, x = build(name), inputs()

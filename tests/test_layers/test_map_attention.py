@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same, values_and_gradients
+from conftest import assert_same, half_on_cpu, values_and_gradients
 from mmdet.models.backbones.swin import WindowMSA
 from published import agent_attention as published_agent_attention
 from torch import nn
@@ -61,6 +61,11 @@ def test_linear_attention_does_not_grow_with_the_image() -> None:
     small = gated_linear_attention(q, k, v)
     large = gated_linear_attention(q.repeat(1, 1, 64, 1), k.repeat(1, 1, 64, 1), v.repeat(1, 1, 64, 1))
     torch.testing.assert_close(large[:, :, :16], small)
+
+
+@half_on_cpu
+def test_linear_attention_of_many_tokens_stays_in_half_precision() -> None:
+    q, k, v = (torch.rand(1, 1, 16, 8) for _ in range(3))
     half = gated_linear_attention(*(x.half().repeat(1, 1, 6400, 1) * 30 for x in (q, k, v)))
     assert half.isfinite().all()
 
@@ -172,6 +177,7 @@ def test_agent_biases_follow_the_device() -> None:
         torch.testing.assert_close(there.cpu(), here)
 
 
+@half_on_cpu
 def test_saga_keeps_small_keys_in_half_precision() -> None:
     """1 / N on the keys alone rounds many of them to 0: an error of 4 % here."""
     q, k, v = torch.randn(3, 1, 1, 64_000, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conftest import one_graph
 from mmcv.ops import MultiScaleDeformableAttention
 from torch import Tensor, nn
 
@@ -171,6 +172,7 @@ def test_paper_init_gates_from_the_start() -> None:
     assert torch.count_nonzero(gated.gate(torch.randn(2, 5, 16))) > 0
 
 
+@one_graph
 def test_layer_compiles_without_graph_break() -> None:
     _, gated = pair()
     call = make_call()
