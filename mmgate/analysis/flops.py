@@ -21,8 +21,8 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import mmgate.ops  # noqa: F401  (registers the operators that have a rule)
 from mmgate.layers import AgentAttention
-from mmgate.ops.library import CAN_REGISTER
 
 PROPOSALS = 1000  # what a two-stage detector's box heads see, as mmdet's own count has it
 MASKS = 100  # and its mask heads
@@ -199,9 +199,10 @@ def _ms_deform_attn(value: Shape, shapes: Shape, start: Shape, locations: Shape,
     return _sampling((*locations[:-1], value[-1]), 5)
 
 
-RULES: dict[Any, Any] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten.grid_sampler_2d: _grid_sample,
+# by namespace and name, because an older torch lacks some
+_RULES: dict[tuple[Any, str], Callable[..., int]] = {
+    (torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu'): _attention,
+    (torch.ops.aten, 'grid_sampler_2d'): _grid_sample,
+    (torch.ops.mmgate, 'ms_deform_sample'): _ms_deform_attn,
 }
-if CAN_REGISTER:
-    RULES[torch.ops.mmgate.ms_deform_sample] = _ms_deform_attn
+RULES = {getattr(space, name): rule for (space, name), rule in _RULES.items() if hasattr(space, name)}
