@@ -61,6 +61,23 @@ def test_plug_starts_as_vanilla_and_trains() -> None:
             assert parameter.grad[0] != 0, name
 
 
+def test_gates_have_the_last_word_in_init_weights() -> None:
+    """The head draws every matrix of its decoder from a normal distribution, after all others."""
+    cfg = load()
+    cfg.attention.update(init='paper')
+    model = MODELS.build(cfg)
+    model.init_weights()
+    for name, module in model.named_modules():
+        if name.endswith(('gate_q_proj', 'gate_k_proj')):
+            assert module.weight.abs().max() <= (6 / sum(module.weight.shape)) ** 0.5, name
+    cfg = load()
+    cfg.attention.update(type='SDPAGatedMultiheadAttention', init='identity', scale=2.0)
+    model = MODELS.build(cfg)
+    model.init_weights()
+    gates = [parameter for name, parameter in model.named_parameters() if name.endswith('gate_weight')]
+    assert gates and all(gate.dim() == 2 and torch.count_nonzero(gate) == 0 for gate in gates)
+
+
 @pytest.mark.parametrize('gate', ['PLuG', 'SDPAGated', 'DifferentialGated'])
 def test_bf16_training_step(gate: str) -> None:
     cfg = load()
