@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from mmengine._strategy import FSDPStrategy as MMEngineFSDPStrategy
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.dist import is_distributed
+from mmengine.optim import BaseOptimWrapper
 from mmengine.registry import STRATEGIES as MMENGINE_STRATEGIES
 from mmengine.registry import Registry
 from torch import distributed, nn
@@ -28,7 +30,21 @@ STRATEGIES = Registry('strategy', parent=MMENGINE_STRATEGIES, scope='mmgate')
 
 @STRATEGIES.register_module()
 class FSDPStrategy(MMEngineFSDPStrategy):
-    """mmengine's FSDP strategy that resumes with torch >= 2.1 and runs on a CPU; same arguments, same checkpoints."""
+    """mmengine's FSDP strategy, which resumes with torch >= 2.1, clips by the whole norm and runs on a CPU.
+
+    Arguments and checkpoints are mmengine's.
+    """
+
+    def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> BaseOptimWrapper:
+        """Build the wrapper; its gradients are clipped by their norm over all shards, not by each shard's own."""
+        built = super().build_optim_wrapper(optim_wrapper, model)
+        clipping = getattr(built, 'clip_grad_kwargs', None) or {}
+        if isinstance(model, FullyShardedDataParallel) and getattr(built, 'grad_name', None) == 'grad_norm':
+            unknown = sorted(set(clipping) - {'max_norm', 'norm_type'})
+            if unknown:
+                raise ConfigError(f'optim_wrapper.clip_grad.{unknown[0]}: FSDP clips by max_norm and norm_type alone.')
+            built.clip_func = partial(_clip_shards, model)
+        return built
 
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer's state; mmengine passes torch's arguments in the order that torch 2.0 had."""
@@ -56,9 +72,13 @@ class FSDPStrategy(MMEngineFSDPStrategy):
     def _init_state_dict_cfg(self, state_dict_cfg: str | dict[str, Any]) -> None:
         super()._init_state_dict_cfg(state_dict_cfg)
         if get_device() == 'cpu' and self.state_dict_type == StateDictType.FULL_STATE_DICT:
-            # offloading what is on the CPU already frees the shard that is still in use: torch 2.13 crashes
-            self.state_dict_config = FullStateDictConfig()
-            self.optim_state_dict_config = FullOptimStateDictConfig()
+            # torch 2.13 offloads without a copy: on a CPU it frees a shard in use, and both moments of Adam become one
+            self.state_dict_config = FullStateDictConfig(offload_to_cpu=False)
+            self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=False)
+
+
+def _clip_shards(model: FullyShardedDataParallel, _: list[nn.Parameter], **kwargs: float) -> torch.Tensor:
+    return model.clip_grad_norm_(**kwargs)
 
 
 def prepare_processes(cfg: Config) -> None:

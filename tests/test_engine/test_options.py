@@ -1,4 +1,4 @@
-"""``--cfg-options``: accepted as by the mm tools, warned of where it looks misspelt, refused where it cannot be merged."""
+"""``--cfg-options``: accepted, warned of where it looks misspelt, refused where it cannot be merged."""
 
 from __future__ import annotations
 
