@@ -10,15 +10,22 @@ import argparse
 import os
 import os.path as osp
 import sys
-import warnings
-from collections.abc import Callable
-from copy import deepcopy
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.config import Config, DictAction
 from mmengine.registry import RUNNERS, init_default_scope
-from mmengine.runner import Runner
+from mmengine.runner import FlexibleRunner, Runner
 
-from .preflight import ConfigError, check_checkpoint, check_data, check_options, check_pretrained
+from .backends import check_backends
+from .batch import count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
+from .classes import check_classes
+from .distributed import prepare_processes
+from .hooks import DataError, LoadReportHook, name_broken_files
+from .options import merge_options
+from .preflight import ConfigError, check_amp, check_checkpoint, check_data, check_pretrained
+from .switches import enable_amp, enable_tta, enable_visualization, is_segmentation
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
@@ -32,7 +39,9 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
     except ConfigError as error:
         if os.environ.get('MMGATE_TRACEBACK'):
             raise
-        print(f'error: {error}', file=sys.stderr)
+        # a data loader's worker hands over its traceback in the message, the error last
+        message = str(error).rpartition(f'{DataError.__name__}: ')[2].strip() if isinstance(error, DataError) else error
+        print(f'error: {message}', file=sys.stderr)
         return 2
     return 0
 
@@ -40,26 +49,45 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
 def train(argv: list[str]) -> None:
     """Train the model of a config."""
     parser = _parser('Train a detector or a segmentor')
-    parser.add_argument('--amp', action='store_true', help='train in automatic mixed precision')
-    parser.add_argument('--auto-scale-lr', action='store_true', help='scale the learning rate to the real batch size')
+    parser.add_argument('--amp', action='store_true', help='train in automatic mixed precision (on a GPU)')
+    batch = parser.add_mutually_exclusive_group()
+    batch.add_argument(
+        '--auto-scale-lr',
+        action='store_true',
+        help='scale the learning rate to the images of a step (processes x batch x accumulation)',
+    )
+    batch.add_argument(
+        '--auto-accumulate',
+        action='store_true',
+        help='accumulate gradients until a step has auto_scale_lr.base_batch_size images; what the config counts in '
+        'iterations (max_iters, warm-up, intervals) is stretched alike, so that the optimizer steps stay as many',
+    )
     parser.add_argument(
         '--resume', nargs='?', const='auto', help='go on from this checkpoint, or from the last one in the work dir'
     )
     args = _parse(parser, argv)
     cfg = load_config(args)
+    notes = []
     if args.amp:
         enable_amp(cfg)
+    if args.auto_accumulate:
+        notes.append(enable_auto_accumulate(cfg))
     if args.auto_scale_lr:
         enable_auto_scale_lr(cfg)
     if args.resume == 'auto':
         cfg.resume, cfg.load_from = True, None
     elif args.resume is not None:
         cfg.resume, cfg.load_from = True, args.resume
+    check_amp(cfg)
     check_data(cfg, ('train', 'val'))
     check_pretrained(cfg)
     if cfg.get('load_from'):
-        check_checkpoint(cfg.load_from)
-    build_runner(cfg, trains=True).train()
+        check_checkpoint(cfg.load_from, sharded='strategy' in cfg)
+    runner = build_runner(cfg, trains=True)
+    for note in (*notes, count_accumulation(runner, cfg)):
+        if note:
+            runner.logger.info(note)
+    runner.train()
 
 
 def test(argv: list[str]) -> None:
@@ -71,6 +99,11 @@ def test(argv: list[str]) -> None:
     parser.add_argument('--show-dir', help='folder for painted images (below the work dir)')
     parser.add_argument('--wait-time', type=float, default=2, help='seconds a shown image stays')
     parser.add_argument('--tta', action='store_true', help='test-time augmentation')
+    parser.add_argument(
+        '--allow-mismatch',
+        action='store_true',
+        help="test although the checkpoint has less than half of the model's keys",
+    )
     args = _parse(parser, argv)
     cfg = load_config(args)
     segments = is_segmentation(cfg)
@@ -86,8 +119,9 @@ def test(argv: list[str]) -> None:
         for evaluator in evaluators:
             evaluator.update(output_dir=args.out, keep_results=True)
     check_data(cfg, ('test',))
-    check_checkpoint(args.checkpoint)
+    check_checkpoint(args.checkpoint, sharded='strategy' in cfg)
     runner = build_runner(cfg, trains=False)
+    runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch))
     if args.out and not segments:
         from mmdet.evaluation import DumpDetResults
 
@@ -121,12 +155,11 @@ def load_config(args: argparse.Namespace) -> Config:
     """Read ``args.config``, merge ``args.cfg_options`` and settle the work dir: argument, then config, then file name.
 
     Raises:
-        ConfigError: The file is missing or malformed, or an option names nothing in the config.
+        ConfigError: The file is missing or malformed, or an option cannot be merged into the config.
     """
     cfg = read_config(args.config)
     if args.cfg_options:
-        check_options(cfg, args.cfg_options)
-        cfg.merge_from_dict(args.cfg_options)
+        merge_options(cfg, args.cfg_options)
     cfg.launcher = args.launcher
     name = osp.splitext(osp.basename(cfg.filename))[0]
     cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('./work_dirs', name)
@@ -157,96 +190,49 @@ def read_config(config: str) -> Config:
         raise ConfigError(f'config {path} cannot be read: {type(error).__name__}: {error}') from error
 
 
-def is_segmentation(cfg: Config) -> bool:
-    """Return whether the config is one of mmseg's."""
-    return cfg.get('default_scope') == 'mmseg'
-
-
-def enable_amp(cfg: Config) -> None:
-    """Turn the optimizer wrapper into its mixed-precision form.
-
-    Raises:
-        ConfigError: The wrapper is of a type that has no such form.
-    """
-    kind = cfg.optim_wrapper.get('type', 'OptimWrapper')
-    if kind == 'AmpOptimWrapper':
-        warnings.warn('--amp: the config trains in mixed precision already.', stacklevel=2)
-        return
-    if kind != 'OptimWrapper':
-        raise ConfigError(f'--amp: optim_wrapper.type={kind!r} cannot be converted; only OptimWrapper can.')
-    cfg.optim_wrapper.type = 'AmpOptimWrapper'
-    cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
-
-
-def enable_auto_scale_lr(cfg: Config) -> None:
-    """Scale the learning rate by real over base batch size.
-
-    Raises:
-        ConfigError: The config names no base batch size.
-    """
-    if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
-        raise ConfigError('--auto-scale-lr needs auto_scale_lr.base_batch_size in the config, the batch its lr is for.')
-    cfg.auto_scale_lr.enable = True
-
-
-def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_time: float) -> None:
-    """Draw predictions during testing.
-
-    Raises:
-        ConfigError: The config has no visualization hook.
-    """
-    hook = cfg.get('default_hooks', {}).get('visualization')
-    if hook is None:
-        raise ConfigError('--show and --show-dir need default_hooks.visualization in the config.')
-    hook.draw = True
-    if show:
-        hook.show, hook.wait_time = True, wait_time
-    if show_dir:
-        if is_segmentation(cfg):
-            cfg.visualizer.save_dir = show_dir
-        else:
-            hook.test_out_dir = show_dir
-
-
-def enable_tta(cfg: Config) -> None:
-    """Wrap the model and the pipeline in test-time augmentation: the config's own, else a horizontal flip."""
-    segments = is_segmentation(cfg)
-    if 'tta_model' not in cfg:
-        detector = dict(type='DetTTAModel', tta_cfg=dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100))
-        cfg.tta_model = dict(type='SegTTAModel') if segments else detector
-    dataset = cfg.test_dataloader.dataset
-    while 'dataset' in dataset:
-        dataset = dataset.dataset
-    if 'tta_pipeline' not in cfg:
-        pipeline = deepcopy(dataset.pipeline)
-        meta = ['img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction']
-        pack: dict = dict(type='PackSegInputs') if segments else dict(type='PackDetInputs', meta_keys=['img_id', *meta])
-        # annotations stay outside: they must not be flipped
-        flips = [dict(type='RandomFlip', prob=prob) for prob in (0.0, 1.0)]
-        cfg.tta_pipeline = [*pipeline[:-1], dict(type='TestTimeAug', transforms=[flips, [pack]])]
-    cfg.model = ConfigDict(**cfg.tta_model, module=cfg.model)
-    dataset.pipeline = cfg.tta_pipeline
-
-
-def build_runner(cfg: Config, *, trains: bool) -> Runner:
+def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
     """Return the config's Runner, or the default one, with the loops of training or of testing built.
 
+    Args:
+        cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner.
+        trains: Whether the runner trains or tests.
+
     Raises:
-        ConfigError: A component does not know an argument, or is not registered.
+        ConfigError: A component does not know an argument, or is not registered; a backend cannot run here; the heads
+            do not go with the data set's classes.
     """
     if cfg.get('default_scope') == 'mmdet':
         from mmdet.utils import setup_cache_size_limit_of_dynamo
 
         setup_cache_size_limit_of_dynamo()
     init_default_scope(cfg.get('default_scope') or 'mmengine')
-    try:
+    prepare_processes(cfg)
+    with _buildable():
         runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
-        # The Runner builds these when the loop starts, too late for a typo in a component's arguments.
-        if trains:
-            _ = runner.train_loop, runner.val_loop
+        name_broken_files(runner)
+        # The runners build these when the loop starts, too late for a typo in a component's arguments.
+        if isinstance(runner, FlexibleRunner):
+            runner.model = runner.strategy.build_model(runner.model)
+        elif trains:
             runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
-        else:
-            _ = runner.test_loop
-    except (TypeError, KeyError, ValueError, FileNotFoundError) as error:
-        raise ConfigError(f'the config cannot be built: {type(error).__name__}: {error}') from error
+        _ = (runner.train_loop, runner.val_loop) if trains else runner.test_loop
+    check_backends(runner.model)
+    if trains:
+        model = getattr(runner.model, 'module', runner.model)
+        check_classes(model, runner.train_dataloader.dataset)
     return runner
+
+
+@contextmanager
+def _buildable() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (TypeError, KeyError, ValueError, OSError, AssertionError, ImportError, NotImplementedError) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        reason = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise ConfigError(
+            f'the config cannot be built: {type(error).__name__}: {reason} '
+            f'({place.filename}:{place.lineno}; MMGATE_TRACEBACK=1 shows the traceback)'
+        ) from error

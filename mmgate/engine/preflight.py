@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
+import os
 import os.path as osp
 import re
 import zipfile
@@ -11,55 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmengine.config import Config
-from mmengine.runner import Runner
-
-# What train.py and test.py read from a config beside the Runner's own arguments.
-_TOP_LEVEL = {
-    *('auto_scale_lr', 'custom_imports', 'runner_type', 'tta_model', 'tta_pipeline'),
-    *('find_unused_parameters', 'compile', 'model_wrapper_cfg', 'sync_bn'),
-}
+from mmengine.device import get_device
 
 
 class ConfigError(ValueError):
     """The user's input is wrong; the message says what, what was expected and what to do."""
-
-
-def check_options(cfg: Config, options: Mapping[str, Any]) -> None:
-    """Refuse ``--cfg-options`` that name nothing.
-
-    A new leaf is accepted in a component (a dict with a ``type``), whose constructor knows its arguments, and in a dict
-    without one only if that dict is empty.
-
-    Raises:
-        ConfigError: A key does not exist; the message names the nearest that does.
-    """
-    runner = set(inspect.signature(Runner.__init__).parameters) - {'self'}
-    for key in options:
-        node: Any = cfg
-        walked: list[str] = []
-        parts = key.split('.')
-        for number, part in enumerate(parts):
-            here, last = '.'.join(walked), number == len(parts) - 1
-            if isinstance(node, (list, tuple)):
-                if not (part.isdigit() and int(part) < len(node)):
-                    raise ConfigError(f'--cfg-options {key}: {here} is a list of {len(node)}; use a number below that.')
-                node = node[int(part)]
-            elif isinstance(node, (Config, Mapping)):
-                if part not in node:
-                    known = set(node) | ((runner | _TOP_LEVEL) if not walked else set())
-                    free = part in known or (walked and ('type' in node or not node))
-                    if (last and free) or (free and not walked):
-                        break
-                    near = difflib.get_close_matches(part, sorted(map(str, known)), n=1)
-                    hint = f' Did you mean {".".join([*walked, near[0]])!r}?' if near else ''
-                    place = f'{here} has' if here else 'the config has'
-                    raise ConfigError(
-                        f'--cfg-options {key}: {place} no {part!r}.{hint} Known: {", ".join(sorted(map(str, node)))}.'
-                    )
-                node = node[part]
-            else:
-                raise ConfigError(f'--cfg-options {key}: {here} is {node!r}, which holds no {part!r}.')
-            walked.append(part)
 
 
 def check_data(cfg: Config, splits: Sequence[str]) -> None:
@@ -149,13 +104,26 @@ def mappings(node: Any, where: str = '') -> Iterator[tuple[str, Any]]:
             yield from mappings(value, f'{where}.{number}')
 
 
-def check_checkpoint(path: str) -> None:
+def check_checkpoint(path: str, *, sharded: bool = False) -> None:
     """Refuse a local checkpoint that is missing, cut short or no checkpoint; URLs pass.
+
+    Args:
+        path: File or URL.
+        sharded: Whether a folder with one file a process will do, as FSDP and DeepSpeed write them.
 
     Raises:
         ConfigError: With the reason.
     """
     if '://' in path:
+        return
+    if osp.isdir(path):
+        if not sharded:
+            raise ConfigError(
+                f'checkpoint {path} is a folder, which only a run with runner_type="FlexibleRunner" and the strategy '
+                'that wrote it can read.'
+            )
+        if not any(os.scandir(path)):
+            raise ConfigError(f'checkpoint {path} is an empty folder.')
         return
     if not osp.isfile(path):
         raise ConfigError(f'checkpoint {path} does not exist (looked for {osp.abspath(path)}).')
@@ -166,3 +134,18 @@ def check_checkpoint(path: str) -> None:
             raise ConfigError(f'checkpoint {path} is cut short; copy or download it again.')
     elif head[:1] != b'\x80':  # neither torch's zip nor a pickle of old
         raise ConfigError(f'checkpoint {path} is no torch checkpoint; it starts with {head!r}.')
+
+
+def check_amp(cfg: Config) -> None:
+    """Refuse mixed precision where mmengine has none.
+
+    Raises:
+        ConfigError: The optimizer wrapper is mmengine's AmpOptimWrapper and there is no accelerator.
+    """
+    kind = (cfg.get('optim_wrapper') or {}).get('type')
+    if kind == 'AmpOptimWrapper' and get_device() in ('cpu', 'mps'):
+        raise ConfigError(
+            'mixed precision: AmpOptimWrapper needs a GPU, and there is none here. Leave --amp out; '
+            "if the config itself asks for it, inherit it with optim_wrapper=dict(type='OptimWrapper', _delete_=True, "
+            'optimizer=...).'
+        )

@@ -7,7 +7,7 @@ import torch
 from mmengine.config import Config
 
 from mmgate.engine import cli
-from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data, check_options, check_pretrained
+from mmgate.engine.preflight import ConfigError, check_amp, check_checkpoint, check_data, check_pretrained
 
 
 def make_config(**changes) -> Config:
@@ -27,30 +27,6 @@ def make_config(**changes) -> Config:
         auto_scale_lr=dict(base_batch_size=16),
     )
     return Config({**cfg, **changes})
-
-
-@pytest.mark.parametrize(
-    'key', ['model.backbone.depth', 'model.backbone.with_cp', 'model.init_cfg.x', 'randomness.seed', 'resume']
-)
-def test_options_that_exist_or_are_a_components(key: str) -> None:
-    check_options(make_config(), {key: 1})
-
-
-@pytest.mark.parametrize(
-    'key, message',
-    [
-        ('modle.backbone.depth', "the config has no 'modle'. Did you mean 'model'"),
-        ('model.backbon.depth', "model has no 'backbon'. Did you mean 'model.backbone'"),
-        ('train_dataloader.batch_sise', "Did you mean 'train_dataloader.batch_size'"),
-        ('optim_wrapper.optimizer.lr.x', 'optim_wrapper.optimizer.lr is 0.1'),
-        ('max_epoch', "the config has no 'max_epoch'"),
-        ('model.test_cfg.nmss', "Did you mean 'model.test_cfg.nms'"),
-    ],
-)
-def test_misspelt_options(key: str, message: str) -> None:
-    with pytest.raises(ConfigError) as info:
-        check_options(make_config(), {key: 1})
-    assert message in str(info.value)
 
 
 def test_missing_data_names_the_entry_and_the_place(tmp_path) -> None:
@@ -80,6 +56,14 @@ def test_checkpoints(tmp_path) -> None:
     check_checkpoint(str(tmp_path / 'old.pth'))
     cut.write_bytes(good.read_bytes()[:-30])
     text.write_text('<html>')
+    shards = tmp_path / 'epoch_1.pth'
+    shards.mkdir()
+    with pytest.raises(ConfigError, match='empty folder'):
+        check_checkpoint(str(shards), sharded=True)
+    torch.save({}, shards / 'rank0.pth')
+    check_checkpoint(str(shards), sharded=True)
+    with pytest.raises(ConfigError, match='is a folder, which only a run with runner_type="FlexibleRunner"'):
+        check_checkpoint(str(shards))
     for path, message in ((cut, 'cut short'), (text, 'no torch checkpoint'), (tmp_path / 'none.pth', 'does not exist')):
         with pytest.raises(ConfigError, match=message):
             check_checkpoint(str(path))
@@ -94,6 +78,13 @@ def test_amp() -> None:
     cfg.optim_wrapper.type = 'ApexOptimWrapper'
     with pytest.raises(ConfigError, match='ApexOptimWrapper'):
         cli.enable_amp(cfg)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason='mixed precision runs here')
+def test_amp_without_a_gpu() -> None:
+    check_amp(make_config())
+    with pytest.raises(ConfigError, match='needs a GPU.*Leave --amp out'):
+        check_amp(make_config(optim_wrapper=dict(type='AmpOptimWrapper')))
 
 
 def test_auto_scale_lr() -> None:

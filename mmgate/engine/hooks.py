@@ -1,0 +1,145 @@
+"""What a run says about what it read: how much of a checkpoint fitted, and which file was broken."""
+
+from __future__ import annotations
+
+import os.path as osp
+from typing import Any
+
+from mmengine.dataset import Compose
+from mmengine.hooks import Hook
+from mmengine.model import BaseTTAModel, is_model_wrapper
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .preflight import ConfigError
+
+_IMAGES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp')
+
+
+class LoadReportHook(Hook):
+    """Says before testing how many keys of the model the checkpoint filled, and refuses less than half of them.
+
+    A key counts as filled when loading wrote into its tensor, so that keys which are renamed or resized on loading
+    count. Sharded models (FSDP, DeepSpeed) are not counted: theirs are not the model's own tensors.
+
+    Args:
+        checkpoint: What the message calls it.
+        allow_mismatch: Whether to go on with less than half.
+
+    Raises:
+        ConfigError: Less than half of the keys were filled (from :meth:`before_test`).
+    """
+
+    def __init__(self, checkpoint: str, *, allow_mismatch: bool = False) -> None:
+        self.checkpoint, self.allow_mismatch = checkpoint, allow_mismatch
+        self._before: dict[str, tuple[int, int]] = {}
+        self._given: list[str] = []
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Note the state of every tensor; mmengine calls this when the file is read and nothing is copied yet."""
+        self._given = list(checkpoint.get('state_dict', checkpoint))
+        self._before = _versions(runner.model)
+
+    def before_test(self, runner: Any) -> None:
+        """Report, and refuse."""
+        after = _versions(runner.model)
+        if not self._before or not after:
+            return
+        missing = [key for key, version in after.items() if self._before.get(key) == version]
+        filled = len(after) - len(missing)
+        found = (
+            f'{filled} of {len(after)} keys of {type(_own(runner.model)).__name__} were loaded from {self.checkpoint}, '
+            f'which has {len(self._given)}'
+        )
+        if missing:
+            found += f'; not loaded: {_first(missing)}'
+        if filled < len(after) / 2 and not self.allow_mismatch:
+            raise ConfigError(
+                f'{found}. The checkpoint is of another model (it starts with {_first(self._given)}); test it with its '
+                'own config, or give --allow-mismatch.'
+            )
+        runner.logger.info(f'{found}.')
+
+
+def _own(model: nn.Module) -> nn.Module:
+    while isinstance(model, (DistributedDataParallel, BaseTTAModel)):
+        model = model.module
+    return model
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    own = _own(model)
+    if is_model_wrapper(own):
+        return {}
+    # torch counts writes into a tensor; batch norms' counters are often left out of checkpoints
+    return {
+        key: (id(value), value._version)
+        for key, value in own.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor) and not key.endswith('num_batches_tracked')
+    }
+
+
+def _first(keys: list[str]) -> str:
+    return ', '.join(keys[:3]) + (f' and {len(keys) - 3} more' if len(keys) > 3 else '')
+
+
+class DataError(ConfigError):
+    """A file of the data set cannot be read; the message names it."""
+
+
+class FileNamingCompose(Compose):
+    """A data set's pipeline that raises :class:`DataError` with the file's name where an image is broken.
+
+    Args:
+        pipeline: The pipeline, whose transforms are shared.
+    """
+
+    def __init__(self, pipeline: Compose) -> None:
+        self.transforms = pipeline.transforms
+
+    def __call__(self, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Apply the transforms; any error that no broken file explains stays as it is."""
+        files = {key: value for key, value in data.items() if key.endswith('_path') and isinstance(value, str)}
+        try:
+            return super().__call__(data)
+        except Exception as error:
+            for key, path in files.items():
+                reason = _unreadable(path, error)
+                if reason:
+                    raise DataError(f'{key} {path} {reason}.') from error
+            raise
+
+
+def name_broken_files(runner: Any) -> None:
+    """Make every data loader that ``runner`` is going to build name the files that it cannot read."""
+    build = runner.build_dataloader
+
+    def build_dataloader(*args: Any, **kwargs: Any) -> Any:
+        loader = build(*args, **kwargs)
+        _replace_pipelines(loader.dataset)
+        return loader
+
+    runner.build_dataloader = build_dataloader  # an iteration-based loop starts its workers when it is built
+
+
+def _replace_pipelines(dataset: Any) -> None:
+    if type(getattr(dataset, 'pipeline', None)) is Compose:
+        dataset.pipeline = FileNamingCompose(dataset.pipeline)
+    for inner in [getattr(dataset, 'dataset', None), *(getattr(dataset, 'datasets', None) or ())]:
+        if inner is not None:
+            _replace_pipelines(inner)
+
+
+def _unreadable(path: str, error: Exception) -> str | None:
+    """Return why ``path`` is broken; None if it is sound or cannot be told."""
+    if not osp.isfile(path):
+        return 'does not exist' if isinstance(error, FileNotFoundError) and '://' not in path else None
+    if not path.lower().endswith(_IMAGES):
+        return None
+    try:
+        with Image.open(path) as image:
+            image.load()
+    except Exception as broken:
+        return f'is no image that can be read ({type(broken).__name__}); replace it or take it out of the annotations'
+    return None

@@ -1,0 +1,143 @@
+"""Classes of the heads against classes of the data."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from mmgate.engine.classes import check_classes
+from mmgate.engine.preflight import ConfigError
+
+
+class Head(nn.Module):
+    def __init__(self, **facts: Any) -> None:
+        super().__init__()
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+
+class STDCHead(Head):
+    pass
+
+
+def names(number: int) -> tuple[str, ...]:
+    return tuple(f'c{i}' for i in range(number))
+
+
+def model_of(**heads: Any) -> nn.Module:
+    model = nn.Module()
+    for path, head in heads.items():
+        parent = model
+        *outer, leaf = path.split('__')
+        for part in outer:
+            parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(leaf, nn.ModuleList(head) if isinstance(head, list) else head)
+    return model
+
+
+def data_of(number: int | None, **meta: Any) -> Any:
+    return SimpleNamespace(metainfo={**({} if number is None else dict(classes=names(number))), **meta})
+
+
+PANOPTIC = dict(thing_classes=names(80), stuff_classes=names(53))
+CASES = {
+    'detector': (model_of(bbox_head=Head(num_classes=80)), data_of(80), None),
+    'detector, too few': (model_of(bbox_head=Head(num_classes=80)), data_of(81), 'model.bbox_head.num_classes=81'),
+    'detector, too many': (model_of(bbox_head=Head(num_classes=80)), data_of(20), 'warns'),
+    'proposals have one class': (
+        model_of(rpn_head=Head(num_classes=1), roi_head__bbox_head=Head(num_classes=20)),
+        data_of(20),
+        None,
+    ),
+    'cascade': (
+        model_of(roi_head__bbox_head=[Head(num_classes=20), Head(num_classes=19)]),
+        data_of(20),
+        'model.roi_head.bbox_head.1.num_classes=20',
+    ),
+    'masks without classes': (model_of(mask_head=Head(num_classes=1, class_agnostic=True)), data_of(20), None),
+    'no classes known': (model_of(bbox_head=Head(num_classes=8)), data_of(None), None),
+    'classes by text': (
+        model_of(bbox_head=Head(num_classes=2), language_model=nn.Identity()),
+        data_of(20),
+        None,
+    ),
+    'panoptic': (
+        model_of(panoptic_head=Head(num_things_classes=80, num_stuff_classes=53)),
+        data_of(133, **PANOPTIC),
+        None,
+    ),
+    'panoptic, things': (
+        model_of(panoptic_head=Head(num_things_classes=79, num_stuff_classes=53)),
+        data_of(133, **PANOPTIC),
+        'model.panoptic_head.num_things_classes=80',
+    ),
+    'panoptic, stuff': (
+        model_of(panoptic_head=Head(num_things_classes=80, num_stuff_classes=50)),
+        data_of(133, **PANOPTIC),
+        'model.panoptic_head.num_stuff_classes=53',
+    ),
+    'instances by a panoptic head': (
+        model_of(panoptic_head=Head(num_things_classes=5, num_stuff_classes=0)),
+        data_of(6),
+        'model.panoptic_head.num_things_classes=6',
+    ),
+    'boxes beside a panoptic map': (
+        model_of(roi_head__bbox_head=Head(num_classes=80)),
+        data_of(133, **PANOPTIC),
+        None,
+    ),
+    'segmentor': (model_of(decode_head=Head(num_classes=150, out_channels=150)), data_of(150), None),
+    'segmentor, too few': (
+        model_of(decode_head=Head(num_classes=19, out_channels=19)),
+        data_of(150),
+        'model.decode_head.num_classes=150',
+    ),
+    'auxiliary heads': (
+        model_of(decode_head=Head(num_classes=19), auxiliary_head=[Head(num_classes=19), Head(num_classes=2)]),
+        data_of(19),
+        'model.auxiliary_head.1.num_classes=19',
+    ),
+    'auxiliary boundaries': (
+        model_of(decode_head=Head(num_classes=19), auxiliary_head=[STDCHead(num_classes=2)]),
+        data_of(19),
+        None,
+    ),
+    'two classes, one channel': (model_of(decode_head=Head(num_classes=1, out_channels=1)), data_of(2), None),
+    "mmseg's Mask2Former": (  # whose numbers of things and stuff are defaults that it does not use
+        model_of(decode_head=Head(num_classes=150, num_things_classes=80, num_stuff_classes=53)),
+        data_of(150),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(('model', 'data', 'expected'), list(CASES.values()), ids=list(CASES))
+def test_heads(model: nn.Module, data: Any, expected: str | None) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        if expected in (None, 'warns'):
+            check_classes(model, data)
+        else:
+            with pytest.raises(ConfigError, match=expected):
+                check_classes(model, data)
+    assert [str(w.message) for w in caught if 'predicts' not in str(w.message)] == []
+    assert len(caught) == (expected == 'warns')
+
+
+def test_a_dropped_background_may_be_listed() -> None:
+    data = data_of(151)
+    data.reduce_zero_label = True
+    with pytest.warns(UserWarning, match='reduce_zero_label'):
+        check_classes(model_of(decode_head=Head(num_classes=150)), data)
+
+
+def test_the_message_names_the_innermost_data_set() -> None:
+    data = data_of(3)
+    data.datasets = [SimpleNamespace(dataset=data_of(3))]
+    with pytest.raises(ConfigError, match=r'training data \(SimpleNamespace\) labels 3: c0, c1, c2'):
+        check_classes(model_of(bbox_head=Head(num_classes=2)), data)

@@ -1,0 +1,135 @@
+"""What a run reports: keys loaded, files that cannot be read."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mmengine.dataset import Compose
+from mmengine.runner.checkpoint import _load_checkpoint_to_model
+from PIL import Image
+from torch import nn
+
+from mmgate.engine import cli
+from mmgate.engine.hooks import DataError, FileNamingCompose, LoadReportHook, name_broken_files
+from mmgate.engine.preflight import ConfigError
+
+
+class Renaming(nn.Linear):
+    """Loads a weight by its former name, half as large."""
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
+        if f'{prefix}w' in state_dict:
+            state_dict[f'{prefix}weight'] = state_dict.pop(f'{prefix}w').repeat(2, 1)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def report(given: dict[str, torch.Tensor], allow_mismatch: bool = False) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(Renaming(3, 4), nn.BatchNorm1d(4))
+    lines: list[str] = []
+    runner = SimpleNamespace(model=model, logger=SimpleNamespace(info=lines.append))
+    hook = LoadReportHook('x.pth', allow_mismatch=allow_mismatch)
+    checkpoint = dict(state_dict=given)
+    hook.after_load_checkpoint(runner, checkpoint)
+    _load_checkpoint_to_model(model, checkpoint)
+    hook.before_test(runner)
+    return lines[0]
+
+
+LINEAR = {'0.weight': torch.zeros(4, 3), '0.bias': torch.zeros(4)}
+NORM = {f'1.{name}': torch.ones(4) for name in ('weight', 'bias', 'running_mean', 'running_var')}
+
+
+@pytest.mark.parametrize(
+    ('given', 'line'),
+    [
+        (LINEAR | NORM, '6 of 6 keys of Sequential were loaded from x.pth, which has 6.'),
+        (
+            LINEAR | NORM | {'2.weight': torch.zeros(1)},
+            '6 of 6 keys of Sequential were loaded from x.pth, which has 7.',
+        ),
+        (NORM, '4 of 6 keys of Sequential were loaded from x.pth, which has 4; not loaded: 0.weight, 0.bias.'),
+        ({'0.w': torch.zeros(2, 3), '0.bias': torch.zeros(4)} | NORM, '6 of 6'),
+        (LINEAR | NORM | {'0.weight': torch.zeros(4, 9)}, '5 of 6 keys of Sequential were loaded'),
+    ],
+    ids=['all', 'and more', 'most', 'renamed and resized', 'of another size'],
+)
+def test_keys_are_counted(given: dict[str, torch.Tensor], line: str) -> None:
+    assert line in report(given)
+
+
+def test_less_than_half_is_refused() -> None:
+    other = {f'{key}.x': value for key, value in NORM.items()} | LINEAR
+    with pytest.raises(ConfigError, match=r'2 of 6 keys.*of another model.*--allow-mismatch'):
+        report(other)
+    assert '2 of 6' in report(other, allow_mismatch=True)
+
+
+def read(data: dict[str, Any]) -> dict[str, Any]:
+    Image.open(data['img_path']).load()
+    return data
+
+
+def misread(data: dict[str, Any]) -> dict[str, Any]:
+    return data['nothing']
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> dict[str, str]:
+    Image.new('RGB', (8, 8)).save(tmp_path / 'good.png')
+    (tmp_path / 'cut.png').write_bytes((tmp_path / 'good.png').read_bytes()[:40])
+    (tmp_path / 'empty.jpg').touch()
+    return {name: str(tmp_path / name) for name in ('good.png', 'cut.png', 'empty.jpg', 'none.png')}
+
+
+@pytest.mark.parametrize(
+    ('name', 'message'),
+    [
+        ('cut.png', 'no image that can be read'),
+        ('empty.jpg', 'no image that can be read'),
+        ('none.png', 'does not exist'),
+    ],
+)
+def test_a_broken_file_is_named(images: dict[str, str], name: str, message: str) -> None:
+    pipeline = pickle.loads(pickle.dumps(FileNamingCompose(Compose([read]))))  # as a spawned worker gets it
+    assert pipeline(dict(img_path=images['good.png']))
+    with pytest.raises(DataError, match=rf'img_path .*{name} .*{message}'):
+        pipeline(dict(img_path=images[name], seg_map_path=images['good.png']))
+
+
+def test_an_error_of_a_transform_stays_what_it_is(images: dict[str, str]) -> None:
+    with pytest.raises(KeyError, match='nothing'):
+        FileNamingCompose(Compose([misread]))(dict(img_path=images['good.png'], seg_map_path=images['none.png']))
+
+
+class Images(torch.utils.data.Dataset):
+    def __init__(self, paths: list[str]) -> None:
+        self.paths, self.pipeline = paths, Compose([read])
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.pipeline(dict(img_path=self.paths[index]))
+
+
+@pytest.mark.parametrize('workers', [0, 1])
+def test_the_command_prints_one_line(
+    images: dict[str, str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.delenv('MMGATE_TRACEBACK', raising=False)
+
+    def command(argv: list[str]) -> None:
+        runner = SimpleNamespace(build_dataloader=torch.utils.data.DataLoader)
+        name_broken_files(runner)
+        data = torch.utils.data.ConcatDataset([Images([images['good.png'], images['cut.png']])])
+        list(runner.build_dataloader(data, batch_size=1, num_workers=workers))
+
+    assert cli.main(command, []) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f'error: img_path {images["cut.png"]} is no image') and error.count('\n') == 1
