@@ -28,7 +28,7 @@ def build_structure(cfg: Config) -> nn.Module:
         cfg: The config; only ``model`` and ``default_scope`` are read, and it is left as it is.
 
     Raises:
-        ConfigError: There is no model in it, or the model needs a package that is not installed.
+        ConfigError: There is no model in it, the model needs a package that is not installed, or it cannot be built.
     """
     if 'model' not in cfg:
         raise ConfigError(f'config {cfg.filename} has no model.')
@@ -36,11 +36,18 @@ def build_structure(cfg: Config) -> nn.Module:
     if missing:
         raise ConfigError(f'the model of {cfg.filename} needs {", ".join(missing)}, which is not installed.')
     init_default_scope(cfg.get('default_scope') or 'mmdet')
+    # no part of the structure: what normalises images, which mmseg refuses in two configs, and a teacher's weights
+    apart = {key: None for key in ('data_preprocessor', 'teacher_ckpt') if key in cfg.model}
+    model = {**cfg.model, **apart}
     try:
         with _EmptyOnMeta():
-            return MODELS.build(deepcopy(cfg.model))  # hosts write into the config that they build from
+            return MODELS.build(deepcopy(model))  # hosts write into the config that they build from
     except (RuntimeError, TypeError):  # the model computes with its weights
-        return MODELS.build(deepcopy(cfg.model))
+        pass
+    try:
+        return MODELS.build(deepcopy(model))
+    except (AssertionError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f'the model of {cfg.filename} cannot be built: {type(error).__name__}: {error}') from error
 
 
 @dataclass(frozen=True)

@@ -72,11 +72,12 @@ def tools_of(package: str) -> list[Tool]:
     if folder is None:
         raise ConfigError(f'{package} is not installed.')
     # an editable install has them in the checkout, beside the package
-    root = next((path for path in (folder / '.mim/tools', folder.parent / 'tools') if (path / 'train.py').exists()), None)
+    places = (folder / '.mim/tools', folder.parent / 'tools')
+    root = next((place for place in places if (place / 'train.py').exists()), None)
     if root is None:
         raise ConfigError(
-            f'{package} in {folder} came without its tools: neither {folder / ".mim/tools"} nor '
-            f'{folder.parent / "tools"} has them. Install a wheel of it, or run the tool of a checkout.'
+            f'{package} came without its tools: neither {places[0]} nor {places[1]} has them. '
+            'Install a wheel of it, or run the tool of a checkout.'
         )
     paths = [path.relative_to(root) for path in root.rglob('*.py')]
     paths.sort(key=lambda path: (len(path.parts), path))

@@ -63,13 +63,13 @@ def test_segmentor_by_name(folder: Path, tmp_path: Path) -> None:
     assert labels.shape == (64, 64) and labels.max() < 6
 
 
-@pytest.mark.parametrize('name, vis, pred', [(DETECTOR, 'vis', 'preds'), (SEGMENTOR, 'vis', 'pred')], ids=['det', 'seg'])
+@pytest.mark.parametrize('name, pred', [(DETECTOR, 'preds'), (SEGMENTOR, 'pred')], ids=['det', 'seg'])
 @pytest.mark.parametrize('skipped', [['vis'], ['pred'], ['vis', 'pred']], ids='-'.join)
-def test_saves_what_is_wanted(folder: Path, tmp_path: Path, name: str, vis: str, pred: str, skipped: list[str]) -> None:
+def test_saves_what_is_wanted(folder: Path, tmp_path: Path, name: str, pred: str, skipped: list[str]) -> None:
     arguments = [f'--no-save-{each}' for each in skipped]
-    image = str(folder / 'images/a.jpg')
-    image_demo.run([image, name, str(folder / f'{name}.pth'), '--device', 'cpu', '--out-dir', str(tmp_path), *arguments])
-    assert (tmp_path / vis).exists() == ('vis' not in skipped)
+    inputs = [str(folder / 'images/a.jpg'), name, str(folder / f'{name}.pth')]
+    image_demo.run([*inputs, '--device', 'cpu', '--out-dir', str(tmp_path), *arguments])
+    assert (tmp_path / 'vis').exists() == ('vis' not in skipped)
     assert (tmp_path / pred).exists() == ('pred' not in skipped)
 
 
