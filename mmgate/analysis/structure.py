@@ -40,12 +40,7 @@ def build_structure(cfg: Config) -> nn.Module:
     apart = {key: None for key in ('data_preprocessor', 'teacher_ckpt') if key in cfg.model}
     model = {**cfg.model, **apart}
     try:
-        with _EmptyOnMeta():
-            return MODELS.build(deepcopy(model))  # hosts write into the config that they build from
-    except (RuntimeError, TypeError):  # the model computes with its weights
-        pass
-    try:
-        return MODELS.build(deepcopy(model))
+        return _build(model)
     except (AssertionError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f'the model of {cfg.filename} cannot be built: {type(error).__name__}: {error}') from error
 
@@ -80,6 +75,14 @@ def list_attention(model: nn.Module) -> list[Attention]:
         inside = around is not None and gates and set(gates) <= set(around.gates)
         listed[path] = Attention(path, type(module).__name__, sizes, gates, around.path if around and inside else None)
     return list(listed.values())
+
+
+def _build(model: dict[str, Any]) -> nn.Module:
+    try:
+        with _EmptyOnMeta():
+            return MODELS.build(deepcopy(model))  # hosts write into the config that they build from
+    except (RuntimeError, TypeError):  # the model computes with its weights
+        return MODELS.build(deepcopy(model))
 
 
 class _EmptyOnMeta(TorchFunctionMode):
