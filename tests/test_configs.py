@@ -11,16 +11,15 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from conftest import ROOT
 from mmengine.config import Config
 from mmengine.hub import get_config
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import MODELS, init_default_scope
-from torch import nn
+from mmengine.registry import MODELS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
+from mmgate.analysis.structure import build_structure
 from mmgate.engine.optim import undecayed
 from mmgate.models.backbones.presets import OF_THE_ATTENTION
 
@@ -28,21 +27,13 @@ CONFIGS = sorted(
     str(path.relative_to(ROOT / 'configs')) for path in (ROOT / 'configs').rglob('*.py') if '_base_' not in path.parts
 )
 
-ON_CPU = ('Swin', 'PVT', 'PyramidVisionTransformer')
-
-
-def build(cfg: Config) -> nn.Module:
-    """Build on the meta device, which takes no memory, but what reads its drop path rates off a tensor."""
-    init_default_scope(cfg.default_scope)
-    with torch.device('cpu' if any(name in cfg.model.backbone.type for name in ON_CPU) else 'meta'):
-        return MODELS.build(cfg.model)
-
 
 @pytest.mark.parametrize('name', CONFIGS)
 def test_builds(name: str) -> None:
     logging.getLogger('mmengine').setLevel(logging.WARNING)
     cfg = Config.fromfile(ROOT / 'configs' / name)
-    model = build(cfg)
+    model = build_structure(cfg)
+    MODELS.build(cfg.model.data_preprocessor)  # which a structure goes without
     gated = any('.gate_' in p or p.endswith(OF_THE_ATTENTION) for p, _ in model.named_parameters())
     assert gated == Path(name).name.startswith(('plug', 'sdpa-gate', 'dgsa', 'agent', 'saga'))
     if gated:
@@ -77,7 +68,7 @@ def test_mask2former_parameters(name: str, millions: tuple[float, float]) -> Non
     counts = []
     for path in (f'mmseg::mask2former/{name}.py', f'mmgate::plug/mask2former/plug-{name}.py'):
         cfg = get_config(path)
-        counts.append(sum(p.numel() for p in build(cfg).parameters() if p.requires_grad))
+        counts.append(sum(p.numel() for p in build_structure(cfg).parameters() if p.requires_grad))
     assert round(counts[0] / 1e6, 3) == millions[0]
     assert counts[1] - counts[0] == 9 * (2 * (256 * 32 + 32) + 4)
     assert round(counts[1] / 1e6, 1) == millions[1]
@@ -116,18 +107,14 @@ def test_every_config_builds_from_another_project(installed: Path, tmp_path: Pat
     """As a downstream project inherits them: another folder, the wheel, ``mmgate::``."""
     script = tmp_path / 'build.py'
     script.write_text(
-        'import sys, torch, mmgate\n'
+        'import sys, mmgate\n'
         'from mmengine.config import Config\n'
-        'from mmengine.registry import MODELS, init_default_scope\n'
+        'from mmgate.analysis.structure import build_structure\n'
         f'assert mmgate.__file__.startswith({str(installed)!r}), mmgate.__file__\n'
         'for number, name in enumerate(sys.argv[1:]):\n'
         '    path = f"child_{number}.py"\n'
         '    open(path, "w").write(f"_base_ = {\'mmgate::\' + name!r}")\n'
-        '    cfg = Config.fromfile(path)\n'
-        '    init_default_scope(cfg.default_scope)\n'
-        f'    on_cpu = any(name in cfg.model.backbone.type for name in {ON_CPU})\n'
-        '    with torch.device("cpu" if on_cpu else "meta"):\n'
-        '        MODELS.build(cfg.model)\n'
+        '    build_structure(Config.fromfile(path))\n'
         'print("built", number + 1)\n'
     )
     environment = {**os.environ, 'PYTHONPATH': str(installed)}

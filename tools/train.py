@@ -2,8 +2,7 @@
 
 import sys
 
-import mmgate  # noqa: F401  (registers the components and 'mmgate::' configs)
-from mmgate.engine import cli
+from mmgate.tools.train import main
 
 if __name__ == '__main__':
-    sys.exit(cli.main(cli.train))
+    sys.exit(main())

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
-from mmengine.registry import MODELS, init_default_scope
+from mmengine.registry import MODELS
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import mmgate.ops  # noqa: F401  (registers the operators that have a rule)
 from mmgate.layers import AgentAttention
+
+from .structure import build_structure
 
 PROPOSALS = 1000  # what a two-stage detector's box heads see, as mmdet's own count has it
 MASKS = 100  # and its mask heads
@@ -93,13 +95,11 @@ def count_config(cfg: Config, height: int, width: int) -> Complexity:
         height: Of the image, in pixels.
         width: Of the image, in pixels.
     """
-    init_default_scope(cfg.get('default_scope') or 'mmdet')
-    model = MODELS.build(deepcopy(cfg.model))  # mmdet writes into the config it builds from
     image = torch.zeros(1, 3, height, width)
     try:
-        return _count(model.to('meta'), image.to('meta'))
+        return _count(build_structure(cfg).to('meta'), image.to('meta'))
     except RuntimeError:  # the model reads a number off a tensor, or an operator lacks a kernel
-        model = MODELS.build(deepcopy(cfg.model))
+        model = MODELS.build(deepcopy(cfg.model))  # mmdet writes into the config it builds from
         return _count(model, image)
 
 

@@ -4,31 +4,26 @@ import argparse
 import logging
 import sys
 
-import torch
-from mmengine.registry import MODELS, init_default_scope
-
-import mmgate  # noqa: F401
+from mmgate.analysis.structure import build_structure, list_attention
 from mmgate.engine import cli
-from mmgate.models import attention_modules
-from mmgate.models.adapters import gates_for
-
-SIZES = ('embed_dims', 'embed_dim', 'num_heads', 'num_levels', 'num_points', 'window_size', 'sr_ratio')
+from mmgate.engine.preflight import ConfigError
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('config', help="config file, or 'package::path'")
+    args = parser.parse_args(argv)
     logging.getLogger('mmengine').setLevel(logging.WARNING)
-    cfg = cli.read_config(parser.parse_args(argv).config)
-    init_default_scope(cfg.get('default_scope') or 'mmengine')
-    with torch.device('meta'):  # names and sizes need no memory
-        model = MODELS.build(cfg.model)
+    try:
+        cfg = cli.read_config(args.config)
+    except ImportError as error:  # of the config's custom_imports
+        raise ConfigError(f'config {args.config} cannot be read: {error}') from error
     rows = [('path', 'class', 'sizes', 'gates that fit')]
-    for name, module in attention_modules(model):
-        sizes = ', '.join(f'{size}={getattr(module, size)}' for size in SIZES if hasattr(module, size))
-        gates = ', '.join(gate.__name__ for gate in gates_for(module))
-        rows.append((name, type(module).__name__, sizes, gates or '-'))
+    for attention in list_attention(build_structure(cfg)):
+        sizes = ', '.join(f'{name}={size}' for name, size in attention.sizes.items())
+        gates = f'use {attention.inside}' if attention.inside else ', '.join(attention.gates) or '-'
+        rows.append((attention.path, attention.kind, sizes, gates))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print('  '.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

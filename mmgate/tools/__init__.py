@@ -1,0 +1,1 @@
+"""The tools as modules, for where no checkout is at hand: ``python -m mmgate.tools.train CONFIG``."""

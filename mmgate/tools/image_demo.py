@@ -1,0 +1,126 @@
+"""Draw what a model sees in images: ``python -m mmgate.tools.image_demo IMAGES CONFIG CHECKPOINT --help``.
+
+mmdet's DetInferencer or mmseg's MMSegInferencer does it, as the config's scope says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os.path as osp
+import sys
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.fileio import list_dir_or_file
+from mmengine.infer import BaseInferencer
+
+from mmgate.engine import cli
+from mmgate.engine.model_index import find_model
+from mmgate.engine.preflight import ConfigError, check_checkpoint
+
+IMAGES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.webp')
+
+
+def main() -> int:
+    """Run the command line and return its exit status."""
+    return cli.main(run)
+
+
+def run(argv: list[str]) -> None:
+    """Parse arguments, build the inferencer and call it."""
+    args = _parser().parse_args(argv)
+    images = find_images(args.inputs)
+    cfg, weights = read_model(args.model)
+    weights = args.checkpoint or args.weights or weights
+    if weights:
+        check_checkpoint(weights)
+    draw = segment if cli.is_segmentation(cfg) else detect
+    draw(cfg, weights, images, args)
+    if args.out_dir and not (args.no_save_vis and args.no_save_pred):
+        print(f'{len(images)} images: see {args.out_dir}')
+
+
+def detect(cfg: Config, weights: str | None, images: list[str], args: argparse.Namespace) -> None:
+    """Let mmdet's DetInferencer draw boxes and masks, into ``vis`` and ``preds`` of the output folder."""
+    from mmdet.apis import DetInferencer
+
+    inferencer = DetInferencer(cfg, weights, device=args.device, palette=args.palette or 'none')
+    inferencer(
+        images,
+        batch_size=args.batch_size,
+        show=args.show,
+        wait_time=args.wait_time,
+        no_save_vis=args.no_save_vis,
+        no_save_pred=args.no_save_pred,
+        pred_score_thr=args.pred_score_thr,
+        print_result=args.print_result,
+        out_dir=args.out_dir,
+    )
+
+
+def segment(cfg: Config, weights: str | None, images: list[str], args: argparse.Namespace) -> None:
+    """Let mmseg's MMSegInferencer paint label maps, into ``vis`` and ``pred`` of the output folder."""
+    from mmseg.apis import MMSegInferencer
+    from mmseg.utils import get_classes, get_palette
+
+    inferencer = MMSegInferencer(cfg, weights, device=args.device)
+    if args.palette:
+        inferencer.model.dataset_meta = dict(classes=get_classes(args.palette), palette=get_palette(args.palette))
+    # MMSegInferencer's own call saves both or none
+    saved = {'img_out_dir': 'vis', 'pred_out_dir': 'pred'}
+    skipped = {'img_out_dir': args.no_save_vis, 'pred_out_dir': args.no_save_pred}
+    folders = {key: '' if skipped[key] else osp.join(args.out_dir, folder) for key, folder in saved.items()}
+    options: dict[str, Any] = dict(show=args.show, wait_time=args.wait_time, opacity=args.opacity, **folders)
+    results = BaseInferencer.__call__(inferencer, images, batch_size=args.batch_size, **options)
+    if args.print_result:
+        print(results['predictions'])
+
+
+def find_images(inputs: str) -> list[str]:
+    """Return the images of a file, a URL, a folder or a pattern.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    if osp.isdir(inputs):
+        images = sorted(osp.join(inputs, name) for name in list_dir_or_file(inputs, list_dir=False, suffix=IMAGES))
+    elif '://' in inputs or osp.isfile(inputs):
+        images = [inputs]
+    else:
+        images = sorted(path for path in glob.glob(inputs) if path.lower().endswith(IMAGES))
+    if not images:
+        raise ConfigError(f'{inputs} is no image, no folder with images ({" ".join(IMAGES)}) and no pattern of any.')
+    return images
+
+
+def read_model(model: str) -> tuple[Config, str | None]:
+    """Return the config of a file, of ``package::path`` or of a metafile's name, with the metafile's weights if any."""
+    if osp.isfile(model) or '::' in model or model.endswith('.py'):
+        return cli.read_config(model), None
+    entry = find_model(model)
+    return cli.read_config(entry['Config']), entry['Weights']
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description='Draw what a detector or a segmentor sees in images')
+    parser.add_argument('inputs', help='an image, a folder of images, a quoted pattern or a URL')
+    parser.add_argument('model', help="config file, 'package::path', or name of a model in a metafile")
+    parser.add_argument('checkpoint', nargs='?', help="checkpoint file or URL; without one, the metafile's, if any")
+    parser.add_argument('--weights', help='the same, as the mm tools spell it')
+    parser.add_argument('--out-dir', default='outputs', help='folder for painted images and predictions')
+    parser.add_argument('--device', help='such as cuda:0 or cpu (default: what there is)')
+    parser.add_argument('--batch-size', type=int, default=1, help='images at a time')
+    parser.add_argument('--pred-score-thr', type=float, default=0.3, help='detectors: the least score that is drawn')
+    parser.add_argument('--opacity', type=float, default=0.5, help='segmentors: of the painted labels, in (0, 1]')
+    parser.add_argument('--palette', help='colours and, for segmentors, names of a data set such as coco or ade20k')
+    parser.add_argument('--show', action='store_true', help='show the images in a window')
+    parser.add_argument('--wait-time', type=float, default=0, help='seconds a shown image stays; 0: until a key')
+    parser.add_argument('--no-save-vis', action='store_true', help='write no painted images')
+    parser.add_argument('--no-save-pred', action='store_true', help='write no predictions')
+    parser.add_argument('--print-result', action='store_true', help='print predictions')
+    return parser
+
+
+if __name__ == '__main__':
+    sys.exit(main())
