@@ -1,9 +1,11 @@
-"""Agent and SAGA configs against the papers' recipes and their vanilla partners."""
+"""A config trains as its name and its paper say (tables of families; every config belongs to one)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,74 +14,138 @@ from mmengine.config import Config
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 
-BACKBONES = sorted(
-    str(path.relative_to(ROOT / 'configs'))
-    for method in ('agent', 'saga')
-    for path in (ROOT / 'configs' / method).rglob('*.py')
-    if 'swin-demo' not in path.name  # it has no partner: mmdet's Swin at the demo's size would be one more model
-)
-ATTENTION = {'type', 'arch', 'agent_nums'}
-WEIGHTS = 'model.backbone.init_cfg.checkpoint'
+CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if '_base_' not in path.parts)
+ONE, THREE = dict(epochs=12, drops=[8, 11]), dict(epochs=36, drops=[27, 33])
+SWIN_DETECTOR = dict(lr=1e-4, weight_decay=0.05, warm_up=500)
+MASK2FORMER = dict(lr=1e-4, weight_decay=0.05, power=0.9)
+
+# what the papers and the authors' public configs say, by the pattern of the name; all train with AdamW
+RECIPES: dict[str, dict[str, Any]] = {
+    r'(plug-)?deformable-detr.*_r50_8xb4-50e_coco': dict(lr=2e-4, weight_decay=5e-5, epochs=50, drops=[40]),
+    r'(plug|sdpa-gate|dgsa)-mask2former.*_8xb2-160k_ade20k-(512x512|640x640)': dict(iterations=160000, **MASK2FORMER),
+    r'plug-mask2former_.*_8xb2-lsj-50e_coco(-panoptic)?': dict(
+        lr=1e-4, weight_decay=0.05, iterations=368750, drops=[327778, 355092]
+    ),
+    r'(agent-|saga-)?mask-rcnn_pvt-[tsml]_1x_coco': dict(lr=2e-4, weight_decay=1e-4, warm_up=500, **ONE),
+    r'((agent|saga)-)?retinanet_pvt-[tsml]_1x_coco': dict(lr=1e-4, weight_decay=1e-4, warm_up=500, **ONE),
+    r'(agent-|saga-)?(cascade-)?mask-rcnn_swin-[tsb]_ms-crop-1x_coco': dict(**SWIN_DETECTOR, **ONE),
+    r'(agent-|saga-)?(cascade-)?mask-rcnn_swin-[tsb]_ms-crop-3x_coco': dict(**SWIN_DETECTOR, **THREE),
+    r'(agent-|saga-)?semantic-fpn_pvt-[tsml]_8xb2-40k_ade20k-512x512': dict(
+        lr=2e-4, weight_decay=1e-4, iterations=40000, power=0.9
+    ),
+    r'((agent|saga)-)?upernet_swin-[tsb]_8xb2-160k_ade20k-512x512': dict(
+        lr=6e-5, weight_decay=0.01, iterations=160000, power=1.0, warm_up=1500
+    ),
+    r'.*_1xb8-(8e|12e|1k)_shapes(-128x128)?': {},  # the demos: ours, small and fast
+}
+DROP_PATH = {
+    r'(agent|saga)-mask-rcnn_pvt': dict(t=0.1, s=0.2, m=0.1, l=0.2),
+    r'(agent|saga)-retinanet_pvt': dict(t=0.1, s=0.1, m=0.2, l=0.3),
+    r'(agent|saga)-semantic-fpn_pvt': dict(t=0.1, s=0.1, m=0.2, l=0.1),
+    r'(agent|saga)-(cascade-)?mask-rcnn_swin': dict(t=0.1, s=0.1, b=0.4),
+    r'(agent|saga)-upernet_swin': dict(t=0.3, s=0.3, b=0.5),
+}
+AGENTS = dict(AgentPVT=(144, 256, 784, 784), AgentSwin=(81, 144, 196, 49))
+# mm's way to say a schedule without the batch: 8 GPUs with 2 images each
+EIGHT_TIMES_TWO = r'_(ms-crop-)?[13]x_coco$'
 
 
-def flat(node: Any, where: str = '') -> Iterator[tuple[str, Any]]:
-    if isinstance(node, Mapping):
-        for key, value in node.items():
-            yield from flat(value, f'{where}.{key}' if where else key)
-    else:
-        yield where, node
+def recipe_of(cfg: Config) -> dict[str, Any]:
+    """Return what a config says about its optimiser and schedule, each fact only if it is there."""
+    optimizer, length = cfg.optim_wrapper.optimizer, cfg.train_cfg
+    facts = dict(
+        type=optimizer.type,
+        lr=optimizer.lr,
+        weight_decay=optimizer.weight_decay,
+        epochs=length.get('max_epochs'),
+        iterations=length.get('max_iters'),
+    )
+    schedulers = cfg.param_scheduler
+    for scheduler in schedulers if isinstance(schedulers, list) else [schedulers]:
+        if scheduler.type == 'LinearLR':
+            facts['warm_up'] = scheduler.end
+        elif scheduler.type == 'MultiStepLR':
+            facts['drops'] = list(scheduler.milestones)
+        elif scheduler.type == 'PolyLR':
+            facts['power'] = scheduler.power
+    return {name: fact for name, fact in facts.items() if fact is not None}
 
 
-@pytest.mark.parametrize('name', BACKBONES)
-def test_differs_from_its_partner_in_the_attention_alone(name: str) -> None:
-    path = ROOT / 'configs' / name
-    base = re.search(r"_base_ = '(.*)'", path.read_text())[1]
-    partner = Config.fromstring(f'_base_ = {base!r}', '.py') if '::' in base else Config.fromfile(path.parent / base)
-    ours, theirs = dict(flat(Config.fromfile(path).to_dict())), dict(flat(partner.to_dict()))
-    changed = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
-    allowed = {f'model.backbone.{field}' for field in ATTENTION}
-    allowed |= {'optim_wrapper.constructor', 'custom_imports.imports', 'custom_imports.allow_failed_imports'}
-    assert changed <= allowed | ({WEIGHTS} if name.startswith('agent') else set())
-    assert 'demo' in name or ours[WEIGHTS].startswith('https://')
+@pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
+def test_trains_as_named(path: Path) -> None:
+    """``NxbM`` is N GPUs with M images each, and that batch at every step; the rest of the recipe is the paper's."""
+    cfg, name = Config.fromfile(path), path.stem
+    batch = re.search(r'_(\d+)xb(\d+)-', name)
+    assert bool(batch) != bool(re.search(EIGHT_TIMES_TWO, name)), 'the name says no batch, or two'
+    gpus, images = (int(batch[1]), int(batch[2])) if batch else (8, 2)
+    assert cfg.train_dataloader.batch_size == images
+    assert cfg.auto_scale_lr == dict(enable=False, base_batch_size=gpus * images)
+    assert 'accumulative_counts' not in cfg.optim_wrapper
+
+    family = [pattern for pattern in RECIPES if re.fullmatch(pattern, name)]
+    assert len(family) == 1, f'{name} belongs to {family or "no family"} of RECIPES'
+    expected = dict(type='AdamW', **RECIPES[family[0]])
+    found = recipe_of(cfg)
+    assert {key: found.get(key) for key in expected} == expected
+    if path.parent.parent.name in ('agent', 'saga') and 'shapes' not in name:
+        check_backbone(cfg, name)
+
+
+def check_backbone(cfg: Config, name: str) -> None:
+    (rates,) = (rates for pattern, rates in DROP_PATH.items() if re.match(pattern, name))
+    size = re.search(r'_(?:pvt|swin)-(\w)_', name)
+    assert size and cfg.model.backbone.get('drop_path_rate', 0.1) == rates[size[1]]  # mmdet's default
+    kind = cfg.model.backbone.type.removeprefix('mmgate.')
+    assert tuple(cfg.model.backbone.get('agent_nums', ())) == AGENTS.get(kind, ())
 
 
 @pytest.mark.parametrize(
-    'pattern, rates',
+    'name, transforms',
     [
-        ('agent/mask_rcnn/agent-mask-rcnn_pvt-{}_1x_coco', dict(t=0.1, s=0.2, m=0.1, l=0.2)),
-        ('agent/retinanet/agent-retinanet_pvt-{}_1x_coco', dict(t=0.1, s=0.1, m=0.2, l=0.3)),
-        ('agent/semantic_fpn/agent-semantic-fpn_pvt-{}_8xb2-40k_ade20k-512x512', dict(t=0.1, s=0.1, m=0.2, l=0.1)),
-        ('agent/mask_rcnn/agent-mask-rcnn_swin-{}_ms-crop-3x_coco', dict(t=0.1, s=0.1)),
-        ('agent/cascade_mask_rcnn/agent-cascade-mask-rcnn_swin-{}_ms-crop-3x_coco', dict(t=0.1, s=0.1, b=0.4)),
-        ('agent/upernet/agent-upernet_swin-{}_8xb2-160k_ade20k-512x512', dict(t=0.3, s=0.3, b=0.5)),
-        ('saga/mask_rcnn/saga-mask-rcnn_pvt-{}_1x_coco', dict(t=0.1)),
-        ('saga/upernet/saga-upernet_swin-{}_8xb2-160k_ade20k-512x512', dict(t=0.3)),
+        (
+            'agent/mask_rcnn/agent-mask-rcnn_pvt-t_1x_coco',
+            dict(Resize=dict(scale=(1333, 800), keep_ratio=True), RandomFlip=dict(prob=0.5)),
+        ),
+        (
+            'agent/retinanet/agent-retinanet_pvt-t_1x_coco',
+            dict(Resize=dict(scale=(1333, 800), keep_ratio=True), RandomFlip=dict(prob=0.5)),
+        ),
+        ('agent/mask_rcnn/agent-mask-rcnn_swin-t_ms-crop-1x_coco', dict(RandomChoice={}, RandomFlip=dict(prob=0.5))),
+        (
+            'saga/cascade_mask_rcnn/saga-cascade-mask-rcnn_swin-t_ms-crop-3x_coco',
+            dict(RandomChoice={}, RandomFlip=dict(prob=0.5)),
+        ),
+        (
+            'agent/semantic_fpn/agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512',
+            dict(RandomResize=dict(scale=(2048, 512), ratio_range=(0.5, 2.0)), RandomCrop=dict(crop_size=(512, 512))),
+        ),
+        (
+            'saga/upernet/saga-upernet_swin-t_8xb2-160k_ade20k-512x512',
+            dict(RandomResize=dict(scale=(2048, 512), ratio_range=(0.5, 2.0)), RandomCrop=dict(crop_size=(512, 512))),
+        ),
     ],
-    ids=lambda value: value if isinstance(value, str) else '',
+    ids=lambda value: value.rpartition('/')[2] if isinstance(value, str) else '',
 )
-def test_drop_path_of_the_papers(pattern: str, rates: dict[str, float]) -> None:
-    depths = dict(t=2, s=3, m=3, l=3) if 'pvt' in pattern else dict(t=2, s=2, b=2)
-    for size, rate in rates.items():
-        backbone = Config.fromfile(ROOT / 'configs' / f'{pattern.format(size)}.py').model.backbone
-        assert backbone.get('drop_path_rate', 0.1) == rate  # mmdet's default
-        assert backbone.get('num_layers', backbone.get('depths'))[0] == depths[size]
+def test_images_are_prepared_as_in_the_paper(name: str, transforms: dict[str, dict[str, Any]]) -> None:
+    pipeline = Config.fromfile(ROOT / f'configs/{name}.py').train_dataloader.dataset.pipeline
+    found = {transform.type: transform for transform in pipeline}
+    for kind, options in transforms.items():
+        assert {key: found[kind][key] for key in options} == options
+    if 'RandomChoice' in transforms:  # multi-scale; in half of the cases of a crop
+        plain, cropped = found['RandomChoice'].transforms
+        assert [t.type for t in plain] == ['RandomChoiceResize'] and 'RandomCrop' in [t.type for t in cropped]
 
 
-@pytest.mark.parametrize(
-    'name, optimizer',
-    [
-        ('agent/mask_rcnn/agent-mask-rcnn_pvt-t_1x_coco', ('AdamW', 2e-4, 1e-4)),
-        ('agent/retinanet/agent-retinanet_pvt-l_1x_coco', ('AdamW', 1e-4, 1e-4)),
-        ('agent/mask_rcnn/agent-mask-rcnn_swin-t_ms-crop-1x_coco', ('AdamW', 1e-4, 0.05)),
-        ('agent/cascade_mask_rcnn/agent-cascade-mask-rcnn_swin-b_ms-crop-3x_coco', ('AdamW', 1e-4, 0.05)),
-        ('agent/semantic_fpn/agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512', ('AdamW', 2e-4, 1e-4)),
-        ('agent/upernet/agent-upernet_swin-b_8xb2-160k_ade20k-512x512', ('AdamW', 6e-5, 0.01)),
-    ],
-)
-def test_optimizer_of_the_papers(name: str, optimizer: tuple[str, float, float]) -> None:
-    wrapper = Config.fromfile(ROOT / 'configs' / f'{name}.py').optim_wrapper
-    assert (wrapper.optimizer.type, wrapper.optimizer.lr, wrapper.optimizer.weight_decay) == optimizer
-    assert wrapper.type == 'OptimWrapper'
-    if 'swin' in name:
-        undecayed = {key for key, value in wrapper.paramwise_cfg.custom_keys.items() if value.decay_mult == 0}
-        assert undecayed == {'absolute_pos_embed', 'relative_position_bias_table', 'norm'}
+def test_retinanet_neck() -> None:
+    cfg = Config.fromfile(ROOT / 'configs/agent/retinanet/agent-retinanet_pvt-t_1x_coco.py')
+    assert (cfg.model.neck.start_level, cfg.model.neck.add_extra_convs) == (1, 'on_input')
+
+
+def test_mm_tools_read_configs_that_inherit_mmsegs() -> None:
+    """They know nothing of mmgate, and mmengine finds a fork's mmseg only once mmgate is imported."""
+    heirs = [path for path in CONFIGS if "'mmseg::" in path.read_text()]
+    for path in heirs:
+        assert re.match(r"_base_ = \[\n    '\.\./\.\./_base_/import_mmgate\.py',\n    'mmseg::", path.read_text()), path
+    script = 'import sys; from mmengine.config import Config; print(Config.fromfile(sys.argv[1]).model.type)'
+    result = subprocess.run([sys.executable, '-W', 'ignore', '-c', script, heirs[0]], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]

@@ -65,7 +65,6 @@ val_evaluator = dict(ann_file=data_root + 'annotations/instances_val.json')
 test_evaluator = val_evaluator
 
 optim_wrapper = dict(
-    accumulative_counts=1,
     optimizer=dict(lr=4e-4, weight_decay=1e-4),
     paramwise_cfg=dict(custom_keys=dict(backbone=dict(lr_mult=1.0))))
 train_cfg = dict(max_epochs=12, val_interval=6)

@@ -1,4 +1,7 @@
-_base_ = 'mmseg::mask2former/mask2former_swin-t_8xb2-160k_ade20k-512x512.py'
+_base_ = [
+    '../../_base_/import_mmgate.py',
+    'mmseg::mask2former/mask2former_swin-t_8xb2-160k_ade20k-512x512.py'
+]
 custom_imports = dict(imports=['mmdet.models', 'mmgate'], allow_failed_imports=False)
 model = dict(
     type='mmgate.Gated',

@@ -1,4 +1,7 @@
-_base_ = 'mmseg::sem_fpn/fpn_r50_4xb4-160k_ade20k-512x512.py'
+_base_ = [
+    '../../_base_/import_mmgate.py',
+    'mmseg::sem_fpn/fpn_r50_4xb4-160k_ade20k-512x512.py'
+]
 
 model = dict(
     pretrained=None,
@@ -19,3 +22,4 @@ param_scheduler = [
 ]
 train_cfg = dict(max_iters=40000, val_interval=4000)
 default_hooks = dict(checkpoint=dict(interval=4000))
+auto_scale_lr = dict(enable=False, base_batch_size=16)

@@ -1,0 +1,96 @@
+"""The model index is what mim, mmengine's hub and its inferencers read of us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+from conftest import ROOT
+from mmengine.config import Config
+from mmengine.infer.infer import BaseInferencer
+
+import mmgate
+
+MIM = Path(mmgate.__file__).parent / '.mim'
+INDEX = yaml.safe_load((MIM / 'model-index.yml').read_text())
+METAFILES = {path: yaml.safe_load((MIM / path).read_text()) for path in INDEX['Import']}
+MODELS = [model for metafile in METAFILES.values() for model in metafile['Models']]
+CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / 'configs').rglob('*.py') if '_base_' not in path.parts)
+
+
+def test_every_config_is_listed_once() -> None:
+    assert sorted(model['Config'] for model in MODELS) == CONFIGS
+
+
+@pytest.mark.parametrize('path', METAFILES)
+def test_collection(path: str) -> None:
+    """A paper's title and address stand where mim finds them: of a ``Paper`` it prints the keys alone."""
+    (collection,) = METAFILES[path]['Collections']
+    assert (MIM / collection['README']).is_file()
+    paper = collection.get('Paper', {})
+    assert path == 'configs/vanilla/metafile.yml' or paper['Title']
+    assert paper.get('URL', 'https://arxiv.org/abs/').startswith('https://arxiv.org/abs/')
+    assert collection.get('Metadata', {}) == {f'Paper {key}': value for key, value in paper.items()}
+    assert {model['In Collection'] for model in METAFILES[path]['Models']} == {collection['Name']}
+
+
+@pytest.mark.parametrize('model', MODELS, ids=lambda model: model['Name'])
+def test_model(model: dict[str, Any]) -> None:
+    """What mim tabulates: lower-case names, plain metadata, and metrics only beside whose they are."""
+    cfg, metadata = Config.fromfile(ROOT / model['Config']), model['Metadata']
+    assert model['Name'] == Path(model['Config']).stem.lower()  # mim lower-cases what it is asked for
+    assert metadata['Batch Size'] == cfg.auto_scale_lr.base_batch_size
+    length = ('Epochs', 'max_epochs') if 'max_epochs' in cfg.train_cfg else ('Iterations', 'max_iters')
+    assert metadata[length[0]] == cfg.train_cfg[length[1]]
+    assert all(isinstance(value, (str, int)) for value in metadata.values())
+    data = metadata['Training Data']
+    assert data == next(name for key, name in DATA.items() if key in model['Name'])
+    assert model['Results'] and {result['Dataset'] for result in model['Results']} == {data}
+    metrics = [metric for result in model['Results'] for metric in result['Metrics']]
+    assert bool(metrics) == ('Metrics From' in metadata)
+    assert model['Weights'] is None  # the key has to be there: mmengine's inferencers read it
+
+
+DATA = {'shapes': 'generated shapes', 'ade20k': 'ADE20K', 'coco': 'COCO'}
+
+
+@pytest.mark.parametrize(
+    'name, metrics',
+    [
+        ('plug-deformable-detr_r50_8xb4-50e_coco', {'box AP': 44.9}),
+        ('deformable-detr-refine_r50_8xb4-50e_coco', {'box AP': 45.7}),
+        ('plug-deformable-detr-singlescale-dc5_r50_8xb4-50e_coco', {'box AP': 41.7}),
+        ('plug-mask2former_swin-b-in1k-384x384-pre_8xb2-160k_ade20k-640x640', {'mIoU': 52.6}),
+        ('agent-mask-rcnn_pvt-t_1x_coco', {'box AP': 41.4, 'mask AP': 38.7}),
+        ('mask-rcnn_pvt-t_1x_coco', {'box AP': 36.7, 'mask AP': 35.1}),
+        ('agent-upernet_swin-t_8xb2-160k_ade20k-512x512', {'mIoU': 46.68}),
+        ('saga-mask-rcnn_pvt-t_1x_coco', {'box AP': 40.6, 'mask AP': 38.0}),
+        ('saga-cascade-mask-rcnn_swin-t_ms-crop-3x_coco', {'box AP': 51.5, 'mask AP': 44.9}),
+        ('plug-mask2former-post-softmax_r50_8xb2-160k_ade20k-512x512', {}),  # the paper has it for DeiT alone
+    ],
+)
+def test_metrics_are_the_papers(name: str, metrics: dict[str, float]) -> None:
+    (model,) = (model for model in MODELS if model['Name'] == name)
+    found = {key: value for result in model['Results'] for key, value in result['Metrics'].items()}
+    assert found == metrics
+
+
+def test_mim_reads_it() -> None:
+    """With mim's own reader: no error but that it looks for a README beside the metafile, as in every mm package."""
+    modelindex = pytest.importorskip('modelindex.load_model_index', reason="model-index, mim's reader")
+    index = modelindex.load(str(MIM / 'model-index.yml'))
+    assert len(index.models) == len(MODELS) and len(index.collections) == len(METAFILES)
+    assert [error for error in index.check(silent=True) if 'README' not in error] == []
+
+
+def test_mmengine_finds_models_by_name() -> None:
+    """The path of ``DetInferencer(name, scope='mmgate')``: it wants the index where ``configs/`` is, here the root."""
+    folder = BaseInferencer._get_repo_or_mim_dir('mmgate')
+    names = {model['Name'] for model in BaseInferencer._get_models_from_metafile(folder)}
+    assert names == {model['Name'] for model in MODELS}
+    inferencer = SimpleNamespace(scope='mmgate')
+    cfg, weights = BaseInferencer._load_model_from_metafile(inferencer, 'plug-deformable-detr_r50_8xb4-50e_coco')
+    assert cfg.model.type == 'mmgate.Gated' and weights is None
