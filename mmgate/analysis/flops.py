@@ -12,17 +12,19 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from logging import WARNING
 from typing import Any
 
 import torch
 from mmengine.config import Config
+from mmengine.logging import print_log
 from mmengine.registry import MODELS
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import mmgate.ops  # noqa: F401  (registers the operators that have a rule)
-from mmgate.layers import AgentAttention
+from mmgate.layers import AgentAttention, PLuGMultiScaleDeformableAttention
+from mmgate.ops.library import CAN_REGISTER
 
 from .structure import build_structure
 
@@ -49,24 +51,23 @@ class Complexity:
 
 def count_macs(model: nn.Module, *inputs: Any, run: Callable[..., Any] | None = None) -> Complexity:
     """Count ``model(*inputs)``, or ``run(*inputs)``, in evaluation mode and without gradients."""
+    if not CAN_REGISTER and any(isinstance(module, PLuGMultiScaleDeformableAttention) for module in model.modules()):
+        print_log('below torch 2.4 the sampling of gated deformable attention is not counted', 'current', WARNING)
     training = model.training
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    fastpath = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # its one operator hides the products in it
     counter = FlopCounterMode(display=False, custom_mapping=RULES)
     try:
         model.eval()
         model.requires_grad_(False)  # the counter hooks what requires a gradient, even where none is taken
         if run is not None:
             model.forward = run  # called through the model, so that the counter knows the modules' names
-        with torch.no_grad(), _unresized_biases(model), counter:
+        with torch.no_grad(), _without_fastpath(), _unresized_biases(model), counter:
             model(*inputs)
     finally:
         model.__dict__.pop('forward', None)
         for parameter in trainable:
             parameter.requires_grad_()
         model.train(training)
-        torch.backends.mha.set_fastpath_enabled(fastpath)
     counts = {name: sum(by_op.values()) // 2 for name, by_op in counter.get_flop_counts().items()}
     by_module = {
         name: _of(module, f'{type(model).__name__}.{name}', counts) for name, module in model.named_children()
@@ -122,6 +123,20 @@ def empty_sample(segments: bool, size: tuple[int, int]) -> Any:
         from mmdet.structures import DetDataSample as Sample
     meta = dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size, scale_factor=(1.0, 1.0))
     return Sample(metainfo=meta)
+
+
+@contextmanager
+def _without_fastpath() -> Iterator[None]:
+    """Keep torch's attention from its fused operator, which hides the products; torch 2.1 and 2.2 cannot be kept."""
+    switch = getattr(torch.backends, 'mha', None)
+    enabled = switch is not None and switch.get_fastpath_enabled()
+    if enabled:
+        switch.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        if enabled:
+            switch.set_fastpath_enabled(True)
 
 
 @contextmanager
@@ -190,6 +205,12 @@ def _sampling(output: Shape, corners: int) -> int:
     return 2 * corners * torch.Size(output).numel()
 
 
+def _multihead_attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
+    # self-attention in one operator, its four projections included
+    (batch, tokens, channels), keys = query, key[1]
+    return 2 * batch * tokens * channels * (4 * channels + 2 * keys)
+
+
 def _grid_sample(image: Shape, grid: Shape, *_: Any, out_shape: Shape | None = None, **__: Any) -> int:
     return _sampling((image[0], image[1], *grid[1:-1]), 4)
 
@@ -202,6 +223,7 @@ def _ms_deform_attn(value: Shape, shapes: Shape, start: Shape, locations: Shape,
 # by namespace and name, because an older torch lacks some
 _RULES: dict[tuple[Any, str], Callable[..., int]] = {
     (torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu'): _attention,
+    (torch.ops.aten, '_native_multi_head_attention'): _multihead_attention,
     (torch.ops.aten, 'grid_sampler_2d'): _grid_sample,
     (torch.ops.mmgate, 'ms_deform_sample'): _ms_deform_attn,
 }

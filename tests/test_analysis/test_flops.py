@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, TORCH
 from mmengine.config import Config
 from mmengine.hub import get_config
 from torch import nn
@@ -56,6 +56,8 @@ RULES = {  # function, inputs, multiply-accumulates
 
 @pytest.mark.parametrize('name', RULES)
 def test_rule(name: str) -> None:
+    if name == 'deformable' and TORCH < (2, 4):
+        pytest.skip('torch 2.3 registers no operator, so that its counter does not see ours')
     function, inputs, expected = RULES[name]
     assert count_macs(Call(function), *inputs).macs == expected
 
@@ -72,6 +74,7 @@ def test_layers_by_hand() -> None:
     assert counted.parameters == sum(p.numel() for p in saga.parameters()) and saga.training
 
 
+@pytest.mark.skipif(TORCH < (2, 4), reason='torch 2.3 counts by module only what is called through it')
 def test_heads_of_two_stage_detectors_see_fixed_proposals() -> None:
     cfg = get_config('mmgate::agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py')
     counted = count_config(cfg, 128, 128)
