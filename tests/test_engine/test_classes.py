@@ -7,6 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from conftest import ROOT
+from mmengine.config import Config
+from mmengine.registry import DATASETS, MODELS, init_default_scope
 from torch import nn
 
 from mmgate.engine.classes import check_classes
@@ -141,3 +145,28 @@ def test_the_message_names_the_innermost_data_set() -> None:
     data.datasets = [SimpleNamespace(dataset=data_of(3))]
     with pytest.raises(ConfigError, match=r'training data \(SimpleNamespace\) labels 3: c0, c1, c2'):
         check_classes(model_of(bbox_head=Head(num_classes=2)), data)
+
+
+CONFIGS = [path for path in sorted((ROOT / 'configs').rglob('*.py')) if '_base_' not in path.parts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('path', CONFIGS, ids=[path.stem for path in CONFIGS])
+def test_no_config_of_ours_is_suspected(path: Any) -> None:
+    cfg = Config.fromfile(path)
+    if 'train_dataloader' not in cfg:
+        pytest.skip('trains nothing')
+    init_default_scope(cfg.default_scope)
+    if cfg.model.type != 'mmgate.Gated' or 'Swin' not in str(cfg.model.attention):
+        cfg.model.backbone = dict(type='ResNet', depth=18)  # heads do not look at it, and it builds in no time
+    with torch.device('meta'):
+        model = MODELS.build(cfg.model)
+    dataset = cfg.train_dataloader.dataset
+    while 'dataset' in dataset:
+        dataset = dataset.dataset
+    with DATASETS.switch_scope_and_registry(cfg.default_scope) as registry:
+        meta = {**registry.get(dataset.type).METAINFO, **dataset.get('metainfo', {})}
+    assert meta['classes']
+    with warnings.catch_warnings():
+        warnings.filterwarnings('error', message='.*predicts')
+        check_classes(model, SimpleNamespace(metainfo=meta))

@@ -144,7 +144,7 @@ def test_shell_scripts_say_how_they_are_used(script: str) -> None:
     ],
 )
 def test_shell_scripts_launch(tmp_path: Path, script: str, arguments: list[str], expected: str) -> None:
-    """With a launcher that prints its arguments: mmengine cannot initialise a process group without CUDA."""
+    """With a launcher that prints its arguments."""
     for launcher in ('torchrun', 'srun'):
         (tmp_path / launcher).write_text('#!/bin/sh\necho "$@"\n')
         (tmp_path / launcher).chmod(0o755)
