@@ -31,7 +31,7 @@ test: setup lint
 SUITE ?= tests
 test-originals:
 	@VENV=$(VENV)-originals tools/dev/setup_env.sh originals
-	@$(VENV)-originals/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(SUITE)
+	@$(VENV)-originals/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(strip $(SUITE))
 
 lint: setup
 	@$(PY) -m ruff check .
