@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from conftest import ROOT
+from test_end_to_end import CONFIG
+
+from mmgate.datasets.shapes import write_shapes
 
 BLOCK = 'import sys; sys.modules.update({name: None for name in %r}); '
 USE = {
@@ -40,3 +46,50 @@ def test_a_broken_host_is_left_out_with_a_warning() -> None:
     done = python(BLOCK % ['pycocotools', 'pycocotools.coco'] + 'import mmgate; print("on")')
     assert done.returncode == 0, done.stderr
     assert 'goes on without mmdet' in done.stdout + done.stderr and 'on' in done.stdout
+
+
+SEGMENTOR = """
+custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
+_base_ = 'mmseg::_base_/default_runtime.py'
+model = dict(
+    type='mmgate.Gated', host='mmseg.EncoderDecoder',
+    attention=dict(path='backbone.**', type='PLuGMultiheadAttention'),
+    data_preprocessor=dict(type='SegDataPreProcessor', size=(64, 64), seg_pad_val=255),
+    backbone=dict(type='SwinTransformer', embed_dims=16, depths=(1, 1, 1, 1), num_heads=(1, 2, 4, 8), window_size=4),
+    decode_head=dict(type='FCNHead', in_channels=128, channels=16, num_classes=6, norm_cfg=dict(type='BN'),
+                     loss_decode=dict(type='CrossEntropyLoss')),
+    train_cfg=dict(), test_cfg=dict(mode='whole'))
+loader = dict(
+    batch_size=2, num_workers=0, sampler=dict(type='DefaultSampler', shuffle=False),
+    dataset=dict(
+        type='BaseSegDataset', data_root='data/shapes/ade', reduce_zero_label=True, seg_map_suffix='.png',
+        metainfo=dict(classes=('circle', 'square', 'triangle', 'star', 'ring', 'cross')),
+        data_prefix=dict(img_path='images/training', seg_map_path='annotations/training'),
+        pipeline=[dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', reduce_zero_label=True),
+                  dict(type='PackSegInputs')]))
+train_dataloader = val_dataloader = test_dataloader = loader
+val_evaluator = test_evaluator = dict(type='IoUMetric')
+optim_wrapper = dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=1e-4),
+                     constructor='mmgate.GateOptimWrapperConstructor')
+train_cfg = dict(type='IterBasedTrainLoop', max_iters=2, val_interval=2)
+val_cfg = dict(type='ValLoop')
+test_cfg = dict(type='TestLoop')
+default_hooks = dict(checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=2))
+"""
+
+
+@pytest.mark.parametrize('blocked, config', [('mmdet', SEGMENTOR), ('mmseg', CONFIG.replace('EPOCHS', '1'))])
+def test_training_and_testing_beside_one_host(tmp_path: Path, blocked: str, config: str) -> None:
+    write_shapes(tmp_path / 'data/shapes', num_train=4, num_val=2, size=64)
+    (tmp_path / 'config.py').write_text(config)
+    (tmp_path / 'sitecustomize.py').write_text(f"import sys; sys.modules['{blocked}'] = None")
+    environment = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')])}
+    for tool, *arguments in (['train.py'], ['test.py', 'LAST']):
+        if arguments:
+            arguments = [(tmp_path / 'work_dirs/config/last_checkpoint').read_text()]
+        done = subprocess.run(
+            [sys.executable, '-W', 'ignore', str(ROOT / 'tools' / tool), 'config.py', *arguments],
+            **dict(cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240),
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert ('mIoU' if blocked == 'mmdet' else 'bbox_mAP') in done.stdout + done.stderr
