@@ -100,7 +100,7 @@ def test_masks_are_painted(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason='the kernels are compiled here; the benchmark itself runs them')
 def test_gpu_benchmarks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Their plumbing: every provider is measured and right, and the kernel saves less than the eager form."""
-    pytest.importorskip('triton')
+    pytest.importorskip('triton', minversion='3.2')
     monkeypatch.setattr(benchmark_cuda, 'COPY', 1 << 10)
     monkeypatch.setattr(benchmark_cuda, 'deformable_inputs', partial(benchmark.deformable_inputs, heads=1, dim=16))
     cases = dict(device='cpu', levels=[(1, 2), (1, 1)], queries={'encoder': (None, 2)})
@@ -128,7 +128,7 @@ def test_gpu_benchmarks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_
 @pytest.mark.parametrize('case, fp32, autocast', [('encoder_b2', 0.9, 0.5), ('decoder900_b2', 1.0, 0.55)])
 def test_bytes_kept_beside_mmcv(case: str, fp32: float, autocast: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What each keeps for the backward pass does not depend on what its kernel computes, so none has to run."""
-    pytest.importorskip('triton')
+    pytest.importorskip('triton', minversion='3.2')
     monkeypatch.setenv('TRITON_INTERPRET', '1')
     monkeypatch.setattr(ms_deform_attn_triton, '_launch', lambda *_: None)
 

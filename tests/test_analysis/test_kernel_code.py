@@ -15,7 +15,7 @@ from conftest import ROOT
 from mmgate.analysis.kernel_code import ITEMSIZE, OPS, listings
 from mmgate.ops.triton_backend import interpreted
 
-triton = pytest.importorskip('triton')
+triton = pytest.importorskip('triton', minversion='3.2')
 DTYPES = ('fp32', 'bf16')
 KERNELS = ('forward_kernel', 'backward_kernel', 'rows_backward_kernel', 'columns_backward_kernel')
 

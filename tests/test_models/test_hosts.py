@@ -15,6 +15,7 @@ from mmengine.structures import InstanceData, PixelData
 from mmseg.structures import SegDataSample
 from torch import Tensor
 
+import mmgate.registry
 from mmgate import swap_attention
 
 SIDE = 64
@@ -121,11 +122,12 @@ def test_dense_gates_fit_pvt_and_swin(backbone: str, gate: str) -> None:
     assert gates and any(g is not None and g.abs().sum() > 0 for g in gates.values())
 
 
-def test_the_guide_for_contributors() -> None:
+def test_the_guide_for_contributors(monkeypatch: pytest.MonkeyPatch) -> None:
     """CONTRIBUTING.md's example, followed literally."""
     guide = (ROOT / 'CONTRIBUTING.md').read_text()
     code = guide.split('```python\n')[1].split('```')[0]
     rule = guide.split('`attention=')[1].split('`')[0]
+    monkeypatch.setattr(mmgate.registry.MODELS, '_module_dict', dict(mmgate.registry.MODELS.module_dict))
     exec(code, {'__name__': 'guide'})
     cfg = dict(type='mmgate.Gated', host='mmdet.SwinTransformer', depths=(2, 2, 2, 2))
     model = MODELS.build(dict(cfg, attention=eval(rule.replace('backbone.', ''))))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmgate.analysis.training_benchmark import random_batch
 from mmgate.ops.triton_backend import interpreted
 
-pytest.importorskip('triton')
+pytest.importorskip('triton', minversion='3.2')
 SMALL_DETR = {
     'model.num_queries': 4,
     'model.encoder.num_layers': 1,

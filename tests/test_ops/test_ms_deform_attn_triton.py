@@ -14,7 +14,7 @@ from mmgate.ops import ms_deform_attn_triton as fused
 from mmgate.ops.ms_deform_attn import offset_locations
 from mmgate.ops.triton_backend import interpreted
 
-pytest.importorskip('triton')
+pytest.importorskip('triton', minversion='3.2')
 ON_GPU = pytest.mark.gpu
 DEVICES = [pytest.param('cpu', id='interpreter'), pytest.param('cuda', id='gpu', marks=ON_GPU)]
 SMALL = [(3, 5), (1, 1), (2, 1)]

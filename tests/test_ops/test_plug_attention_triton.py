@@ -13,7 +13,7 @@ from mmgate.layers import GatingModulation, PLuGAttention
 from mmgate.ops import plug_attention
 from mmgate.ops.triton_backend import interpreted
 
-pytest.importorskip('triton')
+pytest.importorskip('triton', minversion='3.2')
 DEVICES = [pytest.param('cpu', id='interpreter'), pytest.param('cuda', id='gpu', marks=pytest.mark.gpu)]
 CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'shared': {},

