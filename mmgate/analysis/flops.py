@@ -128,15 +128,15 @@ def empty_sample(segments: bool, size: tuple[int, int]) -> Any:
 @contextmanager
 def _without_fastpath() -> Iterator[None]:
     """Keep torch's attention from its fused operator, which hides the products; torch 2.1 and 2.2 cannot be kept."""
-    switch = getattr(torch.backends, 'mha', None)
-    enabled = switch is not None and switch.get_fastpath_enabled()
-    if enabled:
-        switch.set_fastpath_enabled(False)
+    switch: Any = getattr(torch.backends, 'mha', None)
+    if switch is None or not switch.get_fastpath_enabled():
+        yield
+        return
+    switch.set_fastpath_enabled(False)
     try:
         yield
     finally:
-        if enabled:
-            switch.set_fastpath_enabled(True)
+        switch.set_fastpath_enabled(True)
 
 
 @contextmanager
