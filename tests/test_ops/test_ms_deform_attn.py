@@ -8,8 +8,8 @@ from conftest import assert_same, one_graph, values_and_gradients
 from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
 
-from mmgate.ops import ms_deform_attn, ms_deform_attn_cpu
-from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
+from mmgate.ops import ms_deform_attn
+from mmgate.ops.ms_deform_attn import attention_weights, cpu, offset_locations
 
 CASES = {  # name: (levels, B, Q, H, D, P, spread of the locations)
     'two_levels': ([(4, 6), (2, 3)], 2, 5, 2, 4, 3, 0.5),
@@ -107,7 +107,7 @@ def test_weights_by_hand() -> None:
 @pytest.mark.parametrize('compiled', ['0', '1'], ids=['eager', 'compiled'])
 @pytest.mark.parametrize('chunk', [16, 1 << 20], ids=['many_chunks', 'one_chunk'])
 def test_cpu_chunks_and_compilation(monkeypatch: pytest.MonkeyPatch, chunk: int, compiled: str) -> None:
-    monkeypatch.setattr(ms_deform_attn_cpu, 'CHUNK', chunk)
+    monkeypatch.setattr(cpu, 'CHUNK', chunk)
     monkeypatch.setenv('MMGATE_CPU_COMPILE', compiled)
     inputs = make_inputs('two_levels', gate=(2, 2, 1))
     expected = values_and_gradients(lambda *x: ms_deform_attn(*x, backend='torch'), inputs, (0, 3, 4, 5))

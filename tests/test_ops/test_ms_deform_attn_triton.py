@@ -10,7 +10,6 @@ from conftest import assert_same, one_graph, values_and_gradients
 from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
-from mmgate.ops import ms_deform_attn_triton as fused
 from mmgate.ops.ms_deform_attn import offset_locations
 from mmgate.ops.triton_backend import interpreted
 
@@ -258,10 +257,3 @@ def test_no_queries_and_refusals() -> None:
     value, _, *rest = make()
     with pytest.raises(ValueError, match=r'fewer than 2\^31 numbers an image, the values have 2147483648'):
         run('triton')(value[:, :1].expand(2, 2**26, 2, 16), torch.tensor([[1, 2**26 - 3], [1, 2], [1, 1]]), *rest)
-
-
-def test_auto_keeps_to_what_was_measured() -> None:
-    """No GPU has been measured, so no GPU is in the table; on the CPU the interpreter is never chosen."""
-    assert fused.AHEAD_OF_MMCV == ()
-    value = make()[0]
-    assert not fused.preferred(value)

@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from mmgate.analysis.kernel_code import ITEMSIZE, OPS, listings
+from mmgate.benchmarks.kernel_code import ITEMSIZE, OPS, listings
 
 
 def main() -> None:

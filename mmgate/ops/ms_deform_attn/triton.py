@@ -14,23 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import operator
-from .triton_backend import interpreted, on_device, padded, why_not
+from ..library import operator
+from ..triton_backend import interpreted, on_device, padded, why_not
+from .weights import attention_weights, offset_locations
 
-# GPUs (a part of torch.cuda.get_device_name) on which KERNEL.md's table shows this backend ahead of mmcv's operator;
-# only there does 'auto' take it.
-AHEAD_OF_MMCV: tuple[str, ...] = ()
+__all__ = ['attend', 'rows_of_warp', 'why_not']
 NUM_WARPS = 4
 LANE_BYTES = 16  # of a row of channels that a lane loads or adds at once; the value gradient is always float32
 TUNED = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4))  # rows a lane and warps that MMGATE_TRITON_AUTOTUNE=1 tries
-
-
-def preferred(value: Tensor) -> bool:
-    """Return whether ``auto`` takes this backend for ``value``."""
-    if value.device.type != 'cuda' or not AHEAD_OF_MMCV or why_not(value) is not None:
-        return False
-    name = torch.cuda.get_device_name(value.device)
-    return any(part in name for part in AHEAD_OF_MMCV)
 
 
 def attend(
@@ -121,7 +112,7 @@ def rows_of_warp(block_d: int, itemsize: int) -> int:
 def _kernel(backward: bool, tuned_rows: int) -> Any:
     import triton
 
-    from . import ms_deform_attn_kernels as kernels
+    from . import kernels
 
     kernel = kernels.backward_kernel if backward else kernels.forward_kernel
     if not tuned_rows:
@@ -247,8 +238,6 @@ def _sorted_value_gradient(
     post_softmax: bool,
 ) -> Tensor:
     """The values' gradient without atomics: ``index_put_`` sorts its indices under deterministic algorithms."""
-    from .ms_deform_attn import attention_weights, offset_locations
-
     batch, _, heads, dim = value.shape
     position = 'post_softmax' if post_softmax else 'pre_softmax'
     weights = attention_weights(logits.float(), gate, residual=residual, position=position)  # (B, Q, H, L, P)

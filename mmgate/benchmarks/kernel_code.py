@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmgate.ops import ms_deform_attn_triton, plug_attention_triton
+from mmgate.ops.ms_deform_attn import triton as sampler
+from mmgate.ops.plug_attention import triton as plug
 from mmgate.ops.triton_backend import interpreted
 
 ITEMSIZE = {'fp32': 4, 'fp16': 2, 'bf16': 2}
@@ -71,11 +72,11 @@ def listings(op: str, dtype: str, dim: int, bias: int = 0) -> Iterator[Listing]:
 
 
 def _sampler(dtype: str, dim: int) -> Iterator[Listing]:
-    from mmgate.ops import ms_deform_attn_kernels as kernels
+    from mmgate.ops.ms_deform_attn import kernels
 
-    warps = ms_deform_attn_triton.NUM_WARPS
+    warps = sampler.NUM_WARPS
     for backward, kernel in enumerate((kernels.forward_kernel, kernels.backward_kernel)):
-        rows = ms_deform_attn_triton.rows_of_warp(dim, 4 if backward else ITEMSIZE[dtype])
+        rows = sampler.rows_of_warp(dim, 4 if backward else ITEMSIZE[dtype])
         constants = dict(LEVELS=LEVELS, POINTS=POINTS, PADDED=LEVELS * POINTS, D=dim, BLOCK_D=dim, REFERENCE=2)
         constants |= dict(GATED=True, RESIDUAL=True, POST=False, BLOCK_Q=rows * warps, gate_p=0)
         if backward:
@@ -87,12 +88,12 @@ def _sampler(dtype: str, dim: int) -> Iterator[Listing]:
 
 
 def _plug(dtype: str, dim: int, bias: int) -> Iterator[Listing]:
-    from mmgate.ops import plug_attention_kernels as kernels
+    from mmgate.ops.plug_attention import kernels
 
-    warps = plug_attention_triton.NUM_WARPS
+    warps = plug.NUM_WARPS
     wide = ('scalars_ptr', 'lse_ptr', 'delta_ptr', 'bias_ptr', 'grad_gq_ptr', 'grad_gk_ptr', 'grad_scalars_ptr')
-    for name in plug_attention_triton.BLOCKS[ITEMSIZE[dtype]]:
-        rows, columns, stages = plug_attention_triton.blocks_of(name, ITEMSIZE[dtype], dim, bias == 2)
+    for name in plug.BLOCKS[ITEMSIZE[dtype]]:
+        rows, columns, stages = plug.blocks_of(name, ITEMSIZE[dtype], dim, bias == 2)
         constants: dict[str, Any] = dict(D=dim, E=dim, BLOCK_D=dim, BLOCK_E=dim, BLOCK_N=rows, BLOCK_M=columns)
         constants |= dict(BIASED=bias, EVEN=True, FAST_TANH=dtype != 'fp32', INTERPRETED=False)
         types = dict.fromkeys(wide, '*fp32')

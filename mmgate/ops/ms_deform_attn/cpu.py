@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .library import operator
+from ..library import operator
 
 logger = logging.getLogger('mmgate')
 
@@ -43,7 +43,7 @@ def why_not(value: Tensor) -> str | None:
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.sample_reference`; 16-bit values are summed in float32."""
+    """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.reference.sample`; 16-bit values are summed in float32."""
     compute = torch.promote_types(weights.dtype, torch.float32)
     output = _sample(
         value.to(compute), spatial_shapes, level_start_index, sampling_locations.to(compute), weights.to(compute)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from mmgate.analysis.kernel_code import ITEMSIZE, OPS, listings
+from mmgate.benchmarks.kernel_code import ITEMSIZE, OPS, listings
 from mmgate.ops.triton_backend import interpreted
 
 triton = pytest.importorskip('triton', minversion='3.2')

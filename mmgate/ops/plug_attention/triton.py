@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import operator
-from .triton_backend import MAX_DIM, interpreted, on_device, padded
+from ..library import operator
+from ..triton_backend import MAX_DIM, interpreted, on_device, padded, why_not
 
+__all__ = ['attend', 'blocks_of', 'why_not']
 # Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
 # channels: 64 where the listing for sm_90 shows warpgroup products without spills (KERNEL.md), and never more than
 # 99 KiB of shared memory, which every GPU since sm_80 has.
@@ -86,7 +87,7 @@ def _blocks(name: str, query: Tensor, gate_query: Tensor, biased: int) -> tuple[
 def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: Tensor | None) -> None:
     import triton
 
-    from . import plug_attention_kernels
+    from . import kernels
 
     query, key, gate_query = inputs
     batch, heads, rows, dim = query.shape
@@ -95,7 +96,7 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
     biased = 0 if bias is None else 1 if strides[2] == 0 else 2
     block_n, block_m, stages = _blocks(name, query, gate_query, biased)
     programs = triton.cdiv(columns, block_m) if name.startswith('columns') else triton.cdiv(rows, block_n)
-    kernel = getattr(plug_attention_kernels, name)
+    kernel = getattr(kernels, name)
     launch = kernel[(programs * batch * heads,)]
     with on_device(query):
         launch(
