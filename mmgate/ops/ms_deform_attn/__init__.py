@@ -66,6 +66,8 @@ def ms_deform_attn(
     _check(value, spatial_shapes, level_start_index, sampling_locations, logits, gate, position)
     if reference_points is not None:
         reference_points = _checked_reference(reference_points, logits)
+    if not value.shape[1]:  # no level has a pixel
+        return value.sum(1).flatten(1)[:, None].expand(-1, logits.shape[1], -1)
     chosen = select('ms_deform_attn', BACKENDS, value, backend)
     inputs = (value, spatial_shapes, level_start_index, sampling_locations, logits)
     return chosen.run(*inputs, gate, residual, position, reference_points)

@@ -15,7 +15,7 @@ def sample(
     """
     batch, _, heads, dim = value.shape
     queries = sampling_locations.shape[1]
-    locations, weights = sampling_locations.to(weights.dtype), weights
+    locations = sampling_locations.to(weights.dtype)
     size = spatial_shapes.flip(-1)[:, None]  # (L, 1, 2) as (width, height)
     xy = locations * size - 0.5  # pixel centres become integers
     corner = xy.floor().detach()

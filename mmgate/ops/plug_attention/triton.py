@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import triton_backend
 from ..library import operator
-from ..triton_backend import MAX_DIM, interpreted, on_device, padded, why_not
+from ..triton_backend import MAX_DIM, interpreted, on_device, padded
 
 __all__ = ['attend', 'blocks_of', 'why_not']
 # Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
@@ -31,6 +32,13 @@ BLOCKS = {
 }
 NUM_WARPS = 4
 SMALL_BLOCKS = (16, 16, 1)  # in the interpreter, so that small shapes have several; the least that a product takes
+
+
+def why_not(query: Tensor) -> str | None:
+    """Return why this backend cannot run on ``query``, or None."""
+    if torch.version.hip is not None and query.device.type == 'cuda':
+        return "its products (tf32x3) and its tanh are NVIDIA's, this torch is built for ROCm"
+    return triton_backend.why_not(query)
 
 
 def attend(
@@ -117,10 +125,11 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
             BLOCK_N=block_n,
             BLOCK_M=block_m,
             # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
-            FAST_TANH=query.element_size() == 2 and not interpreted() and torch.version.hip is None,
+            FAST_TANH=query.element_size() == 2 and not interpreted(),
             INTERPRETED=interpreted(),
             num_warps=NUM_WARPS,
             num_stages=stages,
+            enable_fp_fusion=True,  # Triton 3.10 turned it off by default
         )
 
 
@@ -148,6 +157,8 @@ def _fused(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of the logits to base 2, ``(B, H, N)`` float32."""
     output, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    if not key.shape[2]:
+        return output.zero_(), lse.zero_()
     if output.numel():
         tensors = [query, key, value, gate_query, gate_key, scalars, query if bias is None else bias, output, lse]
         _launch('forward_kernel', tensors, (query, key, gate_query), bias)
