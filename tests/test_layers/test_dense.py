@@ -444,7 +444,7 @@ def test_small_gates_count_in_16_bits(
     monkeypatch: pytest.MonkeyPatch, position: str, autocast: bool, chunk: int
 ) -> None:
     """In bfloat16 1 + G is 1 for all G below 0.0039."""
-    monkeypatch.setattr(plug_module, 'CHUNK', chunk)
+    monkeypatch.setattr(chunked, 'CHUNK', chunk)
     query, key = (torch.randn(1, 1, 8, 16) * 8).bfloat16(), torch.randn(1, 1, 8, 16).bfloat16()
     value = torch.eye(8).bfloat16()[None, None]  # the output is the weights
     gate_query, gate_key = torch.ones(1, 1, 8, 4).bfloat16(), torch.ones(1, 1, 8, 4).bfloat16()
@@ -459,9 +459,7 @@ def test_small_gates_count_in_16_bits(
 
     def weights(gate: float) -> Tensor:
         with torch.autocast('cpu', torch.bfloat16, enabled=autocast), torch.no_grad():
-            return plug_module.plug_attention(
-                query, key, value, gate_query, gate_key, Constant(gate), position=position
-            ).float()
+            return plug_attention(query, key, value, gate_query, gate_key, Constant(gate), position=position).float()
 
     exact = torch.softmax((query @ key.transpose(-1, -2) / 4).double() * 1.0035, -1)
     if position == 'post_softmax':

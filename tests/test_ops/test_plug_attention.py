@@ -24,7 +24,7 @@ SHAPES = dict(query=(2, 4, 5, 8), key=(2, 4, 6, 8), value=(2, 4, 6, 8), gate_que
         (dict(query=(4, 5, 8)), r'query must be \(B, H, N, d\)'),
         (dict(bias=(2, 1, 1, 5)), r'bias \(2, 1, 1, 5\) does not broadcast'),
     ],
-    ids=['grouped_keys', 'gate_batch', 'gate_keys', 'gate_heads', 'odd_gate_heads', 'values', 'wide_values', '3d', 'bias'],
+    ids=['gqa', 'gate_batch', 'gate_keys', 'gate_heads', 'odd_gate_heads', 'values', 'wide_values', '3d', 'bias'],
 )
 def test_shapes_that_do_not_go_together(changed: dict, message: str, backend: str) -> None:
     tensors = {name: torch.randn(shape) for name, shape in {**SHAPES, **changed}.items()}
