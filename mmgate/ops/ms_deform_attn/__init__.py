@@ -12,9 +12,12 @@ import torch
 from torch import Tensor
 
 from ..dispatch import Backend, find, select
-from ..library import is_compiling, outside_graphs
-from . import cpu, mmcv, reference, triton
+from ..library import is_compiling, is_exporting, outside_graphs
+from . import cpu, grid_sample, mmcv, reference, triton
+from .problems import PROBLEMS
 from .weights import POSITIONS, attention_weights, offset_locations
+
+LARGEST = 1 << 24  # numbers in a tensor of the reference that are still tried
 
 __all__ = ['BACKENDS', 'POSITIONS', 'attention_weights', 'check_backend', 'ms_deform_attn', 'offset_locations']
 
@@ -51,9 +54,10 @@ def ms_deform_attn(
         position: ``'pre_softmax'`` or ``'post_softmax'``.
         reference_points: Points ``(B, Q, L, 2)`` as (x, y) or boxes ``(B, Q, L, 4)`` as (centre, size), 0 to 1; then
             ``sampling_locations`` are offsets from them, see :func:`offset_locations`.
-        backend: ``'torch'`` (reference), ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'triton'`` (gate, softmax and
-            sampling in one CUDA kernel) or ``'auto'``, the default. The environment variable
-            ``MMGATE_MS_DEFORM_ATTN`` has the last word.
+        backend: ``'torch'`` (reference), ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'grid_sample'`` (any device),
+            ``'triton'`` (gate, softmax and sampling in one CUDA kernel) or ``'auto'``, the default: what was measured
+            to be fastest, see :mod:`mmgate.ops.dispatch`. The environment variable ``MMGATE_MS_DEFORM_ATTN`` has the
+            last word.
 
     Returns:
         ``(B, Q, H * D)`` in the dtype of ``value``. Weights are formed in float32 for 16-bit inputs.
@@ -68,9 +72,9 @@ def ms_deform_attn(
         reference_points = _checked_reference(reference_points, logits)
     if not value.shape[1]:  # no level has a pixel
         return value.sum(1).flatten(1)[:, None].expand(-1, logits.shape[1], -1)
-    chosen = select('ms_deform_attn', BACKENDS, value, backend)
     inputs = (value, spatial_shapes, level_start_index, sampling_locations, logits)
-    return chosen.run(*inputs, gate, residual, position, reference_points)
+    arguments = (*inputs, gate, residual, position, reference_points)
+    return select('ms_deform_attn', BACKENDS, value, backend, PROBLEMS, arguments).run(*arguments)
 
 
 def _check(
@@ -106,7 +110,7 @@ def _check(
     if gate is not None and torch.broadcast_shapes(gate.shape, logits.shape) != logits.shape:
         raise ValueError(f'gate {tuple(gate.shape)} does not broadcast to the logits {tuple(logits.shape)}.')
     # Reading the sizes would stall a GPU and break a compiled graph; there the host layer has to be right.
-    if not is_compiling() and spatial_shapes.device.type == 'cpu':
+    if not is_compiling() and not is_exporting() and spatial_shapes.device.type == 'cpu':
         areas = int(spatial_shapes.prod(-1).sum())
         if areas != tokens:
             raise ValueError(f'value has {tokens} tokens, but spatial_shapes {spatial_shapes.tolist()} hold {areas}.')
@@ -156,7 +160,8 @@ def _sampled(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
 BACKENDS = (
     Backend('mmcv', mmcv.why_not, _sampled(mmcv.sample)),
     Backend('cpu', cpu.why_not, _sampled(cpu.sample)),
-    Backend('torch', lambda value: None, _sampled(reference.sample)),
-    # Behind the reference, so that 'auto' takes it only where it is preferred by measurement.
-    Backend('triton', triton.why_not, triton.attend),
+    Backend('grid_sample', grid_sample.why_not, _sampled(grid_sample.sample), traceable=False),
+    Backend('torch', lambda value: None, _sampled(reference.sample), plain=True, largest=LARGEST),
+    # No GPU has run it yet: 'auto' takes it where a measurement says so.
+    Backend('triton', triton.why_not, triton.attend, in_order=False),
 )

@@ -11,9 +11,11 @@ from torch import Tensor
 from ..dispatch import Backend, find, select
 from ..library import outside_graphs
 from . import chunked, reference, triton
+from .problems import PROBLEMS
 from .reference import Modulation, attention_map
 
 POSITIONS = ('pre_softmax', 'post_softmax')
+LARGEST = 1 << 24  # numbers in a map of the reference that are still tried
 
 __all__ = ['BACKENDS', 'attention_map', 'check_backend', 'plug_attention']
 
@@ -64,10 +66,8 @@ def plug_attention(
     _check(query, key, value, gate_query, gate_key, bias, position)
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
-    run = select('plug_attention', BACKENDS, query, backend).run
-    return run(
-        query, key, value, gate_query, gate_key, modulation, bias, residual=residual, position=position, dropout=dropout
-    )
+    arguments = (query, key, value, gate_query, gate_key, modulation, bias, residual, position, dropout)
+    return select('plug_attention', BACKENDS, query, backend, PROBLEMS, arguments).run(*arguments)
 
 
 def _check(
@@ -111,7 +111,7 @@ def check_backend(name: str) -> None:
 
 BACKENDS = (
     Backend('chunked', lambda query: None, chunked.attend),
-    Backend('torch', lambda query: None, reference.attend),
-    # Not in 'auto', which never passes the reference, until a GPU has measured it.
-    Backend('triton', triton.why_not, triton.attend),
+    Backend('torch', lambda query: None, reference.attend, plain=True, largest=LARGEST),
+    # No GPU has run it yet: 'auto' takes it where a measurement says so.
+    Backend('triton', triton.why_not, triton.attend, in_order=False),
 )

@@ -24,7 +24,6 @@ def attend(
     gate_key: Tensor,
     modulation: Modulation,
     bias: Tensor | None = None,
-    *,
     residual: bool = True,
     position: str = 'pre_softmax',
     dropout: float = 0.0,

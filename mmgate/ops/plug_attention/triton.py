@@ -49,7 +49,6 @@ def attend(
     gate_key: Tensor,
     modulation: Any,
     bias: Tensor | None = None,
-    *,
     residual: bool = True,
     position: str = 'pre_softmax',
     dropout: float = 0.0,
