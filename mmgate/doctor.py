@@ -89,10 +89,13 @@ def _packages() -> dict[str, str | None]:
     for name in PACKAGES:
         found[name] = None
         for distribution in (name, FORKS.get(name), ORIGINALS.get(name)):
+            if distribution is None:
+                continue
             try:
-                found[name] = importlib.metadata.version(distribution) if distribution else found[name]
+                version = importlib.metadata.version(distribution)
             except importlib.metadata.PackageNotFoundError:
                 continue
+            found[name] = version if distribution == name else f'{version} ({distribution})'
     found['cuda'] = torch.version.cuda or torch.version.hip
     return found
 
