@@ -98,7 +98,11 @@ class DenseAttention(nn.MultiheadAttention):
 
     def merge(self, heads: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Return the output ``(B, N, C)`` from the heads ``(B, H, N, d)``."""
-        return self.out_proj(heads.transpose(1, 2).flatten(2))
+        return self.finish(self.out_proj(heads.transpose(1, 2).flatten(2)), query, inputs)
+
+    def finish(self, output: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Return what becomes of the projected output ``(B, N, C)``: itself, unless a gate acts there."""
+        return output
 
     def forward(
         self,

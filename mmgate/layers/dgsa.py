@@ -66,9 +66,8 @@ class DifferentialGatedAttention(DenseAttention):
         heads = differential_attention(query, key, value, self._gate(inputs[0]), bias, dropout=self._drop)
         return self.head_norm(heads) * (1 - self.lambda_init)
 
-    def merge(self, heads: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Project and add the residual."""
-        output = super().merge(heads, query, inputs)
+    def finish(self, output: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Add the residual."""
         if self.residual == 'query':
             return output + query.transpose(1, 2).flatten(2)
         return output + inputs[0] if self.residual == 'input' else output

@@ -148,9 +148,8 @@ class SDPAGatedAttention(OwnStart, DenseAttention):
         heads = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self._drop)
         return self._gated(heads, inputs) if self.position == 'G1' else heads
 
-    def merge(self, heads: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Project, and gate what was projected (G5)."""
-        output = super().merge(heads, query, inputs)
+    def finish(self, output: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Gate what was projected (G5)."""
         if self.position == 'G5':
             output = self._gated(self.split_heads(output), inputs).transpose(1, 2).flatten(2)
         return output
