@@ -100,7 +100,7 @@ class SDPAGatedAttention(OwnStart, DenseAttention):
         self.position, self.form, self.act, self.scale, self.init = position, form, act, scale, init
         self.gate_shape = (1 if head_shared else num_heads, self.head_dim if granularity == 'elementwise' else 1)
         outputs = self.gate_shape[0] * self.gate_shape[1]
-        inputs = (embed_dim, self.kdim, self.vdim)[_INPUT[position]]
+        inputs = (self.qdim, self.kdim, self.vdim)[_INPUT[position]]
         self.gate_weight = nn.Parameter(torch.empty(outputs, inputs, **self.like))
         self.gate_bias = nn.Parameter(torch.empty(outputs, **self.like))
         self.reset_start()
@@ -147,6 +147,11 @@ class SDPAGatedAttention(OwnStart, DenseAttention):
         query, key, value = self._gated_projections(query, key, value, inputs)
         heads = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self._drop)
         return self._gated(heads, inputs) if self.position == 'G1' else heads
+
+    @property
+    def finishes(self) -> bool:
+        """Whether the gate is at G5."""
+        return self.position == 'G5'
 
     def finish(self, output: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Gate what was projected (G5)."""

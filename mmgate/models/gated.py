@@ -12,6 +12,7 @@ import torch
 from mmengine.logging import print_log
 from torch import nn
 
+from mmgate.layers.dense import DenseAttention
 from mmgate.layers.start import keep_starts
 from mmgate.registry import MODELS
 
@@ -201,7 +202,7 @@ def _options(gate: type) -> set[str]:
     Behind ``**kwargs`` stand the arguments of the next class. A keyword-only argument of the gate itself is an option
     under any name.
     """
-    sizes = {name for host in hosts_of(gate) for name in inspect.signature(host).parameters}
+    sizes = {name for host in (DenseAttention, *hosts_of(gate)) for name in inspect.signature(host).parameters}
     found: set[str] = set()
     for depth, cls in enumerate(getattr(gate, 'core', gate).__mro__):
         if '__init__' not in vars(cls):

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mmdet.models.layers.transformer.utils import ConditionalAttention
+from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
@@ -132,3 +133,34 @@ def test_two_streams_do_not_fit_conditional_cross_attention() -> None:
     model = nn.ModuleDict(dict(attn=ConditionalAttention(32, 4, cross_attn=True)))
     with pytest.raises(ValueError, match='content and position already'):
         swap_attention(model, dict(type='DifferentialGatedMultiheadAttention', path='attn'))
+
+
+@pytest.mark.parametrize('gate', ['plug', 'sdpa_G1'])
+@pytest.mark.parametrize('mask', ['none', 'bool', 'float', 'int'])
+def test_bidirectional_attention(mask: str, gate: str) -> None:
+    """Widths of their own for vision, language and heads; masks as GLIP and as Grounding DINO hand them in."""
+    model = trained(nn.ModuleDict(dict(attn=BiMultiHeadAttention(16, 24, 64, 4))))
+    gated, _ = gated_copy(model, dict(GATES[gate], path='attn'))
+    inputs: dict[str, Any] = dict(vision=torch.randn(2, 9, 16), lang=torch.randn(2, 5, 24))
+    if mask != 'none':
+        inputs['attention_mask_v'] = torch.arange(9)[None] >= torch.tensor([[9], [6]])
+        lengths = torch.arange(5)[None] < torch.tensor([[5], [3]])
+        inputs['attention_mask_l'] = lengths.to({'bool': torch.bool, 'float': torch.float, 'int': torch.long}[mask])
+    torch.testing.assert_close(gated['attn'](**inputs), model['attn'](**inputs), rtol=1e-5, atol=1e-5)
+    sum(out.square().sum() for out in gated['attn'](**inputs)).backward()
+    assert {name.split('.')[1] for name, grad in gradients(gated).items() if grad.abs().sum() > 0} == {
+        'gate_v',
+        'gate_l',
+    }
+
+
+def test_a_gate_on_the_output_does_not_fit_other_widths() -> None:
+    model = nn.ModuleDict(dict(attn=BiMultiHeadAttention(16, 24, 64, 4)))
+    with pytest.raises(ValueError, match='64 channels wide.*has 16 here'):
+        swap_attention(model, dict(GATES['sdpa_G5'], path='attn'))
+    rule = dict(type='DifferentialGatedMultiheadAttention', path='attn')
+    with pytest.raises(ValueError, match='acts on the projected output'):
+        swap_attention(model, rule)
+    swap_attention(model, dict(rule, residual='none'))
+    deltas = model['attn'](torch.randn(2, 9, 16), torch.randn(2, 5, 24))
+    assert [tuple(delta.shape) for delta in deltas] == [(2, 9, 16), (2, 5, 24)]

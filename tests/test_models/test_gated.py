@@ -256,9 +256,9 @@ def test_unknown_host_and_downstream_adapter() -> None:
 class Halved(nn.Module):
     """A gate of somebody else: sizes and options in one signature, not registered."""
 
-    def __init__(self, embed_dim: int, num_heads: int = 4, factor: float = 0.5, offset: float = 0.0) -> None:
+    def __init__(self, embed_dim: int, heads: int = 4, factor: float = 0.5, offset: float = 0.0) -> None:
         super().__init__()
-        self.attn = nn.MultiheadAttention(embed_dim, num_heads)
+        self.attn = nn.MultiheadAttention(embed_dim, heads)
         self.factor, self.offset = factor, offset
 
     def forward(self, query: torch.Tensor) -> torch.Tensor:
@@ -297,10 +297,10 @@ def test_a_pair_of_somebody_else() -> None:
     expected = 2 * model['layer'](x) + 1
     swap_attention(model, dict(path='layer', type=Halved, factor=2.0, offset=1.0))
     torch.testing.assert_close(model['layer'](x), expected)
-    with pytest.raises(TypeError, match=r'Halved has no option embed_dim; it has factor, num_heads, offset'):
+    with pytest.raises(TypeError, match=r'Halved has no option embed_dim; it has factor, heads, offset'):
         swap_attention(nn.ModuleDict(dict(layer=Wrapped(16))), dict(path='layer', type=Halved, embed_dim=8))
-    with pytest.raises(TypeError, match=r'Halved cannot be made from layer: .*multiple values for argument .num_heads'):
-        swap_attention(nn.ModuleDict(dict(layer=Wrapped(16))), dict(path='layer', type=Halved, num_heads=8))
+    with pytest.raises(TypeError, match=r'Halved cannot be made from layer: .*multiple values for argument .heads'):
+        swap_attention(nn.ModuleDict(dict(layer=Wrapped(16))), dict(path='layer', type=Halved, heads=8))
 
 
 @pytest.mark.usefixtures('_own_pair')

@@ -8,6 +8,7 @@ import torch
 from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA, WindowMSA
 from mmdet.models.layers.transformer.utils import ConditionalAttention
+from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from torch import Tensor
 
 from mmgate.layers.dense import DenseAttention, GatedMultiheadAttention
@@ -98,3 +99,76 @@ def conditional(
     if host.qpos_proj is None:  # Conditional DETR's decoder removes it from all layers but the first
         gated.qpos_proj = None
     return gated
+
+
+class GatedBiMultiHeadAttention(BiMultiHeadAttention):
+    """Drop-in for ``BiMultiHeadAttention`` (GLIP, Grounding DINO) that holds a gate for each direction.
+
+    The host's two directions share their logits; with a gate each of its own, here they are computed for each. The
+    host's clamp of logits to +-50000, which keeps half precision finite, is not needed: both are formed in float32.
+    """
+
+    def __init__(self, gate_v: DenseAttention, gate_l: DenseAttention, host: BiMultiHeadAttention) -> None:
+        super().__init__(host.v_dim, host.l_dim, host.embed_dim, host.num_heads, host.dropout)
+        self.gate_v, self.gate_l = gate_v, gate_l  # vision attends to language, language to vision
+
+    def forward(
+        self,
+        vision: Tensor,
+        lang: Tensor,
+        attention_mask_v: Tensor | None = None,
+        attention_mask_l: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend both ways.
+
+        Args:
+            vision: ``(B, N, Cv)``.
+            lang: ``(B, M, Cl)``.
+            attention_mask_v: ``(B, N)`` bool, True masks.
+            attention_mask_l: ``(B, M)`` numbers, of which 0 masks. A bool mask, as Grounding DINO hands it in, masks
+                nothing: the host adds it to the logits.
+
+        Returns:
+            What language adds to vision ``(B, N, Cv)``, and vision to language ``(B, M, Cl)``.
+        """
+        split = self.gate_v.split_heads
+        states_v, states_l = split(self.v_proj(vision)), split(self.l_proj(lang))  # (B, H, N|M, d)
+        values_v, values_l = split(self.values_v_proj(vision)), split(self.values_l_proj(lang))
+        bias = None
+        if attention_mask_l is not None and attention_mask_l.dtype != torch.bool:
+            masked = (attention_mask_l == 0)[:, None, None]
+            bias = masked.to(states_v.dtype) * (torch.finfo(states_v.dtype).min / 2)
+        delta_v = attend_in_host(
+            self.gate_v, (states_v, states_l, values_l), (vision, lang, lang), self.out_v_proj, bias
+        )
+        delta_l = attend_in_host(
+            self.gate_l,
+            (states_l, states_v, values_v),
+            (lang, vision, vision),
+            self.out_l_proj,
+            key_padding_mask=attention_mask_v,
+        )
+        return delta_v, delta_l
+
+
+@adapts(GatedMultiheadAttention, BiMultiHeadAttention)
+def bidirectional(
+    gate: type[GatedMultiheadAttention], host: BiMultiHeadAttention, **options: Any
+) -> GatedBiMultiHeadAttention:
+    """Hold two gates beside the host's own parameters.
+
+    Raises:
+        ValueError: A gate that acts on the output, of which vision and language have widths of their own.
+    """
+
+    def alone(own: int, other: int) -> DenseAttention:
+        sizes: dict[str, Any] = dict(qdim=own, kdim=other, vdim=other, batch_first=True)
+        core = gate.core(host.embed_dim, host.num_heads, host.dropout, **sizes, **options)
+        if core.finishes and own != host.embed_dim:
+            raise ValueError(
+                f'{gate.__name__} acts on the projected output with these options and needs it {host.embed_dim} '
+                f'channels wide, as the heads are; it has {own} here.'
+            )
+        return gate_alone(core)
+
+    return GatedBiMultiHeadAttention(alone(host.v_dim, host.l_dim), alone(host.l_dim, host.v_dim), host)
