@@ -10,11 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from mmengine.config import Config
-from torch import nn
 
 from mmgate.engine.preflight import ConfigError
 from mmgate.models.adapters import adapter_for, gates_for
-from mmgate.registry import MODELS
 
 from .structure import build_structure, list_attention
 
@@ -27,21 +25,6 @@ REASONS = {  # of a class without an adapter
     'MSCAAttention': 'a sum of convolutions, there are no queries and keys',
     'MSCASpatialAttention': 'convolutions around MSCAAttention',
 }
-
-
-@MODELS.register_module()
-class NoLanguageModel(nn.Module):
-    """Stands for the language model of a vision-language detector, so that the rest can be built without transformers.
-
-    Attributes:
-        language_dim: Channels of the text features, BERT's.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.language_backbone = nn.Module()
-        self.language_backbone.body = nn.Module()
-        self.language_backbone.body.language_dim = 768
 
 
 @dataclass
@@ -94,17 +77,11 @@ def hosts_in(package: str, config: str) -> list[Host]:
     assert spec is not None and spec.origin is not None
     try:
         cfg = Config.fromfile(Path(spec.origin).parent / '.mim/configs' / config)
-        if 'model' not in cfg:
-            return []
-        if 'language_model' in cfg.model:
-            cfg.model.language_model = dict(type='mmgate.NoLanguageModel')
-        if 'teacher_ckpt' in cfg.model:  # would be downloaded
-            cfg.model.teacher_ckpt = None
-        model = build_structure(cfg)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever a zoo's config needs and does not find
-        raise ConfigError(f'{package}::{config} cannot be built here: {type(error).__name__}: {error}') from error
+    except ImportError as error:  # of its custom_imports
+        raise ConfigError(f'{package}::{config} cannot be read: {error}') from error
+    if 'model' not in cfg:
+        return []
+    model = build_structure(cfg)
     hosts: dict[tuple[str, str], Host] = {}
     for attention in list_attention(model):
         path = re.sub(r'\d+(?=\.|$)', '*', attention.path)
