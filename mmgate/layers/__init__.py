@@ -3,6 +3,7 @@
 from .agent import AgentAttention
 from .dgsa import DifferentialGatedAttention, DifferentialGatedMultiheadAttention
 from .gml import GatingModulation
+from .ms_deform_attn import MultiScaleDeformableAttention
 from .plug import PLuGMultiScaleDeformableAttention
 from .plug_dense import PLuGAttention, PLuGMultiheadAttention
 from .saga import SAGAAttention
@@ -13,6 +14,7 @@ __all__ = [
     'DifferentialGatedAttention',
     'DifferentialGatedMultiheadAttention',
     'GatingModulation',
+    'MultiScaleDeformableAttention',
     'PLuGAttention',
     'PLuGMultiScaleDeformableAttention',
     'PLuGMultiheadAttention',

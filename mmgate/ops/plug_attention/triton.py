@@ -57,7 +57,8 @@ def attend(
 
     Raises:
         ValueError: What the kernels do not have: another gate than ``tanh((a R + b)(c R + e))`` with the residual
-            before the softmax, dropout, a bias that needs a gradient, gates wider than 128 channels.
+            before the softmax, dropout, a bias that needs a gradient, gates wider than 128 channels, values of another
+            width than queries.
     """
     kind = getattr(modulation, 'variant', None), getattr(modulation, 'activation', None)
     lacking = [
@@ -69,6 +70,7 @@ def attend(
             (f'dropout={dropout}', dropout > 0),
             ('a bias that needs a gradient', bias is not None and bias.requires_grad),
             (f'gates of {gate_query.shape[-1]} channels', gate_query.shape[-1] > MAX_DIM),
+            (f'values of {value.shape[-1]} channels beside {query.shape[-1]}', value.shape[-1] != query.shape[-1]),
         )
         if lacks
     ]
