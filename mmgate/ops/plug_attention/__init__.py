@@ -1,7 +1,7 @@
 r"""PLuG attention: softmax attention whose logits are gated pair by pair.
 
-Layout: query (B, H, N, d); key, value (B, H, M, d); gate_query (B, H|1, N, g); gate_key (B, H|1, M, g);
-mask bias broadcastable to (B, H, N, M); output (B, H, N, d).
+Layout: query (B, H, N, d); key (B, H, M, d); value (B, H, M, e); gate_query (B, H|1, N, g); gate_key (B, H|1, M, g);
+mask bias broadcastable to (B, H, N, M); output (B, H, N, e).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def plug_attention(
     Args:
         query: ``(B, H, N, d)``, floating point.
         key: ``(B, H, M, d)``.
-        value: ``(B, H, M, d)``.
+        value: ``(B, H, M, e)``, most often e = d.
         gate_query: ``(B, 1, N, g)``, shared by the heads, or ``(B, H, N, g)``.
         gate_key: ``(B, 1, M, g)`` or ``(B, H, M, g)``.
         modulation: Elementwise map from raw gate logits to the gate G.
@@ -56,7 +56,7 @@ def plug_attention(
             word.
 
     Returns:
-        ``(B, H, N, d)``.
+        ``(B, H, N, e)``.
 
     Raises:
         ValueError: Shapes that do not go together, an unknown backend or one that cannot run here.
@@ -87,7 +87,7 @@ def _check(
         raise ValueError(f'gate_query must have 1 head or the {heads} of query, got {gate_heads}.')
     for name, x, expected in (
         ('key', key, (batch, heads, columns, dim)),
-        ('value', value, (batch, heads, columns, dim)),
+        ('value', value, (batch, heads, columns, value.shape[-1])),
         ('gate_query', gate_query, (batch, gate_heads, rows, width)),
         ('gate_key', gate_key, (batch, gate_heads, columns, width)),
     ):

@@ -27,7 +27,7 @@ def _shape_class(
 ) -> tuple[Any, ...]:
     """Sizes that vary with the image by their power of two, all others as they are."""
     batch, heads, rows, dim = query.shape
-    sizes = f'b{batch.bit_length()} h{heads} n{rows.bit_length()} m{key.shape[2].bit_length()} d{dim}'
+    sizes = f'b{batch.bit_length()} h{heads} n{rows.bit_length()} m{key.shape[2].bit_length()} d{dim} v{value.shape[3]}'
     gate = f'g{gate_query.shape[1]}x{gate_query.shape[3]}'
     kind = getattr(modulation, 'variant', ''), getattr(modulation, 'activation', '')
     of_bias = 'unbiased' if bias is None else f'bias{"".join("1" if n == 1 else "n" for n in bias.shape)}'
