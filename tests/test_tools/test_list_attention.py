@@ -36,7 +36,7 @@ def attention(config: str) -> dict[str, Attention]:
         ('mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py', 'backbone.stages.0.blocks.0.attn', MAP),
         ('mmdet::pvt/retinanet_pvt-t_fpn_1x_coco.py', 'backbone.layers.0.1.1.attn', DENSE | MAP),
         ('mmseg::vit/vit_vit-b16_mln_upernet_8xb2-80k_ade20k-512x512.py', 'backbone.layers.0.attn', DENSE),
-        ('mmseg::segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512.py', 'backbone.layers.0.1.0.attn.attn', DENSE),
+        ('mmseg::segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512.py', 'backbone.layers.0.1.0.attn', DENSE | MAP),
         ('mmdet::detr/detr_r50_8xb2-150e_coco.py', 'encoder.layers.0.self_attn', DENSE),
     ],
     ids=['swin', 'pvt', 'vit', 'mit', 'detr'],
@@ -85,7 +85,7 @@ def test_command_line() -> None:
     config = 'mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py'
     result = subprocess.run([sys.executable, '-W', 'ignore', tool, config], capture_output=True, text=True, timeout=120)
     rows = {line.split()[0]: line for line in result.stdout.splitlines()}
-    assert rows['encoder.layers.0.self_attn'].endswith('  PLuGMultiScaleDeformableAttention')
+    assert rows['encoder.layers.0.self_attn'].endswith('PLuGMultiScaleDeformableAttention')
     assert 'num_levels=4' in rows['encoder.layers.0.self_attn']
     assert 'PLuGMultiheadAttention, SDPAGatedMultiheadAttention' in rows['decoder.layers.0.self_attn']
     assert rows['decoder.layers.0.self_attn.attn'].endswith('  use decoder.layers.0.self_attn')
