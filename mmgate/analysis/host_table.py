@@ -75,13 +75,15 @@ def hosts_in(package: str, config: str) -> list[Host]:
     """
     spec = find_spec(package)
     assert spec is not None and spec.origin is not None
+    root = Path(spec.origin).parent / '.mim/configs'
     try:
-        cfg = Config.fromfile(Path(spec.origin).parent / '.mim/configs' / config)
-    except ImportError as error:  # of its custom_imports
-        raise ConfigError(f'{package}::{config} cannot be read: {error}') from error
-    if 'model' not in cfg:
-        return []
-    model = build_structure(cfg)
+        cfg = Config.fromfile(root / config)
+        if 'model' not in cfg:
+            return []
+        model = build_structure(cfg)
+    except (ConfigError, ImportError, OSError) as error:  # its custom_imports, or a base that the zoo lacks
+        why = shortened(str(error).removeprefix(f'the model of {root / config} '), root)
+        raise ConfigError(f'`{package}::{config}`: {why}') from error
     hosts: dict[tuple[str, str], Host] = {}
     for attention in list_attention(model):
         path = re.sub(r'\d+(?=\.|$)', '*', attention.path)
@@ -102,6 +104,12 @@ def hosts_in(package: str, config: str) -> list[Host]:
                 pass
             host.gates[gate.__name__] = host.gates.get(gate.__name__, 0) + 1
     return list(hosts.values())
+
+
+def shortened(message: str, root: Path) -> str:
+    """Return the first line of an error about the zoo in ``root``, without what differs from machine to machine."""
+    line = message.splitlines()[0].replace(f'{root}/', '').replace(f'{root.parents[2]}/', '')
+    return re.sub(r'\s+', ' ', line.partition(', the current sys.path')[0]).strip()
 
 
 def markdown(hosts: list[Host], unbuilt: list[str]) -> str:

@@ -1,0 +1,41 @@
+"""The table of hosts, read from the zoos."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from mmgate.analysis.host_table import hosts_in, markdown, shortened, zoo
+from mmgate.engine.preflight import ConfigError
+
+SEGFORMER = 'segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512.py'
+
+
+def test_the_zoo_has_each_architecture_once_for_each_backbone() -> None:
+    configs = list(zoo('mmseg'))
+    assert SEGFORMER in configs
+    assert [config for config in configs if config.startswith('segformer/')] == [SEGFORMER]
+    assert {config.split('/')[0] for config in configs} >= {'beit', 'mae', 'twins', 'segmenter', 'setr', 'knet'}
+
+
+def test_a_gate_that_fits_some_and_why_not_the_others() -> None:
+    (host,) = hosts_in('mmseg', SEGFORMER)
+    assert (host.path, host.kind) == ('backbone.layers.*.*.*.attn', 'EfficientMultiheadAttention')
+    assert host.gates['PLuGMultiheadAttention'] == host.count == 8
+    assert host.gates['AgentAttention'] == 2 and 'sr_ratio' in host.refusals['AgentAttention']
+    row = markdown([host], []).splitlines()[-1]
+    assert row.startswith('| mmseg | segformer | `backbone.layers.*.*.*.attn` | EfficientMultiheadAttention |')
+    assert '`AgentAttention` (not all)' in row and 'an sr_ratio above 1' in row
+    assert row in (ROOT / 'configs/README.md').read_text()
+
+
+def test_what_cannot_be_built_says_why() -> None:
+    with pytest.raises(ConfigError, match=r'^`mmseg::vpd/vpd_sd_4xb8-25k_nyu-480x480.py`: '):
+        hosts_in('mmseg', 'vpd/vpd_sd_4xb8-25k_nyu-480x480.py')
+
+
+def test_paths_of_this_machine_are_left_out() -> None:
+    root = Path('/here/site-packages/mmdet/.mim/configs')
+    assert shortened(f'file {root}/a.py and /here/site-packages/b.py,   c\nmore', root) == 'file a.py and b.py, c'
