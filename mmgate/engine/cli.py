@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from mmengine.config import Config, DictAction
 from mmengine.registry import RUNNERS, init_default_scope
@@ -84,6 +85,8 @@ def train(argv: list[str]) -> None:
     if cfg.get('load_from'):
         check_checkpoint(cfg.load_from, sharded='strategy' in cfg)
     runner = build_runner(cfg, trains=True)
+    if cfg.get('load_from') or cfg.get('resume'):
+        runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
     for note in (*notes, count_accumulation(runner, cfg)):
         if note:
             runner.logger.info(note)
@@ -129,6 +132,23 @@ def test(argv: list[str]) -> None:
     runner.test()
 
 
+class _Options(DictAction):
+    """mmengine's, with a message for an option without a value."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Add the options to the namespace."""
+        for value in values:
+            if '=' not in value:
+                parser.error(f'--cfg-options {value}: write key=value, without blanks around the sign.')
+        super().__call__(parser, namespace, values, option_string)
+
+
 def _parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument('config', help="config file, or 'package::path' of an installed package's config")
@@ -136,7 +156,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=DictAction,
+        action=_Options,
         help='override settings: key=value, nested keys by dots, lists as key="[a,b]"',
     )
     parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none', help='job launcher')
@@ -160,10 +180,21 @@ def load_config(args: argparse.Namespace) -> Config:
     cfg = read_config(args.config)
     if args.cfg_options:
         merge_options(cfg, args.cfg_options)
+    _check_shape(cfg)
     cfg.launcher = args.launcher
     name = osp.splitext(osp.basename(cfg.filename))[0]
     cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('./work_dirs', name)
     return cfg
+
+
+def _check_shape(cfg: Config) -> None:
+    """Refuse plain values where only a dict will do, before anything reads inside."""
+    loaders = [f'{split}_dataloader' for split in ('train', 'val', 'test')]
+    for key in ('model', 'optim_wrapper', 'optim_wrapper.optimizer', *loaders):
+        parent, _, leaf = key.rpartition('.')
+        value = (cfg.get(parent) or {}).get(leaf) if parent else cfg.get(key)
+        if isinstance(value, (str, int, float)):
+            raise ConfigError(f'{key} must be a dict, got {value!r}; for one entry of it, give {key}.NAME=VALUE.')
 
 
 def read_config(config: str) -> Config:
@@ -186,7 +217,7 @@ def read_config(config: str) -> Config:
         raise ConfigError(f'config {path} does not exist (looked for {osp.abspath(path)}).')
     try:
         return Config.fromfile(path)
-    except (OSError, SyntaxError, KeyError, TypeError, ValueError, AttributeError, NameError) as error:
+    except (OSError, SyntaxError, KeyError, TypeError, ValueError, AttributeError, NameError, ImportError) as error:
         raise ConfigError(f'config {path} cannot be read: {type(error).__name__}: {error}') from error
 
 

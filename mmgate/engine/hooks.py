@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os.path as osp
 from typing import Any
 
@@ -18,17 +19,20 @@ _IMAGES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp')
 
 
 class LoadReportHook(Hook):
-    """Says before testing how many keys of the model the checkpoint filled, and refuses less than half of them.
+    """Says how many keys of the model a checkpoint filled before testing or training goes on from it.
 
     A key counts as filled when loading wrote into its tensor, so that keys which are renamed or resized on loading
-    count. Sharded models (FSDP, DeepSpeed) are not counted: theirs are not the model's own tensors.
+    count. Testing refuses a checkpoint that fills less than half of them. Training may start from one, of another head
+    say, with a warning, but not from one that fills none. Sharded models (FSDP, DeepSpeed) are not counted: theirs are
+    not the model's own tensors.
 
     Args:
         checkpoint: What the message calls it.
-        allow_mismatch: Whether to go on with less than half.
+        allow_mismatch: Whether to test with less than half.
 
     Raises:
-        ConfigError: Less than half of the keys were filled (from :meth:`before_test`).
+        ConfigError: Too few keys were filled (from :meth:`before_test` and :meth:`before_train`), or a run is to be
+            resumed from weights alone (from :meth:`after_load_checkpoint`).
     """
 
     def __init__(self, checkpoint: str, *, allow_mismatch: bool = False) -> None:
@@ -38,28 +42,45 @@ class LoadReportHook(Hook):
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Note the state of every tensor; mmengine calls this when the file is read and nothing is copied yet."""
+        if getattr(runner, '_resume', False) and 'meta' not in checkpoint:
+            raise ConfigError(
+                f'{self.checkpoint} holds weights alone, no run that could be resumed. '
+                f'--cfg-options load_from={self.checkpoint} starts a new run from them.'
+            )
         self._given = list(checkpoint.get('state_dict', checkpoint))
         self._before = _versions(runner.model)
 
+    def before_train(self, runner: Any) -> None:
+        """Report, refuse a checkpoint of which nothing fits, warn of one of which little does."""
+        found, share = self._report(runner)
+        if found and not share:
+            raise ConfigError(f'{found}. It is of another model; leave load_from away, or give one of this model.')
+        if found:
+            runner.logger.log(logging.WARNING if share < 0.5 else logging.INFO, f'{found}.')
+
     def before_test(self, runner: Any) -> None:
         """Report, and refuse."""
+        found, share = self._report(runner)
+        if found and share < 0.5 and not self.allow_mismatch:
+            raise ConfigError(
+                f'{found}. The checkpoint is of another model (it starts with {_first(self._given)}); test it with its '
+                'own config, or give --allow-mismatch.'
+            )
+        if found:
+            runner.logger.info(f'{found}.')
+
+    def _report(self, runner: Any) -> tuple[str, float]:
+        """Return what was loaded, in words and as a share of the keys; no words where nothing can be said."""
         after = _versions(runner.model)
         if not self._before or not after:
-            return
+            return '', 1.0
         missing = [key for key, version in after.items() if self._before.get(key) == version]
         filled = len(after) - len(missing)
         found = (
             f'{filled} of {len(after)} keys of {type(_own(runner.model)).__name__} were loaded from {self.checkpoint}, '
             f'which has {len(self._given)}'
         )
-        if missing:
-            found += f'; not loaded: {_first(missing)}'
-        if filled < len(after) / 2 and not self.allow_mismatch:
-            raise ConfigError(
-                f'{found}. The checkpoint is of another model (it starts with {_first(self._given)}); test it with its '
-                'own config, or give --allow-mismatch.'
-            )
-        runner.logger.info(f'{found}.')
+        return found + (f'; not loaded: {_first(missing)}' if missing else ''), filled / len(after)
 
 
 def _own(model: nn.Module) -> nn.Module:

@@ -12,10 +12,10 @@ INITS = ('identity', 'paper')
 MLP_WIDTH = 4  # Table 4 (D): h_int
 
 
-def check_option(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def check_option(name: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise ValueError if ``value`` is not one of ``allowed``."""
     if value not in allowed:
-        raise ValueError(f'{name}={value!r} is unknown; choose one of {", ".join(allowed)}.')
+        raise ValueError(f'{name}={value!r} is unknown; choose one of {", ".join(map(str, allowed))}.')
 
 
 def _draw(weight: Tensor, bias: Tensor, inputs: int) -> None:
@@ -61,6 +61,7 @@ class GatingModulation(nn.Module):
         check_option('gml', variant, VARIANTS)
         check_option('activation', activation, tuple(ACTIVATIONS))
         check_option('init', init, INITS)
+        check_option('residual', residual, (True, False))
         if init == 'identity' and not residual and activation != 'none':
             raise ValueError(
                 f"init='identity' with residual=False needs G = 1, which activation={activation!r} does not reach with "

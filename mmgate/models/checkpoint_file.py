@@ -75,7 +75,8 @@ def read_checkpoint(source: str) -> Any:
     else:
         file = Path(source).expanduser()
     if not file.is_file():
-        raise FileNotFoundError(f'checkpoint {source} does not exist (looked for {file.absolute()}); {TO_DO}.')
+        what = 'is a folder' if file.is_dir() else f'does not exist (looked for {file.absolute()})'
+        raise FileNotFoundError(f'checkpoint {source} {what}; {TO_DO}.')
     try:
         return torch.load(file, map_location='cpu', pickle_module=_TENSORS_ONLY, weights_only=False)
     except Exception as error:  # torch and pickle raise a dozen kinds

@@ -37,11 +37,13 @@ def Gated(*, host: str, attention: Rules, **host_cfg: Any) -> nn.Module:
         An instance of the host's own class: no wrapper, no prefix in the state dict.
 
     Raises:
-        KeyError: ``host`` is not registered.
         TypeError: A rule or the host's config is malformed.
-        ValueError: A pattern matches nothing, or a gate does not fit; see :func:`swap_attention`.
+        ValueError: ``host`` is not registered, a pattern matches nothing, or a gate does not fit; see
+            :func:`swap_attention`.
     """
     rules = _parse(attention)
+    if isinstance(host, str) and MODELS.get(host) is None:
+        raise ValueError(f'host={host!r} is not registered.{_near_host(host)}')
     model = MODELS.build(dict(type=host, **host_cfg))
     names = swap_attention(model, rules)
     print_log(f'mmgate: replaced {len(names)} attention modules of {type(model).__name__}', logger='current')
@@ -109,6 +111,10 @@ def _parse(rules: Rules) -> list[Mapping[str, Any]]:
     for number, rule in enumerate(listed):
         if not isinstance(rule, Mapping) or not {'path', 'type'} <= set(rule):
             raise TypeError(f"attention[{number}] needs the keys 'path' and 'type', got {rule!r}.")
+        path = rule['path']
+        listed_paths = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
+        if not listed_paths or not all(isinstance(one, str) and one for one in listed_paths):
+            raise TypeError(f'attention[{number}].path must be a pattern or a list of some, got {path!r}.')
     return list(listed)
 
 
@@ -124,6 +130,16 @@ def _gate(kind: str | type[nn.Module], where: str) -> type[nn.Module]:
             f'{where}: {full_name(gate)} is not a gate: no adapter says what it can replace; see mmgate.adapts.'
         )
     return gate
+
+
+def _near_host(host: str) -> str:
+    scope, _, name = host.rpartition('.')
+    registry = MODELS._search_child(scope) or MODELS.root._search_child(scope) if scope else MODELS.root
+    known = [] if registry is None else list(registry.module_dict)
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f' Did you mean {".".join([scope, near[0]] if scope else near)!r}?'
+    return ' Give the name with its scope, such as mmdet.DeformableDETR, and import what registers it.'
 
 
 def _matches(
@@ -236,10 +252,14 @@ def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
 
 
 def _inventory(model: nn.Module) -> str:
-    lines = [
-        f'  {name}: {full_name(type(module))}, fits: {", ".join(g.__name__ for g in gates_for(module)) or "none"}'
-        for name, module in attention_modules(model)
-    ]
+    lines = []
+    outer = ''
+    for name, module in attention_modules(model):
+        if outer and name.startswith(f'{outer}.'):
+            continue  # mmcv's wrapper is to be replaced, not the module in it
+        fits = ', '.join(gate.__name__ for gate in gates_for(module))
+        outer = name if fits else ''
+        lines.append(f'  {name}: {full_name(type(module))}, fits: {fits or "none"}')
     if not lines:
         return f'{type(model).__name__} has no attention modules.'
     return '\n'.join([f'The attention modules of {type(model).__name__} are', *lines])

@@ -14,6 +14,8 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.fileio import list_dir_or_file
 from mmengine.infer import BaseInferencer
+from mmengine.runner import CheckpointLoader
+from torch import nn
 
 from mmgate.engine import cli
 from mmgate.engine.model_index import find_model
@@ -46,6 +48,7 @@ def detect(cfg: Config, weights: str | None, images: list[str], args: argparse.N
     from mmdet.apis import DetInferencer
 
     inferencer = DetInferencer(cfg, weights, device=args.device, palette=args.palette or 'none')
+    check_weights(inferencer.model, weights)
     inferencer(
         images,
         batch_size=args.batch_size,
@@ -65,6 +68,7 @@ def segment(cfg: Config, weights: str | None, images: list[str], args: argparse.
     from mmseg.utils import get_classes, get_palette
 
     inferencer = MMSegInferencer(cfg, weights, device=args.device)
+    check_weights(inferencer.model, weights)
     if args.palette:
         inferencer.model.dataset_meta = dict(classes=get_classes(args.palette), palette=get_palette(args.palette))
     # MMSegInferencer's own call saves both or none
@@ -75,6 +79,23 @@ def segment(cfg: Config, weights: str | None, images: list[str], args: argparse.
     results = BaseInferencer.__call__(inferencer, images, batch_size=args.batch_size, **options)
     if args.print_result:
         print(results['predictions'])
+
+
+def check_weights(model: nn.Module, weights: str | None) -> None:
+    """Refuse a checkpoint of which the model has nothing: the inferencers only log that it did not fit.
+
+    Raises:
+        ConfigError: No key of the checkpoint is one of the model's.
+    """
+    if weights is None:
+        return
+    loaded = CheckpointLoader.load_checkpoint(weights, map_location='cpu')
+    given = loaded.get('state_dict', loaded)
+    if not set(given) & set(model.state_dict()):
+        raise ConfigError(
+            f'{weights} has no key of {type(model).__name__}; it starts with {", ".join(list(given)[:3])}. '
+            'Give a checkpoint of this model, or the config that it belongs to.'
+        )
 
 
 def find_images(inputs: str) -> list[str]:

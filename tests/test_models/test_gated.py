@@ -196,6 +196,9 @@ def test_unset_options_are_the_papers() -> None:
         (dict(RULE, path='other.attn', type=nn.Linear), TypeError, 'torch.nn.modules.linear.Linear is not a gate'),
         ([dict(RULE, path='other.attn'), dict(RULE, path='*.attn')], ValueError, 'claimed by an earlier rule'),
         (dict(path='other.attn'), TypeError, "needs the keys 'path' and 'type'"),
+        (dict(RULE, path=[]), TypeError, r'attention\[0\].path must be a pattern'),
+        (dict(RULE, path=None), TypeError, r'attention\[0\].path must be a pattern'),
+        (dict(RULE, path='other.attn', residual='no'), ValueError, "residual='no' is unknown"),
         ([], TypeError, 'must be a rule'),
         ('other.attn', TypeError, 'must be a rule'),
     ],
@@ -239,8 +242,10 @@ def test_whatever_fits_leaves_out_what_the_gate_refuses() -> None:
 
 
 def test_unknown_host_and_downstream_adapter() -> None:
-    with pytest.raises(KeyError, match='Nothing'):
-        MODELS.build(dict(type='mmgate.Gated', host='mmdet.Nothing', attention=RULE))
+    with pytest.raises(ValueError, match="Did you mean 'mmdet.DeformableDETR'"):
+        MODELS.build(dict(type='mmgate.Gated', host='mmdet.DeformablDETR', attention=RULE))
+    with pytest.raises(ValueError, match='Give the name with its scope'):
+        MODELS.build(dict(type='mmgate.Gated', host='Qqq', attention=RULE))
 
     class Mine(MultiScaleDeformableAttention):
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -112,3 +113,29 @@ def test_a_checkpoint_of_another_model(project: Path, capsys: pytest.CaptureFixt
     error = capsys.readouterr().err
     assert 'error: 0 of ' in error and 'give --allow-mismatch' in error
     assert run('test', 'other.pth', '--allow-mismatch', name='mismatch') == 0
+
+
+@pytest.mark.parametrize(
+    'state, arguments, status, message',
+    [
+        ('foreign', ['--cfg-options', 'load_from=some.pth'], 2, '0 of .* keys .* were loaded from some.pth'),
+        ('head', ['--cfg-options', 'load_from=some.pth'], 0, 'keys of DeformableDETR were loaded from some.pth'),
+        ('head', ['--resume', 'some.pth'], 2, 'some.pth holds weights alone.*load_from=some.pth'),
+    ],
+    ids=['nothing_fits', 'little_fits', 'resume_from_weights'],
+)
+def test_checkpoints_to_start_from(
+    project: Path, state: str, arguments: list[str], status: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = {'foreign': 'backbone.nothing', 'head': 'query_embedding.weight'}
+    weight = torch.zeros(30, 256)
+    torch.save({'state_dict': {keys[state]: weight}}, project / 'some.pth')
+    assert run('train', *arguments, name=f'start_{state}_{status}') == status
+    output, errors = capfd.readouterr()
+    assert re.search(message, output + errors, re.DOTALL)
+
+
+def test_an_option_without_a_value(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(cli.train, ['config.py', '--cfg-options', 'train_cfg.max_epochs'])
+    assert exit_.value.code == 2 and 'write key=value' in capsys.readouterr().err

@@ -93,3 +93,10 @@ def test_a_config_may_be_a_file(folder: Path, tmp_path: Path) -> None:
     (tmp_path / 'mine.py').write_text(f"_base_ = '{PATHS[DETECTOR]}'\nmodel = dict(num_queries=20)")
     cfg, weights = image_demo.read_model(str(tmp_path / 'mine.py'))
     assert isinstance(cfg, Config) and cfg.model.num_queries == 20 and weights is None
+
+
+def test_a_checkpoint_of_another_model_draws_nothing(folder: Path, tmp_path: Path) -> None:
+    torch.save({'state_dict': {'backbone.unknown': torch.zeros(1)}}, tmp_path / 'other.pth')
+    result = run(folder, 'images', PATHS[DETECTOR], str(tmp_path / 'other.pth'), '--out-dir', str(tmp_path / 'out'))
+    assert result.returncode == 2 and 'has no key of DeformableDETR' in result.stderr
+    assert not (tmp_path / 'out').exists()
