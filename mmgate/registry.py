@@ -8,7 +8,7 @@ from mmengine.registry import Registry
 
 MODELS = Registry('model', parent=MMENGINE_MODELS, scope='mmgate', locations=['mmgate.models', 'mmgate.layers'])
 DATASETS = Registry('dataset', parent=MMENGINE_DATASETS, scope='mmgate', locations=['mmgate.datasets'])
-HOOKS = Registry('hook', parent=MMENGINE_HOOKS, scope='mmgate', locations=['mmgate.engine'])
+HOOKS = Registry('hook', parent=MMENGINE_HOOKS, scope='mmgate', locations=['mmgate.engine.gate_hooks'])
 OPTIM_WRAPPER_CONSTRUCTORS = Registry(
     'optimizer wrapper constructor',
     parent=MMENGINE_OPTIM_WRAPPER_CONSTRUCTORS,

@@ -1,0 +1,233 @@
+"""What can be read off an attention module's inputs: gates, attention weights, sampling locations, maps.
+
+A probe computes them anew from what the module was called with, so that no forward code knows of it and nothing is
+computed that is not asked for. Classes are found by package and name, so that no mm package has to be imported.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmgate.ops.masks import merge_masks
+from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
+
+Readings = Mapping[str, Callable[[], Tensor]]  # names of what can be read, each computed when called
+Probe = Callable[..., Readings]
+GATES = ('gate', 'gate_k', 'gate_v', 'gate_out')
+NAMES = (*GATES, 'attention', 'locations', 'weights', 'reference_points', 'spatial_shapes', 'agents', 'kv', 'geometry')
+_PROBES: dict[str, tuple[Probe, tuple[str, ...]]] = {}
+
+
+def probes(*classes: str, reads: tuple[str, ...]) -> Callable[[Probe], Probe]:
+    """Register ``probe(module, **bound arguments of its forward)`` for classes named ``'package.Class'``.
+
+    ``reads`` are the names that it may return, of :data:`NAMES`.
+    """
+
+    def register(probe: Probe) -> Probe:
+        _PROBES.update({name: (probe, reads) for name in classes})
+        return probe
+
+    return register
+
+
+def probe_for(module: nn.Module) -> tuple[Probe, tuple[str, ...]] | None:
+    """Return the probe of a module's class or of the nearest of its bases, and what it reads; None if there is none."""
+    for base in type(module).__mro__:
+        found = _PROBES.get(f'{base.__module__.split(".")[0]}.{base.__name__}')
+        if found is not None:
+            return found[0], tuple(name for name in found[1] if _has(module, name))
+    return None
+
+
+def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by the names that the module's ``forward`` gives them, defaults filled in."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return {**bound.arguments.pop('kwargs', {}), **bound.arguments}
+
+
+def gate_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that make a module's gates."""
+    module = getattr(module, 'attn', module) if type(module).__name__ == 'GatedWindowMSA' else module
+    named = module.named_parameters()
+    return [p for name, p in named if name.split('.')[0].startswith(('gate', 'gml'))]
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether this module has what its class may have."""
+    if name in ('gate_k', 'gate_v', 'gate_out'):
+        return getattr(module, name, None) is not None
+    return name != 'gate' or bool(gate_parameters(module))
+
+
+@contextmanager
+def _without_dropout(module: nn.Module) -> Iterator[None]:
+    """No dropout, and so no random number taken that the model would have got."""
+    training, module.training = module.training, False
+    try:
+        yield
+    finally:
+        module.training = training
+
+
+@probes(
+    'mmcv.MultiScaleDeformableAttention',
+    'mmgate.PLuGMultiScaleDeformableAttention',
+    reads=('gate', 'locations', 'weights', 'reference_points', 'spatial_shapes'),
+)
+def deformable(module: Any, **given: Any) -> Readings:
+    """Read sampling locations ``(B, Q, H, L, P, 2)``, weights ``(B, Q, H, L, P)`` and the gate that broadcasts to them.
+
+    Locations are (x, y), 0 to 1 over a level, padding included.
+    """
+    query, position = given['query'], given.get('query_pos')
+    query = query if position is None else query + position
+    query = query if module.batch_first else query.transpose(0, 1)
+    sizes = (module.num_heads, module.num_levels, module.num_points)
+    shapes, points = given['spatial_shapes'], given['reference_points']
+    gated = hasattr(module, 'gate_proj')
+
+    def weights() -> Tensor:
+        logits = module.attention_weights(query).unflatten(-1, sizes)
+        if not gated:
+            return attention_weights(logits)
+        return attention_weights(logits, module.gate(query), residual=module.residual, position=module.position)
+
+    def locations() -> Tensor:
+        offsets = module.sampling_offsets(query).unflatten(-1, (*sizes, 2))
+        return offset_locations(offsets, points, shapes)
+
+    readings = dict(locations=locations, weights=weights)
+    readings.update(reference_points=lambda: points, spatial_shapes=lambda: shapes)
+    return {**readings, 'gate': lambda: module.gate(query)} if gated else readings
+
+
+@probes('torch.MultiheadAttention', reads=('attention',))
+def torch_attention(module: Any, **given: Any) -> Readings:
+    """Read the attention weights ``(B, H, N, M)`` of torch's module, which mmcv's and PVT's hold."""
+
+    def attention() -> Tensor:
+        with _without_dropout(module):
+            return module.forward(**{**given, 'need_weights': True, 'average_attn_weights': False})[1]
+
+    return dict(attention=attention)
+
+
+@probes('mmgate.DenseAttention', reads=('gate', 'attention'))
+def dense(module: Any, **given: Any) -> Readings:
+    """Read attention weights ``(B, H, N, M)`` and gate of a gated dense attention."""
+    inputs = tuple(given[name] for name in ('query', 'key', 'value'))
+    inputs = inputs if module.batch_first else tuple(x.transpose(0, 1) for x in inputs)
+    masks = (given['attn_mask'], given['key_padding_mask'])
+
+    def attention() -> Tensor:
+        query, key, _ = module.project(inputs)
+        bias, dead = merge_masks(*masks, query.shape[0], module.num_heads, query.dtype)
+        weights = module.attention_map(query, key, inputs, bias)
+        return weights if dead is None else weights.masked_fill(dead, 0.0)
+
+    return dict(attention=attention, gate=lambda: _dense_gate(module, inputs))
+
+
+def _dense_gate(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+    """PLuG ``(B, H|1, N, M)``, SDPA gate ``(B, H|1, N, d|1)``, M-DGSA ``(B, H, N, 1)``."""
+    if hasattr(module, 'gate_q_proj'):
+        query, key = module._gates(inputs)
+        return module.gml(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)
+    if hasattr(module, 'gate_weight'):
+        neutral = torch.ones if module.form == 'multiplicative' else torch.zeros
+        score = module._gated(neutral((), device=inputs[0].device, dtype=inputs[0].dtype), inputs)
+        return score
+    return module._gate(inputs[0])
+
+
+@probes('mmgate.GatedWindowMSA', reads=('gate', 'attention'))
+def gated_windows(module: Any, x: Tensor, mask: Tensor | None = None) -> Readings:
+    """Read the weights ``(B nW, H, N, N)`` in Swin's windows and the gate."""
+    inputs = (x, x, x)
+
+    def attention() -> Tensor:
+        query, key, _ = module.attn.project(inputs)
+        return module.attn.attention_map(query, key, inputs, _window_bias(module, x, mask).to(query.dtype))
+
+    return dict(attention=attention, gate=lambda: _dense_gate(module.attn, inputs))
+
+
+@probes('mmdet.WindowMSA', 'mmseg.WindowMSA', 'mmpretrain.WindowMSA', reads=('attention',))
+def windows(module: Any, x: Tensor, mask: Tensor | None = None) -> Readings:
+    """Read the weights ``(B nW, H, N, N)`` in Swin's windows."""
+
+    def attention() -> Tensor:
+        query, key, _ = module.qkv(x).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        logits = (query * module.scale) @ key.transpose(-1, -2)
+        return (logits + _window_bias(module, x, mask)).softmax(-1)
+
+    return dict(attention=attention)
+
+
+def _window_bias(module: Any, x: Tensor, mask: Tensor | None) -> Tensor:
+    tokens = x.shape[1]
+    table, index = module.relative_position_bias_table, module.relative_position_index
+    bias = table[index.flatten()].view(tokens, tokens, -1).permute(2, 0, 1)[None]  # (1, H, N, N)
+    return bias if mask is None else (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
+
+
+@probes('mmdet.ShiftWindowMSA', 'mmseg.ShiftWindowMSA', reads=('geometry',))
+def window_geometry(module: Any, query: Tensor, hw_shape: tuple[int, int]) -> Readings:
+    """Read ``(height, width, window, shift)``: where the windows of the attention inside lie."""
+    return dict(geometry=lambda: torch.tensor([*hw_shape, module.window_size, module.shift_size]))
+
+
+@probes('mmdet.SpatialReductionAttention', 'mmseg.EfficientMultiheadAttention', reads=('geometry',))
+def reduction_geometry(module: Any, hw_shape: tuple[int, int], **_: Any) -> Readings:
+    """Read ``(height, width, ratio)``: the map, and how far PVT or MiT reduce its keys."""
+    return dict(geometry=lambda: torch.tensor([*hw_shape, module.sr_ratio]))
+
+
+@probes('mmgate.AgentAttention', reads=('attention', 'agents'))
+def agent(module: Any, x: Tensor, hw_shape: tuple[int, int], **_: Any) -> Readings:
+    """Read what the agents attend to, ``(B, H, n, h, w)``, and the two softmaxes' product ``(B, H, N, N)``."""
+
+    def maps() -> tuple[Tensor, Tensor]:
+        query, key, _ = module.qkv(x).chunk(3, -1)
+        grid = query.transpose(1, 2).unflatten(-1, tuple(int(side) for side in hw_shape))
+        agents = nn.functional.adaptive_avg_pool2d(grid, module.grid).flatten(2).transpose(1, 2)
+        query, key, agents = (module.split_heads(t) for t in (query, key, agents))
+        bias1, bias2 = module.biases(hw_shape)
+        first = (agents @ key.transpose(-1, -2) * module.scale + bias1).softmax(-1)  # (B, H, n, N)
+        return first, (query @ agents.transpose(-1, -2) * module.scale + bias2).softmax(-1)
+
+    def attention() -> Tensor:
+        first, second = maps()
+        return second @ first
+
+    sides = tuple(int(side) for side in hw_shape)
+    return dict(attention=attention, agents=lambda: maps()[0].unflatten(-1, sides))
+
+
+@probes('mmgate.SAGAAttention', reads=('gate_k', 'gate_v', 'gate_out', 'kv'))
+def saga(module: Any, x: Tensor, hw_shape: tuple[int, int], **_: Any) -> Readings:
+    """Read the three gates ``(B, N, C)`` and the map ``K^T V / N`` ``(B, H, d, d)``, gated as it is used."""
+
+    def kv() -> Tensor:
+        _, key, value = module.qkv(x).chunk(3, -1)
+        if module.position_encoding is not None:
+            key = key + module._resized_encoding(tuple(int(side) for side in hw_shape))
+        key = key if module.gate_k is None else key * module.gate_k(x).sigmoid()
+        value = value if module.gate_v is None else value * module.gate_v(x).sigmoid()
+        key, value = module.split_heads(key), module.split_heads(value)
+        return key.transpose(-1, -2) @ value / x.shape[1]
+
+    return dict(
+        kv=kv,
+        gate_k=lambda: module.gate_k(x).sigmoid(),
+        gate_v=lambda: module.gate_v(x).sigmoid(),
+        gate_out=lambda: module.gate_out(x),
+    )

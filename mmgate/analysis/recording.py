@@ -1,0 +1,144 @@
+"""Record what attention does while a model runs, without touching its forward code.
+
+    with record(model, ('gate', 'attention')) as recording:
+        model.test_step(batch)
+    recording['encoder.layers.0.self_attn']['gate'].tensors
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmgate.engine.preflight import ConfigError
+
+from .accumulators import Accumulator, Kept
+from .probes import NAMES, bind, probe_for
+
+ACTIVATION = 'activation'
+_ATTENTION = re.compile(r'(Attention|Attn|MSA)$')
+Recording = dict[str, dict[str, Any]]  # path of the module: name of the reading: its accumulator
+
+
+@contextmanager
+def record(
+    model: nn.Module,
+    names: Iterable[str],
+    *,
+    accumulate: Callable[[], Accumulator] | Mapping[str, Callable[[], Accumulator]] = Kept,
+    paths: Callable[[str], bool] = lambda path: True,
+) -> Iterator[Recording]:
+    """Record readings of every attention module that has them, while the context is open.
+
+    The readings are computed from the modules' inputs, without gradients and dropout, after the module has run: the
+    model's output and the random numbers that it gets stay the same, bit by bit. Outside of the context nothing is left
+    behind. A module that runs twice (in a shared layer, or in activation checkpointing) is recorded twice; one inside a
+    compiled graph is not.
+
+    Args:
+        model: Any model; wrappers such as DistributedDataParallel have to be taken off.
+        names: What to record, of :data:`~mmgate.analysis.probes.NAMES` (shapes in the probes' docstrings) and
+            ``'activation'``: the output of the layer around the attention, what the paper calls hidden states.
+        accumulate: Makes what takes the tensors of one module: one for all names, or by name (default: kept).
+        paths: Which modules, by their dotted name.
+
+    Yields:
+        By the module's name and the reading's, its accumulator; a module that did not run is not in it.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
+    wanted = tuple(names)
+    unknown = sorted(set(wanted) - {*NAMES, ACTIVATION})
+    if unknown:
+        raise ValueError(f'{", ".join(unknown)} cannot be recorded; there are {", ".join((*NAMES, ACTIVATION))}.')
+    recording: Recording = {}
+
+    def take(path: str, name: str, reading: Tensor) -> None:
+        make = accumulate.get(name, Kept) if isinstance(accumulate, Mapping) else accumulate
+        of_module = recording.setdefault(path, {})
+        if name not in of_module:
+            of_module[name] = make()
+        of_module[name].add(reading)
+
+    handles = []
+    try:
+        for path, probe, found in _readable(model):
+            chosen = tuple(name for name in found if name in wanted)
+            if chosen and paths(path):
+                hook = _reader(path, probe, chosen, take)
+                handles.append(model.get_submodule(path).register_forward_hook(hook, with_kwargs=True))
+        if ACTIVATION in wanted:
+            for path in dict.fromkeys(_layer(model, path) for path, _, _ in _readable(model)):
+                if paths(path):
+                    handles.append(model.get_submodule(path).register_forward_hook(_activation(path, take)))
+        yield recording
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def readable(model: nn.Module) -> dict[str, list[str]]:
+    """Return, by name of a reading, the paths of the modules that have it."""
+    found: dict[str, list[str]] = {}
+    for path, _, names in _readable(model):
+        for name in names:
+            found.setdefault(name, []).append(path)
+    return found
+
+
+def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
+    """Raise ConfigError unless the model has one of ``names``, with what it has.
+
+    Args:
+        model: The model.
+        names: Readings, any of which is enough.
+        purpose: What they are needed for, as the subject of the message.
+    """
+    has, wanted = readable(model), tuple(names)
+    if any(name in has for name in wanted):
+        return
+    listed = '; '.join(f'{name} ({len(paths)} modules, first {paths[0]})' for name, paths in has.items())
+    raise ConfigError(
+        f'{purpose} needs a model with {" or ".join(wanted)}, and {type(model).__name__} has '
+        f'{listed or "no attention that can be read"}. tools/analysis_tools/list_attention.py lists its attention.'
+    )
+
+
+def _readable(model: nn.Module) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    for path, module in model.named_modules():
+        found = probe_for(module)
+        if found is not None:
+            yield path, *found
+
+
+def _reader(path: str, probe: Any, names: tuple[str, ...], take: Callable[[str, str, Tensor], None]) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        with torch.no_grad():
+            readings = probe(module, **bind(module, args, kwargs))
+            for name in names:
+                take(path, name, readings[name]())
+
+    return hook
+
+
+def _layer(model: nn.Module, path: str) -> str:
+    """Return the path of what holds the attention at ``path``: its layer, past attentions around attentions."""
+    path = path.rpartition('.')[0]
+    while path and _ATTENTION.search(type(model.get_submodule(path)).__name__):
+        path = path.rpartition('.')[0]
+    return path
+
+
+def _activation(path: str, take: Callable[[str, str, Tensor], None]) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) else output
+        if isinstance(first, Tensor):
+            take(path, ACTIVATION, first)
+
+    return hook
