@@ -1,8 +1,7 @@
 """Record what attention does while a model runs, without touching its forward code.
 
-    with record(model, ('gate', 'attention')) as recording:
-        model.test_step(batch)
-    recording['encoder.layers.0.self_attn']['gate'].tensors
+``with record(model, ('gate', 'attention')) as recording: model.test_step(batch)`` leaves the tensors in
+``recording['encoder.layers.0.self_attn']['gate'].tensors``.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from mmgate.registry import HOOKS
 class GateStatisticsHook(Hook):
     """Log mean, spread, sparsity and gradient norm of every layer's gate to the run's visualizer.
 
-    Tags are ``gate/<path>/<mean | std | sparsity | grad_norm>``, for SAGA ``gate_k/...`` and so on; all the visualizer's
-    backends get them (local JSON, TensorBoard, wandb). Of one iteration in ``interval``, on the first process; the
+    Tags are ``gate/<path>/<mean | std | sparsity | grad_norm>``, for SAGA ``gate_k/...`` and so on, in all the
+    visualizer's backends (local JSON, TensorBoard, wandb). Of one iteration in ``interval``, on the first process; the
     others cost nothing. The gradient is that of this iteration's loss and process, before clipping and before an
     average over processes, with a loss scale divided out.
 
@@ -113,7 +113,7 @@ class GateStatisticsHook(Hook):
 class SamplingPointsHook(Hook):
     """Draw where deformable attention samples on the first validation images, into the run's visualizer.
 
-    Pictures are called ``sampling_points/<file name>``. The points are those of the last decoder layer's best queries;
+    Pictures are called ``sampling_points_<file name>``. The points are those of the last decoder layer's best queries;
     without a decoder, of the encoder's query in the middle of the image.
 
     Args:
@@ -161,7 +161,7 @@ class SamplingPointsHook(Hook):
         self._open = None
         for number, sample in enumerate((outputs or ())[: self.images - self._drawn]):
             name, picture = sampling_picture(self._recording, sample, number, top_k=self.top_k)
-            runner.visualizer.add_image(f'sampling_points/{name}', picture, step=runner.iter)
+            runner.visualizer.add_image(f'sampling_points_{name}', picture, step=runner.iter)
             self._drawn += 1
         self._recording = None
 

@@ -18,8 +18,11 @@ from mmgate.analysis.accumulators import Kept, RunningMean, RunningStatistics
 from mmgate.analysis.recording import readable, record, require
 from mmgate.engine.preflight import ConfigError
 
-SWIN = dict(embed_dims=16, depths=(2, 1), num_heads=(2, 4), out_indices=(0, 1), strides=(4, 2), window_size=4)
-PVT = dict(num_stages=2, embed_dims=8, num_layers=(1, 1), num_heads=(1, 2), patch_sizes=(4, 2), strides=(4, 2), paddings=(0, 0))
+SWIN: dict[str, Any] = dict(
+    embed_dims=16, depths=(2, 1), num_heads=(2, 4), out_indices=(0, 1), strides=(4, 2), window_size=4
+)
+PVT: dict[str, Any] = dict(num_stages=2, embed_dims=8)
+PVT.update(num_layers=(1, 1), num_heads=(1, 2), patch_sizes=(4, 2), strides=(4, 2), paddings=(0, 0))
 PVT.update(sr_ratios=(4, 2), out_indices=(0, 1), mlp_ratios=(2, 2), use_abs_pos_embed=False)
 DENSE = ('PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention', 'DifferentialGatedMultiheadAttention')
 
@@ -152,8 +155,8 @@ def test_zero_offsets_lie_on_the_reference_points() -> None:
 def test_refusal_names_what_there_is() -> None:
     with pytest.raises(ConfigError, match=r'agent maps needs a model with agents, and ModuleDict has.*locations \(1'):
         require(deformable(False)[0], ['agents'], 'A picture of agent maps')
-    with pytest.raises(ValueError, match='speed cannot be recorded; there are gate, '), record(nn.Linear(1, 1), ['speed']):
-        pass
+    with pytest.raises(ValueError, match='speed cannot be recorded; there are gate, '):
+        record(nn.Linear(1, 1), ['speed']).__enter__()
 
 
 def test_running_statistics_are_numpys() -> None:

@@ -1,0 +1,104 @@
+"""Figures computed from attention maps: rollout, CKA, rank, the sink."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rollout(maps: Sequence[Tensor], residual: float = 0.5) -> Tensor:
+    """Return ``(N, N)``: how much of each input token reaches each output token through layers of attention.
+
+    Args:
+        maps: Attention weights ``(N, N)`` of each layer, first layer first, heads averaged.
+        residual: Share of the layer's input that passes by the attention.
+
+    Source: Abnar and Zuidema, Quantifying attention flow in transformers (arXiv 2005.00928), Eq. 1.
+    """
+    identity = torch.eye(maps[0].shape[-1], dtype=maps[0].dtype)
+    found = identity
+    for weights in maps:
+        found = (residual * identity + (1 - residual) * _shares(weights)) @ found
+    return found
+
+
+def roll_back(relevance: Tensor, weights: Tensor, geometry: Sequence[int] = (), residual: float = 0.5) -> Tensor:
+    """Take relevances of a layer's outputs to its inputs; the sum of relevances stays the same.
+
+    One row of :func:`rollout` without the matrices: Swin's and PVT's layers have no N x N map.
+
+    Args:
+        relevance: ``(h, w)`` over the layer's map.
+        weights: Attention, heads averaged: ``(N, N)``; ``(N, M)`` where PVT reduces the keys; ``(nW, n, n)`` of windows.
+        geometry: ``(h, w, ratio)`` of PVT or ``(h, w, window, shift)`` of Swin; nothing for a plain map.
+        residual: Share of the layer's input that passes by.
+    """
+    height, width = relevance.shape
+    shares = _shares(weights)
+    if len(geometry) == 4:
+        attended = _windows_back(relevance, shares, int(geometry[2]), int(geometry[3]))
+    elif len(geometry) == 3 and geometry[2] > 1:
+        ratio = int(geometry[2])
+        keys = (relevance.flatten() @ shares).view(height // ratio, width // ratio) / ratio**2
+        spread = keys.repeat_interleave(ratio, 0).repeat_interleave(ratio, 1)
+        attended = F.pad(spread, (0, width - spread.shape[1], 0, height - spread.shape[0]))
+    else:
+        attended = (relevance.flatten() @ shares).view(height, width)
+    return residual * relevance + (1 - residual) * attended
+
+
+def _windows_back(relevance: Tensor, weights: Tensor, window: int, shift: int) -> Tensor:
+    height, width = relevance.shape
+    padded = F.pad(relevance, (0, -width % window, 0, -height % window))
+    rows, columns = (side // window for side in padded.shape)
+    rolled = padded.roll((-shift, -shift), (0, 1))
+    tokens = rolled.view(rows, window, columns, window).transpose(1, 2).reshape(-1, 1, window**2)
+    back = (tokens @ weights).view(rows, columns, window, window).transpose(1, 2).reshape(padded.shape)
+    return back.roll((shift, shift), (0, 1))[:height, :width]
+
+
+def _shares(weights: Tensor) -> Tensor:
+    """Absolute weights, each row summing to 1: signed maps (M-DGSA) count by their size."""
+    sizes = weights.abs()
+    return sizes / sizes.sum(-1, keepdim=True).clamp(min=1e-12)
+
+
+def linear_cka(x: Tensor, y: Tensor) -> float:
+    """Return the linear centred kernel alignment of ``(n, p)`` and ``(n, q)``: 1 for equal up to rotation and scale.
+
+    Two constant matrices have no alignment: NaN.
+
+    Source: Kornblith et al., Similarity of neural network representations revisited (arXiv 1905.00414), section 3.
+    """
+    x, y = (z.double() - z.double().mean(0) for z in (x, y))
+    return float((x.T @ y).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm()))
+
+
+def numerical_rank(matrices: Tensor, tolerance: float = 0.01) -> Tensor:
+    """Return how many singular values exceed ``tolerance`` times the largest, of ``(..., d, d)``."""
+    values = torch.linalg.svdvals(matrices.double())
+    return (values > tolerance * values[..., :1].clamp(min=1e-300)).sum(-1)
+
+
+def effective_rank(matrices: Tensor) -> Tensor:
+    """Return ``exp`` of the entropy of the singular values' shares, of ``(..., d, d)``; needs no tolerance.
+
+    Source: Roy and Vetterli, The effective rank (EUSIPCO 2007), Definition 1.
+    """
+    values = torch.linalg.svdvals(matrices.double())
+    shares = values / values.sum(-1, keepdim=True).clamp(min=1e-300)
+    return torch.special.entr(shares).sum(-1).exp()
+
+
+def sink_share(weights: Tensor) -> tuple[float, int]:
+    """Return the share of attention on the most attended key of ``(B, H, N, M)``, and that key's number.
+
+    Rows, heads and images are averaged first; a uniform attention gives ``1 / M``.
+
+    Source: Gated attention for large language models, section 4.3 (there the first token).
+    """
+    shares = _shares(weights.float()).mean((0, 1, 2))
+    return float(shares.max()), int(shares.argmax())

@@ -1,0 +1,174 @@
+"""What runs gave: curves and final figures from their work dirs, paired differences over seeds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from mmgate.engine.preflight import ConfigError
+
+METRICS = ('coco/bbox_mAP', 'coco/segm_mAP', 'mIoU', 'accuracy/top1')  # what is compared unless one is named
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Run:
+    """The log of one run.
+
+    Attributes:
+        folder: Its work dir.
+        curves: By metric, ``(steps, values)`` of its validations.
+        seconds: Median seconds of a training step; NaN without one.
+        memory: Largest memory that mmengine logged, in MB, of GPU; NaN without one.
+    """
+
+    folder: Path
+    curves: dict[str, tuple[list[int], list[float]]]
+    seconds: float
+    memory: float
+
+    def final(self, metric: str) -> float:
+        """Return the last value of a metric.
+
+        Raises:
+            ConfigError: The run was never validated by it.
+        """
+        if metric not in self.curves:
+            raise ConfigError(f'{self.folder} has no {metric}; it has {", ".join(self.curves) or "no validation"}.')
+        return self.curves[metric][1][-1]
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read the logs below a work dir; where it was resumed, a later log replaces the same step of an earlier one.
+
+    Raises:
+        ConfigError: There is no log.
+    """
+    folder = Path(folder)
+    logs = sorted(folder.glob('*/vis_data/scalars.json'))
+    if not logs:
+        raise ConfigError(f'{folder} is no work dir of a run: there is no */vis_data/scalars.json in it.')
+    curves: dict[str, dict[int, float]] = {}
+    seconds, memory = [], []
+    for log in logs:
+        for line in log.read_text().splitlines():
+            row = json.loads(line)
+            if 'loss' in row:
+                seconds.append(row.get('time', np.nan))
+                memory.append(row.get('memory', np.nan))
+                continue
+            for name, value in row.items():
+                if name not in ('step', 'time', 'data_time') and isinstance(value, (int, float)):
+                    curves.setdefault(name, {})[int(row.get('step', 0))] = float(value)
+    listed = {name: (sorted(points), [points[s] for s in sorted(points)]) for name, points in curves.items()}
+    return Run(
+        folder,
+        listed,
+        float(np.nanmedian(seconds)) if not np.isnan(seconds).all() else float('nan'),
+        float(np.nanmax(memory)) if not np.isnan(memory).all() else float('nan'),
+    )
+
+
+def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
+    """Return ``metric``, or the first of :data:`METRICS` that every run has.
+
+    Raises:
+        ConfigError: There is none, or a run does not have the one asked for.
+    """
+    shared = set.intersection(*(set(run.curves) for run in runs))
+    if metric is None:
+        metric = next((name for name in METRICS if name in shared), None)
+    if metric is None or metric not in shared:
+        wanted = f'the metric {metric}' if metric else f'one of {", ".join(METRICS)}'
+        raise ConfigError(f'not every run has {wanted}; they share {", ".join(sorted(shared)) or "none"} (--metric).')
+    return metric
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A paired difference over seeds.
+
+    Attributes:
+        mean: Of the differences.
+        error: Its standard error; NaN of one pair.
+        low: Lower end of the confidence interval.
+        high: Upper end.
+        p: Of a two-sided paired t-test.
+    """
+
+    mean: float
+    error: float
+    low: float
+    high: float
+    p: float
+
+
+def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
+    """Return the difference of ``values`` and ``baseline``, pairs of one seed each, with Student's 95 % interval.
+
+    Raises:
+        ValueError: The two are not of one length.
+    """
+    if len(values) != len(baseline) or not values:
+        raise ValueError(f'{len(values)} and {len(baseline)} values make no pairs; give each group the same seeds.')
+    from scipy.stats import t
+
+    differences = np.asarray(values, np.float64) - np.asarray(baseline, np.float64)
+    mean, count = float(differences.mean()), len(differences)
+    if count == 1:
+        return Difference(mean, *[float('nan')] * 4)
+    error = float(differences.std(ddof=1) / count**0.5)
+    reach = error * float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
+    if error == 0:
+        return Difference(mean, 0.0, mean, mean, 1.0 if mean == 0 else 0.0)
+    return Difference(mean, error, mean - reach, mean + reach, float(2 * t.sf(abs(mean / error), count - 1)))
+
+
+def summary(groups: dict[str, list[float]]) -> list[dict[str, float | str | int]]:
+    """Return a row a group: mean, spread, and the paired difference to the first group where seeds are as many."""
+    baseline = next(iter(groups.values()))
+    rows: list[dict[str, float | str | int]] = []
+    for number, (name, values) in enumerate(groups.items()):
+        spread = float(np.std(values, ddof=1)) if len(values) > 1 else float('nan')
+        row: dict[str, float | str | int] = dict(name=name, runs=len(values), mean=float(np.mean(values)), std=spread)
+        paired = number and len(values) == len(baseline)
+        found = paired_difference(values, baseline) if paired else Difference(*[float('nan')] * 5)
+        row.update(difference=found.mean, standard_error=found.error, low=found.low, high=found.high, p=found.p)
+        rows.append(row)
+    return rows
+
+
+def as_table(rows: Sequence[dict[str, float | str | int]]) -> str:
+    """Return a Markdown table; what is not a number is a dash."""
+    header = '| | runs | mean | std | difference | 95 % interval | p |'
+    lines = [header, '|---' * 7 + '|']
+    for row in rows:
+        numbers = {k: '–' if isinstance(v, float) and np.isnan(v) else v for k, v in row.items()}
+        shown = {k: f'{v:.3f}' if isinstance(v, float) else v for k, v in numbers.items()}
+        interval = '–' if shown['low'] == '–' else f'{shown["low"]} to {shown["high"]}'
+        cells = [shown[k] for k in ('name', 'runs', 'mean', 'std', 'difference')]
+        lines.append('| ' + ' | '.join(str(cell) for cell in [*cells, interval, shown['p']]) + ' |')
+    return '\n'.join(lines)
+
+
+def draw_curves_of_runs(groups: dict[str, list[Run]], metric: str, out: Path) -> Path:
+    """Draw a metric over the steps: each run thin, the mean of a group thick; return the path."""
+    from .figures import COLOURS, panels, save
+
+    figure, ((axis,),) = panels(1, 1, height=3.2, width=5.0)
+    for number, (name, runs) in enumerate(groups.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        curves = [run.curves[metric] for run in runs]
+        for steps, values in curves:
+            axis.plot(steps, values, color=colour, linewidth=0.7, alpha=0.5)
+        shared = sorted(set.intersection(*(set(steps) for steps, _ in curves)))
+        means = [np.mean([values[steps.index(s)] for steps, values in curves]) for s in shared]
+        axis.plot(shared, means, color=colour, marker='o', markersize=3.5, label=f'{name} (n = {len(runs)})')
+    axis.set(xlabel='step (epoch or iteration) of the validation', ylabel=metric)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return save(figure, out)

@@ -1,0 +1,110 @@
+"""Sampling points drawn on their image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mmcv
+import numpy as np
+
+from .figures import COLOURS, WIDTH, panels, save, short
+from .sampling import SamplingPoints, density
+
+THRESHOLD = 0.3  # boxes of lower scores are not drawn
+MOST_BOXES = 10
+
+
+def draw_sampling(
+    drawn: Sequence[tuple[str, SamplingPoints, Any]], out: Path | None, *, threshold: float = THRESHOLD
+) -> np.ndarray:
+    """Draw points sized by weight, coloured by level, their kernel density, true and predicted boxes; panels by twos.
+
+    Args:
+        drawn: For each panel its title, its points and the data sample of its image (with predictions, if any).
+        out: PNG to write; None writes nothing.
+        threshold: Predicted boxes of lower scores are left out.
+
+    Returns:
+        The picture ``(h, w, 3)``, RGB.
+    """
+    image = mmcv.imread(drawn[0][2].img_path, channel_order='rgb')
+    height, width = image.shape[:2]
+    columns = min(len(drawn), 2)
+    rows = -(-len(drawn) // columns)
+    figure, axes = panels(rows, columns, height=WIDTH / columns * height / width + 0.35)
+    for axis in axes.flat[len(drawn) :]:
+        axis.set_axis_off()
+    levels = max(points.weights.shape[2] for _, points, _ in drawn)
+    # one scale of sizes for all panels, so that they can be compared
+    largest = max(max(float(points.weights.max()) for _, points, _ in drawn), 1e-12)
+    for axis, (title, points, sample) in zip(axes.flat, drawn, strict=False):
+        _panel(axis, image, points, largest)
+        _boxes(axis, sample, threshold)
+        where = 'encoder' if points.is_encoder else 'decoder'
+        axis.set_title(f'{title}\n{where}: {short(points.path)}'.strip(), fontsize=8)
+        axis.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
+    _legend(figure, levels, largest)
+    if out is not None:
+        save(figure, out)
+    figure.canvas.draw()
+    return np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()
+
+
+def _panel(axis: Any, image: np.ndarray, points: SamplingPoints, largest: float) -> None:
+    height, width = image.shape[:2]
+    # dim and grey, so that the colours of the levels stand out
+    grey = image.mean(-1, keepdims=True)
+    pale = 255 - (255 - (0.6 * grey + 0.4 * image)) * 0.6
+    axis.imshow(pale.clip(0, 255).astype(np.uint8), extent=(0, width, height, 0))
+    heights = density(points.xy, points.weights, (height, width))
+    if heights is not None and heights.max() > 0:
+        x, y = np.linspace(0, width, heights.shape[1]), np.linspace(0, height, heights.shape[0])
+        shares = heights.max() * np.array([0.1, 0.3, 0.5, 0.7, 0.9])
+        axis.contour(x, y, heights, levels=shares, colors='black', linewidths=0.6, alpha=0.55)
+    for level in reversed(range(points.weights.shape[2])):  # fine levels on top: their points spread less
+        xy, weights = points.xy[:, :, level].reshape(-1, 2), points.weights[:, :, level].ravel()
+        sizes = 2 + 40 * weights.clip(min=0) / largest
+        style = dict(color=COLOURS[level % len(COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85)
+        axis.scatter(*xy.T, s=sizes, **style)
+    axis.scatter(*points.reference.T, s=60, marker='P', color='white', edgecolors='black', linewidths=0.9, zorder=5)
+
+
+def _boxes(axis: Any, sample: Any, threshold: float) -> None:
+    from matplotlib.patches import Rectangle
+
+    def rectangle(box: Any, **style: Any) -> None:
+        x0, y0, x1, y1 = (float(v) for v in box)
+        axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, **style))
+
+    truth = sample.get('gt_instances')
+    if truth is not None and 'bboxes' in truth:
+        scale = np.tile(np.asarray(sample.get('scale_factor') or (1.0, 1.0), np.float64)[:2], 2)
+        boxes = getattr(truth.bboxes, 'tensor', truth.bboxes)
+        for box in np.asarray(boxes.cpu(), np.float64).reshape(-1, 4) / scale:
+            rectangle(box, edgecolor='black', linewidth=1.6)
+            rectangle(box, edgecolor='white', linewidth=0.9, linestyle='--')
+    found = sample.get('pred_instances')
+    if found is not None and 'bboxes' in found:
+        found = found[found.scores >= threshold]
+        order = found.scores.argsort(descending=True)[:MOST_BOXES]
+        for box, score in zip(found.bboxes[order].cpu(), found.scores[order].cpu(), strict=True):
+            rectangle(box, edgecolor=COLOURS[5], linewidth=1.2)
+            axis.text(float(box[0]), float(box[1]), f'{float(score):.2f}', fontsize=6, color='white', va='bottom',
+                      bbox=dict(facecolor=COLOURS[5], edgecolor='none', pad=0.6), clip_on=True)  # fmt: skip
+
+
+def _legend(figure: Any, levels: int, largest: float) -> None:
+    from matplotlib.lines import Line2D
+
+    def dot(label: str, colour: str, size: float, marker: str = 'o', edge: str = 'white') -> Any:
+        style = dict(marker=marker, color=colour, markeredgecolor=edge, markersize=size)
+        return Line2D([], [], linestyle='', label=label, **style)
+
+    entries = [dot(f'level {level}', COLOURS[level % len(COLOURS)], 6) for level in range(levels)]
+    entries.append(dot(f'largest weight {largest:.2f}', 'grey', 42**0.5))
+    entries.append(dot('reference', 'white', 7, 'P', 'black'))
+    entries.append(Line2D([], [], color=COLOURS[5], label='predicted'))
+    entries.append(Line2D([], [], color='black', linestyle='--', label='ground truth'))
+    figure.legend(handles=entries, loc='outside lower center', ncols=4, fontsize=7, frameon=False)

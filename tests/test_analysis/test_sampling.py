@@ -1,0 +1,152 @@
+"""Sampling points land where they are, worked out by hand."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from mmengine.config import Config
+from torch import nn
+
+import mmgate  # noqa: F401
+from mmgate.analysis.sampling import best_queries, density, pixel_query, to_image
+from mmgate.analysis.subjects import UNTRAINED
+from mmgate.datasets.shapes import write_shapes
+from mmgate.engine import cli
+from mmgate.engine.preflight import ConfigError
+from mmgate.registry import HOOKS
+
+DEMO = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
+COCO = ROOT.parent / 'shared/data/coco_sample/val2017'
+SHAPES = torch.tensor([[4, 6], [2, 3]])
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f'tools/analysis_tools/{name}.py')
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope='module')
+def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The demo's config over three small images."""
+    root = tmp_path_factory.mktemp('demo')
+    write_shapes(root / 'shapes', num_train=1, num_val=2, size=64)
+    text = Config.fromfile(str(ROOT / DEMO)).pretty_text.replace('data/shapes/', f'{root}/shapes/')
+    (root / 'small.py').write_text(text)
+    return str(root / 'small.py')
+
+
+def test_pixel_query_is_the_pixel_of_its_level() -> None:
+    assert pixel_query(SHAPES, 0.5, 0.26, 0) == 1 * 6 + 3
+    assert pixel_query(SHAPES, 0.99, 0.99, 1) == 24 + 5
+    with pytest.raises(ConfigError, match='levels 0 to 1'):
+        pixel_query(SHAPES, 0.5, 0.5, 2)
+    with pytest.raises(ConfigError, match='has to lie in 0 to 1'):
+        pixel_query(SHAPES, 1.0, 0.5, 0)
+
+
+@pytest.mark.parametrize(
+    ('padded', 'pixel'), [(None, (50, 25)), ((100, 200), (100, 25))], ids=['alone', 'padded in a batch']
+)
+def test_to_image_undoes_padding_and_scale(padded: Any, pixel: tuple[int, int]) -> None:
+    given = dict(img_shape=(100, 100), scale_factor=(0.5, 2.0), batch_input_shape=padded)
+    sample = SimpleNamespace(get=given.get, img_shape=(100, 100))
+    assert to_image(np.array([0.25, 0.5]), sample).tolist() == list(pixel)
+
+
+def test_best_queries_are_those_of_the_best_class() -> None:
+    scores = torch.tensor([[[0.1, 0.2], [0.9, 0.0], [0.3, 0.4]]])
+    assert best_queries((scores, torch.zeros(1, 3, 4)), 0, 2).tolist() == [1, 2]
+    assert best_queries(None, 0, 2).tolist() == [0, 1]
+
+
+def test_density_is_highest_at_the_heavier_points() -> None:
+    rng = np.random.default_rng(0)
+    xy = np.concatenate([rng.normal((20, 20), 2, (50, 2)), rng.normal((80, 40), 2, (50, 2))])
+    found = density(xy, np.repeat([1.0, 3.0], 50), (50, 100))
+    assert found is not None
+    row, column = np.unravel_index(found.argmax(), found.shape)
+    assert abs(column / 95 * 100 - 80) < 5 and abs(row / 95 * 50 - 40) < 5
+    assert density(np.ones((4, 2)), np.ones(4), (50, 100)) is None
+
+
+@pytest.mark.skipif(not COCO.is_dir(), reason='no sample of COCO at ../shared/data/coco_sample')
+def test_points_on_a_real_image(demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every offset is (2, -1) pixels of its level, so the points of the image's middle are known."""
+    module, image = tool('plot_sampling_points'), sorted(COCO.iterdir())[0]
+    built = module.subjects
+
+    def known(args: Any) -> Any:
+        found = built(args)
+        for attention in (layer.self_attn for layer in found[0].model.encoder.layers):
+            nn.init.zeros_(attention.sampling_offsets.weight)
+            attention.sampling_offsets.bias.data.view(-1, 2).copy_(torch.tensor([2.0, -1.0]))
+        return found
+
+    monkeypatch.setattr(module, 'subjects', known)
+    module.main([demo, UNTRAINED, '--images', str(image), '--part', 'encoder', '--out', str(tmp_path)])
+    rows = list(csv.DictReader((tmp_path / f'sampling_points_{image.stem}.csv').open()))
+    assert len(rows) == 8 * 4 * 4 and (tmp_path / f'sampling_points_{image.stem}.png').stat().st_size > 10_000
+    import mmcv
+
+    height, width = mmcv.imread(str(image)).shape[:2]
+    scale = 128 / max(height, width)
+    small = (int(width * scale + 0.5), int(height * scale + 0.5))  # what the model sees
+    for row in rows:
+        for axis, side, seen, offset in (('x', width, small[0], 2), ('y', height, small[1], -1)):
+            finest = -(-seen // 8)
+            cells = finest
+            for _ in range(int(row['level'])):
+                cells = -(-cells // 2)
+            middle = (int(0.5 * finest) + 0.5) / finest
+            assert float(row[axis]) == pytest.approx((middle + offset / cells) * side, abs=0.01)
+    weights = np.array([float(row['weight']) for row in rows]).reshape(8, -1)
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
+
+
+def test_tool_draws_two_models(demo: str, tmp_path: Path) -> None:
+    arguments = [demo, UNTRAINED, '--against', demo, UNTRAINED, '--max-images', '1', '--out', str(tmp_path)]
+    assert cli.main(tool('plot_sampling_points').main, arguments) == 0
+    assert [path.suffix for path in sorted(tmp_path.iterdir())] == ['.csv', '.png']
+
+
+def test_tool_refuses_a_layer_that_is_not_there(demo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [demo, UNTRAINED, '--max-images', '1', '--layer', '5', '--out', str(tmp_path)]
+    assert cli.main(tool('plot_sampling_points').main, arguments) == 2
+    assert '--layer 5: the decoder has 2 layers' in capsys.readouterr().err
+
+
+def test_hooks_write_to_the_visualizer(demo: str, tmp_path: Path) -> None:
+    """One step of training and a validation with both hooks; gates start at 0, with a gradient."""
+    assert HOOKS.get('mmgate.GateStatisticsHook') is not None
+    cfg = Config.fromfile(demo)
+    cfg.work_dir, cfg.train_cfg.max_epochs, cfg.train_cfg.val_interval = str(tmp_path), 1, 1
+    cfg.train_dataloader.update(num_workers=0, persistent_workers=False)
+    cfg.val_dataloader.update(num_workers=0, persistent_workers=False)
+    cfg.train_dataloader.dataset.filter_cfg = None
+    cfg.custom_hooks = [
+        dict(type='mmgate.GateStatisticsHook', interval=1),
+        dict(type='mmgate.SamplingPointsHook', images=1),
+    ]
+    cfg.launcher = 'none'
+    runner = cli.build_runner(cfg, trains=True)
+    runner.train()
+    scalars: dict[str, float] = {}
+    for line in next(tmp_path.glob('*/vis_data/scalars.json')).read_text().splitlines():
+        scalars.update(json.loads(line))
+    prefix = 'gate/encoder.layers.0.self_attn'
+    assert scalars[f'{prefix}/mean'] == 0 and scalars[f'{prefix}/sparsity'] == 1
+    assert {f'{prefix}/std', f'{prefix}/grad_norm', 'gate/decoder.layers.1.cross_attn/mean'} <= set(scalars)
+    assert len(list(tmp_path.glob('*/vis_data/vis_image/sampling_points_*.png'))) == 1
+    assert not any(module._forward_hooks for module in runner.model.modules())

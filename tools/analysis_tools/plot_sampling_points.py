@@ -1,0 +1,70 @@
+"""Draw where deformable attention samples: points on the image, sized by weight and coloured by level."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import mmgate  # noqa: F401
+from mmgate.analysis.recording import require
+from mmgate.analysis.sampling import (
+    SamplingPoints,
+    best_queries,
+    decoder_layers,
+    encoder_layers,
+    pixel_query,
+    record_sampling,
+    sampling_points,
+)
+from mmgate.analysis.sampling_figure import THRESHOLD, draw_sampling
+from mmgate.analysis.subjects import parser, predict, subjects, write_csv
+from mmgate.engine import cli
+from mmgate.engine.preflight import ConfigError
+
+
+def main(argv: list[str]) -> None:
+    """Parse arguments, run the models, draw a picture and a table for each image."""
+    options = parser(__doc__)
+    options.add_argument('--part', choices=['decoder', 'encoder'], help='default: the decoder, if there is one')
+    options.add_argument('--layer', type=int, default=-1, help='of that part (default: the last)')
+    options.add_argument('--top-k', type=int, default=3, help='queries with the best scores (decoder)')
+    middle = 'encoder: pixel of the image (default: its middle)'
+    options.add_argument('--pixel', type=float, nargs=2, metavar=('X', 'Y'), help=middle)
+    options.add_argument('--level', type=int, default=0, help='encoder: level of the query (default 0)')
+    options.add_argument('--threshold', type=float, default=THRESHOLD, help='scores of the boxes drawn')
+    args = options.parse_args(argv)
+    shown: dict[str, list[tuple[str, SamplingPoints, Any]]] = {}
+    for subject in subjects(args):
+        require(subject.model, ['locations'], 'A picture of sampling points')
+        for batch in subject.inputs(args):
+            with record_sampling(subject.model) as found:
+                sample = predict(subject.model, batch)
+            points = _points(found, sample, args)
+            shown.setdefault(Path(sample.img_path).stem, []).append((subject.name, points, sample))
+    for name, drawn in shown.items():
+        out = Path(args.out) / f'sampling_points_{name}.png'
+        draw_sampling(drawn, out, threshold=args.threshold)
+        rows = [dict(model=title, **row) for title, points, _ in drawn for row in points.rows()]
+        print(out, write_csv(out.with_suffix('.csv'), rows))
+
+
+def _points(found: dict[str, Any], sample: Any, args: argparse.Namespace) -> SamplingPoints:
+    layers = found['layers']
+    by_part = dict(decoder=decoder_layers(layers), encoder=encoder_layers(layers))
+    part = args.part or ('encoder' if args.pixel or not by_part['decoder'] else 'decoder')
+    if not by_part[part]:
+        raise ConfigError(f'--part {part}: the model has deformable attention in {", ".join(layers)} only.')
+    if not -len(by_part[part]) <= args.layer < len(by_part[part]):
+        raise ConfigError(f'--layer {args.layer}: the {part} has {len(by_part[part])} layers.')
+    path = by_part[part][args.layer]
+    if part == 'decoder':
+        queries = best_queries(found['head'], 0, args.top_k)
+    else:
+        height, width = sample.ori_shape[:2]
+        x, y = args.pixel or (width / 2, height / 2)
+        queries = [pixel_query(layers[path]['spatial_shapes'].tensors[-1], x / width, y / height, args.level)]
+    return sampling_points(layers, path, sample, queries)
+
+
+if __name__ == '__main__':
+    sys.exit(cli.main(main))
