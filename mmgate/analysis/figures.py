@@ -29,24 +29,40 @@ def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> t
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.tick_params(labelsize=8)
-        axis.title.set_fontsize(9)
     return figure, axes
 
 
 def save(figure: Any, path: Path) -> Path:
     """Write a figure as PNG, folders made, and return the path."""
+    for axis in figure.axes:
+        axis.title.set_fontsize(9)
+        for label in (axis.xaxis.label, axis.yaxis.label):
+            label.set_fontsize(8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     return path
 
 
 def diverging_limits(values: Sequence[float] | Any) -> float:
-    """Return the bound of a colour scale centred on 0: the largest absolute value, or a little if all are 0."""
+    """Return the bound of a colour scale centred on 0: the largest absolute value, or 0.1, if that is more."""
     import numpy as np
 
-    return max(float(np.abs(np.asarray(values)).max()), 1e-6)
+    return max(float(np.abs(np.asarray(values)).max()), 0.1)
 
 
 def short(path: str, length: int = 34) -> str:
     """Return a module's path with its middle left out where it is long."""
     return path if len(path) <= length else f'{path[: length // 2 - 1]}…{path[-length // 2 :]}'
+
+
+def layer_labels(paths: Sequence[str]) -> list[str]:
+    """Return modules' paths without the names that all of them begin and end with; numbers stay."""
+    split = [path.split('.') for path in paths]
+    shortest = min(len(names) for names in split)
+
+    def shared(place: int) -> bool:
+        return not split[0][place].isdigit() and len({names[place] for names in split}) == 1
+
+    first = next((i for i in range(shortest) if not shared(i)), 0)
+    last = next((i for i in range(1, shortest - first) if not shared(-i)), 1)
+    return [short('.'.join(names[first : len(names) - last + 1])) for names in split]

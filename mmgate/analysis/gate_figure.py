@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .figures import COLOURS, DIVERGING, diverging_limits, panels, save, short
+from .figures import COLOURS, DIVERGING, diverging_limits, layer_labels, panels, save
 from .gates import LayerGate, mean_map
 
 
@@ -20,6 +20,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     for (title, gates), coefficients, (left, middle, right) in zip(models, maps, axes, strict=True):
         if coefficients is None:
             left.set_axis_off()
+            left.set_title(title)
             left.text(0.5, 0.5, 'no map: this gate has\nneither pairs nor levels', ha='center', va='center', fontsize=8)
         else:
             style = dict(cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation='nearest', aspect='auto')
@@ -35,18 +36,25 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         means, spreads = ([getattr(g.statistics, a) for g in gates] for a in ('mean', 'deviation'))
         middle.axvline(0, color='0.6', linewidth=0.8)
         middle.errorbar(means, places, xerr=spreads, fmt='o', color=COLOURS[0], markersize=3.5, capsize=2, linewidth=1)
-        names = [short(gate.path if gate.name == 'gate' else f'{gate.path} {gate.name[5:]}', 24) for gate in gates]
+        labels = layer_labels([gate.path for gate in gates])
+        names = [f'{a} {g.name[5:]}'.strip() for a, g in zip(labels, gates, strict=True)]
         middle.set_yticks(places, names, fontsize=6)
         middle.set(xlabel='gate, mean ± std', ylim=(len(gates) - 0.4, -0.6), title='by layer')
-        counts = sum(gate.statistics.histogram for gate in gates)
-        edges = gates[0].statistics.edges
-        right.stairs(counts / max(counts.sum(), 1), edges, fill=True, color=COLOURS[0])
-        used = np.flatnonzero(counts)
-        span = (edges[max(used[0] - 2, 0)], edges[min(used[-1] + 3, len(edges) - 1)]) if len(used) else (-1, 1)
+        edges, used = gates[0].statistics.edges, []
+        for number, kind in enumerate(dict.fromkeys(gate.name for gate in gates)):
+            counts = sum(gate.statistics.histogram for gate in gates if gate.name == kind)
+            used.extend(np.flatnonzero(counts))
+            style = dict(color=COLOURS[number], alpha=0.7, fill=True, label=kind)
+            right.stairs(counts / max(counts.sum(), 1), edges, **style)
+        if len({gate.name for gate in gates}) > 1:
+            right.legend(fontsize=7)
+        span = (edges[max(min(used) - 2, 0)], edges[min(max(used) + 3, len(edges) - 1)]) if used else (-1, 1)
         right.axvline(0, color='0.6', linewidth=0.8)
-        right.set(xlabel='gate', ylabel='share of values', xlim=span, title='histogram')
-        for axis in (left, middle, right):
-            axis.xaxis.label.set_fontsize(8)
-            axis.yaxis.label.set_fontsize(8)
-            axis.title.set_fontsize(9)
+        beyond = any(abs(x) > edges[-1] for g in gates for x in (g.statistics.minimum, g.statistics.maximum))
+        right.set(
+            xlabel='gate (last bins: and beyond)' if beyond else 'gate',
+            ylabel='share of values',
+            xlim=span,
+            title='histogram',
+        )
     return save(figure, out)

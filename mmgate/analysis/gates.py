@@ -49,7 +49,7 @@ class _Gate:
     """Statistics and mean map of one gate; what its axes are follows from its shape."""
 
     def __init__(self) -> None:
-        self.statistics = RunningStatistics(bounds=(-2.0, 2.0), bins=160)
+        self.statistics = RunningStatistics(bounds=(-4.0, 4.0), bins=200)
         self.kind, self.mean = '', RunningMean(lambda x: x)
 
     def add(self, x: Tensor) -> None:
@@ -71,11 +71,12 @@ class _PairGate(_Gate):
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
     """Run a model over batches and return every gate that it has, in the order of the layers."""
     paired = {path for path, module in model.named_modules() if hasattr(getattr(module, 'attn', module), 'gate_q_proj')}
-    merged: dict[tuple[str, str], Any] = {}
-    with record(model, GATES, accumulate=_Gate, paths=lambda p: p not in paired) as others:
-        with record(model, GATES, accumulate=_PairGate, paths=lambda p: p in paired) as pairs:
-            for batch in batches:
-                predict(model, batch)
+    with (
+        record(model, GATES, accumulate=_Gate, paths=lambda p: p not in paired) as others,
+        record(model, GATES, accumulate=_PairGate, paths=lambda p: p in paired) as pairs,
+    ):
+        for batch in batches:
+            predict(model, batch)
     merged = {(path, name): found for path, of in {**others, **pairs}.items() for name, found in of.items()}
     order = {path: number for number, (path, _) in enumerate(model.named_modules())}
     return [

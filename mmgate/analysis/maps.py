@@ -32,7 +32,7 @@ def roll_back(relevance: Tensor, weights: Tensor, geometry: Sequence[int] = (), 
 
     Args:
         relevance: ``(h, w)`` over the layer's map.
-        weights: Attention, heads averaged: ``(N, N)``; ``(N, M)`` where PVT reduces the keys; ``(nW, n, n)`` of windows.
+        weights: Attention, heads averaged: ``(N, N)``; ``(N, M)`` where PVT reduces keys; ``(nW, n, n)`` of windows.
         geometry: ``(h, w, ratio)`` of PVT or ``(h, w, window, shift)`` of Swin; nothing for a plain map.
         residual: Share of the layer's input that passes by.
     """

@@ -191,7 +191,7 @@ def reduction_geometry(module: Any, hw_shape: tuple[int, int], **_: Any) -> Read
     return dict(geometry=lambda: torch.tensor([*hw_shape, module.sr_ratio]))
 
 
-@probes('mmgate.AgentAttention', reads=('attention', 'agents'))
+@probes('mmgate.AgentAttention', reads=('attention', 'agents', 'geometry'))
 def agent(module: Any, x: Tensor, hw_shape: tuple[int, int], **_: Any) -> Readings:
     """Read what the agents attend to, ``(B, H, n, h, w)``, and the two softmaxes' product ``(B, H, N, N)``."""
 
@@ -209,7 +209,8 @@ def agent(module: Any, x: Tensor, hw_shape: tuple[int, int], **_: Any) -> Readin
         return second @ first
 
     sides = tuple(int(side) for side in hw_shape)
-    return dict(attention=attention, agents=lambda: maps()[0].unflatten(-1, sides))
+    readings = dict(attention=attention, agents=lambda: maps()[0].unflatten(-1, sides))
+    return {**readings, 'geometry': lambda: torch.tensor([*sides, 1])}
 
 
 @probes('mmgate.SAGAAttention', reads=('gate_k', 'gate_v', 'gate_out', 'kv'))

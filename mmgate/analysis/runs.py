@@ -147,9 +147,9 @@ def as_table(rows: Sequence[dict[str, float | str | int]]) -> str:
     header = '| | runs | mean | std | difference | 95 % interval | p |'
     lines = [header, '|---' * 7 + '|']
     for row in rows:
-        numbers = {k: '–' if isinstance(v, float) and np.isnan(v) else v for k, v in row.items()}
+        numbers = {k: '-' if isinstance(v, float) and np.isnan(v) else v for k, v in row.items()}
         shown = {k: f'{v:.3f}' if isinstance(v, float) else v for k, v in numbers.items()}
-        interval = '–' if shown['low'] == '–' else f'{shown["low"]} to {shown["high"]}'
+        interval = '-' if shown['low'] == '-' else f'{shown["low"]} to {shown["high"]}'
         cells = [shown[k] for k in ('name', 'runs', 'mean', 'std', 'difference')]
         lines.append('| ' + ' | '.join(str(cell) for cell in [*cells, interval, shown['p']]) + ' |')
     return '\n'.join(lines)

@@ -1,0 +1,69 @@
+"""Maps over an image, matrices and curves over layers, drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mmcv
+import numpy as np
+
+from .figures import COLOURS, SEQUENTIAL, WIDTH, layer_labels, panels, save
+
+
+def draw_maps(image: str, maps: Sequence[tuple[str, np.ndarray]], out: Path, *, columns: int, label: str) -> Path:
+    """Draw maps ``(h, w)`` over an image on disk, each on a scale from 0 to its own maximum; return the path."""
+    picture = mmcv.imread(image, channel_order='rgb')
+    height, width = picture.shape[:2]
+    grey = picture.mean(-1)
+    rows = -(-len(maps) // columns)
+    figure, axes = panels(rows, columns, height=WIDTH / columns * height / width * 0.88 + 0.3)
+    drawn: Any = None
+    for axis in axes.flat:
+        axis.set_axis_off()
+    for axis, (title, values) in zip(axes.flat, maps, strict=False):
+        axis.imshow(grey, cmap='gray', extent=(0, width, height, 0))
+        shares = values / max(float(values.max()), 1e-12)
+        style = dict(cmap='magma', alpha=0.6, vmin=0, vmax=1, interpolation='bilinear')
+        drawn = axis.imshow(shares, extent=(0, width, height, 0), **style)
+        axis.set_title(title)
+    bar = figure.colorbar(drawn, ax=axes, shrink=0.8, fraction=0.03)
+    bar.set_label(label, fontsize=8)
+    return save(figure, out)
+
+
+def crop_to_image(values: np.ndarray, sample: Any) -> np.ndarray:
+    """Leave out the rows and columns of a map that lie on a batch's padding."""
+    padded, own = sample.get('batch_input_shape') or sample.img_shape[:2], sample.img_shape[:2]
+    rows, columns = (max(round(n * a / b), 1) for n, a, b in zip(values.shape, own, padded, strict=True))
+    return values[:rows, :columns]
+
+
+def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: Path, *, label: str) -> Path:
+    """Draw matrices over layers, 0 to 1, a panel each, side by side; return the path."""
+    figure, axes = panels(1, len(models), height=2.9, width=3.6 * len(models) + 0.6)
+    for axis, (title, paths, values) in zip(axes[0], models, strict=True):
+        drawn = axis.imshow(values, cmap=SEQUENTIAL, vmin=0, vmax=1)
+        names = layer_labels(paths)
+        axis.set_xticks(range(len(paths)), range(len(paths)), fontsize=6)
+        axis.set_yticks(range(len(paths)), [f'{n}  {i}' for i, n in enumerate(names)], fontsize=6)
+        axis.set(title=title, xlabel='layer')
+    figure.colorbar(drawn, ax=axes, shrink=0.8).set_label(label, fontsize=8)
+    return save(figure, out)
+
+
+def draw_over_layers(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path, *, ceiling: str) -> Path:
+    """Draw mean and spread of the rows' ``effective_rank`` over the layers, a dotted line at ``ceiling``."""
+    figure, ((axis,),) = panels(1, 1, height=3.0, width=5.0)
+    for number, (name, rows) in enumerate(models):
+        colour, places = COLOURS[number % len(COLOURS)], range(len(rows))
+        means, spreads = ([row[key] for row in rows] for key in ('effective_rank', 'std'))
+        style = dict(color=colour, marker='os^D'[number % 4], markersize=4, capsize=2, linewidth=1.2)
+        axis.errorbar(places, means, yerr=spreads, label=name, **style)
+        axis.step(places, [row[ceiling] for row in rows], where='mid', color=colour, linewidth=0.8, linestyle=':')
+    axis.set(xlabel='layer', ylabel='effective rank of $K^T V$\n(dotted: the most, d)', ylim=(0, None))
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    return save(figure, out)

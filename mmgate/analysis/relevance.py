@@ -1,0 +1,109 @@
+"""Rollout of a model's attention over an image, CKA between its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmgate.engine.preflight import ConfigError
+
+from .maps import linear_cka, roll_back, rollout
+from .recording import Recording, record
+from .subjects import predict
+
+ROWS = 64  # of the maps that CKA compares
+
+
+class HeadMean:
+    """Keeps attention weights ``(B, H, N, M)`` averaged over the heads."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def add(self, x: Tensor) -> None:
+        """Take one map."""
+        self.tensors.append(x.float().mean(1).cpu())
+
+
+def record_maps(model: nn.Module) -> Any:
+    """Return a context that records head means of attention, and where windows and reductions lie."""
+    return record(model, ('attention', 'geometry'), accumulate=dict(attention=HeadMean))
+
+
+def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
+    """Return the relevance of the input's places ``(h, w)`` to the mean of the last layer's tokens; its sum is 1.
+
+    Args:
+        recording: Of :func:`record_maps`, of one image.
+        size: Height and width of the padded image, whose aspect tells the map of plain attention.
+
+    With a class token it is the relevance to that token. Self-attention over the image alone counts: of the backbone,
+    if it has any, else of the encoder.
+
+    Raises:
+        ConfigError: There is no self-attention over the image.
+    """
+    placed = [(maps, shape) for maps, shape in _placed(recording) if shape is not None]
+    if placed:
+        relevance = torch.full(_map(placed[-1][1]), 1.0)
+        for weights, geometry in reversed(placed):
+            if relevance.shape != _map(geometry):  # a merging of patches lies between
+                relevance = F.interpolate(relevance[None, None], size=_map(geometry), mode='bilinear')[0, 0]
+            relevance = relevance / relevance.sum()
+            relevance = roll_back(relevance, weights if len(geometry) == 4 else weights[0], geometry)
+        return relevance
+    maps = [weights[0] for weights, _ in _placed(recording) if weights.shape[-1] == weights.shape[-2]]
+    for tokens in (0, 1):
+        plain = [x for x in maps if _factors(x.shape[-1] - tokens, size) and x.shape == maps[0].shape]
+        if plain:
+            whole = rollout(plain)
+            flow = whole[0, 1:] if tokens else whole.mean(0)
+            return (flow / flow.sum()).view(_factors(flow.numel(), size))
+    raise ConfigError(f'no self-attention over the image: {", ".join(recording) or "none"} attend to other things.')
+
+
+def attention_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[list[str], np.ndarray]:
+    """Return the layers with attention weights and their CKA ``(layers, layers)``, mean over images.
+
+    Maps are averaged over heads (and windows) and brought to 64 rows, so that layers of any size compare.
+    """
+    total, count, paths = 0.0, 0, []
+    for batch in batches:
+        with record_maps(model) as recording:
+            predict(model, batch)
+        paths = [path for path, readings in recording.items() if 'attention' in readings]
+        maps = [recording[path]['attention'].tensors[-1].mean(0) for path in paths]
+        maps = [F.interpolate(x[None, None], size=(ROWS, x.shape[-1]), mode='bilinear')[0, 0] for x in maps]
+        total = total + np.array([[linear_cka(a, b) for b in maps] for a in maps])
+        count += 1
+    return paths, np.asarray(total) / max(count, 1)
+
+
+def _placed(recording: Recording) -> list[tuple[Tensor, tuple[int, ...] | None]]:
+    found = []
+    for path, readings in recording.items():
+        if 'attention' not in readings:
+            continue
+        outer = next((p for p in (path, path.rpartition('.')[0]) if 'geometry' in recording.get(p, {})), None)
+        geometry = tuple(recording[outer]['geometry'].tensors[-1].tolist()) if outer else None
+        found.append((readings['attention'].tensors[-1], geometry))
+    return found
+
+
+def _map(geometry: Any) -> tuple[int, int]:
+    return int(geometry[0]), int(geometry[1])
+
+
+def _factors(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
+    """Return the height and width of ``tokens`` whose aspect is that of ``size``, or None."""
+    aspect = size[0] / size[1]
+    height = round((tokens * aspect) ** 0.5)
+    for rows in sorted({height - 1, height, height + 1} - {-1, 0}, key=lambda h: abs(h - height)):
+        if tokens and tokens % rows == 0 and abs(rows / (tokens // rows) / aspect - 1) < 0.25:
+            return rows, tokens // rows
+    return None

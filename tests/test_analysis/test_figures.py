@@ -1,0 +1,124 @@
+"""What the figures are computed from, on cases that are known by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from mmgate.analysis.maps import effective_rank, linear_cka, numerical_rank, roll_back, rollout, sink_share
+from mmgate.analysis.runs import as_table, choose_metric, paired_difference, read_run, summary
+from mmgate.engine.preflight import ConfigError
+
+
+def attention(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).softmax(-1)
+
+
+def test_rollout_of_the_identity_is_the_identity() -> None:
+    identity = torch.eye(5, dtype=torch.float64)
+    assert torch.equal(rollout([identity] * 3), identity)
+
+
+def test_rollout_is_the_product_from_last_to_first() -> None:
+    first, last = attention(6, 6), attention(6, 6)
+    identity = torch.eye(6, dtype=torch.float64)
+    torch.testing.assert_close(rollout([first, last]), (0.5 * (last + identity)) @ (0.5 * (first + identity)))
+
+
+def test_roll_back_is_a_row_of_the_rollout() -> None:
+    maps = [attention(6, 6) for _ in range(3)]
+    relevance = torch.rand(2, 3, dtype=torch.float64)
+    expected = relevance.flatten() @ rollout(maps)
+    for weights in reversed(maps):
+        relevance = roll_back(relevance, weights)
+    torch.testing.assert_close(relevance.flatten(), expected)
+
+
+@pytest.mark.parametrize('shift', [0, 1], ids=['plain', 'shifted'])
+@pytest.mark.parametrize('size', [(4, 6), (3, 5)], ids=['whole windows', 'padded'])
+def test_roll_back_through_identical_windows(size: tuple[int, int], shift: int) -> None:
+    """Windows that attend to themselves change nothing; what they attend to each other stays in them."""
+    relevance = torch.rand(size)
+    own = torch.eye(4).expand(6, 4, 4)
+    torch.testing.assert_close(roll_back(relevance, own, (*size, 2, shift)), relevance)
+    one = torch.zeros(4, 6)
+    one[1, 1] = 1  # the first window holds it, or with the shift the one from (1, 1) to (2, 2)
+    found = roll_back(one, torch.full((6, 4, 4), 0.25), (4, 6, 2, shift))
+    expected = torch.zeros(4, 6)
+    expected[shift : shift + 2, shift : shift + 2] = 0.125
+    expected[1, 1] += 0.5
+    torch.testing.assert_close(found, expected)
+
+
+def test_roll_back_through_reduced_keys_keeps_the_sum() -> None:
+    relevance = torch.rand(5, 7, dtype=torch.float64)
+    found = roll_back(relevance, attention(35, 6), (5, 7, 2))  # 2 x 3 keys; the last row and column have none
+    torch.testing.assert_close(found.sum(), relevance.sum())
+    torch.testing.assert_close(found[:, -1], relevance[:, -1] / 2)
+
+
+def test_cka_of_itself_is_one_whatever_the_rotation_and_scale() -> None:
+    x, (rotation, _) = torch.randn(40, 6), torch.linalg.qr(torch.randn(6, 6))
+    assert linear_cka(x, x) == pytest.approx(1)
+    assert linear_cka(x, 3 * x @ rotation + 1) == pytest.approx(1, abs=1e-5)
+    assert linear_cka(x, torch.randn(40, 6)) < 0.5
+
+
+@pytest.mark.parametrize('rank', [1, 3, 8])
+def test_rank_of_a_known_kv(rank: int) -> None:
+    """Orthogonal keys and values of equal size: the map's singular values are 1, as many as the rank."""
+    key, value = (torch.linalg.qr(torch.randn(20, 8, dtype=torch.float64))[0] for _ in range(2))
+    kv = key[:, :rank] @ value[:, :rank].T
+    assert int(numerical_rank(kv)) == rank and float(effective_rank(kv)) == pytest.approx(rank)
+
+
+def test_sink_is_the_most_attended_key() -> None:
+    weights = torch.zeros(1, 2, 3, 4)
+    weights[..., 2] = 1
+    assert sink_share(weights) == (1, 2)
+    assert sink_share(torch.full((1, 2, 3, 4), 0.25))[0] == pytest.approx(0.25)
+
+
+def test_paired_difference_is_the_t_test() -> None:
+    a, b = [0.5, 0.7, 0.4, 0.9], [0.4, 0.5, 0.45, 0.7]
+    found, expected = paired_difference(a, b), stats.ttest_rel(a, b)
+    interval = expected.confidence_interval()
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    assert paired_difference([1, 2], [0, 1]).error == 0
+    with pytest.raises(ValueError, match='2 and 1 values make no pairs'):
+        paired_difference([1, 2], [1])
+
+
+def write_log(folder: Path, stamp: str, values: dict[int, float]) -> None:
+    log = folder / stamp / 'vis_data/scalars.json'
+    log.parent.mkdir(parents=True)
+    rows = [dict(loss=1.0, time=0.5, memory=100, step=1), dict(loss=0.5, time=0.7, memory=120, step=2)]
+    rows += [{'coco/bbox_mAP': value, 'time': 9.0, 'step': step} for step, value in values.items()]
+    log.write_text('\n'.join(json.dumps(row) for row in rows))
+
+
+def test_a_resumed_run_is_one_curve(tmp_path: Path) -> None:
+    write_log(tmp_path, '20260101_000000', {1: 0.1, 2: 0.2})
+    write_log(tmp_path, '20260102_000000', {2: 0.3, 3: 0.4})
+    run = read_run(tmp_path)
+    assert run.curves['coco/bbox_mAP'] == ([1, 2, 3], [0.1, 0.3, 0.4]) and run.final('coco/bbox_mAP') == 0.4
+    assert run.seconds == pytest.approx(0.6) and run.memory == 120
+    assert choose_metric([run]) == 'coco/bbox_mAP'
+    with pytest.raises(ConfigError, match='the metric mIoU; they share coco/bbox_mAP'):
+        choose_metric([run], 'mIoU')
+    with pytest.raises(ConfigError, match='is no work dir of a run'):
+        read_run(tmp_path / 'nothing')
+
+
+def test_summary_says_what_one_run_cannot() -> None:
+    rows = summary(dict(vanilla=[0.4, 0.5], plug=[0.5, 0.7], single=[0.6]))
+    assert rows[1]['difference'] == pytest.approx(0.15) and np.isnan(rows[0]['difference'])
+    table = as_table(rows).splitlines()
+    assert table[-1] == '| single | 1 | 0.600 | - | - | - | - |' and 'nan' not in ''.join(table)
