@@ -26,7 +26,9 @@ from mmgate.models.backbones.presets import OF_THE_ATTENTION
 
 NAMED = Path('plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
 CONFIGS = sorted(
-    str(path.relative_to(ROOT / 'configs')) for path in (ROOT / 'configs').rglob('*.py') if '_base_' not in path.parts
+    str(path.relative_to(ROOT / 'configs'))
+    for path in (ROOT / 'configs').rglob('*.py')
+    if not {'_base_', 'studies'} & set(path.parts)
 )
 
 
@@ -100,7 +102,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_wheel_ships_configs_and_tools(installed: Path) -> None:
     mim = installed / 'mmgate/.mim'
     assert [
-        str(p.relative_to(mim / 'configs')) for p in sorted((mim / 'configs').rglob('*.py')) if '_base_' not in p.parts
+        str(p.relative_to(mim / 'configs'))
+        for p in sorted((mim / 'configs').rglob('*.py'))
+        if not {'_base_', 'studies'} & set(p.parts)
     ] == CONFIGS
     for tool in ('train.py', 'test.py', 'dist_train.sh', 'slurm_test.sh', 'analysis_tools/list_attention.py'):
         assert (mim / 'tools' / tool).is_file(), tool

@@ -18,7 +18,11 @@ MIM = Path(mmgate.__file__).parent / '.mim'
 INDEX = yaml.safe_load((MIM / 'model-index.yml').read_text())
 METAFILES = {path: yaml.safe_load((MIM / path).read_text()) for path in INDEX['Import']}
 MODELS = [model for metafile in METAFILES.values() for model in metafile['Models']]
-CONFIGS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / 'configs').rglob('*.py') if '_base_' not in path.parts)
+CONFIGS = sorted(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / 'configs').rglob('*.py')
+    if not {'_base_', 'studies'} & set(path.parts)
+)
 
 
 def test_every_config_is_listed_once() -> None:

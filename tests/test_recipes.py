@@ -14,7 +14,7 @@ from mmengine.config import Config
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 
-CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if '_base_' not in path.parts)
+CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if not {'_base_', 'studies'} & set(path.parts))
 ONE, THREE = dict(epochs=12, drops=[8, 11]), dict(epochs=36, drops=[27, 33])
 SWIN_DETECTOR = dict(lr=1e-4, weight_decay=0.05, warm_up=500)
 MASK2FORMER = dict(lr=1e-4, weight_decay=0.05, power=0.9)

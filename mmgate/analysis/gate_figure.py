@@ -52,7 +52,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         right.axvline(0, color='0.6', linewidth=0.8)
         beyond = any(abs(x) > edges[-1] for g in gates for x in (g.statistics.minimum, g.statistics.maximum))
         right.set(
-            xlabel='gate (last bins: and beyond)' if beyond else 'gate',
+            xlabel='gate (ends: beyond)' if beyond else 'gate',
             ylabel='share of values',
             xlim=span,
             title='histogram',

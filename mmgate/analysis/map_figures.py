@@ -13,23 +13,25 @@ from .figures import COLOURS, SEQUENTIAL, WIDTH, layer_labels, panels, save
 
 
 def draw_maps(image: str, maps: Sequence[tuple[str, np.ndarray]], out: Path, *, columns: int, label: str) -> Path:
-    """Draw maps ``(h, w)`` over an image on disk, each on a scale from 0 to its own maximum; return the path."""
+    """Draw maps ``(h, w)`` over an image on disk, in multiples of their means, on one scale; return the path."""
     picture = mmcv.imread(image, channel_order='rgb')
     height, width = picture.shape[:2]
     grey = picture.mean(-1)
     rows = -(-len(maps) // columns)
     figure, axes = panels(rows, columns, height=WIDTH / columns * height / width * 0.88 + 0.3)
+    maps = [(title, values / max(float(values.mean()), 1e-12)) for title, values in maps]
+    low, high = min(float(v.min()) for _, v in maps), max(float(v.max()) for _, v in maps)
     drawn: Any = None
     for axis in axes.flat:
         axis.set_axis_off()
     for axis, (title, values) in zip(axes.flat, maps, strict=False):
         axis.imshow(grey, cmap='gray', extent=(0, width, height, 0))
-        shares = values / max(float(values.max()), 1e-12)
-        style = dict(cmap='magma', alpha=0.6, vmin=0, vmax=1, interpolation='bilinear')
-        drawn = axis.imshow(shares, extent=(0, width, height, 0), **style)
+        style = dict(cmap='magma', alpha=0.65, vmin=low, vmax=high, interpolation='bilinear')
+        drawn = axis.imshow(values, extent=(0, width, height, 0), **style)
         axis.set_title(title)
     bar = figure.colorbar(drawn, ax=axes, shrink=0.8, fraction=0.03)
-    bar.set_label(label, fontsize=8)
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label(f'{label}, times its mean')
     return save(figure, out)
 
 

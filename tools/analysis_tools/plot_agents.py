@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
             drawn = [(f'agent {i}', crop_to_image(maps[i], sample)) for i in chosen]
             out = Path(args.out) / f'agents_{subject.name}_{Path(sample.img_path).stem}.png'
             columns = min(4, len(drawn))
-            draw_maps(sample.img_path, drawn, out, columns=columns, label='attention, share of the largest')
+            draw_maps(sample.img_path, drawn, out, columns=columns, label='attention')
             peaks = [np.unravel_index(values.argmax(), values.shape) for values in maps]
             rows = [
                 dict(layer=path, agent=i, row=int(y), column=int(x), largest=float(maps[i, y, x]))

@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
             shown.setdefault(sample.img_path, []).append((subject.name, values))
     for image, maps in shown.items():
         out = Path(args.out) / f'rollout_{Path(image).stem}.png'
-        draw_maps(image, maps, out, columns=len(models), label='relevance, share of the largest')
+        draw_maps(image, maps, out, columns=len(models), label='relevance')
         rows = [
             dict(model=name, row=y, column=x, relevance=float(values[y, x]))
             for name, values in maps

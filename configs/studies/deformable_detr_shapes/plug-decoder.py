@@ -1,0 +1,2 @@
+_base_ = '../../plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
+model = dict(attention=dict(path=['decoder.layers.*.cross_attn']))

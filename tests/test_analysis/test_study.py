@@ -1,0 +1,92 @@
+"""A study runs what is missing, goes on where it stopped, and reports pairs of one seed."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from mmgate.analysis.study import Study, read_study, report_study, run_study
+from mmgate.engine.cli import read_config
+from mmgate.engine.preflight import ConfigError
+
+METRIC = 'coco/bbox_mAP'
+
+
+class Tools:
+    """Stands for tools/train.py and tools/test.py: a run's value follows from its name and seed."""
+
+    def __init__(self, fails: int = 0) -> None:
+        self.commands: list[list[str]] = []
+        self.fails = fails
+
+    def __call__(self, command: list[str]) -> None:
+        self.commands.append(command)
+        folder = Path(command[command.index('--work-dir') + 1])
+        run = folder.parent if command[0] == 'test' else folder
+        value = 0.1 * int(run.name.removeprefix('seed')) + (0.05 if run.parent.name == 'plug' else 0)
+        logs = folder / '20260101_000000'
+        if command[0] == 'train':
+            (logs / 'vis_data').mkdir(parents=True, exist_ok=True)
+            (logs / 'vis_data/scalars.json').write_text(json.dumps({METRIC: value, 'step': 1}))
+            (folder / 'last_checkpoint').write_text('epoch_1.pth')
+            if self.fails:
+                self.fails -= 1
+                raise ConfigError('stopped')
+        else:
+            logs.mkdir(parents=True)
+            (logs / 'x.json').write_text(json.dumps({METRIC: value}))
+
+
+@pytest.fixture
+def study() -> Study:
+    return Study(Path('s.py'), dict(vanilla='v.py', plug='p.py'), [0, 1], METRIC, {'a.b': 1}, dict(gpu={'a.b': [2]}))
+
+
+def test_runs_resumes_and_reports(study: Study, tmp_path: Path) -> None:
+    tools = Tools(fails=1)
+    with pytest.raises(ConfigError, match='stopped'):
+        run_study(study, tmp_path, execute=tools)
+    assert run_study(study, tmp_path, execute=tools, most=2) == 2
+    resumed = tools.commands[1]
+    assert resumed[:2] == ['train', 'v.py'] and '--resume' in resumed
+    assert resumed[-3:] == ['--cfg-options', 'a.b=1', 'randomness.seed=0']
+    assert 'seeds 0 (of 2 planned)' in report_study(study, tmp_path)
+    assert run_study(study, tmp_path, execute=tools) == 0
+    done = len(tools.commands)
+    run_study(study, tmp_path, execute=tools)
+    assert len(tools.commands) == done  # nothing is run twice
+    table = report_study(study, tmp_path)
+    assert '| plug | 2 | 0.100 | 0.071 | 0.050 | 0.050 to 0.050 | 0.000 |' in table
+    rows = list(csv.DictReader((tmp_path / 'results.csv').open()))
+    assert [(row['name'], row['seed'], row[METRIC]) for row in rows][-1] == ('plug', '1', '0.15')
+    assert (tmp_path / 'curves.png').is_file() and (tmp_path / 'table.md').read_text() == table
+
+
+def test_refuses_results_of_other_settings(study: Study, tmp_path: Path) -> None:
+    tools = Tools()
+    run_study(study, tmp_path, execute=tools, most=1)
+    with pytest.raises(ConfigError, match='is of other settings than the study has now'):
+        run_study(study, tmp_path, execute=tools, budget='gpu')
+    with pytest.raises(ConfigError, match='budget tpu is unknown; s.py has gpu'):
+        run_study(study, tmp_path, execute=tools, budget='tpu')
+    with pytest.raises(ConfigError, match='has no seed yet that every run'):
+        report_study(study, tmp_path)
+
+
+@pytest.mark.parametrize('path', sorted((ROOT / 'configs/studies').glob('*.py')), ids=lambda path: path.stem)
+def test_studies_of_the_repository(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their configs can be read, and differ."""
+    monkeypatch.chdir(ROOT)
+    study = read_study(path)
+    models = {name: str(read_config(config).model) for name, config in study.runs.items()}
+    assert len(set(models.values())) == len(models)
+
+
+def test_refuses_an_unknown_key(tmp_path: Path) -> None:
+    (tmp_path / 's.py').write_text("runs = dict()\nseed = [0]\nmetric = 'mIoU'")
+    with pytest.raises(ConfigError, match='lacks seeds and has unknown seed'):
+        read_study(tmp_path / 's.py')
