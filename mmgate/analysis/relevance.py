@@ -56,7 +56,7 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
                 relevance = F.interpolate(relevance[None, None], size=_map(geometry), mode='bilinear')[0, 0]
             relevance = relevance / relevance.sum()
             relevance = roll_back(relevance, weights if len(geometry) == 4 else weights[0], geometry)
-        return relevance
+        return relevance / relevance.sum()
     maps = [weights[0] for weights, _ in _placed(recording) if weights.shape[-1] == weights.shape[-2]]
     for tokens in (0, 1):
         plain = [x for x in maps if _factors(x.shape[-1] - tokens, size) and x.shape == maps[0].shape]

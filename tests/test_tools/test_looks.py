@@ -1,0 +1,115 @@
+"""The tools that draw what attention does, on small untrained models: each writes a picture and its numbers."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import ROOT
+from mmengine.config import Config
+
+import mmgate  # noqa: F401
+from mmgate.analysis.subjects import UNTRAINED
+from mmgate.datasets.shapes import write_shapes
+from mmgate.engine import cli
+
+CONFIGS = dict(
+    detr='plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py',
+    mask2former='plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py',
+    pvt='vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
+    agent='agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
+    saga='saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py',
+)
+
+
+@pytest.fixture(scope='module')
+def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The demos' configs over one small image."""
+    root = tmp_path_factory.mktemp('looks')
+    write_shapes(root / 'shapes', num_train=1, num_val=1, size=64)
+    for name, config in CONFIGS.items():
+        text = Config.fromfile(str(ROOT / 'configs' / config)).pretty_text
+        (root / f'{name}.py').write_text(text.replace('data/shapes/', f'{root}/shapes/'))
+    return {name: str(root / f'{name}.py') for name in CONFIGS}
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f'tools/analysis_tools/{name}.py')
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def draw(name: str, config: str, out: Path, *options: str) -> list[dict[str, str]]:
+    """Run a tool and return the rows of its CSV."""
+    assert cli.main(tool(name).main, [config, UNTRAINED, *options, '--max-images', '1', '--out', str(out)]) == 0
+    (picture,), (table,) = out.glob('*.png'), out.glob('*.csv')
+    assert picture.stat().st_size > 5_000 and picture.stem == table.stem
+    return list(csv.DictReader(table.open()))
+
+
+@pytest.mark.parametrize('model', ['detr', 'mask2former'])
+def test_an_identity_gate_is_zero(model: str, configs: dict[str, str], tmp_path: Path) -> None:
+    rows = draw('plot_gates', configs[model], tmp_path)
+    assert rows and {float(row[key]) for row in rows for key in ('mean', 'std', 'minimum', 'maximum')} == {0}
+
+
+def test_gates_of_saga_start_around_a_half(configs: dict[str, str], tmp_path: Path) -> None:
+    means = {row['gate']: float(row['mean']) for row in draw('plot_gates', configs['saga'], tmp_path)}
+    assert means['gate_k'] == pytest.approx(0.5, abs=0.05) and means['gate_out'] == pytest.approx(0, abs=0.1)
+
+
+def test_sinks_lie_above_uniform(configs: dict[str, str], tmp_path: Path) -> None:
+    rows = draw('plot_attention_sink', configs['mask2former'], tmp_path, '--against', configs['pvt'], UNTRAINED)
+    assert {row['model'] for row in rows} == {'mask2former', 'pvt'}
+    assert all(float(row['sink_share']) >= float(row['uniform']) for row in rows)
+    assert all(float(row['maximum_activation']) > 0 for row in rows)
+
+
+@pytest.mark.parametrize('model', ['pvt', 'agent', 'saga'])
+def test_relevance_of_a_rollout_sums_to_one(model: str, configs: dict[str, str], tmp_path: Path) -> None:
+    """Through PVT's reductions, agents, and the windows of the last stage of a SAGA-Swin."""
+    rows = draw('plot_rollout', configs[model], tmp_path)
+    assert sum(float(row['relevance']) for row in rows) == pytest.approx(1, abs=1e-3)
+
+
+def test_agents_have_their_maps(configs: dict[str, str], tmp_path: Path) -> None:
+    rows = draw('plot_agents', configs['agent'], tmp_path)
+    assert [int(row['agent']) for row in rows] == list(range(9)) and all(0 < float(row['largest']) <= 1 for row in rows)
+
+
+def test_rank_stays_below_the_channels(configs: dict[str, str], tmp_path: Path) -> None:
+    rows = draw('plot_kv_rank', configs['saga'], tmp_path)
+    assert rows and all(1 <= float(row['effective_rank']) <= float(row['channels']) for row in rows)
+
+
+def test_cka_of_a_layer_with_itself_is_one(configs: dict[str, str], tmp_path: Path) -> None:
+    rows = draw('plot_cka', configs['pvt'], tmp_path)
+    assert {round(float(row['cka']), 4) for row in rows if row['layer'] == row['other']} == {1.0}
+
+
+def test_refusal_names_what_the_model_has(
+    configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [configs['detr'], UNTRAINED, '--out', str(tmp_path)]
+    assert cli.main(tool('plot_agents').main, arguments) == 2
+    error = capsys.readouterr().err
+    assert 'A picture of agents needs a model with agents, and DeformableDETR has' in error and 'locations (4' in error
+
+
+def test_compare_runs_pairs_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, value in enumerate((30.0, 40.0, 32.0, 43.0)):
+        log = tmp_path / str(number) / '20260101_000000/vis_data/scalars.json'
+        log.parent.mkdir(parents=True)
+        log.write_text(
+            '\n'.join(json.dumps(row) for row in (dict(loss=1, time=0.5, memory=9), dict(mIoU=value, step=1)))
+        )
+    groups = [f'a={tmp_path}/0,{tmp_path}/1', f'b={tmp_path}/2,{tmp_path}/3']
+    assert cli.main(tool('compare_runs').main, [*groups, '--out', str(tmp_path / 'out')]) == 0
+    assert '| b | 2 | 37.500 | 7.778 | 2.500 | -3.853 to 8.853 | 0.126 |' in capsys.readouterr().out
+    assert cli.main(tool('compare_runs').main, [str(tmp_path / 'none'), '--out', 'x']) == 2
