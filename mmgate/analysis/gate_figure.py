@@ -40,9 +40,10 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         names = [f'{a} {g.name[5:]}'.strip() for a, g in zip(labels, gates, strict=True)]
         middle.set_yticks(places, names, fontsize=6)
         middle.set(xlabel='gate, mean ± std', ylim=(len(gates) - 0.4, -0.6), title='by layer')
-        edges, used = gates[0].statistics.edges, []
+        edges = gates[0].statistics.edges
+        used: list[int] = []
         for number, kind in enumerate(dict.fromkeys(gate.name for gate in gates)):
-            counts = sum(gate.statistics.histogram for gate in gates if gate.name == kind)
+            counts = np.sum([gate.statistics.histogram for gate in gates if gate.name == kind], axis=0)
             used.extend(np.flatnonzero(counts))
             style = dict(color=COLOURS[number], alpha=0.7, fill=True, label=kind)
             right.stairs(counts / max(counts.sum(), 1), edges, **style)

@@ -57,13 +57,15 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
             relevance = relevance / relevance.sum()
             relevance = roll_back(relevance, weights if len(geometry) == 4 else weights[0], geometry)
         return relevance / relevance.sum()
-    maps = [weights[0] for weights, _ in _placed(recording) if weights.shape[-1] == weights.shape[-2]]
+    over_image = {path: readings for path, readings in recording.items() if 'decoder' not in path}  # there: queries
+    maps = [weights[0] for weights, _ in _placed(over_image) if weights.shape[-1] == weights.shape[-2]]
     for tokens in (0, 1):
         plain = [x for x in maps if _factors(x.shape[-1] - tokens, size) and x.shape == maps[0].shape]
-        if plain:
+        shape = _factors(plain[0].shape[-1] - tokens, size) if plain else None
+        if shape is not None:
             whole = rollout(plain)
             flow = whole[0, 1:] if tokens else whole.mean(0)
-            return (flow / flow.sum()).view(_factors(flow.numel(), size))
+            return (flow / flow.sum()).view(shape)
     raise ConfigError(f'no self-attention over the image: {", ".join(recording) or "none"} attend to other things.')
 
 
@@ -72,7 +74,8 @@ def attention_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[
 
     Maps are averaged over heads (and windows) and brought to 64 rows, so that layers of any size compare.
     """
-    total, count, paths = 0.0, 0, []
+    total: Any = 0.0
+    count, paths = 0, []
     for batch in batches:
         with record_maps(model) as recording:
             predict(model, batch)

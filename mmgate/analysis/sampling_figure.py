@@ -99,7 +99,7 @@ def _legend(figure: Any, levels: int, largest: float) -> None:
     from matplotlib.lines import Line2D
 
     def dot(label: str, colour: str, size: float, marker: str = 'o', edge: str = 'white') -> Any:
-        style = dict(marker=marker, color=colour, markeredgecolor=edge, markersize=size)
+        style: dict[str, Any] = dict(marker=marker, color=colour, markeredgecolor=edge, markersize=size)
         return Line2D([], [], linestyle='', label=label, **style)
 
     entries = [dot(f'level {level}', COLOURS[level % len(COLOURS)], 6) for level in range(levels)]

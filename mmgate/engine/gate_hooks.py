@@ -166,7 +166,7 @@ class SamplingPointsHook(Hook):
         self._recording = None
 
 
-def _own(model: nn.Module) -> nn.Module:
+def _own(model: Any) -> nn.Module:
     while is_model_wrapper(model) or isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     return model

@@ -78,6 +78,14 @@ def test_relevance_of_a_rollout_sums_to_one(model: str, configs: dict[str, str],
     assert sum(float(row['relevance']) for row in rows) == pytest.approx(1, abs=1e-3)
 
 
+def test_rollout_takes_no_queries_for_an_image(
+    configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [configs['mask2former'], UNTRAINED, '--max-images', '1', '--out', str(tmp_path)]
+    assert cli.main(tool('plot_rollout').main, arguments) == 2
+    assert 'no self-attention over the image' in capsys.readouterr().err
+
+
 def test_agents_have_their_maps(configs: dict[str, str], tmp_path: Path) -> None:
     rows = draw('plot_agents', configs['agent'], tmp_path)
     assert [int(row['agent']) for row in rows] == list(range(9)) and all(0 < float(row['largest']) <= 1 for row in rows)

@@ -7,6 +7,7 @@ from pathlib import Path
 import mmgate  # noqa: F401
 from mmgate.analysis.study import read_study, report_study, run_study
 from mmgate.engine import cli
+from mmgate.engine.preflight import ConfigError
 
 
 def main(argv: list[str]) -> None:
@@ -21,7 +22,12 @@ def main(argv: list[str]) -> None:
     study = read_study(args.study)
     out = Path(args.out or f'work_dirs/{Path(args.study).stem}')
     left = 0 if args.report_only else run_study(study, out, budget=args.budget, most=args.max_runs)
-    print(report_study(study, out, budget=args.budget))
+    try:
+        print(report_study(study, out, budget=args.budget))
+    except ConfigError as error:
+        if not left:
+            raise
+        print(f'no table yet: {error}')
     if left:
         print(f'{left} runs are left; the same command goes on.')
 
