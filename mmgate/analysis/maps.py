@@ -28,7 +28,8 @@ def rollout(maps: Sequence[Tensor], residual: float = 0.5) -> Tensor:
 def roll_back(relevance: Tensor, weights: Tensor, geometry: Sequence[int] = (), residual: float = 0.5) -> Tensor:
     """Take relevances of a layer's outputs to its inputs.
 
-    Their sum stays the same, but for what attends to the padding of Swin's windows. One row of :func:`rollout` without the matrices: Swin's and PVT's layers have no N x N map.
+    Their sum stays the same, but for what attends to the padding of Swin's windows. One row of :func:`rollout` without
+    the matrices: Swin's and PVT's layers have no N x N map.
 
     Args:
         relevance: ``(h, w)`` over the layer's map.
