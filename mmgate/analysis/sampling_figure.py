@@ -33,7 +33,8 @@ def draw_sampling(
     height, width = image.shape[:2]
     columns = min(len(drawn), 2)
     rows = -(-len(drawn) // columns)
-    figure, axes = panels(rows, columns, height=WIDTH / columns * height / width + 0.35)
+    across = WIDTH if columns == 2 else 4.6
+    figure, axes = panels(rows, columns, height=across / columns * height / width + 0.6, width=across)
     for axis in axes.flat[len(drawn) :]:
         axis.set_axis_off()
     levels = max(points.weights.shape[2] for _, points, _ in drawn)
