@@ -39,7 +39,7 @@ def save(figure: Any, path: Path) -> Path:
         for label in (axis.xaxis.label, axis.yaxis.label):
             label.set_fontsize(8)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, bbox_inches='tight', pad_inches=0.06)
     return path
 
 
