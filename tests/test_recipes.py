@@ -36,6 +36,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'((agent|saga)-)?upernet_swin-[tsb]_8xb2-160k_ade20k-512x512': dict(
         lr=6e-5, weight_decay=0.01, iterations=160000, power=1.0, warm_up=1500
     ),
+    r'plug-(dino-4scale_r50_8xb2-12e|grounding-dino_swin-t_finetune_16xb2-1x)_coco': dict(  # mmdet's own
+        lr=1e-4, weight_decay=1e-4, epochs=12, drops=[11]
+    ),
     r'.*_1xb8-(8e|12e|1k)_shapes(-128x128)?': {},  # the demos: ours, small and fast
 }
 DROP_PATH = {
@@ -79,7 +82,7 @@ def test_trains_as_named(path: Path) -> None:
     assert bool(batch) != bool(re.search(EIGHT_TIMES_TWO, name)), 'the name says no batch, or two'
     gpus, images = (int(batch[1]), int(batch[2])) if batch else (8, 2)
     assert cfg.train_dataloader.batch_size == images
-    assert cfg.auto_scale_lr == dict(enable=False, base_batch_size=gpus * images)
+    assert cfg.auto_scale_lr.base_batch_size == gpus * images and not cfg.auto_scale_lr.get('enable', False)
     assert 'accumulative_counts' not in cfg.optim_wrapper
 
     family = [pattern for pattern in RECIPES if re.fullmatch(pattern, name)]
