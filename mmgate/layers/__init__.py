@@ -3,6 +3,17 @@
 from .agent import AgentAttention
 from .dgsa import DifferentialGatedAttention, DifferentialGatedMultiheadAttention
 from .gml import GatingModulation
+from .linear import (
+    EfficientAttention,
+    EnhancedLinearAttention,
+    FocusedLinearAttention,
+    HydraAttention,
+    InLineAttention,
+    LinearAngularAttention,
+    MLLAAttention,
+    PolaFormerAttention,
+    RALAAttention,
+)
 from .plug import PLuGMultiScaleDeformableAttention
 from .plug_dense import PLuGAttention, PLuGMultiheadAttention
 from .saga import SAGAAttention
@@ -12,10 +23,19 @@ __all__ = [
     'AgentAttention',
     'DifferentialGatedAttention',
     'DifferentialGatedMultiheadAttention',
+    'EfficientAttention',
+    'EnhancedLinearAttention',
+    'FocusedLinearAttention',
     'GatingModulation',
+    'HydraAttention',
+    'InLineAttention',
+    'LinearAngularAttention',
+    'MLLAAttention',
     'PLuGAttention',
     'PLuGMultiScaleDeformableAttention',
     'PLuGMultiheadAttention',
+    'PolaFormerAttention',
+    'RALAAttention',
     'SAGAAttention',
     'SDPAGatedAttention',
     'SDPAGatedMultiheadAttention',
