@@ -2,6 +2,7 @@
 
 from .agent import AgentAttention
 from .dgsa import DifferentialGatedAttention, DifferentialGatedMultiheadAttention
+from .differential import DifferentialAttention, DifferentialMultiheadAttention
 from .gml import GatingModulation
 from .linear import (
     EfficientAttention,
@@ -21,8 +22,10 @@ from .sdpa_gate import SDPAGatedAttention, SDPAGatedMultiheadAttention
 
 __all__ = [
     'AgentAttention',
+    'DifferentialAttention',
     'DifferentialGatedAttention',
     'DifferentialGatedMultiheadAttention',
+    'DifferentialMultiheadAttention',
     'EfficientAttention',
     'EnhancedLinearAttention',
     'FocusedLinearAttention',

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.ops.linear_attention import rotate
+
 from ..map_attention import MapAttention
 from ..start import OwnStart
 
@@ -22,6 +24,8 @@ class LinearAttention(OwnStart, MapAttention):
         dwc_shared: Whether the heads share d kernels; else there are C.
         map_size: Height and width of the map in pre-training, of which the position encoding of the keys has its
             shape; None for no encoding. It is resized bilinearly to another map.
+        class_token: Whether a class token stands before the map's tokens (DeiT); it attends, but is neither convolved
+            nor given a position.
         **kwargs: ``qkv_bias``, ``qk_scale``, ``proj_drop`` and ``dropout_layer`` of
             :class:`~mmgate.layers.map_attention.MapAttention`. There are no attention weights to drop.
 
@@ -32,6 +36,7 @@ class LinearAttention(OwnStart, MapAttention):
     """
 
     own: tuple[str, ...] = ('dwc', 'position_encoding')
+    takes_class_token = True
 
     def __init__(
         self,
@@ -41,6 +46,7 @@ class LinearAttention(OwnStart, MapAttention):
         dwc: int = 0,
         dwc_shared: bool = False,
         map_size: tuple[int, int] | None = None,
+        class_token: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(embed_dims, num_heads, **kwargs)
@@ -51,6 +57,7 @@ class LinearAttention(OwnStart, MapAttention):
             )
         if dwc < 0 or (dwc and dwc % 2 == 0):
             raise ValueError(f'dwc={dwc} must be the odd side of a kernel, or 0 for no convolution.')
+        self.class_tokens = int(class_token)
         channels = self.head_dim if dwc_shared else embed_dims
         self.dwc = nn.Conv2d(channels, channels, dwc, padding=dwc // 2, groups=channels) if dwc else None
         self.map_size = None if map_size is None else (int(map_size[0]), int(map_size[1]))
@@ -72,9 +79,20 @@ class LinearAttention(OwnStart, MapAttention):
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend and add the convolved values."""
         if self.position_encoding is not None:
-            k = k + self._resized_encoding(hw_shape)
+            k = k + self.behind_class_token(self._resized_encoding(hw_shape))
         out = self.attend(x, q, k, v, hw_shape)
-        return out if self.dwc is None else out + self._convolve(v, hw_shape)
+        if self.dwc is None:
+            return out
+        return out + self.behind_class_token(self._convolve(v[:, self.class_tokens :], hw_shape))
+
+    def behind_class_token(self, x: Tensor) -> Tensor:
+        """Return what belongs to the map's tokens, ``(B, h w, C)``, with a 0 for the class token before it."""
+        return F.pad(x, (0, 0, self.class_tokens, 0)) if self.class_tokens else x
+
+    def rotate(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Return ``(B, H, N, d)`` with rotary positions; the class token stays as it is."""
+        of_class, of_map = x[:, :, : self.class_tokens], x[:, :, self.class_tokens :]
+        return torch.cat([of_class, rotate(of_map, hw_shape)], 2)
 
     def merge_heads(self, x: Tensor) -> Tensor:
         """Return ``(B, H, N, d)`` as ``(B, N, C)``."""

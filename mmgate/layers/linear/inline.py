@@ -51,6 +51,8 @@ class InLineAttention(LinearAttention):
             return out
         batch = len(x)
         weight = self.local(x.mean(1)[..., None]).view(batch * self.embed_dims, 1, KERNEL, KERNEL)
-        images = v.transpose(1, 2).reshape(1, batch * self.embed_dims, *hw_shape)  # a kernel an image and channel
+        images = (
+            v[:, self.class_tokens :].transpose(1, 2).reshape(1, batch * self.embed_dims, *hw_shape)
+        )  # a kernel an image and channel
         local = F.conv2d(images, weight.to(images.dtype), padding=KERNEL // 2, groups=batch * self.embed_dims)
-        return out + local.view(batch, self.embed_dims, -1).transpose(1, 2)
+        return out + self.behind_class_token(local.view(batch, self.embed_dims, -1).transpose(1, 2))

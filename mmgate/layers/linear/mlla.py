@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmgate.ops.linear_attention import kernel_attention, rotate
+from mmgate.ops.linear_attention import kernel_attention
 from mmgate.registry import MODELS
 
 from .base import LinearAttention
@@ -47,4 +47,4 @@ class MLLAAttention(LinearAttention):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head; the denominator, which has to stay positive, is not rotated."""
         q, k, v = (self.split_heads(t) for t in (F.elu(q) + 1, F.elu(k) + 1, v))
-        return self.merge_heads(kernel_attention(rotate(q, hw_shape), rotate(k, hw_shape), v, q, k))
+        return self.merge_heads(kernel_attention(self.rotate(q, hw_shape), self.rotate(k, hw_shape), v, q, k))

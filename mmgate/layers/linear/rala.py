@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.ops.linear_attention import kernel_attention, rank_augmented_keys, rotate
+from mmgate.ops.linear_attention import kernel_attention, rank_augmented_keys
 from mmgate.registry import MODELS
 
 from .base import LinearAttention
@@ -42,7 +42,7 @@ class RALAAttention(LinearAttention):
         """Attend in every head; the denominator, which has to stay positive, is not rotated."""
         q, k, v = (self.split_heads(t) for t in (F.elu(q) + 1, F.elu(k) + 1, v))
         k = rank_augmented_keys(q, k, scale=self.scale)
-        return self.merge_heads(kernel_attention(rotate(q, hw_shape), rotate(k, hw_shape), v, q, k))
+        return self.merge_heads(kernel_attention(self.rotate(q, hw_shape), self.rotate(k, hw_shape), v, q, k))
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend, add the convolved values and gate the sum."""

@@ -1,4 +1,4 @@
-"""Backbones with agent and SAGA attention: mmdet's PVT and Swin with their attention swapped, where mmdet is."""
+"""Backbones with agent, SAGA and other linear attention: mmdet's PVT and Swin swapped, where mmdet is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from mmgate.registry import MODELS
 HOSTS = {
     'AgentPVT': 'PyramidVisionTransformer',
     'AgentSwin': 'SwinTransformer',
+    'LinearPVT': 'PyramidVisionTransformer',
+    'LinearSwin': 'SwinTransformer',
     'SAGAPVT': 'PyramidVisionTransformer',
     'SAGAPVTv2': 'PyramidVisionTransformerV2',
     'SAGASwin': 'SwinTransformer',
@@ -22,10 +24,11 @@ def _absent(name: str, **_: object) -> NoReturn:
 
 
 if available('mmdet'):
+    from .linear import LinearPVT, LinearSwin
     from .pvt import SAGAPVT, AgentPVT, SAGAPVTv2
     from .swin import AgentSwin, SAGASwin
 
-    __all__ = ['AgentPVT', 'AgentSwin', 'SAGAPVT', 'SAGAPVTv2', 'SAGASwin']
+    __all__ = ['AgentPVT', 'AgentSwin', 'LinearPVT', 'LinearSwin', 'SAGAPVT', 'SAGAPVTv2', 'SAGASwin']
 else:
     __all__ = []
     for _name in HOSTS:  # a config that names one is told what is missing
