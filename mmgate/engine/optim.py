@@ -10,13 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mmgate.layers import AgentAttention, GatingModulation, SAGAAttention
-from mmgate.layers.agent import BIASES
+from mmgate.layers.agent import BIASES, CLASS_BIASES
 from mmgate.layers.rms_norm import RMSNorm
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 # By class, the parameters that are not decayed; '*' for all of a module's own. Add a gate of your own here.
 UNDECAYED: dict[type[nn.Module], tuple[str, ...]] = {
-    AgentAttention: BIASES,
+    AgentAttention: (*BIASES, *CLASS_BIASES),
     GatingModulation: ('*',),
     RMSNorm: ('*',),
     SAGAAttention: ('position_encoding',),

@@ -20,6 +20,7 @@ from .start import OwnStart
 BLOCK = 7  # side of the maps in an_bias and na_bias
 CACHED_SIZES = 16  # map sizes whose bias factors an evaluation keeps
 BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')
+CLASS_BIASES = ('ac_bias', 'ca_bias')
 
 
 @MODELS.register_module()
@@ -36,6 +37,8 @@ class AgentAttention(OwnStart, MapAttention):
         map_size: Height and width of the map in pre-training.
         agent_num: Agent tokens n in use, a square number. Dense prediction takes more than pre-training.
         pretrain_agent_num: Agents in the biases' shapes, a square number; ``agent_num`` by default.
+        class_token: Whether a class token stands before the map's tokens (DeiT). It takes part in both attentions with
+            biases of its own, ``ac_bias`` and ``ca_bias``, but neither in the pooling nor in the convolution.
         **kwargs: ``qkv_bias``, ``qk_scale``, ``attn_drop``, ``proj_drop`` and ``dropout_layer`` of
             :class:`~mmgate.layers.map_attention.MapAttention`.
 
@@ -51,7 +54,7 @@ class AgentAttention(OwnStart, MapAttention):
     Source: Agent attention, Eq. 6 and appendix A; the shapes of the biases are those of the authors' checkpoints.
     """
 
-    own = ('dwc', *BIASES)
+    own = ('dwc', *BIASES, *CLASS_BIASES)
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class AgentAttention(OwnStart, MapAttention):
         map_size: tuple[int, int],
         agent_num: int = 49,
         pretrain_agent_num: int | None = None,
+        class_token: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(embed_dims, num_heads, **kwargs)
@@ -69,8 +73,9 @@ class AgentAttention(OwnStart, MapAttention):
             if number < 1 or isqrt(number) ** 2 != number:
                 raise ValueError(f'{name}={number} must be a square number: agents lie on a square grid.')
         self.grid, self.pretrain_grid = isqrt(agent_num), isqrt(pretrain_agent_num)
-        self.map_size = (int(map_size[0]), int(map_size[1]))
-        (height, width), n = self.map_size, pretrain_agent_num
+        height, width = int(map_size[0]), int(map_size[1])
+        self.map_size: tuple[int, int] = (height, width)
+        self.class_tokens, n = int(class_token), pretrain_agent_num
         self.dwc = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims)
         self.an_bias = nn.Parameter(torch.empty(num_heads, n, BLOCK, BLOCK))
         self.na_bias = nn.Parameter(torch.empty(num_heads, n, BLOCK, BLOCK))
@@ -78,6 +83,9 @@ class AgentAttention(OwnStart, MapAttention):
         self.aw_bias = nn.Parameter(torch.empty(1, num_heads, n, 1, width))
         self.ha_bias = nn.Parameter(torch.empty(1, num_heads, height, 1, n))
         self.wa_bias = nn.Parameter(torch.empty(1, num_heads, 1, width, n))
+        if class_token:
+            self.ac_bias = nn.Parameter(torch.empty(1, num_heads, n, 1))
+            self.ca_bias = nn.Parameter(torch.empty(1, num_heads, 1, n))
         self._factors: dict[tuple[int, int], tuple[_Factors, _Factors]] = {}
         self._cached: list[tuple[tuple[Any, ...], Tensor]] = []  # what the factors were made from
         self.reset_start()
@@ -85,22 +93,24 @@ class AgentAttention(OwnStart, MapAttention):
     def reset_start(self) -> None:
         """Draw the biases from a normal distribution of deviation 0.02, truncated at 2, and the convolution anew."""
         self.dwc.reset_parameters()
-        for name in BIASES:
+        for name in BIASES + CLASS_BIASES * self.class_tokens:
             nn.init.trunc_normal_(getattr(self, name), std=0.02)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend through the agents and add the convolved values."""
-        grid = q.transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w)
+        first = self.class_tokens
+        grid = q[:, first:].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w)
         agents = F.adaptive_avg_pool2d(grid, self.grid).flatten(2).transpose(1, 2)  # (B, n, C)
         agents = agents.contiguous()  # fused attention needs channels next to each other
         bias1, bias2 = self.biases(hw_shape)
         q, k, values, agents = (self.split_heads(t) for t in (q, k, v, agents))
         out = agent_attention(q, k, values, agents, bias1, bias2, scale=self.scale, dropout=self._drop)  # (B, H, N, d)
-        local = self.dwc(v.transpose(1, 2).unflatten(-1, hw_shape))  # (B, C, h, w), channels last in memory
-        return out.transpose(1, 2).flatten(2) + local.flatten(2).transpose(1, 2)
+        local = self.dwc(v[:, first:].transpose(1, 2).unflatten(-1, hw_shape))  # (B, C, h, w), channels last in memory
+        local = local.flatten(2).transpose(1, 2)
+        return out.transpose(1, 2).flatten(2) + (F.pad(local, (0, 0, first, 0)) if first else local)
 
     def biases(self, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return B1 ``(1, H, n, h w)`` and B2 ``(1, H, h w, n)`` for a map of ``hw_shape``."""
+        """Return B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)`` for a map of ``hw_shape``, the class token's share first."""
         key = (int(hw_shape[0]), int(hw_shape[1]))
         caches = not self.training and not torch.is_grad_enabled() and not is_compiling()
         if caches:
@@ -128,7 +138,20 @@ class AgentAttention(OwnStart, MapAttention):
         columns2 = columns2.transpose(1, 2).repeat_interleave(hw_shape[0], 0)  # (H h, w, n)
         bias2 = torch.baddbmm(columns2, basis.t().expand(len(terms2), -1, -1), terms2)
         heads, agents = self.num_heads, self.grid**2
-        return bias1.view(1, heads, agents, -1), bias2.view(1, heads, -1, agents)
+        bias1, bias2 = bias1.view(1, heads, agents, -1), bias2.view(1, heads, -1, agents)
+        if not self.class_tokens:
+            return bias1, bias2
+        of_keys, of_queries = (self._resize_agents(b.view(heads, -1, 1)) for b in (self.ac_bias, self.ca_bias))
+        of_keys, of_queries = of_keys.to(bias1.dtype)[None], of_queries.to(bias2.dtype).transpose(1, 2)[None]
+        return torch.cat([of_keys, bias1], -1), torch.cat([of_queries, bias2], -2)
+
+    def _resize_agents(self, x: Tensor) -> Tensor:
+        """Resize ``(H, n, x)`` of pre-training to the agents in use."""
+        if self.pretrain_grid == self.grid:
+            return x
+        agents, side = interpolation_matrix(self.pretrain_grid, self.grid, x), self.pretrain_grid
+        x = x.view(self.num_heads, side, side, -1)
+        return torch.einsum('ia,jb,habx->hijx', agents, agents, x).reshape(self.num_heads, self.grid**2, -1)
 
     def _factorise(self, block: Tensor, rows: Tensor, columns: Tensor, hw_shape: tuple[int, int]) -> _Factors:
         """Resize a bias along its agents and its rows: ``(H, n, h, 7)``, ``(H, n, h)``, ``(H, n, w)`` and ``(7, w)``.
@@ -139,20 +162,12 @@ class AgentAttention(OwnStart, MapAttention):
         resize = {
             (source, target): interpolation_matrix(source, target, block)
             for source, target in (
-                (self.pretrain_grid, self.grid),
                 *((BLOCK, size) for size in hw_shape),
                 *zip(self.map_size, hw_shape, strict=True),
             )
         }
-        agents = resize[self.pretrain_grid, self.grid]
-        side, heads = self.pretrain_grid, self.num_heads
-
-        def resize_agents(x: Tensor) -> Tensor:
-            x = x.view(heads, side, side, -1)
-            return torch.einsum('ia,jb,habx->hijx', agents, agents, x).reshape(heads, self.grid**2, -1)
-
-        block = resize_agents(block.flatten(2)).unflatten(-1, (BLOCK, BLOCK))  # (H, n, 7, 7)
-        rows, columns = resize_agents(rows), resize_agents(columns)
+        block = self._resize_agents(block.flatten(2)).unflatten(-1, (BLOCK, BLOCK))  # (H, n, 7, 7)
+        rows, columns = self._resize_agents(rows), self._resize_agents(columns)
         height, width = hw_shape
         return (
             resize[BLOCK, height] @ block,

@@ -35,6 +35,7 @@ class SAGAAttention(OwnStart, MapAttention):
         dwc: Add the convolved values (Table 4, DWC).
         output_augmentation: Multiply by G (Table 4, Output_Aug).
         position_encoding: Add the learnt position encoding to K.
+        class_token: Whether a class token stands before the map's tokens (DeiT); it is not convolved.
         **kwargs: ``qkv_bias``, ``qk_scale``, ``proj_drop`` and ``dropout_layer`` of
             :class:`~mmgate.layers.map_attention.MapAttention`. There are no attention weights to drop.
 
@@ -58,6 +59,7 @@ class SAGAAttention(OwnStart, MapAttention):
         dwc: bool = True,
         output_augmentation: bool = True,
         position_encoding: bool = True,
+        class_token: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(embed_dims, num_heads, **kwargs)
@@ -66,7 +68,8 @@ class SAGAAttention(OwnStart, MapAttention):
                 f'attn_drop={self.attn_drop}: SAGA has no attention weights to drop; leave it at 0, in a backbone '
                 "attn_drop_rate, and use proj_drop, a backbone's drop_rate."
             )
-        self.map_size = (int(map_size[0]), int(map_size[1]))
+        self.map_size: tuple[int, int] = (int(map_size[0]), int(map_size[1]))
+        self.class_tokens = int(class_token)
         bias = self.qkv.bias is not None
         self.gate_k = nn.Linear(embed_dims, embed_dims, bias=bias) if gate else None
         self.gate_v = nn.Linear(embed_dims, embed_dims, bias=bias) if gate else None
@@ -87,15 +90,18 @@ class SAGAAttention(OwnStart, MapAttention):
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend linearly, add the convolved values and gate the sum."""
         if self.position_encoding is not None:
-            k = k + self._resized_encoding(hw_shape)
+            k = k + self._behind_class_token(self._resized_encoding(hw_shape))
         gate_k = None if self.gate_k is None else self.split_heads(self.gate_k(x).sigmoid())
         gate_v = None if self.gate_v is None else self.split_heads(self.gate_v(x).sigmoid())
         q, k, values = (self.split_heads(t) for t in (q, k, v))
         heads = gated_linear_attention(q, k, values, gate_k, gate_v, scale=self.scale)
         out = heads.transpose(1, 2).flatten(2)  # (B, N, C)
         if self.dwc is not None:
-            out = out + self._convolve(v, hw_shape)
+            out = out + self._behind_class_token(self._convolve(v[:, self.class_tokens :], hw_shape))
         return out if self.gate_out is None else out * self.gate_out(x)
+
+    def _behind_class_token(self, x: Tensor) -> Tensor:
+        return F.pad(x, (0, 0, self.class_tokens, 0)) if self.class_tokens else x
 
     def _convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Convolve the values ``(B, N, C)``, every head with the same kernels."""
