@@ -22,7 +22,7 @@ add_to_inferencers()
 try:
     distribution(MODULE2PACKAGE['mmseg'])
 except PackageNotFoundError:  # the fork's distribution has another name; mmengine then looks the module up
-    MODULE2PACKAGE['mmseg'] = 'mmseg'
+    MODULE2PACKAGE['mmseg'] = 'mmseg'  # (mmpretrain's entry is that of the module already)
 
 __version__ = '0.1.0'
 __all__ = ['Gated', '__version__', 'swap_attention']

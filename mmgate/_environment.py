@@ -13,6 +13,7 @@ INSTALL = (
     'repair those instead: the extra "mm" installs maintained forks under the same import names.'
 )
 HOSTS = ('mmdet', 'mmseg')
+EXTRAS = ('mmpretrain',)  # hosts that nothing else needs
 
 
 def check_environment() -> None:
@@ -29,6 +30,7 @@ def check_environment() -> None:
         found += [problem for problem in hosts.values() if problem]
     if found:
         raise ImportError('\n'.join(['mmgate cannot be used here:', *(f'  - {line}' for line in found), INSTALL]))
+    hosts.update({name: _host_problem(name) for name in EXTRAS})
     for name, problem in hosts.items():
         if problem and not problem.endswith(_not_installed(name)):
             from mmengine.logging import print_log
@@ -38,7 +40,12 @@ def check_environment() -> None:
 
 def available(package: str) -> bool:
     """Return whether ``package`` can be imported."""
-    return (_host_problem if package in HOSTS else _problem)(package) is None
+    return why_not(package) is None
+
+
+def why_not(package: str) -> str | None:
+    """Return why ``package`` cannot be used, None if it can."""
+    return (_host_problem if package in HOSTS + EXTRAS else _problem)(package)
 
 
 def _host_problem(name: str) -> str | None:
@@ -59,6 +66,6 @@ def _problem(module: str) -> str | None:
         return f'{module}: {_not_installed(missing)}{why}'
     except ImportError as error:  # most often operators compiled against another torch
         return f'{module}: {error}'
-    except AssertionError as error:  # mmdet and mmseg assert the version of mmcv at import
+    except (AssertionError, RuntimeError) as error:  # versions asserted at import; a torchvision of another torch
         return f'{module}: {error}'
     return None

@@ -23,6 +23,7 @@ from mmgate.analysis.structure import build_structure
 from mmgate.engine.optim import undecayed
 from mmgate.models.backbones.presets import OF_THE_ATTENTION
 
+NAMED = Path('plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
 CONFIGS = sorted(
     str(path.relative_to(ROOT / 'configs')) for path in (ROOT / 'configs').rglob('*.py') if '_base_' not in path.parts
 )
@@ -115,6 +116,11 @@ def test_every_config_builds_from_another_project(installed: Path, tmp_path: Pat
         '    path = f"child_{number}.py"\n'
         '    open(path, "w").write(f"_base_ = {\'mmgate::\' + name!r}")\n'
         '    build_structure(Config.fromfile(path))\n'
+        'from mmengine.hub import get_model\n'
+        'from mmengine.infer import BaseInferencer\n'
+        f'name = {NAMED.stem!r}\n'
+        'assert name in BaseInferencer.list_models("mmdet") and name in BaseInferencer.list_models("mmgate")\n'
+        f'get_model("mmgate::{NAMED}")\n'
         'print("built", number + 1)\n'
     )
     environment = {**os.environ, 'PYTHONPATH': str(installed)}

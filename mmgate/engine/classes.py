@@ -10,7 +10,7 @@ from torch import nn
 
 from .preflight import ConfigError
 
-_HEADS = ('auxiliary_head', 'bbox_head', 'decode_head', 'mask_head', 'panoptic_head', 'query_head')
+_HEADS = ('auxiliary_head', 'bbox_head', 'decode_head', 'head', 'mask_head', 'panoptic_head', 'query_head')
 # Predict something else than the data set's classes: boundaries, depth.
 _OTHER_TARGETS = ('STDCHead', 'VPDDepthHead')
 

@@ -24,8 +24,8 @@ from .classes import check_classes
 from .distributed import prepare_processes
 from .hooks import DataError, LoadReportHook, name_broken_files
 from .options import merge_options
-from .preflight import ConfigError, check_amp, check_checkpoint, check_data, check_pretrained
-from .switches import enable_amp, enable_tta, enable_visualization, is_segmentation
+from .preflight import ConfigError, check_amp, check_checkpoint, check_data, check_packages, check_pretrained, remedy
+from .switches import enable_amp, enable_tta, enable_visualization, is_classification, is_segmentation
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
 
 def train(argv: list[str]) -> None:
     """Train the model of a config."""
-    parser = _parser('Train a detector or a segmentor')
+    parser = _parser('Train a detector, a segmentor or a classifier')
     parser.add_argument('--amp', action='store_true', help='train in automatic mixed precision (on a GPU)')
     batch = parser.add_mutually_exclusive_group()
     batch.add_argument(
@@ -92,9 +92,11 @@ def train(argv: list[str]) -> None:
 
 def test(argv: list[str]) -> None:
     """Evaluate a checkpoint."""
-    parser = _parser('Test (and evaluate) a detector or a segmentor')
+    parser = _parser('Test (and evaluate) a detector, a segmentor or a classifier')
     parser.add_argument('checkpoint', help='checkpoint file or URL')
-    parser.add_argument('--out', help='mmdet: .pkl file for all predictions; mmseg: folder for the label maps')
+    parser.add_argument(
+        '--out', help='mmdet, mmpretrain: .pkl file for all predictions; mmseg: folder for the label maps'
+    )
     parser.add_argument('--show', action='store_true', help='show predictions in a window')
     parser.add_argument('--show-dir', help='folder for painted images (below the work dir)')
     parser.add_argument('--wait-time', type=float, default=2, help='seconds a shown image stays')
@@ -108,7 +110,7 @@ def test(argv: list[str]) -> None:
     cfg = load_config(args)
     segments = is_segmentation(cfg)
     if args.out and not segments and not args.out.endswith(('.pkl', '.pickle')):
-        raise ConfigError(f'--out {args.out}: a detector dumps into a .pkl or .pickle file.')
+        raise ConfigError(f'--out {args.out}: predictions are dumped into a .pkl or .pickle file.')
     cfg.load_from = args.checkpoint
     if args.show or args.show_dir:
         enable_visualization(cfg, show=args.show, show_dir=args.show_dir, wait_time=args.wait_time)
@@ -123,9 +125,11 @@ def test(argv: list[str]) -> None:
     runner = build_runner(cfg, trains=False)
     runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch))
     if args.out and not segments:
-        from mmdet.evaluation import DumpDetResults
-
-        runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=args.out))
+        if is_classification(cfg):
+            from mmengine.evaluator import DumpResults as Dump
+        else:
+            from mmdet.evaluation import DumpDetResults as Dump
+        runner.test_evaluator.metrics.append(Dump(out_file_path=args.out))
     runner.test()
 
 
@@ -185,9 +189,13 @@ def read_config(config: str) -> Config:
     if not osp.isfile(path):
         raise ConfigError(f'config {path} does not exist (looked for {osp.abspath(path)}).')
     try:
-        return Config.fromfile(path)
+        cfg = Config.fromfile(path)
+    except (ImportError, AssertionError) as error:  # a base of a package that is not here
+        raise ConfigError(f'config {path} cannot be read: {error}{remedy(str(error))}') from error
     except (OSError, SyntaxError, KeyError, TypeError, ValueError, AttributeError, NameError) as error:
         raise ConfigError(f'config {path} cannot be read: {type(error).__name__}: {error}') from error
+    check_packages(cfg)
+    return cfg
 
 
 def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:

@@ -10,14 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mmgate.layers import AgentAttention, GatingModulation, SAGAAttention
-from mmgate.layers.agent import BIASES
+from mmgate.layers.agent import BIASES, CLASS_BIASES
 from mmgate.layers.linear import LinearAttention
 from mmgate.layers.rms_norm import RMSNorm
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 # By class, the parameters that are not decayed; '*' for all of a module's own. Add a gate of your own here.
 UNDECAYED: dict[type[nn.Module], tuple[str, ...]] = {
-    AgentAttention: BIASES,
+    AgentAttention: (*BIASES, *CLASS_BIASES),
     GatingModulation: ('*',),
     LinearAttention: ('position_encoding', 'focus_scale', 'power'),
     RMSNorm: ('*',),

@@ -12,9 +12,34 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.device import get_device
 
+from mmgate._environment import why_not
+
+DOWNLOADED = ('CIFAR10', 'CIFAR100', 'FashionMNIST', 'MNIST')  # mmpretrain's, where nothing is there
+
+
+EXTRAS = {'mmpretrain': 'pip install "mmgate[pretrain]" (beside OpenMMLab\'s own packages: mmpretrain==1.2.0)'}
+
 
 class ConfigError(ValueError):
     """The user's input is wrong; the message says what, what was expected and what to do."""
+
+
+def remedy(text: str) -> str:
+    """Return what to type for the packages that an error's ``text`` names, if anything."""
+    return ''.join(f' Type: {line}' for package, line in EXTRAS.items() if package in text)
+
+
+def check_packages(cfg: Config) -> None:
+    """Refuse a config of an optional package that cannot be used here.
+
+    Raises:
+        ConfigError: With what to type.
+    """
+    scope = cfg.get('default_scope')
+    if scope in EXTRAS:
+        problem = why_not(scope)
+        if problem:
+            raise ConfigError(f'config {cfg.filename} is one of {scope}, and {problem}.{remedy(scope)}')
 
 
 def check_data(cfg: Config, splits: Sequence[str]) -> None:
@@ -45,6 +70,10 @@ def _dataset_paths(dataset: Mapping[str, Any], where: str) -> Iterator[tuple[str
             for number, one in enumerate(inner):
                 yield from _dataset_paths(one, f'{where}.{key}.{number}')
     root = dataset.get('data_root') or ''
+    if dataset.get('split') and not dataset.get('data_prefix') and _is_kind(dataset, 'ImageNet'):
+        dataset = {**dataset, 'data_prefix': dataset['split']}
+    if dataset.get('download', True) and _is_kind(dataset, *DOWNLOADED):
+        return
     if not _is_local(root, dataset):
         return
     if root:
@@ -57,7 +86,13 @@ def _dataset_paths(dataset: Mapping[str, Any], where: str) -> Iterator[tuple[str
 
 def _prefixes(dataset: Mapping[str, Any]) -> dict[str, Any]:
     prefix = dataset.get('data_prefix')
+    if isinstance(prefix, str):
+        return {'data_prefix': prefix}
     return {f'data_prefix.{key}': value for key, value in prefix.items()} if isinstance(prefix, Mapping) else {}
+
+
+def _is_kind(dataset: Mapping[str, Any], *kinds: str) -> bool:
+    return str(dataset.get('type')).rpartition('.')[2] in kinds
 
 
 def _is_local(path: str, owner: Mapping[str, Any]) -> bool:

@@ -15,6 +15,11 @@ def is_segmentation(cfg: Config) -> bool:
     return cfg.get('default_scope') == 'mmseg'
 
 
+def is_classification(cfg: Config) -> bool:
+    """Return whether the config is one of mmpretrain's."""
+    return cfg.get('default_scope') == 'mmpretrain'
+
+
 def enable_amp(cfg: Config) -> None:
     """Turn the optimizer wrapper into its mixed-precision form.
 
@@ -40,22 +45,24 @@ def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_
     hook = cfg.get('default_hooks', {}).get('visualization')
     if hook is None:
         raise ConfigError('--show and --show-dir need default_hooks.visualization in the config.')
-    hook.draw = True
+    classifies = is_classification(cfg)
+    hook['enable' if classifies else 'draw'] = True
     if show:
         hook.show, hook.wait_time = True, wait_time
     if show_dir:
         if is_segmentation(cfg):
             cfg.visualizer.save_dir = show_dir
         else:
-            hook.test_out_dir = show_dir
+            hook['out_dir' if classifies else 'test_out_dir'] = show_dir
 
 
 def enable_tta(cfg: Config) -> None:
     """Wrap the model and the pipeline in test-time augmentation: the config's own, else a horizontal flip."""
-    segments = is_segmentation(cfg)
+    segments, classifies = is_segmentation(cfg), is_classification(cfg)
     if 'tta_model' not in cfg:
         detector = dict(type='DetTTAModel', tta_cfg=dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100))
-        cfg.tta_model = dict(type='SegTTAModel') if segments else detector
+        scored = dict(type='SegTTAModel') if segments else dict(type='AverageClsScoreTTA')
+        cfg.tta_model = scored if segments or classifies else detector
     dataset = cfg.test_dataloader.dataset
     while 'dataset' in dataset:
         dataset = dataset.dataset
@@ -63,6 +70,8 @@ def enable_tta(cfg: Config) -> None:
         pipeline = deepcopy(dataset.pipeline)
         meta = ['img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction']
         pack: dict = dict(type='PackSegInputs') if segments else dict(type='PackDetInputs', meta_keys=['img_id', *meta])
+        if classifies:
+            pack = pipeline[-1]
         # annotations stay outside: they must not be flipped
         flips = [dict(type='RandomFlip', prob=prob) for prob in (0.0, 1.0)]
         cfg.tta_pipeline = [*pipeline[:-1], dict(type='TestTimeAug', transforms=[flips, [pack]])]

@@ -23,6 +23,7 @@ BLOCK = 7  # side of the maps in an_bias and na_bias
 CACHED_SIZES = 16  # map sizes whose bias factors an evaluation keeps
 AGENTS = ('pooled', 'static')
 BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')
+CLASS_BIASES = ('ac_bias', 'ca_bias')
 
 
 @MODELS.register_module()
@@ -44,6 +45,8 @@ class AgentAttention(OwnStart, MapAttention):
         dwc: Add the convolved values (Table 6).
         window: Side of square windows that attend each by itself, with agents of its own (Table 3); the whole map by
             default, and where it is no larger. The map is padded with zeros to whole windows.
+        class_token: Whether a class token stands before the map's tokens (DeiT). It takes part in both attentions with
+            biases of its own, ``ac_bias`` and ``ca_bias``, but neither in the pooling nor in the convolution.
         **kwargs: ``qkv_bias``, ``qk_scale``, ``attn_drop``, ``proj_drop`` and ``dropout_layer`` of
             :class:`~mmgate.layers.map_attention.MapAttention`.
 
@@ -52,8 +55,8 @@ class AgentAttention(OwnStart, MapAttention):
     head, exist one layer at a time.
 
     Raises:
-        ValueError: A number of agents that is no square, an unknown kind of agents, or ``embed_dims`` no multiple of
-            ``num_heads``.
+        ValueError: A number of agents that is no square, an unknown kind of agents, windows beside a class token,
+            or ``embed_dims`` no multiple of ``num_heads``.
 
     The biases start normal with deviation 0.02 and the convolution as torch's, whatever a host's ``init_weights`` does.
 
@@ -61,7 +64,7 @@ class AgentAttention(OwnStart, MapAttention):
     checkpoints.
     """
 
-    own = ('dwc', 'agent_tokens', *BIASES)
+    own = ('dwc', 'agent_tokens', *BIASES, *CLASS_BIASES)
 
     def __init__(
         self,
@@ -75,20 +78,23 @@ class AgentAttention(OwnStart, MapAttention):
         bias: bool = True,
         dwc: bool = True,
         window: int | None = None,
+        class_token: bool = False,
         **kwargs: Any,
     ) -> None:
         check_option('agents', agents, AGENTS)
+        if window is not None and class_token:
+            raise ValueError('window and class_token exclude each other: a class token lies in no window.')
         super().__init__(embed_dims, num_heads, **kwargs)
         pretrain_agent_num = agent_num if pretrain_agent_num is None else pretrain_agent_num
         for name, number in (('agent_num', agent_num), ('pretrain_agent_num', pretrain_agent_num)):
             if number < 1 or isqrt(number) ** 2 != number:
                 raise ValueError(f'{name}={number} must be a square number: agents lie on a square grid.')
         self.grid, self.pretrain_grid = isqrt(agent_num), isqrt(pretrain_agent_num)
-        self.map_size = (int(map_size[0]), int(map_size[1]))
-        self.window = window
+        height, width = int(map_size[0]), int(map_size[1])
         if window is not None:
-            self.map_size = (min(window, self.map_size[0]), min(window, self.map_size[1]))
-        (height, width), n = self.map_size, pretrain_agent_num
+            height, width = min(window, height), min(window, width)
+        self.map_size: tuple[int, int] = (height, width)
+        self.class_tokens, self.window, n = int(class_token), window, pretrain_agent_num
         self.dwc = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims) if dwc else None
         self.agent_tokens = nn.Parameter(torch.empty(1, n, embed_dims)) if agents == 'static' else None
         self.an_bias = nn.Parameter(torch.empty(num_heads, n, BLOCK, BLOCK))
@@ -97,8 +103,11 @@ class AgentAttention(OwnStart, MapAttention):
         self.aw_bias = nn.Parameter(torch.empty(1, num_heads, n, 1, width))
         self.ha_bias = nn.Parameter(torch.empty(1, num_heads, height, 1, n))
         self.wa_bias = nn.Parameter(torch.empty(1, num_heads, 1, width, n))
+        if class_token:
+            self.ac_bias = nn.Parameter(torch.empty(1, num_heads, n, 1))
+            self.ca_bias = nn.Parameter(torch.empty(1, num_heads, 1, n))
         if not bias:
-            for name in BIASES:
+            for name in (*BIASES, *CLASS_BIASES):
                 setattr(self, name, None)
         self._factors: dict[tuple[int, int], tuple[_Factors, _Factors]] = {}
         self._cached: list[tuple[tuple[Any, ...], Tensor]] = []  # what the factors were made from
@@ -108,8 +117,8 @@ class AgentAttention(OwnStart, MapAttention):
         """Draw the biases from a normal distribution of deviation 0.02, truncated at 2, and the convolution anew."""
         if self.dwc is not None:
             self.dwc.reset_parameters()
-        for name in (*BIASES, 'agent_tokens'):
-            if getattr(self, name) is not None:
+        for name in (*BIASES, *CLASS_BIASES, 'agent_tokens'):
+            if getattr(self, name, None) is not None:
                 nn.init.trunc_normal_(getattr(self, name), std=0.02)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
@@ -128,13 +137,15 @@ class AgentAttention(OwnStart, MapAttention):
         out = out.transpose(1, 2).flatten(2)
         if self.dwc is None:
             return out
-        local = self.dwc(v.transpose(1, 2).unflatten(-1, hw_shape))  # (B, C, h, w), channels last in memory
-        return out + local.flatten(2).transpose(1, 2)
+        values = (
+            v[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)
+        )  # (B, C, h, w), channels last in memory
+        return out + self.behind_class_token(self.dwc(values).flatten(2).transpose(1, 2))
 
     def _agents(self, q: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Return the agent tokens ``(B, n, C)``, their channels next to each other, as fused attention needs them."""
         if self.agent_tokens is None:
-            grid = q.transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w)
+            grid = q[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w)
             agents = F.adaptive_avg_pool2d(grid, self.grid)
         else:
             agents = self.agent_tokens.transpose(1, 2).unflatten(-1, (self.pretrain_grid, self.pretrain_grid))
@@ -144,7 +155,7 @@ class AgentAttention(OwnStart, MapAttention):
         return agents.flatten(2).transpose(1, 2).contiguous()
 
     def biases(self, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return B1 ``(1, H, n, h w)`` and B2 ``(1, H, h w, n)`` for a map of ``hw_shape``."""
+        """Return B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)`` for a map of ``hw_shape``, the class token first."""
         key = (int(hw_shape[0]), int(hw_shape[1]))
         caches = not self.training and not torch.is_grad_enabled() and not is_compiling()
         if caches:
@@ -172,7 +183,20 @@ class AgentAttention(OwnStart, MapAttention):
         columns2 = columns2.transpose(1, 2).repeat_interleave(hw_shape[0], 0)  # (H h, w, n)
         bias2 = torch.baddbmm(columns2, basis.t().expand(len(terms2), -1, -1), terms2)
         heads, agents = self.num_heads, self.grid**2
-        return bias1.view(1, heads, agents, -1), bias2.view(1, heads, -1, agents)
+        bias1, bias2 = bias1.view(1, heads, agents, -1), bias2.view(1, heads, -1, agents)
+        if not self.class_tokens:
+            return bias1, bias2
+        of_keys, of_queries = (self._resize_agents(b.view(heads, -1, 1)) for b in (self.ac_bias, self.ca_bias))
+        of_keys, of_queries = of_keys.to(bias1.dtype)[None], of_queries.to(bias2.dtype).transpose(1, 2)[None]
+        return torch.cat([of_keys, bias1], -1), torch.cat([of_queries, bias2], -2)
+
+    def _resize_agents(self, x: Tensor) -> Tensor:
+        """Resize ``(H, n, x)`` of pre-training to the agents in use."""
+        if self.pretrain_grid == self.grid:
+            return x
+        agents, side = interpolation_matrix(self.pretrain_grid, self.grid, x), self.pretrain_grid
+        x = x.view(self.num_heads, side, side, -1)
+        return torch.einsum('ia,jb,habx->hijx', agents, agents, x).reshape(self.num_heads, self.grid**2, -1)
 
     def _factorise(self, block: Tensor, rows: Tensor, columns: Tensor, hw_shape: tuple[int, int]) -> _Factors:
         """Resize a bias along its agents and its rows: ``(H, n, h, 7)``, ``(H, n, h)``, ``(H, n, w)`` and ``(7, w)``.
@@ -183,20 +207,12 @@ class AgentAttention(OwnStart, MapAttention):
         resize = {
             (source, target): interpolation_matrix(source, target, block)
             for source, target in (
-                (self.pretrain_grid, self.grid),
                 *((BLOCK, size) for size in hw_shape),
                 *zip(self.map_size, hw_shape, strict=True),
             )
         }
-        agents = resize[self.pretrain_grid, self.grid]
-        side, heads = self.pretrain_grid, self.num_heads
-
-        def resize_agents(x: Tensor) -> Tensor:
-            x = x.view(heads, side, side, -1)
-            return torch.einsum('ia,jb,habx->hijx', agents, agents, x).reshape(heads, self.grid**2, -1)
-
-        block = resize_agents(block.flatten(2)).unflatten(-1, (BLOCK, BLOCK))  # (H, n, 7, 7)
-        rows, columns = resize_agents(rows), resize_agents(columns)
+        block = self._resize_agents(block.flatten(2)).unflatten(-1, (BLOCK, BLOCK))  # (H, n, 7, 7)
+        rows, columns = self._resize_agents(rows), self._resize_agents(columns)
         height, width = hw_shape
         return (
             resize[BLOCK, height] @ block,

@@ -97,6 +97,9 @@ class DifferentialAttention(OwnStart, DenseAttention):
 
 @MODELS.register_module()
 class DifferentialMultiheadAttention(GatedMultiheadAttention):
-    """Differential attention in the place of mmcv's ``MultiheadAttention``, with :class:`DifferentialAttention`'s options."""
+    """Differential attention in the place of mmcv's ``MultiheadAttention``.
+
+    Options as :class:`DifferentialAttention`.
+    """
 
     core = DifferentialAttention

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import isqrt
 from typing import Any
 
+import torch.nn.functional as F
 from mmcv.cnn.bricks.drop import build_dropout
 from torch import Tensor, nn
 
@@ -25,7 +27,14 @@ class MapAttention(nn.Module):
 
     Raises:
         ValueError: ``embed_dims`` is no multiple of ``num_heads``.
+
+    Attributes:
+        class_tokens: How many tokens stand before the map's.
+        map_size: Height and width of the map where a call names none, as a ViT's do not.
     """
+
+    class_tokens = 0
+    map_size: tuple[int, int] | None = None
 
     def __init__(
         self,
@@ -54,21 +63,36 @@ class MapAttention(nn.Module):
 
         Args:
             x: Input ``(B, N, C)``.
-            q: Projected queries ``(B, N, C)``.
+            q: Projected queries ``(B, N, C)``, the class token first if there is one.
             k: Projected keys ``(B, N, C)``.
             v: Projected values ``(B, N, C)``.
-            hw_shape: Height and width of the map, ``N = H W``.
+            hw_shape: Height and width of the map, ``N = class_tokens + H W``.
         """
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 
-    def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``; ``identity``, if given, is added (PVT)."""
-        height, width = int(hw_shape[0]), int(hw_shape[1])
-        if x.shape[1] != height * width:
-            raise ValueError(f'{x.shape[1]} tokens do not make a map of {height} x {width}.')
+    def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None, identity: Tensor | None = None) -> Tensor:
+        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``; ``identity``, if given, is added (PVT).
+
+        Without ``hw_shape`` (ViT) the map is that of pre-training, or else a square.
+        """
+        height, width = self._square(x.shape[1]) if hw_shape is None else (int(hw_shape[0]), int(hw_shape[1]))
+        if x.shape[1] != self.class_tokens + height * width:
+            extra = f' and {self.class_tokens} class token' if self.class_tokens else ''
+            raise ValueError(f'{x.shape[1]} tokens do not make a map of {height} x {width}{extra}.')
         q, k, v = self.qkv(x).chunk(3, -1)
         out = self.dropout_layer(self.proj_drop(self.proj(self.mix(x, q, k, v, (height, width)))))
         return out if identity is None else identity + out
+
+    def _square(self, tokens: int) -> tuple[int, int]:
+        tokens -= self.class_tokens
+        if self.map_size is not None and tokens == self.map_size[0] * self.map_size[1]:
+            return self.map_size
+        side = isqrt(tokens)
+        return side, side
+
+    def behind_class_token(self, x: Tensor) -> Tensor:
+        """Return what belongs to the map's tokens, ``(B, h w, C)``, with a 0 for the class token before it."""
+        return F.pad(x, (0, 0, self.class_tokens, 0)) if self.class_tokens else x
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Return ``(B, N, H * d)`` as ``(B, H, N, d)``."""

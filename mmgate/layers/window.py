@@ -52,7 +52,7 @@ class GatedWindowMSA(nn.Module):
     def _load_from_state_dict(
         self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        for old, new in _RENAMED.items():
+        for old, new in RENAMED.items():
             if prefix + old in state_dict:
                 state_dict[prefix + new] = state_dict.pop(prefix + old)
         # follows from the window's size, so that a state dict need not have it
@@ -60,7 +60,7 @@ class GatedWindowMSA(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
-_RENAMED = {
+RENAMED = {
     'qkv.weight': 'attn.in_proj_weight',
     'qkv.bias': 'attn.in_proj_bias',
     'proj.weight': 'attn.out_proj.weight',

@@ -12,7 +12,7 @@ import torch
 from mmengine.logging import print_log
 from torch import nn
 
-from mmgate.layers.start import keep_starts
+from mmgate.layers.start import OwnStart, keep_starts
 from mmgate.registry import MODELS
 
 from .adapters import adapter_for, gates_for, hosts_of
@@ -198,6 +198,9 @@ def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
         raise ValueError(f'{type(gate).__name__} would lose parameters of {type(host).__name__}: {unexpected}.')
     for parameter, required in trainable:  # the gate's own now; assigning reset the flag
         parameter.requires_grad_(required)
+    for module in gate.modules():  # what a host that has not started yet holds is no start
+        if isinstance(module, OwnStart):
+            module.start_loaded = False
     return gate.train(host.training)
 
 

@@ -162,3 +162,19 @@ def test_refuses(kind: type[LinearAttention]) -> None:
 def test_refuses_head_widths(kind: type[LinearAttention], heads: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kind(C, heads, **LAYERS[kind])
+
+
+@every_layer
+def test_class_token_attends_and_is_neither_convolved_nor_placed(kind: type[LinearAttention]) -> None:
+    """A map's tokens in another place change what they are; the class token sees a set."""
+    plain: Any = build(kind)
+    layer: Any = build(kind, class_token=True)
+    layer.load_state_dict(plain.state_dict())
+    x = torch.randn(1, 1 + 16, C, dtype=torch.float64)
+    assert layer(x, (4, 4)).shape == x.shape and layer.takes_class_token
+    with pytest.raises(ValueError, match='16 tokens do not make a map of 4 x 4 and 1 class token'):
+        layer(x[:, 1:], (4, 4))
+    if layer.position_encoding is None and kind not in (MLLAAttention, RALAAttention):
+        flipped = torch.cat([x[:, :1], x[:, 1:].flip(1)], 1)
+        torch.testing.assert_close(layer(flipped, (4, 4))[:, 0], layer(x, (4, 4))[:, 0])
+    assert torch.autograd.gradcheck(lambda x: layer(x, (4, 4)), (x.requires_grad_(),), fast_mode=True)

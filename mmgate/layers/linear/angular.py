@@ -22,13 +22,16 @@ class LinearAngularAttention(LinearAttention):
         embed_dims: Channels C.
         num_heads: Heads H.
         dwc: Side of the convolution's kernel; 0 for none.
+        class_token: Whether a class token stands before the map's tokens (DeiT).
         **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Source: Castling-ViT (You et al., 2023).
     """
 
-    def __init__(self, embed_dims: int, num_heads: int, *, dwc: int = 3, **kwargs: Any) -> None:
-        super().__init__(embed_dims, num_heads, dwc=dwc, **kwargs)
+    def __init__(
+        self, embed_dims: int, num_heads: int, *, dwc: int = 3, class_token: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(embed_dims, num_heads, dwc=dwc, class_token=class_token, **kwargs)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head."""

@@ -85,10 +85,6 @@ class LinearAttention(OwnStart, MapAttention):
             return out
         return out + self.behind_class_token(self._convolve(v[:, self.class_tokens :], hw_shape))
 
-    def behind_class_token(self, x: Tensor) -> Tensor:
-        """Return what belongs to the map's tokens, ``(B, h w, C)``, with a 0 for the class token before it."""
-        return F.pad(x, (0, 0, self.class_tokens, 0)) if self.class_tokens else x
-
     def rotate(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Return ``(B, H, N, d)`` with rotary positions; the class token stays as it is."""
         of_class, of_map = x[:, :, : self.class_tokens], x[:, :, self.class_tokens :]

@@ -22,14 +22,17 @@ class EnhancedLinearAttention(LinearAttention):
         embed_dims: Channels C.
         num_heads: Heads H.
         dwc: Side of the convolution's kernel, which has C channels; 0 for none. 5 gives the papers' parameter count.
+        class_token: Whether a class token stands before the map's tokens (DeiT).
         **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Source: EfficientViT: enhanced linear attention for high-resolution low-computation visual recognition (Cai et al.,
     2022).
     """
 
-    def __init__(self, embed_dims: int, num_heads: int, *, dwc: int = 5, **kwargs: Any) -> None:
-        super().__init__(embed_dims, num_heads, dwc=dwc, **kwargs)
+    def __init__(
+        self, embed_dims: int, num_heads: int, *, dwc: int = 5, class_token: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(embed_dims, num_heads, dwc=dwc, class_token=class_token, **kwargs)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head."""

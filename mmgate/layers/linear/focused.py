@@ -26,8 +26,8 @@ class FocusedLinearAttention(LinearAttention):
         num_heads: Heads H.
         map_size: Height and width of the map in pre-training; None for no position encoding.
         power: The focusing factor p.
-        dwc: Side of the convolution's kernel; 0 for none.
-        dwc_shared: Whether the heads share d kernels, as the authors have it.
+        dwc: Side of the convolution's kernel, d kernels shared by the heads; 0 for none.
+        class_token: Whether a class token stands before the map's tokens (DeiT).
         **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Source: FLatten transformer: vision transformer using focused linear attention (Han et al., 2023), Eq. 5 to 8.
@@ -43,10 +43,11 @@ class FocusedLinearAttention(LinearAttention):
         map_size: tuple[int, int] | None,
         power: float = 3.0,
         dwc: int = 5,
-        dwc_shared: bool = True,
+        class_token: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(embed_dims, num_heads, map_size=map_size, dwc=dwc, dwc_shared=dwc_shared, **kwargs)
+        sizes: dict[str, Any] = dict(map_size=map_size, dwc=dwc, dwc_shared=True, class_token=class_token)
+        super().__init__(embed_dims, num_heads, **sizes, **kwargs)
         self.power = power
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, embed_dims))
 

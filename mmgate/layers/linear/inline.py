@@ -26,13 +26,16 @@ class InLineAttention(LinearAttention):
         embed_dims: Channels C.
         num_heads: Heads H.
         local: Add the neighbourhood.
+        class_token: Whether a class token stands before the map's tokens (DeiT).
         **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Source: Bridging the divide: reconsidering softmax and linear attention (Han et al., 2024), Eq. 5 and 7.
     """
 
-    def __init__(self, embed_dims: int, num_heads: int, *, local: bool = True, **kwargs: Any) -> None:
-        super().__init__(embed_dims, num_heads, **kwargs)
+    def __init__(
+        self, embed_dims: int, num_heads: int, *, local: bool = True, class_token: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(embed_dims, num_heads, class_token=class_token, **kwargs)
         self.local = (
             nn.Sequential(
                 nn.Conv1d(embed_dims, embed_dims, 1, groups=num_heads),

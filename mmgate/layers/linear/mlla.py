@@ -32,6 +32,7 @@ class MLLAAttention(LinearAttention):
         embed_dims: Channels C, of a width per head that is a multiple of 4.
         num_heads: Heads H.
         dwc: Side of the convolution's kernel, which has C channels; 0 for none.
+        class_token: Whether a class token stands before the map's tokens (DeiT).
         **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Raises:
@@ -40,8 +41,10 @@ class MLLAAttention(LinearAttention):
     Source: Demystify Mamba in vision: a linear attention perspective (Han et al., 2024).
     """
 
-    def __init__(self, embed_dims: int, num_heads: int, *, dwc: int = 3, **kwargs: Any) -> None:
-        super().__init__(embed_dims, num_heads, dwc=dwc, **kwargs)
+    def __init__(
+        self, embed_dims: int, num_heads: int, *, dwc: int = 3, class_token: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(embed_dims, num_heads, dwc=dwc, class_token=class_token, **kwargs)
         check_rotation(self.head_dim)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:

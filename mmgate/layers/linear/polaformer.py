@@ -28,7 +28,7 @@ class PolaFormerAttention(LinearAttention):
         map_size: Height and width of the map in pre-training; None for no position encoding.
         alpha: How far the power exceeds 1.
         dwc: Side of the convolution's kernel, d kernels shared by the heads; 0 for none.
-        dwc_shared: Whether the heads share d kernels, as the authors have it.
+        class_token: Whether a class token stands before the map's tokens (DeiT).
         **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Raises:
@@ -47,10 +47,11 @@ class PolaFormerAttention(LinearAttention):
         map_size: tuple[int, int] | None,
         alpha: float = 4.0,
         dwc: int = 5,
-        dwc_shared: bool = True,
+        class_token: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(embed_dims, num_heads, map_size=map_size, dwc=dwc, dwc_shared=dwc_shared, **kwargs)
+        sizes: dict[str, Any] = dict(map_size=map_size, dwc=dwc, dwc_shared=True, class_token=class_token)
+        super().__init__(embed_dims, num_heads, **sizes, **kwargs)
         if self.head_dim % 2:
             raise ValueError(f'The head width {self.head_dim} must be even, half of it for each polarity.')
         self.alpha = alpha

@@ -25,6 +25,7 @@ class RALAAttention(LinearAttention):
         embed_dims: Channels C, of a width per head that is a multiple of 4.
         num_heads: Heads H.
         dwc: Side of the convolution's kernel, which has C channels; 0 for none.
+        class_token: Whether a class token stands before the map's tokens (DeiT).
         **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Raises:
@@ -33,8 +34,10 @@ class RALAAttention(LinearAttention):
     Source: Breaking the low-rank dilemma of linear attention (Fan et al., 2024), section 3.
     """
 
-    def __init__(self, embed_dims: int, num_heads: int, *, dwc: int = 5, **kwargs: Any) -> None:
-        super().__init__(embed_dims, num_heads, dwc=dwc, **kwargs)
+    def __init__(
+        self, embed_dims: int, num_heads: int, *, dwc: int = 5, class_token: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(embed_dims, num_heads, dwc=dwc, class_token=class_token, **kwargs)
         check_rotation(self.head_dim)
         self.gate_out = nn.Linear(embed_dims, embed_dims, bias=self.qkv.bias is not None)
 

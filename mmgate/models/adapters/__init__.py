@@ -6,7 +6,7 @@ from mmgate._environment import available
 
 from .pairs import adapter_for, adapts, gates_for, hosts_of
 
-for _package in ('torch', 'mmcv', 'mmdet', 'mmseg'):
+for _package in ('torch', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain'):
     if available(_package):
         import_module(f'{__name__}.{_package}')
 

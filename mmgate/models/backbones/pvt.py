@@ -57,7 +57,7 @@ class _LinearPVT(PyramidVisionTransformer):
         else:
             super().init_weights()
 
-    def forward(self, x: Tensor) -> list[Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
         maps = []
         for i, (embed, blocks, norm) in enumerate(self.layers):
@@ -70,7 +70,7 @@ class _LinearPVT(PyramidVisionTransformer):
             x = nlc_to_nchw(norm(x), hw_shape)
             if i in self.out_indices:
                 maps.append(x)
-        return maps
+        return tuple(maps)  # mmpretrain's necks and heads take no list
 
     def train(self, mode: bool = True) -> _LinearPVT:
         """Set the mode; frozen stages stay in evaluation."""

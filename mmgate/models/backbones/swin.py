@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmdet.models.backbones.swin import SwinTransformer
+from torch import Tensor
 
 from mmgate.models.gated import swap_attention
 from mmgate.registry import MODELS
@@ -52,6 +53,10 @@ class _LinearSwin(SwinTransformer):
             super().init_weights()
         else:
             load_pretrained(self, self.init_cfg)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
+        return tuple(super().forward(x))  # mmpretrain's necks and heads take no list
 
     def train(self, mode: bool = True) -> _LinearSwin:
         """Set the mode; frozen stages stay in evaluation."""

@@ -1,0 +1,8 @@
+_base_ = [
+    'mmpretrain::_base_/datasets/cifar100_bs16.py',
+    'mmpretrain::_base_/default_runtime.py',
+    '_base_/dgvit_1xb128-100e.py'
+]
+custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
+
+model = dict(head=dict(num_classes=100))

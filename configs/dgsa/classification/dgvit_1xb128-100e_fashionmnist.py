@@ -1,0 +1,8 @@
+_base_ = [
+    '_base_/fashion_mnist.py',
+    'mmpretrain::_base_/default_runtime.py',
+    '_base_/dgvit_1xb128-100e.py'
+]
+custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
+
+model = dict(backbone=dict(img_size=28))
