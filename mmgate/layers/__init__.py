@@ -1,6 +1,7 @@
 """Attention layers, one file per paper; importing them registers them."""
 
 from .agent import AgentAttention
+from .cross_window import CrossWindowAttention
 from .dgsa import DifferentialGatedAttention, DifferentialGatedMultiheadAttention
 from .differential import DifferentialAttention, DifferentialMultiheadAttention
 from .gml import GatingModulation
@@ -22,6 +23,7 @@ from .sdpa_gate import SDPAGatedAttention, SDPAGatedMultiheadAttention
 
 __all__ = [
     'AgentAttention',
+    'CrossWindowAttention',
     'DifferentialAttention',
     'DifferentialGatedAttention',
     'DifferentialGatedMultiheadAttention',

@@ -4,3 +4,7 @@ _base_ = [
     '_base_/dgvit_1xb128-100e.py'
 ]
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
+
+train_dataloader = dict(batch_size=128)
+val_dataloader = dict(batch_size=128)
+test_dataloader = dict(batch_size=128)

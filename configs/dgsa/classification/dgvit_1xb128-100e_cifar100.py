@@ -6,3 +6,6 @@ _base_ = [
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
 model = dict(head=dict(num_classes=100))
+train_dataloader = dict(batch_size=128)
+val_dataloader = dict(batch_size=128)
+test_dataloader = dict(batch_size=128)

@@ -11,6 +11,7 @@ from mmgate.registry import MODELS
 
 # name: the package and the class that it is built on, and our file
 HOSTS = {
+    'AgentCSwin': ('mmengine', 'BaseModule', 'cswin'),
     'AgentPVT': ('mmdet', 'PyramidVisionTransformer', 'pvt'),
     'AgentSwin': ('mmdet', 'SwinTransformer', 'swin'),
     'DGViT': ('mmpretrain', 'VisionTransformer', 'dgvit'),

@@ -19,7 +19,4 @@ param_scheduler = dict(type='CosineAnnealingLR', T_max=100, by_epoch=True, begin
 train_cfg = dict(by_epoch=True, max_epochs=100, val_interval=1)
 val_cfg = dict()
 test_cfg = dict()
-train_dataloader = dict(batch_size=128)
-val_dataloader = dict(batch_size=128)
-test_dataloader = dict(batch_size=128)
 auto_scale_lr = dict(enable=False, base_batch_size=128)

@@ -13,10 +13,12 @@ train_pipeline = [
 ]
 test_pipeline = [*three_channels, dict(type='PackInputs')]
 train_dataloader = dict(
+    batch_size=128,
     num_workers=2,
     dataset=dict(type='FashionMNIST', data_root='data/fashion_mnist', split='train', pipeline=train_pipeline),
     sampler=dict(type='DefaultSampler', shuffle=True))
 val_dataloader = dict(
+    batch_size=128,
     num_workers=2,
     dataset=dict(type='FashionMNIST', data_root='data/fashion_mnist', split='test', pipeline=test_pipeline),
     sampler=dict(type='DefaultSampler', shuffle=False))

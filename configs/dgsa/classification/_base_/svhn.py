@@ -3,10 +3,12 @@ data_preprocessor = dict(num_classes=10, mean=[111.61, 113.16, 120.57], std=[50.
 train_pipeline = [dict(type='RandomCrop', crop_size=32, padding=4), dict(type='PackInputs')]
 test_pipeline = [dict(type='PackInputs')]
 train_dataloader = dict(
+    batch_size=128,
     num_workers=2,
     dataset=dict(type='mmgate.SVHN', data_root='data/svhn', split='train', pipeline=train_pipeline),
     sampler=dict(type='DefaultSampler', shuffle=True))
 val_dataloader = dict(
+    batch_size=128,
     num_workers=2,
     dataset=dict(type='mmgate.SVHN', data_root='data/svhn', split='test', pipeline=test_pipeline),
     sampler=dict(type='DefaultSampler', shuffle=False))
