@@ -220,3 +220,72 @@ def _agent(s: State, p: str, c: int, heads: int, n: int, side: int) -> None:
     s[p + 'ah_bias'], s[p + 'aw_bias'] = torch.randn(1, heads, n, side, 1), torch.randn(1, heads, n, 1, side)
     s[p + 'ha_bias'], s[p + 'wa_bias'] = torch.randn(1, heads, side, 1, n), torch.randn(1, heads, 1, side, n)
     _linear(s, p + 'dwc.', c, (1, 3, 3))
+
+
+def agent_deit(s: State, x: Tensor, heads: int) -> Tensor:
+    """Logits of DeiT with a class token, with agent attention in the blocks that have its biases."""
+    x = F.conv2d(x, s['patch_embed.proj.weight'], s['patch_embed.proj.bias'], stride=16)
+    b, c, height, width = x.shape
+    x = torch.cat([s['cls_token'].expand(b, -1, -1), x.flatten(2).transpose(1, 2)], 1) + s['pos_embed']
+    block = 0
+    while (p := f'blocks.{block}.') + 'norm1.weight' in s:
+        y = _norm(s, p + 'norm1.', x, 1e-6)
+        q, k, v = F.linear(y, s[p + 'attn.qkv.weight'], s[p + 'attn.qkv.bias']).chunk(3, -1)
+
+        def split(t: Tensor) -> Tensor:
+            return t.reshape(b, -1, heads, c // heads).transpose(1, 2)
+
+        scale = (c // heads) ** -0.5
+        if p + 'attn.an_bias' in s:
+            a = p + 'attn.'
+            n = s[a + 'an_bias'].shape[1]
+            grid = q[:, 1:].transpose(1, 2).reshape(b, c, height, width)
+            agents = split(F.adaptive_avg_pool2d(grid, isqrt(n)).flatten(2).transpose(1, 2))
+            size = dict(size=(height, width), mode='bilinear')
+            first = F.interpolate(s[a + 'an_bias'], **size) + (s[a + 'ah_bias'] + s[a + 'aw_bias'])[0]
+            first = torch.cat([s[a + 'ac_bias'], first.flatten(2)[None]], -1)  # (1, H, n, 1 + h w)
+            second = F.interpolate(s[a + 'na_bias'], **size).flatten(2).transpose(1, 2)  # (H, h w, n)
+            second = second + (s[a + 'ha_bias'] + s[a + 'wa_bias']).flatten(2, 3)[0]
+            second = torch.cat([s[a + 'ca_bias'], second[None]], -2)
+            gathered = (scale * agents @ split(k).transpose(-1, -2) + first).softmax(-1) @ split(v)
+            out = (scale * split(q) @ agents.transpose(-1, -2) + second).softmax(-1) @ gathered
+            out = out.transpose(1, 2).reshape(b, -1, c)
+            grid = v[:, 1:].transpose(1, 2).reshape(b, c, height, width)
+            local = F.conv2d(grid, s[a + 'dwc.weight'], s[a + 'dwc.bias'], padding=1, groups=c)
+            out[:, 1:] += local.flatten(2).transpose(1, 2)
+        else:
+            out = (scale * split(q) @ split(k).transpose(-1, -2)).softmax(-1) @ split(v)
+            out = out.transpose(1, 2).reshape(b, -1, c)
+        x = x + F.linear(out, s[p + 'attn.proj.weight'], s[p + 'attn.proj.bias'])
+        x = x + _mlp(s, p + 'mlp.', _norm(s, p + 'norm2.', x, 1e-6))
+        block += 1
+    return F.linear(_norm(s, 'norm.', x, 1e-6)[:, 0], s['head.weight'], s['head.bias'])
+
+
+def pooled_logits(s: State, last: Tensor) -> Tensor:
+    """The head of Agent-PVT, without a norm, and of Agent-Swin, over the last of their maps as they are given here."""
+    tokens = last.flatten(2).transpose(1, 2)
+    if 'norm.weight' in s:  # the map is normalised already, without scale and shift
+        tokens = tokens * s['norm.weight'] + s['norm.bias']
+    return F.linear(tokens.mean(1), s['head.weight'], s['head.bias'])
+
+
+def random_deit(depth: int, agents: int, blocks: int, c: int = 192, heads: int = 3) -> State:
+    """A checkpoint of Agent-DeiT's key layout with random numbers; ``agents`` in the first ``blocks`` blocks."""
+    s: State = {'cls_token': torch.randn(1, 1, c), 'pos_embed': 0.1 * torch.randn(1, 197, c)}
+    _linear(s, 'patch_embed.proj.', c, (3, 16, 16))
+    for i in range(depth):
+        p = f'blocks.{i}.'
+        _layer_norm(s, p + 'norm1.', c)
+        _linear(s, p + 'attn.qkv.', 3 * c, (c,))
+        _linear(s, p + 'attn.proj.', c, (c,))
+        if i < blocks:
+            _agent(s, p + 'attn.', c, heads, agents, 14)
+            s[p + 'attn.ac_bias'] = torch.randn(1, heads, agents, 1)
+            s[p + 'attn.ca_bias'] = torch.randn(1, heads, 1, agents)
+        _layer_norm(s, p + 'norm2.', c)
+        _linear(s, p + 'mlp.fc1.', 4 * c, (c,))
+        _linear(s, p + 'mlp.fc2.', c, (4 * c,))
+    _layer_norm(s, 'norm.', c)
+    _linear(s, 'head.', 1000, (c,))
+    return s

@@ -85,7 +85,7 @@ def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:
 
 
 def count_config(cfg: Config, height: int, width: int) -> Complexity:
-    """Count the model of an mmdet or mmseg config, or of a bare backbone, on one image of ``height`` x ``width``.
+    """Count the model of an mmdet, mmseg or mmpretrain config, or of a bare backbone, on one image of ``height`` x ``width``.
 
     Nothing is computed where the model runs on the meta device, which most do. A segmentor's auxiliary heads, which
     serve training alone, are left out. A two-stage detector's box heads see 1000 proposals and its
@@ -105,7 +105,7 @@ def count_config(cfg: Config, height: int, width: int) -> Complexity:
 
 
 def _count(model: Any, image: Tensor) -> Complexity:
-    if not hasattr(model, 'data_preprocessor'):
+    if not hasattr(model, 'data_preprocessor') or type(model).__name__ == 'ImageClassifier':
         return count_macs(model, image)
     segments = hasattr(model, 'decode_head')
     sample = empty_sample(segments, (image.shape[2], image.shape[3]))
@@ -145,7 +145,8 @@ def _unresized_biases(model: nn.Module) -> Iterator[None]:
     layers = [module for module in model.modules() if isinstance(module, AgentAttention) and module.an_bias is not None]
 
     def biases(layer: AgentAttention, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        bias = layer.an_bias.new_zeros(1, layer.num_heads, layer.grid**2, hw_shape[0] * hw_shape[1])
+        tokens = layer.class_tokens + hw_shape[0] * hw_shape[1]
+        bias = layer.an_bias.new_zeros(1, layer.num_heads, layer.grid**2, tokens)
         return bias, bias.transpose(2, 3)
 
     for layer in layers:

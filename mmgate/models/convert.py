@@ -1,4 +1,4 @@
-"""Turn published PVT and Swin checkpoints, vanilla and with agent attention, into those of our backbones."""
+"""Turn published checkpoints of PVT, Swin and DeiT, vanilla and with agent attention, into those of our backbones."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from .backbones import AgentPVT, AgentSwin
 from .backbones.presets import OF_THE_ATTENTION
 from .backbones.pretrained import DERIVED, OUTPUT_NORM, host_layout, misfits
 from .checkpoint_file import State, tensors
+from .deit import deit_backbone, is_deit
 
 
 def convert(checkpoint: Any) -> State:
-    """Return the state dict of an :class:`AgentPVT` or :class:`AgentSwin` that a published checkpoint makes.
+    """Return the state dict of an :class:`AgentPVT`, :class:`AgentSwin` or mmpretrain ViT that a published checkpoint makes.
 
     The backbones read published layouts themselves; this is for who wants a file. Agent attention checkpoints give
     every key; the output norms that an ImageNet Swin lacks start as the identity. A vanilla PVT or Swin gives what is
@@ -24,9 +25,11 @@ def convert(checkpoint: Any) -> State:
         checkpoint: What :func:`~mmgate.models.checkpoint_file.read_checkpoint` or ``torch.load`` returned.
 
     Raises:
-        ValueError: It is neither PVT nor Swin, or a key is unknown, missing or of another shape; they are listed.
+        ValueError: It is neither PVT, Swin nor DeiT, or a key is unknown, missing or of another shape; they are listed.
     """
     state = tensors(checkpoint)
+    if is_deit(state):
+        return deit_backbone(state)
     try:
         converted = host_layout(state)
         if any(key.startswith('block1.') for key in state):

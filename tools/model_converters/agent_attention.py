@@ -1,7 +1,8 @@
-"""Convert a published PVT or Swin checkpoint, with agent attention or vanilla, into one of mmgate's backbones.
+"""Convert a published PVT, Swin or DeiT checkpoint, with agent attention or vanilla, into one of mmgate's names.
 
 The backbones read the published files themselves (init_cfg); this writes a file of their own names, without what the
-training script left in it. Only tensors are read, and no code of the file runs.
+training script left in it. ``--to classifier`` keeps the head and the final norm, for mmpretrain's ImageClassifier as
+configs/agent/classification builds it, so that tools/test.py takes the file. Only tensors are read, and no code of the file runs.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import torch
 
 from mmgate.models.checkpoint_file import read_checkpoint
 from mmgate.models.convert import convert
+from mmgate.models.convert_classifier import convert_classifier
 
 
 def main() -> None:
@@ -19,14 +21,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('src', help='file or URL with its tensors under "model", "state_dict" or at its top')
     parser.add_argument('dst', help='file to write')
+    parser.add_argument(
+        '--to',
+        choices=['backbone', 'classifier'],
+        default='backbone',
+        help='what the file is for: a detector or segmentor, or an ImageClassifier (default: %(default)s)',
+    )
     parser.add_argument('--force', action='store_true', help='replace an existing file')
     args = parser.parse_args()
     dst = Path(args.dst)
     if dst.exists() and not args.force:
         sys.exit(f'{dst} exists; choose another name or pass --force.')
     try:
-        state = convert(read_checkpoint(args.src))
-    except (OSError, ValueError) as error:
+        state = (convert_classifier if args.to == 'classifier' else convert)(read_checkpoint(args.src))
+    except (ImportError, OSError, ValueError) as error:
         sys.exit(f'{args.src}: {error}')
     dst.parent.mkdir(parents=True, exist_ok=True)
     partial = dst.with_name(dst.name + '.part')
