@@ -15,5 +15,5 @@ OPTIM_WRAPPER_CONSTRUCTORS = Registry(
     'optimizer wrapper constructor',
     parent=MMENGINE_OPTIM_WRAPPER_CONSTRUCTORS,
     scope='mmgate',
-    locations=['mmgate.engine.optim'],
+    locations=['mmgate.engine.optim', 'mmgate.engine.optim_groups'],
 )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 
-def register_all_modules() -> None:
+def register_all_modules(init_default_scope: bool = True) -> None:
     """Register every component, which importing mmgate has done.
 
-    No default scope is set: our configs inherit from mmdet's and mmseg's, so that mmengine builds their models in the
-    scope of the host.
+    Args:
+        init_default_scope: What mmengine hands over. No scope is set: our configs inherit from mmdet's and mmseg's, so
+            that mmengine builds their models in the scope of the host.
     """

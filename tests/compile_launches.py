@@ -1,11 +1,12 @@
-"""Compile what the Triton backends launch, for Hopper and without a GPU, and run none of it.
+"""Compile what the Triton backends launch, for GPUs and without one, and run none of it.
 
 Triton takes integers that are 1 and pointers that are aligned for constants of a kernel, which its interpreter does
-not. Run without TRITON_INTERPRET; prints the kernels, one a launch.
+not. Run without TRITON_INTERPRET and with capabilities (80 90 ...); prints the kernels, one a launch.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -13,14 +14,17 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
-import mmgate.ops  # noqa: F401
+from mmgate.ops.ms_deform_attn import triton as fused
 
 
-class Hopper:
+class Driver:
     """What compiling asks of a driver."""
 
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget('cuda', 90, 32)
+        return GPUTarget('cuda', self.capability, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -68,9 +72,11 @@ def plug(dtype: torch.dtype, rows: int, columns: int, heads: int, gates: int, di
 
 
 if __name__ == '__main__':
-    driver.set_active(Hopper())
     JITFunction.__getitem__ = compile_only
-    sampler(torch.float16, 2, 77, 8, 32, 4, [(6, 5), (3, 3)])
-    sampler(torch.float32, 1, 1, 1, 20, 0, [(1, 1)])
-    plug(torch.float16, 70, 100, 4, 1, 32, torch.zeros(1, 1, 1, 100))
-    plug(torch.float32, 1, 1, 1, 1, 24, None)
+    for capability in map(int, sys.argv[1:]):
+        driver.set_active(Driver(capability))
+        fused.scalar_reductions.cache_clear()
+        sampler(torch.float16, 2, 77, 8, 32, 4, [(6, 5), (3, 3)])
+        sampler(torch.float32, 1, 1, 1, 20, 0, [(1, 1)])
+        plug(torch.float16, 70, 100, 4, 1, 32, torch.zeros(1, 1, 1, 100))
+        plug(torch.float32, 1, 1, 1, 1, 24, None)

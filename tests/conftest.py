@@ -13,6 +13,8 @@ from torch import Tensor
 
 # Compiling takes longer than the small shapes of the tests; those that want it turn it on.
 os.environ.setdefault('MMGATE_CPU_COMPILE', '0')
+# Measuring takes longer, too, and what it finds differs from run to run.
+os.environ.setdefault('MMGATE_DISPATCH', 'static')
 # Triton reads this when it is imported, which torch may do for any test.
 if not torch.cuda.is_available():
     os.environ['TRITON_INTERPRET'] = '1'

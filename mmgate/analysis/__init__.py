@@ -1,1 +1,1 @@
-"""What figures and tables are computed from; the scripts in tools/ parse arguments and show the result."""
+"""What attention does: what figures and tables are computed from; tools/ parses arguments and shows the result."""

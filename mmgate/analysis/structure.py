@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from mmgate.engine.preflight import ConfigError
 from mmgate.models import attention_modules
 from mmgate.models.adapters import gates_for
+from mmgate.registry import MODELS as MMGATE_MODELS
 
 SIZES = ('embed_dims', 'embed_dim', 'num_heads', 'num_levels', 'num_points', 'window_size', 'sr_ratio')
 
@@ -36,8 +37,7 @@ def build_structure(cfg: Config) -> nn.Module:
     if missing:
         raise ConfigError(f'the model of {cfg.filename} needs {", ".join(missing)}, which is not installed.')
     init_default_scope(cfg.get('default_scope') or 'mmdet')
-    # no part of the structure: what normalises images, which mmseg refuses in two configs, and a teacher's weights
-    apart = {key: None for key in ('data_preprocessor', 'teacher_ckpt') if key in cfg.model}
+    apart = _apart(cfg.model)
     model = {**cfg.model, **apart}
     try:
         return _build(model)
@@ -77,12 +77,37 @@ def list_attention(model: nn.Module) -> list[Attention]:
     return list(listed.values())
 
 
+def _apart(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, without what is no part of the structure, those parts of a model's config that would need something.
+
+    What normalises images, which mmseg refuses in two configs; a teacher's weights and a language model, which would be
+    downloaded; the checkpointing of activations, for which Grounding DINO imports fairscale.
+    """
+    apart: dict[str, Any] = {key: None for key in ('data_preprocessor', 'teacher_ckpt') if key in model}
+    if 'language_model' in model:
+        apart['language_model'] = dict(type='mmgate.NoLanguageModel')
+    if 'num_cp' in (model.get('encoder') or {}):
+        apart['encoder'] = {**model['encoder'], 'num_cp': 0}
+    return apart
+
+
 def _build(model: dict[str, Any]) -> nn.Module:
     try:
         with _EmptyOnMeta():
             return MODELS.build(deepcopy(model))  # hosts write into the config that they build from
     except (RuntimeError, TypeError):  # the model computes with its weights
         return MODELS.build(deepcopy(model))
+
+
+@MMGATE_MODELS.register_module()
+class NoLanguageModel(nn.Module):
+    """Stands for the language model of a vision-language detector, which asks it for the width of BERT's features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        body = nn.Module()
+        body.language_dim = 768  # type: ignore[assignment]
+        self.language_backbone = nn.ModuleDict(dict(body=body))
 
 
 class _EmptyOnMeta(TorchFunctionMode):

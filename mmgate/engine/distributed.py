@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 
 from .preflight import ConfigError
 
-STRATEGIES = Registry('strategy', parent=MMENGINE_STRATEGIES, scope='mmgate')
+STRATEGIES = Registry('strategy', parent=MMENGINE_STRATEGIES, scope='mmgate', locations=['mmgate.engine.distributed'])
 
 
 @STRATEGIES.register_module()
@@ -116,8 +116,8 @@ def _connect(cfg: Config) -> None:
         return
     if cfg.launcher != 'pytorch':
         raise ConfigError(f'--launcher {cfg.launcher} needs GPUs; on a CPU start the processes with torchrun.')
-    timeout = ((cfg.get('env_cfg') or {}).get('dist_cfg') or {}).get('timeout')
-    distributed.init_process_group('gloo', timeout=None if timeout is None else timedelta(seconds=timeout))
+    timeout = ((cfg.get('env_cfg') or {}).get('dist_cfg') or {}).get('timeout', 1800)  # torch's own for gloo
+    distributed.init_process_group('gloo', timeout=timedelta(seconds=timeout))
 
 
 def _check_sharding() -> None:

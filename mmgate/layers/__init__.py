@@ -16,6 +16,7 @@ from .linear import (
     PolaFormerAttention,
     RALAAttention,
 )
+from .ms_deform_attn import MultiScaleDeformableAttention
 from .plug import PLuGMultiScaleDeformableAttention
 from .plug_dense import PLuGAttention, PLuGMultiheadAttention
 from .saga import SAGAAttention
@@ -36,6 +37,7 @@ __all__ = [
     'InLineAttention',
     'LinearAngularAttention',
     'MLLAAttention',
+    'MultiScaleDeformableAttention',
     'PLuGAttention',
     'PLuGMultiScaleDeformableAttention',
     'PLuGMultiheadAttention',

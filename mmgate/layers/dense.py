@@ -34,6 +34,8 @@ class DenseAttention(nn.MultiheadAttention):
         batch_first: ``(B, N, C)`` in the place of ``(N, B, C)``.
         device: Of the parameters.
         dtype: Of the parameters.
+        qdim: Channels of the query input, for hosts that project by themselves
+            (:func:`~mmgate.layers.gate_alone.gate_alone`); C by default.
 
     Raises:
         ValueError: ``embed_dim`` is no multiple of ``num_heads``, or a key would be appended.
@@ -52,6 +54,7 @@ class DenseAttention(nn.MultiheadAttention):
         batch_first: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        qdim: int | None = None,
     ) -> None:
         if embed_dim % num_heads:
             raise ValueError(f'embed_dim={embed_dim} is not a multiple of num_heads={num_heads}.')
@@ -75,6 +78,7 @@ class DenseAttention(nn.MultiheadAttention):
         # torch's encoder layers have a fused path in eval mode that reads our weights and skips our forward;
         # it asks for this attribute, which nothing else needs after construction.
         self._qkv_same_embed_dim = False
+        self.qdim = embed_dim if qdim is None else qdim
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
@@ -98,7 +102,16 @@ class DenseAttention(nn.MultiheadAttention):
 
     def merge(self, heads: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Return the output ``(B, N, C)`` from the heads ``(B, H, N, d)``."""
-        return self.out_proj(heads.transpose(1, 2).flatten(2))
+        return self.finish(self.out_proj(heads.transpose(1, 2).flatten(2)), query, inputs)
+
+    def finish(self, output: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Return what becomes of the projected output ``(B, N, C)``: itself, unless a gate acts there."""
+        return output
+
+    @property
+    def finishes(self) -> bool:
+        """Whether :meth:`finish` does something, for which the output has to be as wide as the heads together."""
+        return False
 
     def forward(
         self,

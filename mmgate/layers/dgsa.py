@@ -53,7 +53,7 @@ class DifferentialGatedAttention(DenseAttention):
         if self.head_dim % 2:
             raise ValueError(f'The head width {self.head_dim} must be even, half of it for each stream.')
         self.residual, self.lambda_init = residual, lambda_init
-        self.gate_proj = nn.Linear(embed_dim, num_heads, **self.like)
+        self.gate_proj = nn.Linear(self.qdim, num_heads, **self.like)
         self.head_norm = RMSNorm(self.head_dim, eps=1e-5).to(**self.like)
 
     def _gate(self, query_input: Tensor) -> Tensor:
@@ -66,9 +66,13 @@ class DifferentialGatedAttention(DenseAttention):
         heads = differential_attention(query, key, value, self._gate(inputs[0]), bias, dropout=self._drop)
         return self.head_norm(heads) * (1 - self.lambda_init)
 
-    def merge(self, heads: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Project and add the residual."""
-        output = super().merge(heads, query, inputs)
+    @property
+    def finishes(self) -> bool:
+        """Whether there is a residual."""
+        return self.residual != 'none'
+
+    def finish(self, output: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Add the residual."""
         if self.residual == 'query':
             return output + query.transpose(1, 2).flatten(2)
         return output + inputs[0] if self.residual == 'input' else output

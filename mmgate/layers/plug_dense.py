@@ -74,7 +74,7 @@ class PLuGAttention(OwnStart, DenseAttention):
             raise ValueError(f'ratio={ratio} of {self.head_dim} channels a head leaves no gate channel.')
         self.gate_heads = 1 if heads == 'shared' else num_heads
         self.position, self.residual, self.backend = position, residual, backend
-        self.gate_q_proj = nn.Linear(embed_dim, self.gate_heads * width, **self.like)
+        self.gate_q_proj = nn.Linear(self.qdim, self.gate_heads * width, **self.like)
         self.gate_k_proj = nn.Linear(self.kdim, self.gate_heads * width, **self.like)
         self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init).to(**self.like)
         self.reset_start()

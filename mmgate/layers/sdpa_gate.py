@@ -100,7 +100,7 @@ class SDPAGatedAttention(OwnStart, DenseAttention):
         self.position, self.form, self.act, self.scale, self.init = position, form, act, scale, init
         self.gate_shape = (1 if head_shared else num_heads, self.head_dim if granularity == 'elementwise' else 1)
         outputs = self.gate_shape[0] * self.gate_shape[1]
-        inputs = (embed_dim, self.kdim, self.vdim)[_INPUT[position]]
+        inputs = (self.qdim, self.kdim, self.vdim)[_INPUT[position]]
         self.gate_weight = nn.Parameter(torch.empty(outputs, inputs, **self.like))
         self.gate_bias = nn.Parameter(torch.empty(outputs, **self.like))
         self.reset_start()
@@ -148,9 +148,13 @@ class SDPAGatedAttention(OwnStart, DenseAttention):
         heads = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self._drop)
         return self._gated(heads, inputs) if self.position == 'G1' else heads
 
-    def merge(self, heads: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Project, and gate what was projected (G5)."""
-        output = super().merge(heads, query, inputs)
+    @property
+    def finishes(self) -> bool:
+        """Whether the gate is at G5."""
+        return self.position == 'G5'
+
+    def finish(self, output: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """Gate what was projected (G5)."""
         if self.position == 'G5':
             output = self._gated(self.split_heads(output), inputs).transpose(1, 2).flatten(2)
         return output

@@ -2,14 +2,12 @@
 
 from typing import Any
 
-from . import (
-    adapters,  # noqa: F401  (registers which gate fits which host)
-    backbones,
-)
+from . import backbones
+from .adapters import adapts
 from .classifier import Classifier
 from .gated import Gated, attention_modules, swap_attention
 
-__all__ = [*backbones.__all__, 'Classifier', 'Gated', 'attention_modules', 'swap_attention']
+__all__ = [*backbones.__all__, 'Classifier', 'Gated', 'adapts', 'attention_modules', 'swap_attention']
 
 
 def __getattr__(name: str) -> Any:

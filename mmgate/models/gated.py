@@ -12,11 +12,12 @@ import torch
 from mmengine.logging import print_log
 from torch import nn
 
+from mmgate.layers.dense import DenseAttention
 from mmgate.layers.start import OwnStart, keep_starts
 from mmgate.registry import MODELS
 
 from .adapters import adapter_for, gates_for, hosts_of
-from .adapters.pairs import gate_names
+from .adapters.pairs import full_name, gate_names
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -54,7 +55,8 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         model: Any module; weights, device, dtype and mode of the replaced modules are taken over.
         rules: One rule or a list. A rule is a dict of ``path`` (a pattern or a list of patterns over dotted names;
             ``*`` stands for anything within one name, ``**`` for any number of names; a pattern that ends with ``**``
-            means every attention below that the gate can replace), ``type`` (a registered gate) and the gate's options.
+            means every attention below that the gate can replace), ``type`` (a gate: its registered name or the
+            class itself) and the gate's options.
 
     Returns:
         The names of the replaced modules. Nothing is replaced if anything is wrong. From here on the model's
@@ -110,15 +112,17 @@ def _parse(rules: Rules) -> list[Mapping[str, Any]]:
     return list(listed)
 
 
-def _gate(kind: str, where: str) -> type[nn.Module]:
-    gate = MODELS.get(kind)
+def _gate(kind: str | type[nn.Module], where: str) -> type[nn.Module]:
+    gate = kind if inspect.isclass(kind) else MODELS.get(kind)
     if gate is None:
         names = gate_names()
         near = difflib.get_close_matches(str(kind).rpartition('.')[2], names, n=1)
         hint = f' Did you mean {near[0]!r}?' if near else ''
         raise ValueError(f'{where}: type={kind!r} is not registered.{hint} The gates are {", ".join(names)}.')
     if not hosts_of(gate):
-        raise TypeError(f'{where}: {gate.__name__} is not a gate: no adapter says what it can replace.')
+        raise TypeError(
+            f'{where}: {full_name(gate)} is not a gate: no adapter says what it can replace; see mmgate.adapts.'
+        )
     return gate
 
 
@@ -146,15 +150,17 @@ def _matches(
         if whatever_fits and (adapter is None or any(name.startswith(f'{outer}.') for outer in gates)):
             continue
         if adapter is None:
-            fits = ', '.join(host.__name__ for host in hosts_of(gate))
+            fits = ', '.join(map(full_name, hosts_of(gate)))
             raise ValueError(
-                f'{where}: {gate.__name__} replaces {fits}, but {name} is a {type(module).__name__}. '
-                f'{_inventory(model)}'
+                f'{where}: {full_name(gate)} replaces {fits}, but {name} is a {full_name(type(module))}.'
+                f'{_hint(gate, module)} {_inventory(model)}'
             )
         try:
             if id(module) not in built:
                 built[id(module)] = _take_over(module, adapter(gate, module, **options))
             gates[name] = built[id(module)]
+        except TypeError as error:  # most often an option that the adapter fills
+            raise TypeError(f'{where}: {full_name(gate)} cannot be made from {name}: {error}') from error
         except ValueError as error:
             if not whatever_fits:
                 raise
@@ -172,18 +178,44 @@ def _regex(pattern: str) -> re.Pattern[str]:
     return re.compile(''.join({'**': '.*', '*': '[^.]*'}.get(part, re.escape(part)) for part in parts))
 
 
+def _hint(gate: type[nn.Module], module: nn.Module) -> str:
+    base = next((host for host in hosts_of(gate) if isinstance(module, host)), None)
+    if base is None:
+        return ''
+    ours, sub = gate.__name__, type(module).__name__
+    return f' If that computes what its base does, say so: mmgate.adapts({ours}, {sub}, like={base.__name__}).'
+
+
 def _check_options(gate: type, options: Mapping[str, Any], where: str) -> None:
-    own = {
-        name
-        for name, parameter in inspect.signature(getattr(gate, 'core', gate)).parameters.items()
-        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    unknown = sorted(set(options) - own)
+    allowed = _options(gate)
+    unknown = sorted(set(options) - allowed)
     if unknown:
         raise TypeError(
-            f'{where}: {gate.__name__} has no option {", ".join(unknown)}; it has {", ".join(sorted(own))} '
-            '(sizes are taken over from the module that is replaced).'
+            f'{where}: {full_name(gate)} has no option {", ".join(unknown)}; it has '
+            f'{", ".join(sorted(allowed)) or "none"} (sizes are taken over from the module that is replaced).'
         )
+
+
+def _options(gate: type) -> set[str]:
+    """Return what a rule may set: what the gate's constructor takes and its hosts' do not.
+
+    Behind ``**kwargs`` stand the arguments of the next class. A keyword-only argument of the gate itself is an option
+    under any name.
+    """
+    sizes = {name for host in (DenseAttention, *hosts_of(gate)) for name in inspect.signature(host).parameters}
+    found: set[str] = set()
+    for depth, cls in enumerate(getattr(gate, 'core', gate).__mro__):
+        if '__init__' not in vars(cls):
+            continue
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        for parameter in parameters:
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and depth == 0:
+                found.add(parameter.name)
+            elif parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+                found |= {parameter.name} - sizes
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return found
 
 
 @torch.no_grad()
@@ -195,7 +227,9 @@ def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
     gate.to(device=reference.device, dtype=reference.dtype)
     unexpected = gate.load_state_dict(state, strict=False, assign=True).unexpected_keys
     if unexpected:
-        raise ValueError(f'{type(gate).__name__} would lose parameters of {type(host).__name__}: {unexpected}.')
+        raise ValueError(
+            f'{full_name(type(gate))} would lose parameters of {full_name(type(host))}: {", ".join(unexpected)}.'
+        )
     for parameter, required in trainable:  # the gate's own now; assigning reset the flag
         parameter.requires_grad_(required)
     for module in gate.modules():  # what a host that has not started yet holds is no start
@@ -206,7 +240,7 @@ def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
 
 def _inventory(model: nn.Module) -> str:
     lines = [
-        f'  {name}: {type(module).__name__}, fits: {", ".join(g.__name__ for g in gates_for(module)) or "none"}'
+        f'  {name}: {full_name(type(module))}, fits: {", ".join(g.__name__ for g in gates_for(module)) or "none"}'
         for name, module in attention_modules(model)
     ]
     if not lines:

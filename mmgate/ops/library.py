@@ -18,11 +18,18 @@ CAN_REGISTER = hasattr(torch.library, 'custom_op')
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 _is_compiling: Callable[[], bool] = getattr(torch.compiler, 'is_compiling', lambda: False)
+# torch.compiler.is_exporting is of torch 2.7; before, an export is taken for a compilation
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, 'is_exporting', lambda: False)
 
 
 def is_compiling() -> bool:
     """Return whether torch.compile or an export is tracing; False below torch 2.3, which cannot tell."""
     return _is_compiling()
+
+
+def is_exporting() -> bool:
+    """Return whether a model is written down for another runtime, by torch.export, torch.jit.trace or torch.onnx."""
+    return _is_exporting() or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
 
 
 def is_traced() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,10 +17,10 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.structures import InstanceData
 from torch import nn
 
-from mmgate import swap_attention
+from mmgate import adapts, swap_attention
 from mmgate.layers import PLuGMultiScaleDeformableAttention
 from mmgate.models import attention_modules
-from mmgate.models.adapters import adapts
+from mmgate.models.adapters.pairs import _ADAPTERS
 
 CONFIGS = ROOT / 'configs/plug/deformable_detr'
 VARIANTS = {  # name: gate parameters of SPEC 2's hosts
@@ -172,10 +173,10 @@ def test_unset_options_are_the_papers() -> None:
         (
             dict(RULE, path='encoder.*'),
             ValueError,
-            "'encoder.*' matches no module.*other.attn: MultiScaleDeformableAttention",
+            "'encoder.*' matches no module.*other.attn: mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttention",
         ),
         (dict(RULE, path=['other.attn', 'nope']), ValueError, "'nope' matches no module"),
-        (dict(RULE, path='other.mha'), ValueError, 'other.mha is a MultiheadAttention'),
+        (dict(RULE, path='other.mha'), ValueError, 'other.mha is a torch.nn.modules.activation.MultiheadAttention'),
         (dict(RULE, path='other.attn', granularty='head'), TypeError, 'no option granularty; it has activation'),
         (dict(RULE, path='other.attn', embed_dims=8), TypeError, 'sizes are taken over'),
         (dict(RULE, path='other.attn', granularity='x'), ValueError, 'choose one of'),
@@ -187,7 +188,12 @@ def test_unset_options_are_the_papers() -> None:
         ),
         (dict(RULE, path='layers.0.**.none'), ValueError, 'matches no module'),
         (dict(RULE, path='other.mha.**'), ValueError, "fits nothing that 'other.mha.\\*\\*' matches"),
-        (dict(RULE, path='other.attn', type='mmdet.ResNet'), TypeError, 'ResNet is not a gate'),
+        (
+            dict(RULE, path='other.attn', type='mmdet.ResNet'),
+            TypeError,
+            'mmdet.models.backbones.resnet.ResNet is not a gate.*mmgate.adapts',
+        ),
+        (dict(RULE, path='other.attn', type=nn.Linear), TypeError, 'torch.nn.modules.linear.Linear is not a gate'),
         ([dict(RULE, path='other.attn'), dict(RULE, path='*.attn')], ValueError, 'claimed by an earlier rule'),
         (dict(path='other.attn'), TypeError, "needs the keys 'path' and 'type'"),
         ([], TypeError, 'must be a rule'),
@@ -241,10 +247,90 @@ def test_unknown_host_and_downstream_adapter() -> None:
 
     model = Host()
     model.other['attn'] = Mine(16, 4, 2, 3)
-    with pytest.raises(ValueError, match='other.attn is a Mine'):
+    with pytest.raises(ValueError, match=r'other.attn is a .*\.Mine\..*adapts\(PLuG.*, Mine, like=MultiScale'):
         swap_attention(model, dict(RULE, path='other.attn'))
-    adapts(PLuGMultiScaleDeformableAttention, Mine)(lambda gate, host, **options: gate(16, 4, 2, 3, **options))
+    adapts(PLuGMultiScaleDeformableAttention, Mine, like=MultiScaleDeformableAttention)
     assert swap_attention(model, dict(RULE, path='other.attn')) == ['other.attn']
+
+
+class Halved(nn.Module):
+    """A gate of somebody else: sizes and options in one signature, not registered."""
+
+    def __init__(self, embed_dim: int, heads: int = 4, factor: float = 0.5, offset: float = 0.0) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(embed_dim, heads)
+        self.factor, self.offset = factor, offset
+
+    def forward(self, query: torch.Tensor) -> torch.Tensor:
+        return self.factor * self.attn(query, query, query)[0] + self.offset
+
+
+class Wrapped(nn.Module):
+    """An attention of somebody else."""
+
+    def __init__(self, embed_dim: int) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(embed_dim, 4)
+
+    def forward(self, query: torch.Tensor) -> torch.Tensor:
+        return self.attn(query, query, query)[0]
+
+
+@pytest.fixture
+def _own_pair() -> Iterator[None]:
+    before = dict(_ADAPTERS)
+
+    @adapts(Halved, Wrapped)
+    def take_over(gate: type[Halved], host: Wrapped, **options: float) -> Halved:
+        return gate(host.attn.embed_dim, host.attn.num_heads, **options)
+
+    yield
+    _ADAPTERS.clear()
+    _ADAPTERS.update(before)
+
+
+@pytest.mark.usefixtures('_own_pair')
+def test_a_pair_of_somebody_else() -> None:
+    """The gate's class stands in the rule, and its options need not be keyword-only."""
+    model = nn.ModuleDict(dict(layer=Wrapped(16)))
+    x = torch.randn(5, 2, 16)
+    expected = 2 * model['layer'](x) + 1
+    swap_attention(model, dict(path='layer', type=Halved, factor=2.0, offset=1.0))
+    torch.testing.assert_close(model['layer'](x), expected)
+    with pytest.raises(TypeError, match=r'Halved has no option embed_dim; it has factor, heads, offset'):
+        swap_attention(nn.ModuleDict(dict(layer=Wrapped(16))), dict(path='layer', type=Halved, embed_dim=8))
+    with pytest.raises(TypeError, match=r'Halved cannot be made from layer: .*multiple values for argument .heads'):
+        swap_attention(nn.ModuleDict(dict(layer=Wrapped(16))), dict(path='layer', type=Halved, heads=8))
+
+
+@pytest.mark.usefixtures('_own_pair')
+def test_a_gate_behind_kwargs_has_the_options_of_its_base() -> None:
+    class Loud(Halved):
+        def __init__(self, *args: int, volume: float = 1.0, **kwargs: float) -> None:
+            super().__init__(*args, **kwargs)
+            self.factor *= volume
+
+    model = nn.ModuleDict(dict(layer=Wrapped(16)))
+    swap_attention(model, dict(path='layer', type=Loud, factor=2.0, volume=3.0))
+    assert model['layer'].factor == 6.0
+
+
+@pytest.mark.parametrize(
+    'arguments, like, error, message',
+    [
+        (('PLuG', Wrapped), None, TypeError, "needs classes, got 'PLuG'"),
+        ((PLuGMultiScaleDeformableAttention,), None, TypeError, 'names no host class'),
+        (
+            (PLuGMultiScaleDeformableAttention, Wrapped),
+            nn.Linear,
+            LookupError,
+            r'mmgate.layers.plug.PLuG.* has no adapter for torch.nn.modules.linear.Linear; it replaces mmcv.ops',
+        ),
+    ],
+)
+def test_adapts_says_what_is_wrong(arguments, like, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        adapts(*arguments, like=like)
 
 
 def test_inventory_names_every_attention() -> None:

@@ -12,7 +12,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor, nn
 
-from mmgate.analysis.training_benchmark import random_batch
+from mmgate.benchmarks.training import random_batch
 from mmgate.ops.triton_backend import interpreted
 
 pytest.importorskip('triton', minversion='3.2')

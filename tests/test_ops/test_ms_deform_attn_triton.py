@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from conftest import assert_same, one_graph, values_and_gradients
 from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
-from mmgate.ops import ms_deform_attn_triton as fused
 from mmgate.ops.ms_deform_attn import offset_locations
+from mmgate.ops.ms_deform_attn import triton as fused
 from mmgate.ops.triton_backend import interpreted
 
 pytest.importorskip('triton', minversion='3.2')
@@ -134,7 +135,8 @@ def test_equals_the_reference(name: str, device: str) -> None:
     options = {key: case.pop(key) for key in ('residual', 'position') if key in case}
     if device == 'cuda':
         case = dict(dict(levels=REAL, points=4, dim=32, queries=2000, heads=8), **case)
-    compare(make(device, **case), 1e-3 if name == 'huge_logits' else 2e-5, **options)
+    # a logit of 2 * 10^4 has a rounding of 10^-3, by which its weight is off
+    compare(make(device, **case), 5e-3 if name == 'huge_logits' else 2e-5, **options)
 
 
 @pytest.mark.parametrize('device', DEVICES)
@@ -175,16 +177,21 @@ def test_reference_points_without_a_gradient(reference: int, device: str) -> Non
 
 
 @pytest.mark.parametrize('device', DEVICES)
-def test_not_a_number_and_far_locations_do_not_crash(device: str) -> None:
-    inputs = make(device)
-    inputs[3][0, 0, 0, 0, 0, 0] = float('nan')
-    inputs[3][0, 1] = 1e30
-    inputs[3][0, 2] = -1e30
-    value = inputs[0].requires_grad_()
-    output = run('triton')(*inputs)
-    assert torch.equal(output[0, 1:3], torch.zeros_like(output[0, 1:3])) and torch.isfinite(output[1]).all()
-    (grad,) = torch.autograd.grad(output[:, 1:].sum(), value)
-    assert torch.isfinite(grad[1]).all()
+@pytest.mark.parametrize('reference', [0, 2, 4], ids=['locations', 'points', 'boxes'])
+@pytest.mark.parametrize('bad', [float('nan'), float('inf'), -float('inf'), 3e38, 1e30, -1e30])
+def test_locations_that_are_no_numbers_or_far_off_add_nothing(bad: float, reference: int, device: str) -> None:
+    """As in the reference: the rest of the row stays as it is, and so do the gradients."""
+    inputs = make(device, reference=reference)
+    inputs[3][0, 0, 0, 0, 0, 0] = bad
+    inputs[3][0, 1] = bad
+    value, logits = inputs[0].requires_grad_(), inputs[4].requires_grad_()
+    output, expected = run('triton')(*inputs), run('torch')(*inputs)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(output[0, 1], torch.zeros_like(output[0, 1]))
+    for of in (value, logits):
+        (actual,), (exact,) = (torch.autograd.grad(x.square().sum(), of) for x in (run('triton')(*inputs), expected))
+        torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5)
+        expected = run('torch')(*inputs)
 
 
 @one_graph
@@ -258,10 +265,38 @@ def test_no_queries_and_refusals() -> None:
     value, _, *rest = make()
     with pytest.raises(ValueError, match=r'fewer than 2\^31 numbers an image, the values have 2147483648'):
         run('triton')(value[:, :1].expand(2, 2**26, 2, 16), torch.tensor([[1, 2**26 - 3], [1, 2], [1, 1]]), *rest)
+    _, shapes, starts, *_ = make()
+    value = torch.zeros(1).expand(2, 22, 32768, 16)
+    wide = torch.zeros(1).expand(2, 1, 32768, 3, 2)
+    with pytest.raises(ValueError, match='up to 65535 heads of all images, got 2 x 32768'):
+        run('triton')(value, shapes, starts, wide[..., None].expand(*wide.shape, 2), wide, None, None)
+    queries = 2**27  # of 12 coordinates and 16 channels: the output alone is too long
+    value, wide = torch.zeros(1).expand(1, 22, 1, 16), torch.zeros(1).expand(1, queries, 1, 3, 2)
+    with pytest.raises(ValueError, match=r'the outputs have 2147483648'):
+        run('triton')(value, shapes, starts, wide[..., None].expand(*wide.shape, 2), wide, None, None)
 
 
-def test_auto_keeps_to_what_was_measured() -> None:
-    """No GPU has been measured, so no GPU is in the table; on the CPU the interpreter is never chosen."""
-    assert fused.AHEAD_OF_MMCV == ()
-    value = make()[0]
-    assert not fused.preferred(value)
+@pytest.mark.parametrize('backend', ['torch', 'cpu', 'triton'])
+@pytest.mark.usefixtures('poisoned_memory')
+def test_levels_without_a_pixel_give_zeros(backend: str) -> None:
+    value, _, starts, *rest = make()
+    value = value[:, :0].requires_grad_()
+    output = run(backend)(value, torch.zeros(3, 2, dtype=torch.long), torch.zeros_like(starts), *rest)
+    assert torch.equal(output, torch.zeros(2, 5, 32))
+    output.sum().backward()
+    assert value.grad.shape == value.shape
+
+
+@pytest.mark.parametrize('capability', [80, 90], ids=['scalars', 'vectors'])
+def test_lanes_of_the_backward_pass(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane has one channel where the GPU adds one float at a time, so that neighbours are in neighbouring lanes."""
+    from triton.runtime import driver
+
+    active = SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend='cuda', arch=capability))
+    monkeypatch.setattr(driver, '_active', active)
+    monkeypatch.setattr(fused, 'interpreted', lambda: False)
+    fused.scalar_reductions.cache_clear()
+    scalars = fused.scalar_reductions(torch.device('cpu'))
+    fused.scalar_reductions.cache_clear()
+    assert scalars is (capability == 80)
+    assert fused.rows_of_warp(32, 4, scalars) == (1 if scalars else 4)

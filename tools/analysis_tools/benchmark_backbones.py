@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from mmengine.logging import MMLogger
 
-from mmgate.analysis.backbone_benchmark import SUITES, benchmark_backbones
-from mmgate.analysis.benchmark import MODES, Row, write_csv
-from mmgate.analysis.plots import draw_curves
+from mmgate.benchmarks.backbones import SUITES, benchmark_backbones
+from mmgate.benchmarks.ops import MODES, Row, write_csv
+from mmgate.benchmarks.plots import draw_curves
 
 
 def main() -> None:

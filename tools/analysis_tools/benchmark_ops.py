@@ -5,16 +5,16 @@ from pathlib import Path
 
 import torch
 
-from mmgate.analysis import benchmark, benchmark_cuda
-from mmgate.analysis.benchmark import Row, write_csv
-from mmgate.analysis.plots import draw_bars, draw_curves
+from mmgate.benchmarks import ops, ops_cuda
+from mmgate.benchmarks.ops import Row, write_csv
+from mmgate.benchmarks.plots import draw_bars, draw_curves
 
 BENCHMARKS = {
-    ('ms_deform_attn', 'cpu'): benchmark.benchmark_ms_deform_attn,
-    ('plug_attention', 'cpu'): benchmark.benchmark_plug_attention,
-    ('gated_layers', 'cpu'): benchmark.benchmark_gated_layers,
-    ('ms_deform_attn', 'cuda'): benchmark_cuda.benchmark_ms_deform_attn,
-    ('plug_attention', 'cuda'): benchmark_cuda.benchmark_plug_attention,
+    ('ms_deform_attn', 'cpu'): ops.benchmark_ms_deform_attn,
+    ('plug_attention', 'cpu'): ops.benchmark_plug_attention,
+    ('gated_layers', 'cpu'): ops.benchmark_gated_layers,
+    ('ms_deform_attn', 'cuda'): ops_cuda.benchmark_ms_deform_attn,
+    ('plug_attention', 'cuda'): ops_cuda.benchmark_plug_attention,
 }
 
 

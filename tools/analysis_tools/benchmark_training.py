@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from mmengine.logging import MMLogger
 
-from mmgate.analysis.benchmark import Row, write_csv
-from mmgate.analysis.training_benchmark import benchmark_training
+from mmgate.benchmarks.ops import Row, write_csv
+from mmgate.benchmarks.training import benchmark_training
 from mmgate.engine import cli
 
 CONFIGS = Path(__file__).parents[2] / 'configs/plug/deformable_detr'
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     if args.device.startswith('cuda'):
         if not torch.cuda.is_available():
             parser.error('torch sees no CUDA device; --device cpu measures there')
-        from mmgate.analysis.mmcv_cuda import provide_operator
+        from mmgate.benchmarks.mmcv_cuda import provide_operator
 
         try:
             provide_operator()

@@ -1,11 +1,11 @@
-"""Compile the Triton kernels for Hopper without a GPU: prints registers, spills, shared memory and instructions."""
+"""Compile the Triton kernels for a GPU without one: prints registers, spills, shared memory and instructions."""
 
 import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
 
-from mmgate.analysis.kernel_code import ITEMSIZE, OPS, listings
+from mmgate.benchmarks.kernel_code import CAPABILITIES, CAPABILITY, ITEMSIZE, OPS, listings
 
 
 def main() -> None:
@@ -15,6 +15,9 @@ def main() -> None:
     parser.add_argument('--dtype', choices=sorted(ITEMSIZE), nargs='+', default=['fp32', 'bf16'])
     parser.add_argument('--dim', type=int, choices=[16, 32, 64, 128], nargs='+', default=[16, 32, 64, 128])
     parser.add_argument('--bias', type=int, choices=[0, 1, 2], default=0, help='of plug_attention: none, padding, full')
+    parser.add_argument(
+        '--capability', type=int, choices=CAPABILITIES, default=CAPABILITY, help='of the GPU: 90 = sm_90'
+    )
     parser.add_argument('--out', type=Path, help='JSON to write, with the count of every opcode')
     args = parser.parse_args()
     rows = []
@@ -22,7 +25,7 @@ def main() -> None:
     print('|---|---|---|---|---|---|---|---|')
     for dtype in args.dtype:
         for dim in args.dim:
-            for row in listings(args.op, dtype, dim, args.bias):
+            for row in listings(args.op, dtype, dim, args.bias, args.capability):
                 rows.append(asdict(row))
                 print(
                     f'| {row.kernel} | {dtype} | {dim} | {row.block} | {row.registers} | {row.spilled} '

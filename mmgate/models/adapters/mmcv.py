@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from mmcv.cnn.bricks.transformer import MultiheadAttention
-from mmcv.ops import MultiScaleDeformableAttention
+from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention
 
-from mmgate.layers import PLuGMultiScaleDeformableAttention
+from mmgate.layers import MultiScaleDeformableAttention
 from mmgate.layers.dense import GatedMultiheadAttention
 
 from .pairs import adapts
 from .torch import multihead_attention as torch_host
 
 
-@adapts(PLuGMultiScaleDeformableAttention, MultiScaleDeformableAttention)
+@adapts(MultiScaleDeformableAttention, MMCVMultiScaleDeformableAttention)
 def deformable_attention(
-    gate: type[PLuGMultiScaleDeformableAttention], host: MultiScaleDeformableAttention, **options: Any
-) -> PLuGMultiScaleDeformableAttention:
+    gate: type[MultiScaleDeformableAttention], host: MMCVMultiScaleDeformableAttention, **options: Any
+) -> MultiScaleDeformableAttention:
     """Take over sizes, dropout and layout."""
     return gate(
         host.embed_dims,

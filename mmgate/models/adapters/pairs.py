@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from typing import overload
 
 from torch import nn
 
@@ -13,12 +14,45 @@ Adapter = Callable[..., nn.Module]
 _ADAPTERS: dict[tuple[type, type], Adapter] = {}
 
 
-def adapts(gate: type[nn.Module], *hosts: type[nn.Module]) -> Callable[[Adapter], Adapter]:
-    """Register a function ``(gate class, host module, **options) -> gate module`` for every class in ``hosts``.
+@overload
+def adapts(gate: type[nn.Module], *hosts: type[nn.Module]) -> Callable[[Adapter], Adapter]: ...
 
-    It serves ``gate`` and its subclasses, unless one has an adapter of its own. The gate has to keep the host's
-    parameter names; the swap fills them with the host's values.
+
+@overload
+def adapts(gate: type[nn.Module], *hosts: type[nn.Module], like: type[nn.Module]) -> None: ...
+
+
+def adapts(
+    gate: type[nn.Module], *hosts: type[nn.Module], like: type[nn.Module] | None = None
+) -> Callable[[Adapter], Adapter] | None:
+    """Say how ``gate`` replaces modules of the classes ``hosts``.
+
+    As a decorator it registers a function ``(gate class, host module, **options) -> gate module`` that takes over the
+    host's sizes. The gate has to keep the host's parameter names; the swap fills them with the host's values. With
+    ``like`` there is nothing to decorate: ``adapts(Gate, Sub, like=Base)`` says that ``Sub`` computes what ``Base``
+    does.
+
+    Args:
+        gate: The gate; its subclasses are served, too, unless one has an adapter of its own.
+        hosts: Host classes. They match exactly: a subclass may compute something else.
+        like: A host class whose adapter serves ``hosts`` as well.
+
+    Raises:
+        TypeError: Something else than a class, or no host.
+        LookupError: ``gate`` has no adapter for ``like``.
     """
+    for cls in (gate, *hosts, *([] if like is None else [like])):
+        if not inspect.isclass(cls):
+            raise TypeError(f'adapts needs classes, got {cls!r}.')
+    if not hosts:
+        raise TypeError(f'adapts({gate.__name__}) names no host class.')
+    if like is not None:
+        adapter = _adapter(gate, like)
+        if adapter is None:
+            fits = ', '.join(map(full_name, hosts_of(gate))) or 'nothing'
+            raise LookupError(f'{full_name(gate)} has no adapter for {full_name(like)}; it replaces {fits}.')
+        _ADAPTERS.update({(gate, host): adapter for host in hosts})
+        return None
 
     def register(adapter: Adapter) -> Adapter:
         for host in hosts:
@@ -45,6 +79,11 @@ def hosts_of(gate: type) -> list[type]:
     """Return the host classes that ``gate`` can replace; empty if it is no gate."""
     hosts = dict.fromkeys(host for _, host in _ADAPTERS)
     return [host for host in hosts if _adapter(gate, host)]
+
+
+def full_name(cls: type) -> str:
+    """Return a class's name with its module: mmdet and mmseg have classes of one name."""
+    return f'{cls.__module__}.{cls.__qualname__}'
 
 
 def gate_names() -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .benchmark import Row
+from .ops import Row
 
 METRICS = ('time', 'peak memory')  # what is drawn
 

@@ -14,11 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mmgate.ops import ms_deform_attn_triton, plug_attention_triton
+from mmgate.ops.ms_deform_attn import triton as sampler
+from mmgate.ops.plug_attention import triton as plug
 from mmgate.ops.triton_backend import interpreted
 
 ITEMSIZE = {'fp32': 4, 'fp16': 2, 'bf16': 2}
-CAPABILITY = 90  # Hopper
+CAPABILITIES = (80, 86, 89, 90, 120)  # Ampere, Ada, Hopper and Blackwell; 86, 89 and 120 are what is on a desk
+CAPABILITY = 90
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # KiB of shared memory that a program may have
 LEVELS = POINTS = 4
 OPS = ('ms_deform_attn', 'plug_attention')
 
@@ -53,7 +56,7 @@ class Listing:
     opcodes: dict[str, int]
 
 
-def listings(op: str, dtype: str, dim: int, bias: int = 0) -> Iterator[Listing]:
+def listings(op: str, dtype: str, dim: int, bias: int = 0, capability: int = CAPABILITY) -> Iterator[Listing]:
     """Compile an operator's kernels as they are launched on a GPU and read the listings.
 
     Args:
@@ -61,21 +64,22 @@ def listings(op: str, dtype: str, dim: int, bias: int = 0) -> Iterator[Listing]:
         dtype: A key of :data:`ITEMSIZE`.
         dim: Channels of a head: 16, 32, 64 or 128.
         bias: Of ``plug_attention``: 0 for none, 1 for one of all rows (padding), 2 for a full one.
+        capability: Of the GPU, one of :data:`CAPABILITIES`.
 
     Raises:
         RuntimeError: Triton's interpreter is on, or this Triton brings no disassembler.
     """
     if interpreted():
         raise RuntimeError('TRITON_INTERPRET=1 interprets kernels; unset it to compile them.')
-    yield from _sampler(dtype, dim) if op == 'ms_deform_attn' else _plug(dtype, dim, bias)
+    yield from _sampler(dtype, dim, capability) if op == 'ms_deform_attn' else _plug(dtype, dim, bias, capability)
 
 
-def _sampler(dtype: str, dim: int) -> Iterator[Listing]:
-    from mmgate.ops import ms_deform_attn_kernels as kernels
+def _sampler(dtype: str, dim: int, capability: int) -> Iterator[Listing]:
+    from mmgate.ops.ms_deform_attn import kernels
 
-    warps = ms_deform_attn_triton.NUM_WARPS
+    warps = sampler.NUM_WARPS
     for backward, kernel in enumerate((kernels.forward_kernel, kernels.backward_kernel)):
-        rows = ms_deform_attn_triton.rows_of_warp(dim, 4 if backward else ITEMSIZE[dtype])
+        rows = sampler.rows_of_warp(dim, 4 if backward else ITEMSIZE[dtype], bool(backward) and capability < 90)
         constants = dict(LEVELS=LEVELS, POINTS=POINTS, PADDED=LEVELS * POINTS, D=dim, BLOCK_D=dim, REFERENCE=2)
         constants |= dict(GATED=True, RESIDUAL=True, POST=False, BLOCK_Q=rows * warps, gate_p=0)
         if backward:
@@ -83,22 +87,23 @@ def _sampler(dtype: str, dim: int) -> Iterator[Listing]:
         types = dict.fromkeys(('shapes_ptr', 'starts_ptr'), '*i64')
         types |= dict.fromkeys(('softmax_ptr', 'grad_value_ptr', 'grad_reference_ptr', 'grad_gate_ptr'), '*fp32')
         unit = POINTS * rows  # the loop is over levels
-        yield _listing(kernel, dtype, dim, f'{rows * warps} queries', constants, types, warps, 1, unit)
+        yield _listing(kernel, dtype, dim, f'{rows * warps} queries', constants, types, warps, 1, unit, capability)
 
 
-def _plug(dtype: str, dim: int, bias: int) -> Iterator[Listing]:
-    from mmgate.ops import plug_attention_kernels as kernels
+def _plug(dtype: str, dim: int, bias: int, capability: int) -> Iterator[Listing]:
+    from mmgate.ops.plug_attention import kernels
 
-    warps = plug_attention_triton.NUM_WARPS
+    warps = plug.NUM_WARPS
     wide = ('scalars_ptr', 'lse_ptr', 'delta_ptr', 'bias_ptr', 'grad_gq_ptr', 'grad_gk_ptr', 'grad_scalars_ptr')
-    for name in plug_attention_triton.BLOCKS[ITEMSIZE[dtype]]:
-        rows, columns, stages = plug_attention_triton.blocks_of(name, ITEMSIZE[dtype], dim, bias == 2)
+    for name in plug.BLOCKS[ITEMSIZE[dtype]]:
+        rows, columns, stages = plug.blocks_of(name, ITEMSIZE[dtype], dim, bias == 2)
         constants: dict[str, Any] = dict(D=dim, E=dim, BLOCK_D=dim, BLOCK_E=dim, BLOCK_N=rows, BLOCK_M=columns)
         constants |= dict(BIASED=bias, EVEN=True, FAST_TANH=dtype != 'fp32', INTERPRETED=False)
         types = dict.fromkeys(wide, '*fp32')
         unit = rows * columns / (32 * warps)
         kernel = getattr(kernels, name)
-        yield _listing(kernel, dtype, dim, f'{rows} x {columns}', constants, types, warps, stages, unit)
+        block = f'{rows} x {columns}'
+        yield _listing(kernel, dtype, dim, block, constants, types, warps, stages, unit, capability)
 
 
 def _listing(
@@ -111,6 +116,7 @@ def _listing(
     warps: int,
     stages: int,
     unit: float,
+    capability: int,
 ) -> Listing:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -123,8 +129,8 @@ def _listing(
         if pointer:
             aligned[(index,)] = [['tt.divisibility', 16]]  # as torch's are
     source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
-    target = GPUTarget('cuda', CAPABILITY, 32)
-    compiled = triton.compile(source, target=target, options=dict(num_warps=warps, num_stages=stages))
+    options = dict(num_warps=warps, num_stages=stages, enable_fp_fusion=True)
+    compiled = triton.compile(source, target=GPUTarget('cuda', capability, 32), options=options)
     tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
     if not tool.exists():
         raise RuntimeError(f'{tool} does not exist: this Triton brings no disassembler.')

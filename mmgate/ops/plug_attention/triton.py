@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import operator
-from .triton_backend import MAX_DIM, interpreted, on_device, padded
+from .. import triton_backend
+from ..library import operator
+from ..triton_backend import MAX_DIM, interpreted, on_device, padded
 
+__all__ = ['attend', 'blocks_of', 'why_not']
 # Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
 # channels: 64 where the listing for sm_90 shows warpgroup products without spills (KERNEL.md), and never more than
 # 99 KiB of shared memory, which every GPU since sm_80 has.
@@ -23,13 +25,20 @@ BLOCKS = {
         'columns_backward_kernel': {16: (32, 64, 3), 32: (32, 64, 3), 64: (32, 64, 2), 128: (32, 32, 2)},
     },
     4: {
-        'forward_kernel': {16: (64, 32, 2), 32: (64, 32, 2), 64: (32, 32, 2), 128: (16, 32, 2)},
+        'forward_kernel': {16: (64, 32, 2), 32: (64, 32, 2), 64: (32, 32, 2), 128: (16, 32, 1)},
         'rows_backward_kernel': {16: (64, 32, 2), 32: (64, 32, 2), 64: (32, 32, 2), 128: (16, 32, 2)},
         'columns_backward_kernel': {16: (32, 64, 2), 32: (32, 64, 2), 64: (32, 32, 2), 128: (32, 16, 2)},
     },
 }
 NUM_WARPS = 4
 SMALL_BLOCKS = (16, 16, 1)  # in the interpreter, so that small shapes have several; the least that a product takes
+
+
+def why_not(query: Tensor) -> str | None:
+    """Return why this backend cannot run on ``query``, or None."""
+    if torch.version.hip is not None and query.device.type == 'cuda':
+        return "its products (tf32x3) and its tanh are NVIDIA's, this torch is built for ROCm"
+    return triton_backend.why_not(query)
 
 
 def attend(
@@ -40,7 +49,6 @@ def attend(
     gate_key: Tensor,
     modulation: Any,
     bias: Tensor | None = None,
-    *,
     residual: bool = True,
     position: str = 'pre_softmax',
     dropout: float = 0.0,
@@ -49,7 +57,8 @@ def attend(
 
     Raises:
         ValueError: What the kernels do not have: another gate than ``tanh((a R + b)(c R + e))`` with the residual
-            before the softmax, dropout, a bias that needs a gradient, gates wider than 128 channels.
+            before the softmax, dropout, a bias that needs a gradient, gates wider than 128 channels, values of another
+            width than queries.
     """
     kind = getattr(modulation, 'variant', None), getattr(modulation, 'activation', None)
     lacking = [
@@ -61,6 +70,7 @@ def attend(
             (f'dropout={dropout}', dropout > 0),
             ('a bias that needs a gradient', bias is not None and bias.requires_grad),
             (f'gates of {gate_query.shape[-1]} channels', gate_query.shape[-1] > MAX_DIM),
+            (f'values of {value.shape[-1]} channels beside {query.shape[-1]}', value.shape[-1] != query.shape[-1]),
         )
         if lacks
     ]
@@ -86,7 +96,7 @@ def _blocks(name: str, query: Tensor, gate_query: Tensor, biased: int) -> tuple[
 def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: Tensor | None) -> None:
     import triton
 
-    from . import plug_attention_kernels
+    from . import kernels
 
     query, key, gate_query = inputs
     batch, heads, rows, dim = query.shape
@@ -95,7 +105,7 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
     biased = 0 if bias is None else 1 if strides[2] == 0 else 2
     block_n, block_m, stages = _blocks(name, query, gate_query, biased)
     programs = triton.cdiv(columns, block_m) if name.startswith('columns') else triton.cdiv(rows, block_n)
-    kernel = getattr(plug_attention_kernels, name)
+    kernel = getattr(kernels, name)
     launch = kernel[(programs * batch * heads,)]
     with on_device(query):
         launch(
@@ -116,10 +126,11 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
             BLOCK_N=block_n,
             BLOCK_M=block_m,
             # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
-            FAST_TANH=query.element_size() == 2 and not interpreted() and torch.version.hip is None,
+            FAST_TANH=query.element_size() == 2 and not interpreted(),
             INTERPRETED=interpreted(),
             num_warps=NUM_WARPS,
             num_stages=stages,
+            enable_fp_fusion=True,  # Triton 3.10 turned it off by default
         )
 
 
@@ -147,6 +158,8 @@ def _fused(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of the logits to base 2, ``(B, H, N)`` float32."""
     output, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    if not key.shape[2]:
+        return output.zero_(), lse.zero_()
     if output.numel():
         tensors = [query, key, value, gate_query, gate_key, scalars, query if bias is None else bias, output, lse]
         _launch('forward_kernel', tensors, (query, key, gate_query), bias)

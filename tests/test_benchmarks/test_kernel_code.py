@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from mmgate.analysis.kernel_code import ITEMSIZE, OPS, listings
+from mmgate.benchmarks.kernel_code import ITEMSIZE, OPS, SHARED, listings
 from mmgate.ops.triton_backend import interpreted
 
 triton = pytest.importorskip('triton', minversion='3.2')
@@ -70,15 +70,28 @@ def test_plug_multiplies_by_warpgroups_and_does_not_spill(code: dict, dtype: str
             assert row['spilled'] == 0 and count(row, 'MUFU.TANH')
 
 
-def test_plug_with_a_full_bias_fits_everywhere(tmp_path: Path) -> None:
-    rows = run_tool(tmp_path / 'rows.json', '--op', 'plug_attention', '--dim', '128', '--dtype', 'bf16', '--bias', '2')
-    assert len(rows) == 3 and all(row['shared'] <= 98 * 1024 for row in rows)
+@pytest.mark.parametrize('capability', [89, 120])
+@pytest.mark.parametrize('dtype, bias', [('fp32', '0'), ('bf16', '2')], ids=['float32', 'full_bias'])
+def test_the_widest_plug_fits_the_smallest_shared_memory(
+    tmp_path: Path, dtype: str, bias: str, capability: int
+) -> None:
+    arguments = ('--op', 'plug_attention', '--dim', '128', '--dtype', dtype, '--bias', bias)
+    rows = run_tool(tmp_path / 'rows.json', *arguments, '--capability', str(capability))
+    assert len(rows) == 3 and all(row['shared'] <= SHARED[capability] * 1024 for row in rows)
+
+
+@pytest.mark.parametrize('capability', [80, 89])
+def test_sampler_where_floats_are_added_one_by_one(tmp_path: Path, capability: int) -> None:
+    """One channel a lane: four reductions a sample, each of neighbouring floats, and no barrier in the loop."""
+    arguments = ('--op', 'ms_deform_attn', '--dim', '32', '--dtype', 'fp32', '--capability', str(capability))
+    _, backward = run_tool(tmp_path / 'rows.json', *arguments)
+    assert count(backward, 'RED') == 16 and backward['spilled'] == backward['barriers'] == 0
 
 
 def test_launches_compile() -> None:
     """Of sizes that are 1, too, which Triton makes constants of."""
-    kernels = compile_by('tests/compile_launches.py').split()
-    assert kernels == 2 * list(KERNELS[:2]) + 2 * [KERNELS[0], *KERNELS[2:]]
+    kernels = compile_by('tests/compile_launches.py', '80', '90', '120').split()
+    assert kernels == 3 * (2 * list(KERNELS[:2]) + 2 * [KERNELS[0], *KERNELS[2:]])
 
 
 @pytest.mark.skipif(not interpreted(), reason='the kernels are compiled in this process')

@@ -110,11 +110,12 @@ def _corners(points_ptr, at, in_tile, height, width, start, scale_x, scale_y, sh
     """Return the sample's fractions, the token row of its upper left corner, and which corners lie on the map."""
     x = tl.load(points_ptr + at, mask=in_tile, other=0.0).to(tl.float32) * scale_x + shift_x
     y = tl.load(points_ptr + at + 1, mask=in_tile, other=0.0).to(tl.float32) * scale_y + shift_y
+    # what is far off the map stays off it, within the range of int32; so does what is no number, which neither returns
+    x = tl.minimum(tl.maximum(x, -2.0), width.to(tl.float32))
+    y = tl.minimum(tl.maximum(y, -2.0), height.to(tl.float32))
     x0, y0 = tl.floor(x), tl.floor(y)
     fx, fy = x - x0, y - y0
-    # what is far off the map stays off it, within the range of int32
-    left = tl.minimum(tl.maximum(x0, -2.0), width.to(tl.float32)).to(tl.int32)
-    top = tl.minimum(tl.maximum(y0, -2.0), height.to(tl.float32)).to(tl.int32)
+    left, top = x0.to(tl.int32), y0.to(tl.int32)
     # as unsigned integers, negative ones are too large as well
     columns, rows = width.to(tl.uint32), height.to(tl.uint32)
     in_left, in_right = left.to(tl.uint32) < columns, (left + 1).to(tl.uint32) < columns

@@ -1,58 +1,49 @@
-"""The benchmark's rows and the picture of predictions."""
+"""The benchmarks' rows and pictures, and mmcv's operator compiled alone."""
 
 from __future__ import annotations
 
 import csv
 import os
 import re
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import cv2
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT
 from mmcv.ops import multi_scale_deform_attn
-from mmdet.structures import DetDataSample
-from mmengine.config import Config
-from mmengine.registry import MODELS, init_default_scope
-from mmengine.runner import save_checkpoint
-from mmengine.structures import InstanceData
 from torch import Tensor
 
-from mmgate.analysis import benchmark, benchmark_cuda, mmcv_cuda, predictions
-from mmgate.analysis.backbone_benchmark import benchmark_backbones
-from mmgate.analysis.plots import draw_bars, draw_curves
-from mmgate.analysis.predictions import draw_predictions
-from mmgate.analysis.training_benchmark import benchmark_training
-from mmgate.datasets.shapes import write_shapes
-from mmgate.ops import ms_deform_attn_triton
+from mmgate.benchmarks import mmcv_cuda, ops, ops_cuda
+from mmgate.benchmarks.backbones import benchmark_backbones
+from mmgate.benchmarks.plots import draw_bars, draw_curves
+from mmgate.benchmarks.training import benchmark_training
+from mmgate.ops.ms_deform_attn import triton as sampler
 
 
 def test_benchmark_measures_every_provider(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(benchmark, 'LEVELS', {'tiny': ([(4, 4), (2, 2)], 2)})
+    monkeypatch.setattr(ops, 'LEVELS', {'tiny': ([(4, 4), (2, 2)], 2)})
     monkeypatch.setenv('MMGATE_CPU_COMPILE', '0')  # restored afterwards
-    rows = list(benchmark.benchmark_ms_deform_attn(repetitions=2))
+    rows = list(ops.benchmark_ms_deform_attn(repetitions=2))
     assert {(r.provider, r.mode, r.metric) for r in rows} == {
         (provider, mode, metric)
         for provider in ('mmcv', 'torch', 'cpu', 'cpu, compiled')
-        for mode in benchmark.MODES
+        for mode in ops.MODES
         for metric in ('time', 'peak memory')
     }
     assert all(r.y_20 <= r.y_50 <= r.y_80 for r in rows)
-    benchmark.write_csv(rows, tmp_path / 'out/bench.csv')
+    ops.write_csv(rows, tmp_path / 'out/bench.csv')
     with open(tmp_path / 'out/bench.csv') as file:
         assert len(list(csv.DictReader(file))) == len(rows)
 
 
 @pytest.mark.parametrize('op, peer', [('plug_attention', 'eager'), ('gated_layers', 'plain SDPA')])
 def test_dense_benchmarks_run(monkeypatch: pytest.MonkeyPatch, op: str, peer: str) -> None:
-    monkeypatch.setattr(benchmark, 'TOKENS', (8,))
+    monkeypatch.setattr(ops, 'TOKENS', (8,))
     monkeypatch.setenv('MMGATE_CPU_COMPILE', '0')
-    rows = list(getattr(benchmark, f'benchmark_{op}')(repetitions=1))
+    rows = list(getattr(ops, f'benchmark_{op}')(repetitions=1))
     assert {row.op for row in rows} == {op}
     assert all(row.ratio_to_peer == 1 for row in rows if row.provider == peer and row.metric == 'time')
 
@@ -61,50 +52,18 @@ def test_peak_memory_sees_a_temporary() -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
         return torch.ones(32 << 20).sum() + x  # 128 MiB
 
-    _, peak = benchmark.measure(run, [torch.zeros(())], 'forward')
+    _, peak = ops.measure(run, [torch.zeros(())], 'forward')
     assert 120 < peak / 2**20 < 200
-
-
-def test_predictions_picture(tmp_path: Path) -> None:
-    cfg = Config.fromfile(ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
-    write_shapes(tmp_path / 'shapes', num_train=1, num_val=3, size=64)
-    cfg.test_dataloader.dataset.data_root = str(tmp_path / 'shapes')
-    init_default_scope('mmdet')
-    model = MODELS.build(deepcopy(cfg.model))
-    model.init_weights()
-    save_checkpoint({'state_dict': model.state_dict()}, str(tmp_path / 'x.pth'))
-    out = draw_predictions(cfg, str(tmp_path / 'x.pth'), tmp_path / 'new/p.png', images=8, columns=2)
-    assert cv2.imread(str(out)).shape == (768, 768, 3)
-
-
-def test_masks_are_painted(tmp_path: Path) -> None:
-    """On the object and nowhere else but for the box and its label."""
-    cv2.imwrite(str(tmp_path / 'x.png'), np.full((96, 96, 3), 128, np.uint8))
-    found = InstanceData(bboxes=torch.tensor([[8.0, 40, 88, 88]]), labels=torch.tensor([1]), scores=torch.tensor([0.9]))
-    sample = DetDataSample(metainfo=dict(img_path=str(tmp_path / 'x.png'), scale_factor=(1.0, 1.0)))
-    sample.gt_instances = InstanceData(bboxes=torch.zeros(0, 4))
-    tiles = []
-    for masked in (False, True):
-        if masked:
-            mask = torch.zeros(1, 96, 96, dtype=torch.bool)
-            mask[:, 50:70, 30:60] = True
-            found.masks = mask
-        sample.pred_instances = found
-        tiles.append(predictions._tile(sample, ('a', 'b'), 0.3).astype(int))
-    rows, columns = np.nonzero(np.abs(tiles[1] - tiles[0]).sum(-1))
-    scale = predictions._SIDE // 96
-    assert (rows.min(), rows.max() + 1) == (50 * scale, 70 * scale)
-    assert (columns.min(), columns.max() + 1) == (30 * scale, 60 * scale)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason='the kernels are compiled here; the benchmark itself runs them')
 def test_gpu_benchmarks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Their plumbing: every provider is measured and right, and the kernel saves less than the eager form."""
     pytest.importorskip('triton', minversion='3.2')
-    monkeypatch.setattr(benchmark_cuda, 'COPY', 1 << 10)
-    monkeypatch.setattr(benchmark_cuda, 'deformable_inputs', partial(benchmark.deformable_inputs, heads=1, dim=16))
+    monkeypatch.setattr(ops_cuda, 'COPY', 1 << 10)
+    monkeypatch.setattr(ops_cuda, 'deformable_inputs', partial(ops.deformable_inputs, heads=1, dim=16))
     cases = dict(device='cpu', levels=[(1, 2), (1, 1)], queries={'encoder': (None, 2)})
-    rows = list(benchmark_cuda.benchmark_ms_deform_attn(1, **cases))
+    rows = list(ops_cuda.benchmark_ms_deform_attn(1, **cases))
     names = {'grid_sample', 'triton', 'triton, ungated', 'triton, bfloat16', 'triton, autocast'}
     assert {r.provider for r in rows} == names
     assert {r.metric for r in rows} == {'time', 'peak memory', 'saved', 'of bandwidth', 'error'}
@@ -112,10 +71,10 @@ def test_gpu_benchmarks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_
     assert errors['triton'] < 1 and errors['grid_sample'] < 1 and 100 < errors['triton, bfloat16'] < 10000
     saved = {r.provider: r.y_50 for r in rows if r.metric == 'saved'}
     assert saved['triton'] < saved['grid_sample']
-    inputs, reference = benchmark_cuda.sampler_inputs([(2, 2)], 2, 3, 4, 'cpu')  # of a decoder, from boxes
-    assert benchmark_cuda._grid_sample(*inputs, reference=reference).shape == (2, 3, 16)
+    inputs, reference = ops_cuda.sampler_inputs([(2, 2)], 2, 3, 4, 'cpu')  # of a decoder, from boxes
+    assert ops_cuda._grid_sample(*inputs, reference=reference).shape == (2, 3, 16)
     small = dict(device='cpu', tokens=(24,), dtype=torch.float32, flex=False)
-    dense = list(benchmark_cuda.benchmark_plug_attention(1, **small))
+    dense = list(ops_cuda.benchmark_plug_attention(1, **small))
     saved = {r.provider: r.y_50 for r in dense if r.metric == 'saved'}
     assert saved['triton'] < saved['eager']
     for picture in (
@@ -130,24 +89,24 @@ def test_bytes_kept_beside_mmcv(case: str, fp32: float, autocast: float, monkeyp
     """What each keeps for the backward pass does not depend on what its kernel computes, so none has to run."""
     pytest.importorskip('triton', minversion='3.2')
     monkeypatch.setenv('TRITON_INTERPRET', '1')
-    monkeypatch.setattr(ms_deform_attn_triton, '_launch', lambda *_: None)
+    monkeypatch.setattr(sampler, '_launch', lambda *_: None)
 
     def forward(value: Tensor, shapes: Tensor, start: Tensor, x: Tensor, weights: Tensor, im2col_step: int) -> Tensor:
         return value.new_zeros(len(value), weights.shape[1], value.shape[2:].numel())
 
     monkeypatch.setattr(multi_scale_deform_attn, 'ext_module', SimpleNamespace(ms_deform_attn_forward=forward))
-    queries, columns = benchmark_cuda.QUERIES[case]
-    levels = [(25, 42), (13, 21), (7, 11), (4, 6)] if queries is None else benchmark_cuda.LEVELS
-    inputs, reference = benchmark_cuda.sampler_inputs(levels, 2, queries, columns, 'cpu')
-    runs = (benchmark_cuda._mmcv, benchmark_cuda._attend, benchmark_cuda._autocast)
-    peer, ours, ours_16_bit = (benchmark.saved_bytes(partial(run, reference=reference), inputs) for run in runs)
+    queries, columns = ops_cuda.QUERIES[case]
+    levels = [(25, 42), (13, 21), (7, 11), (4, 6)] if queries is None else ops_cuda.LEVELS
+    inputs, reference = ops_cuda.sampler_inputs(levels, 2, queries, columns, 'cpu')
+    runs = (ops_cuda._mmcv, ops_cuda._attend, ops_cuda._autocast)
+    peer, ours, ours_16_bit = (ops.saved_bytes(partial(run, reference=reference), inputs) for run in runs)
     assert ours < fp32 * peer and ours_16_bit < autocast * peer
 
 
 def test_backbone_benchmark_and_curves(tmp_path: Path) -> None:
     rows = list(benchmark_backbones('pvt-t', [32, 64], repetitions=1))
     assert {(r.x, r.mode, r.metric) for r in rows if r.provider == 'SAGA-PVT-T'} == {
-        (x, mode, metric) for x in ('32_b1', '64_b1') for mode in benchmark.MODES for metric in ('time', 'peak memory')
+        (x, mode, metric) for x in ('32_b1', '64_b1') for mode in ops.MODES for metric in ('time', 'peak memory')
     }
     curves = draw_curves(rows, tmp_path / 'curves.png', number=lambda x: int(x[:2]), xlabel='side')
     assert cv2.imread(str(curves)).std() > 5
@@ -201,8 +160,6 @@ def test_mmcv_operator_needs_a_gpu_and_its_sources_are_installed(tmp_path: Path)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 def test_mmcv_operator_runs() -> None:
     mmcv_cuda.provide_operator()
-    inputs, reference = benchmark_cuda.sampler_inputs([(8, 8), (4, 4)], 2, None, 2, 'cuda')
-    actual, expected = (
-        run(*inputs, reference=reference) for run in (benchmark_cuda._mmcv, benchmark_cuda._grid_sample)
-    )
+    inputs, reference = ops_cuda.sampler_inputs([(8, 8), (4, 4)], 2, None, 2, 'cuda')
+    actual, expected = (run(*inputs, reference=reference) for run in (ops_cuda._mmcv, ops_cuda._grid_sample))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)

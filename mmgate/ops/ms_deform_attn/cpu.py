@@ -13,8 +13,6 @@ so the result does not depend on the number of threads.
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,12 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .library import operator
-
-logger = logging.getLogger('mmgate')
+from ..library import operator
+from ..repaid import Repaid
 
 CHUNK = 1 << 20  # sampled corners at a time: 8 to 40 bytes each
-COMPILE_FROM = 1 << 22  # corners in a call from which half a minute of compilation is repaid within an epoch
 
 
 def why_not(value: Tensor) -> str | None:
@@ -43,7 +39,7 @@ def why_not(value: Tensor) -> str | None:
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.sample_reference`; 16-bit values are summed in float32."""
+    """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.reference.sample`; 16-bit values are summed in float32."""
     compute = torch.promote_types(weights.dtype, torch.float32)
     output = _sample(
         value.to(compute), spatial_shapes, level_start_index, sampling_locations.to(compute), weights.to(compute)
@@ -87,29 +83,17 @@ def _coordinate_gradients(
     return torch.stack([grad_x, grad_y], -1), (dots * bilinear).sum(2)
 
 
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+_REPAID = {function: Repaid(function) for function in (_corners, _coordinate_gradients)}
 
 
-_compiler_failed = False
-
-
-def _run(function: Callable[..., Any], corners: int, *args: Any) -> Any:
-    """Call ``function``, compiled if that is wanted (``MMGATE_CPU_COMPILE`` = 0, 1 or auto) and works."""
-    global _compiler_failed
+def _run(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function``, compiled if that is wanted: ``MMGATE_CPU_COMPILE`` is 0, 1 or auto, once it is due to pay."""
     wanted = os.environ.get('MMGATE_CPU_COMPILE', 'auto')
     if wanted not in ('0', '1', 'auto'):
         raise ValueError(f'MMGATE_CPU_COMPILE={wanted!r} is not known; set 0, 1 or auto.')
-    if wanted == '1' or (wanted == 'auto' and corners >= COMPILE_FROM and not _compiler_failed):
-        try:
-            return _compiled(function)(*args)
-        except Exception as error:
-            if wanted == '1':
-                raise
-            _compiler_failed = True  # no C++ compiler, most often: the same function runs as it is
-            logger.warning('torch.compile failed, the CPU backend goes on without it: %s', str(error).split('\n')[0])
-    return function(*args)
+    if wanted == '1':
+        return _REPAID[function].compiled(*args)
+    return function(*args) if wanted == '0' else _REPAID[function](*args)
 
 
 def _chunks(value: Tensor, level_start_index: Tensor, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -143,9 +127,8 @@ def _sample(
     rows = value.reshape(-1, dim)
     all_locations, all_weights = locations.flatten(0, 1), weights.flatten(0, 1)
     for part, first in _chunks(value, level_start_index, weights):
-        index, _, full = _run(
-            _corners, weights.numel() * 4, all_locations[part], all_weights[part], spatial_shapes, first, heads
-        )
+        chunk = all_locations[part], all_weights[part]
+        index, _, full = _run(_corners, *chunk, spatial_shapes, first, heads)
         bags = F.embedding_bag(
             index.flatten(2).flatten(0, 1), rows, per_sample_weights=full.flatten(2).flatten(0, 1), mode='sum'
         )
@@ -176,7 +159,6 @@ def _sample_backward(
     value_needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, dim = value.shape[2:]
-    corners = weights.numel() * 4
     rows = value.reshape(-1, dim)
     grad_rows = torch.zeros_like(rows)
     grad_locations, grad_weights = torch.empty_like(locations.flatten(0, 1)), torch.empty_like(weights.flatten(0, 1))
@@ -187,13 +169,11 @@ def _sample_backward(
     )
     for part, first in _chunks(value, level_start_index, weights):
         chunk = all_locations[part], all_weights[part]
-        index, bilinear, full = _run(_corners, corners, *chunk, spatial_shapes, first, heads)
+        index, bilinear, full = _run(_corners, *chunk, spatial_shapes, first, heads)
         index, size = index.flatten(2).flatten(0, 1), full.shape  # (n * H, 4 * L * P)
         grad_part = grad_bags[part.start * heads :][: len(index)]
         dots = _dots(rows, index, grad_part).view(size)
-        grad_locations[part], grad_weights[part] = _run(
-            _coordinate_gradients, corners, dots, bilinear, *chunk, spatial_shapes
-        )
+        grad_locations[part], grad_weights[part] = _run(_coordinate_gradients, dots, bilinear, *chunk, spatial_shapes)
         if value_needs_grad:
             del dots, bilinear
             _add_by_row(grad_rows, index, full.flatten(), grad_part)

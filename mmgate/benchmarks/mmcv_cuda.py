@@ -102,8 +102,8 @@ def provide_operator() -> None:
     """
     from mmcv.ops import get_compiling_cuda_version, multi_scale_deform_attn
 
-    from mmgate.ops import ms_deform_attn_mmcv
+    from mmgate.ops.ms_deform_attn import mmcv as backend
 
     if get_compiling_cuda_version() == 'not available':
         multi_scale_deform_attn.ext_module = build_operator()
-        ms_deform_attn_mmcv.look_again()
+        backend.look_again()

@@ -6,14 +6,20 @@ sampling_locations (B, Q, H, L, P, 2) as (x, y), 0 to 1 over a level; logits (B,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from . import ms_deform_attn_cpu, ms_deform_attn_mmcv, ms_deform_attn_triton, triton_backend
-from .dispatch import Backend, find, select
-from .library import is_compiling, outside_graphs
+from ..dispatch import Backend, find, select
+from ..library import is_compiling, is_exporting, outside_graphs
+from . import cpu, grid_sample, mmcv, reference, triton
+from .problems import PROBLEMS
+from .weights import POSITIONS, attention_weights, offset_locations
 
-POSITIONS = ('pre_softmax', 'post_softmax')
+LARGEST = 1 << 24  # numbers in a tensor of the reference that are still tried
+
+__all__ = ['BACKENDS', 'POSITIONS', 'attention_weights', 'check_backend', 'ms_deform_attn', 'offset_locations']
 
 
 @outside_graphs
@@ -48,9 +54,10 @@ def ms_deform_attn(
         position: ``'pre_softmax'`` or ``'post_softmax'``.
         reference_points: Points ``(B, Q, L, 2)`` as (x, y) or boxes ``(B, Q, L, 4)`` as (centre, size), 0 to 1; then
             ``sampling_locations`` are offsets from them, see :func:`offset_locations`.
-        backend: ``'torch'`` (reference), ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'triton'`` (gate, softmax and
-            sampling in one CUDA kernel) or ``'auto'``, the default. The environment variable
-            ``MMGATE_MS_DEFORM_ATTN`` has the last word.
+        backend: ``'torch'`` (reference), ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'grid_sample'`` (any device),
+            ``'triton'`` (gate, softmax and sampling in one CUDA kernel) or ``'auto'``, the default: what was measured
+            to be fastest, see :mod:`mmgate.ops.dispatch`. The environment variable ``MMGATE_MS_DEFORM_ATTN`` has the
+            last word.
 
     Returns:
         ``(B, Q, H * D)`` in the dtype of ``value``. Weights are formed in float32 for 16-bit inputs.
@@ -63,82 +70,11 @@ def ms_deform_attn(
     _check(value, spatial_shapes, level_start_index, sampling_locations, logits, gate, position)
     if reference_points is not None:
         reference_points = _checked_reference(reference_points, logits)
-    if backend in (None, 'auto') and ms_deform_attn_triton.preferred(value):
-        backend = 'triton'
-    chosen = select('ms_deform_attn', BACKENDS, value, backend)
-    if chosen.name == 'triton':
-        inputs = (value, spatial_shapes, level_start_index, sampling_locations, logits)
-        return chosen.run(*inputs, gate, residual, position, reference_points)
-    weights = attention_weights(logits, gate, residual=residual, position=position)
-    locations = sampling_locations
-    if reference_points is not None:
-        locations = offset_locations(locations, reference_points, spatial_shapes)
-    return chosen.run(value, spatial_shapes, level_start_index, locations, weights)
-
-
-def offset_locations(offsets: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
-    """Return sampling locations from offsets ``(B, Q, H, L, P, 2)``.
-
-    From points ``(B, Q, L, 2)`` an offset is counted in pixels of its level; from boxes ``(B, Q, L, 4)`` in half sizes
-    of the box, divided by P. 16-bit offsets give float32 locations: bfloat16 has 8 bits for the whole side of a map.
-
-    Source: Deformable DETR, Eq. 3 and appendix A.4.
-    """
-    if offsets.dtype in (torch.float16, torch.bfloat16):
-        offsets, reference_points = offsets.float(), reference_points.float()
-    reference = reference_points[:, :, None, :, None]  # (B, Q, 1, L, 1, 2|4)
-    if reference_points.shape[-1] == 2:
-        return reference + offsets / spatial_shapes.flip(-1)[:, None]
-    return reference[..., :2] + offsets / offsets.shape[-2] * reference[..., 2:] * 0.5
-
-
-def attention_weights(
-    logits: Tensor, gate: Tensor | None = None, *, residual: bool = True, position: str = 'pre_softmax'
-) -> Tensor:
-    """Return the weights ``(B, Q, H, L, P)`` of :func:`ms_deform_attn`; they sum to 1 over (L, P) unless gated after.
-
-    Source: PLuG attention, Eq. 12 and (after the softmax) Eq. 17.
-    """
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
-    if gate is not None:
-        factor = 1 + gate.to(logits.dtype) if residual else gate.to(logits.dtype)
-        if position == 'pre_softmax':
-            logits = logits * factor
-    weights = logits.flatten(-2).softmax(-1).view(logits.shape)  # over (L, P) together
-    if gate is not None and position == 'post_softmax':
-        weights = weights * factor
-    return weights
-
-
-def sample_reference(
-    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
-) -> Tensor:
-    """Reference of the weighted sampling: plain indexing, differentiable by autograd, no loop over levels.
-
-    Args and return value as in :func:`ms_deform_attn`, with attention ``weights`` in the place of the logits.
-    """
-    batch, _, heads, dim = value.shape
-    queries = sampling_locations.shape[1]
-    locations, weights = sampling_locations.to(weights.dtype), weights
-    size = spatial_shapes.flip(-1)[:, None]  # (L, 1, 2) as (width, height)
-    xy = locations * size - 0.5  # pixel centres become integers
-    corner = xy.floor().detach()
-    fraction = xy - corner  # (B, Q, H, L, P, 2) in [0, 1)
-    b = torch.arange(batch, device=value.device).view(-1, 1, 1, 1, 1)
-    h = torch.arange(heads, device=value.device).view(-1, 1, 1)
-
-    output = weights.new_zeros(batch, queries, heads, dim)
-    for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        x, y = corner[..., 0] + dx, corner[..., 1] + dy  # (B, Q, H, L, P)
-        inside = (x >= 0) & (x < size[..., 0]) & (y >= 0) & (y < size[..., 1])
-        index = level_start_index[:, None] + torch.where(inside, y * size[..., 0] + x, 0).long()
-        fx = fraction[..., 0] if dx else 1 - fraction[..., 0]
-        fy = fraction[..., 1] if dy else 1 - fraction[..., 1]
-        bilinear = torch.where(inside, fx * fy, 0)
-        samples = value[b, index, h]  # (B, Q, H, L, P, D)
-        output = output + ((weights * bilinear)[..., None] * samples).sum((3, 4))
-    return output.flatten(2).to(value.dtype)
+    if not value.shape[1]:  # no level has a pixel
+        return value.sum(1).flatten(1)[:, None].expand(-1, logits.shape[1], -1)
+    inputs = (value, spatial_shapes, level_start_index, sampling_locations, logits)
+    arguments = (*inputs, gate, residual, position, reference_points)
+    return select('ms_deform_attn', BACKENDS, value, backend, PROBLEMS, arguments).run(*arguments)
 
 
 def _check(
@@ -174,7 +110,7 @@ def _check(
     if gate is not None and torch.broadcast_shapes(gate.shape, logits.shape) != logits.shape:
         raise ValueError(f'gate {tuple(gate.shape)} does not broadcast to the logits {tuple(logits.shape)}.')
     # Reading the sizes would stall a GPU and break a compiled graph; there the host layer has to be right.
-    if not is_compiling() and spatial_shapes.device.type == 'cpu':
+    if not is_compiling() and not is_exporting() and spatial_shapes.device.type == 'cpu':
         areas = int(spatial_shapes.prod(-1).sum())
         if areas != tokens:
             raise ValueError(f'value has {tokens} tokens, but spatial_shapes {spatial_shapes.tolist()} hold {areas}.')
@@ -199,10 +135,33 @@ def check_backend(name: str) -> None:
         find('ms_deform_attn', BACKENDS, name)
 
 
+def _sampled(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return how to attend by ``sample``, which takes finished locations and weights."""
+
+    def attend(
+        value: Tensor,
+        spatial_shapes: Tensor,
+        level_start_index: Tensor,
+        points: Tensor,
+        logits: Tensor,
+        gate: Tensor | None,
+        residual: bool,
+        position: str,
+        reference_points: Tensor | None,
+    ) -> Tensor:
+        weights = attention_weights(logits, gate, residual=residual, position=position)
+        if reference_points is not None:
+            points = offset_locations(points, reference_points, spatial_shapes)
+        return sample(value, spatial_shapes, level_start_index, points, weights)
+
+    return attend
+
+
 BACKENDS = (
-    Backend('mmcv', ms_deform_attn_mmcv.why_not, ms_deform_attn_mmcv.sample),
-    Backend('cpu', ms_deform_attn_cpu.why_not, ms_deform_attn_cpu.sample),
-    Backend('torch', lambda value: None, sample_reference),
-    # Behind the reference, so that 'auto' takes it only where it is preferred by measurement.
-    Backend('triton', triton_backend.why_not, ms_deform_attn_triton.attend),
+    Backend('mmcv', mmcv.why_not, _sampled(mmcv.sample)),
+    Backend('cpu', cpu.why_not, _sampled(cpu.sample)),
+    Backend('grid_sample', grid_sample.why_not, _sampled(grid_sample.sample), traceable=False),
+    Backend('torch', lambda value: None, _sampled(reference.sample), plain=True, largest=LARGEST),
+    # No GPU has run it yet: 'auto' takes it where a measurement says so.
+    Backend('triton', triton.why_not, triton.attend, in_order=False),
 )

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from mmgate.layers import GatingModulation
-from mmgate.ops import ms_deform_attn, ms_deform_attn_mmcv, plug_attention
-from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
+from mmgate.ops import ms_deform_attn, plug_attention
+from mmgate.ops.ms_deform_attn import attention_weights, mmcv, offset_locations
 
-from .benchmark import MODES, Row, deformable_inputs, interleaved, measure, pixel_centres, row_of, saved_bytes
 from .mmcv_cuda import provide_operator
+from .ops import MODES, Row, deformable_inputs, interleaved, measure, pixel_centres, row_of, saved_bytes
 
 LEVELS = [(100, 167), (50, 84), (25, 42), (13, 21)]  # of an image of 800 x 1333
 # name: (queries, None for one a pixel; columns of the reference points: 2 for points, 4 for boxes)
@@ -114,7 +114,7 @@ def benchmark_ms_deform_attn(
             provide_operator()
         except RuntimeError as error:
             warnings.warn(f'measured without mmcv: {error}', stacklevel=2)
-    if ms_deform_attn_mmcv.why_not(torch.empty(1, device=device)) is None:
+    if mmcv.why_not(torch.empty(1, device=device)) is None:
         runs = {'mmcv': _mmcv, 'mmcv, half': _mmcv_half, **runs}
     bandwidth = measured_bandwidth(device)
     for x, (count, columns) in queries.items():

@@ -17,11 +17,11 @@ from mmengine.structures import InstanceData, PixelData
 from torch import Tensor
 
 import mmgate  # noqa: F401  (registers its components)
+from mmgate.analysis.flops import empty_sample
 from mmgate.engine.cli import read_config
 from mmgate.engine.preflight import mappings
 
-from .benchmark import Row, environment, interleaved
-from .flops import empty_sample
+from .ops import Row, environment, interleaved
 
 OBJECTS = 10  # annotated objects an image
 Step = Callable[[Tensor], Tensor]

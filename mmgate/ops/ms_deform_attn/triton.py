@@ -9,28 +9,21 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .library import operator
-from .triton_backend import interpreted, on_device, padded, why_not
+from ..library import operator
+from ..triton_backend import interpreted, on_device, padded, why_not
+from .weights import attention_weights, offset_locations
 
-# GPUs (a part of torch.cuda.get_device_name) on which KERNEL.md's table shows this backend ahead of mmcv's operator;
-# only there does 'auto' take it.
-AHEAD_OF_MMCV: tuple[str, ...] = ()
+__all__ = ['attend', 'rows_of_warp', 'why_not']
+MOST_HEADS = 65_535  # the second axis of a grid
 NUM_WARPS = 4
 LANE_BYTES = 16  # of a row of channels that a lane loads or adds at once; the value gradient is always float32
 TUNED = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4))  # rows a lane and warps that MMGATE_TRITON_AUTOTUNE=1 tries
-
-
-def preferred(value: Tensor) -> bool:
-    """Return whether ``auto`` takes this backend for ``value``."""
-    if value.device.type != 'cuda' or not AHEAD_OF_MMCV or why_not(value) is not None:
-        return False
-    name = torch.cuda.get_device_name(value.device)
-    return any(part in name for part in AHEAD_OF_MMCV)
 
 
 def attend(
@@ -47,14 +40,22 @@ def attend(
     """Attend from logits; arguments and return value as :func:`mmgate.ops.ms_deform_attn`.
 
     Raises:
-        ValueError: An image's values or points are too many for 32-bit offsets.
+        ValueError: Too many values, points or outputs an image for 32-bit offsets, or too many heads for a grid.
     """
-    for name, x in (('values', value), ('points', points)):
-        if x.shape[1:].numel() >= 2**31:
+    batch, _, heads, dim = value.shape
+    sizes = dict(values=value.shape[1:].numel(), points=points.shape[1:].numel())
+    sizes['outputs'] = points.shape[1] * heads * dim
+    for name, size in sizes.items():
+        if size >= 2**31:
             raise ValueError(
-                f"ms_deform_attn: backend 'triton' takes fewer than 2^31 numbers an image, the {name} have "
-                f"{x.shape[1:].numel()}. Use 'mmcv' or 'torch'."
+                f"ms_deform_attn: backend 'triton' takes fewer than 2^31 numbers an image, the {name} have {size}. "
+                "Use 'mmcv' or 'torch'."
             )
+    if batch * heads > MOST_HEADS:
+        raise ValueError(
+            f"ms_deform_attn: backend 'triton' takes up to {MOST_HEADS} heads of all images, got {batch} x {heads}. "
+            'Use a smaller batch or another backend.'
+        )
     reference = None if reference_points is None else reference_points.contiguous()
     return _fused(
         value.contiguous(),
@@ -77,8 +78,6 @@ def _launch(
     batch, tokens, heads, dim = value.shape
     _, queries, _, levels, count = logits.shape
     strides = (0,) * 5 if gate is None else gate.expand(logits.shape).stride()
-    if not value.numel() or not queries:
-        return
     import triton
 
     block_d = padded(dim)
@@ -94,7 +93,7 @@ def _launch(
         POST=post_softmax,
         **switches,
     )
-    rows = rows_of_warp(block_d, 4 if backward else value.element_size())
+    rows = rows_of_warp(block_d, 4 if backward else value.element_size(), backward and scalar_reductions(value.device))
     kernel = _kernel(backward, rows if os.environ.get('MMGATE_TRITON_AUTOTUNE') == '1' and not interpreted() else 0)
     fixed = {}
     if not hasattr(kernel, 'configs'):
@@ -109,19 +108,34 @@ def _launch(
     tensors = [*before, value, shapes, starts, points, reference, logits, gate, *after]
     with on_device(value):
         # sizes of images differ, their powers of two seldom
-        kernel[grid](*tensors, tokens, queries, queries.bit_length(), heads, *strides, **constants, **fixed)
+        kernel[grid](
+            *tensors, tokens, queries, queries.bit_length(), heads, *strides, **constants, **fixed,
+            enable_fp_fusion=True,  # Triton 3.10 turned it off by default
+        )  # fmt: skip
 
 
-def rows_of_warp(block_d: int, itemsize: int) -> int:
-    """Return how many rows of ``block_d`` channels a warp holds when every lane has 16 bytes of one."""
-    return max(1, 32 * LANE_BYTES // (block_d * itemsize))
+def rows_of_warp(block_d: int, itemsize: int, one_channel: bool = False) -> int:
+    """Return how many rows of ``block_d`` channels a warp holds, every lane having 16 bytes or one channel of one."""
+    return max(1, 32 * (itemsize if one_channel else LANE_BYTES) // (block_d * itemsize))
+
+
+@functools.cache
+def scalar_reductions(device: torch.device) -> bool:
+    """Return whether the GPU adds one float at a time, as before sm_90: then neighbours belong into different lanes."""
+    if interpreted():
+        return False
+    from triton.runtime import driver
+
+    with torch.cuda.device(device) if device.type == 'cuda' else nullcontext():
+        target = driver.active.get_current_target()
+    return target.backend == 'cuda' and target.arch < 90
 
 
 @functools.cache
 def _kernel(backward: bool, tuned_rows: int) -> Any:
     import triton
 
-    from . import ms_deform_attn_kernels as kernels
+    from . import kernels
 
     kernel = kernels.backward_kernel if backward else kernels.forward_kernel
     if not tuned_rows:
@@ -162,7 +176,10 @@ def _fused(
     """Return the output, and of every softmax its maximum and inverse sum, ``(B, Q, H, 2)`` float32."""
     inputs = (value, spatial_shapes, level_start_index, points, reference_points, logits, gate, residual, post_softmax)
     output, softmax = _outputs(value, logits)
-    _launch(False, inputs, [], [output, softmax])
+    if not value.numel():  # no level has a pixel
+        return output.zero_(), softmax.zero_()
+    if logits.numel():
+        _launch(False, inputs, [], [output, softmax])
     return output, softmax
 
 
@@ -210,6 +227,8 @@ def _fused_backward(
     grads[0].zero_()
     inputs = (value, spatial_shapes, level_start_index, points, reference_points, logits, gate, residual, post_softmax)
     switches = dict(SCATTER=not deterministic, GRAD_REFERENCE=grad_reference)
+    if not value.numel() or not logits.numel():
+        return tuple(x.zero_() for x in grads)  # type: ignore[return-value]
     _launch(True, inputs, [grad.contiguous(), softmax], grads, **switches)
     if deterministic:
         grads[0] = _sorted_value_gradient(grad, *inputs)
@@ -247,8 +266,6 @@ def _sorted_value_gradient(
     post_softmax: bool,
 ) -> Tensor:
     """The values' gradient without atomics: ``index_put_`` sorts its indices under deterministic algorithms."""
-    from .ms_deform_attn import attention_weights, offset_locations
-
     batch, _, heads, dim = value.shape
     position = 'post_softmax' if post_softmax else 'pre_softmax'
     weights = attention_weights(logits.float(), gate, residual=residual, position=position)  # (B, Q, H, L, P)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import operator
+from ..library import operator
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def why_not(value: Tensor) -> str | None:
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.sample_reference`.
+    """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.reference.sample`.
 
     Computed in float32 for every input dtype: mmcv's kernel has no bfloat16, and in float16 it rounds the coordinates.
     """

@@ -78,8 +78,8 @@ def _logits(
             at += n.to(tl.int64) * bias_n
             inside = inside & (n < rows)
         logits += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
-    # a row outside needs no mask: its query, gradient and delta are 0, and it is not stored;
-    # nor does a column in the pass over columns, where nothing of one reaches another
+    # A row outside needs no mask: forward nothing of it is stored, backward its log-sum-exp is inf, so that its
+    # weights are 0 whatever the bias. Nor does a column in the pass over columns, where nothing of one reaches another.
     return s, r, t, logits if EVEN else tl.where(m < columns, logits, float('-inf'))
 
 
@@ -170,7 +170,7 @@ def rows_backward_kernel(
     q = _rows(q_ptr + pid * rows * D, n, rows, D, BLOCK_D)
     grad = _rows(grad_ptr + pid * rows * D, n, rows, D, BLOCK_D)
     gq = _rows(gq_ptr + gate * rows * E, n, rows, E, BLOCK_E)
-    lse = tl.load(lse_ptr + pid * rows + n, mask=n < rows, other=0.0)
+    lse = tl.load(lse_ptr + pid * rows + n, mask=n < rows, other=float('inf'))
     delta = tl.load(delta_ptr + pid * rows + n, mask=n < rows, other=0.0)
     bias = bias_ptr + image * bias_b + head * bias_h
     grad_q = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
@@ -231,7 +231,7 @@ def columns_backward_kernel(
         q = _rows(q_ptr + pid * rows * D, n, rows, D, BLOCK_D)
         grad = _rows(grad_ptr + pid * rows * D, n, rows, D, BLOCK_D)
         gq = _rows(gq_ptr + gate * rows * E, n, rows, E, BLOCK_E)
-        lse = tl.load(lse_ptr + pid * rows + n, mask=n < rows, other=0.0)
+        lse = tl.load(lse_ptr + pid * rows + n, mask=n < rows, other=float('inf'))
         delta = tl.load(delta_ptr + pid * rows + n, mask=n < rows, other=0.0)
         p, grad_s, grad_r, _, _ = _gradients(
             k, q, gk, gq, v, grad, lse[None, :], delta[None, :], bias, n, m, rows, columns, bias_n, bias_m,

@@ -10,7 +10,7 @@ import torch
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from .benchmark import MODES, Row, interleaved
+from .ops import MODES, Row, interleaved
 
 BACKBONES: dict[str, dict[str, Any]] = {
     'PVT-T': dict(type='mmdet.PyramidVisionTransformer', num_layers=[2, 2, 2, 2]),

@@ -1,0 +1,122 @@
+"""mmcv's multi-scale deformable attention on our operator, without a gate and as the base of one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention
+from torch import Tensor
+
+from mmgate.ops.ms_deform_attn import check_backend, ms_deform_attn
+from mmgate.registry import MODELS
+
+
+@MODELS.register_module()
+class MultiScaleDeformableAttention(MMCVMultiScaleDeformableAttention):
+    """Multi-scale deformable attention, in the place of mmcv's class of this name and with its outputs.
+
+    A gate that gates nothing: for the speed of :func:`mmgate.ops.ms_deform_attn` alone, or where mmcv has no compiled
+    operator for a device. It has mmcv's parameters and no others.
+
+    Args:
+        embed_dims: Channels C. Default 256.
+        num_heads: Heads H. Default 8.
+        num_levels: Feature levels L. Default 4.
+        num_points: Sampling points P of a head and level. Default 4.
+        backend: Of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
+        **kwargs: mmcv's further arguments: im2col_step, dropout, batch_first, norm_cfg, init_cfg, value_proj_ratio.
+
+    Raises:
+        ValueError: An unknown backend, or sizes that do not divide.
+        TypeError: An argument that neither mmcv's class nor this one has.
+
+    Source: Deformable DETR (arXiv 2010.04159), Eq. 3.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int = 256,
+        num_heads: int = 8,
+        num_levels: int = 4,
+        num_points: int = 4,
+        *,
+        backend: str = 'auto',
+        **kwargs: Any,
+    ) -> None:
+        check_backend(backend)
+        super().__init__(embed_dims, num_heads, num_levels, num_points, **kwargs)
+        self.backend = backend
+
+    def gating(self, query: Tensor) -> dict[str, Any]:
+        """Return ``gate``, ``residual`` and ``position`` of the operator for ``query`` (B, Q, C): none here."""
+        return {}
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        identity: Tensor | None = None,
+        query_pos: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        reference_points: Tensor | None = None,
+        spatial_shapes: Tensor | None = None,
+        level_start_index: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend from ``query`` to the levels in ``value``; the arguments are mmcv's.
+
+        Args:
+            query: ``(Q, B, C)``, or ``(B, Q, C)`` if ``batch_first``, as all of the following.
+            key: Not used, as in mmcv.
+            value: ``(S, B, C)``, the levels one after the other; default ``query``.
+            identity: Added to the result, of the shape of ``query``; default ``query``.
+            query_pos: Position embedding, added to ``query``.
+            key_padding_mask: ``(B, S)``, True where ``value`` is padding.
+            reference_points: ``(B, Q, L, 2)`` as (x, y), or ``(B, Q, L, 4)`` as (x, y, w, h), in 0 to 1.
+            spatial_shapes: ``(L, 2)`` as (height, width), integer.
+            level_start_index: ``(L,)``, integer.
+            **kwargs: mmcv's deprecated ``residual`` for ``identity``, and what mmdet's layers hand to every attention;
+                not used, as in mmcv.
+
+        Returns:
+            Of the shape of ``query``.
+
+        Raises:
+            ValueError: ``reference_points``, ``spatial_shapes`` or ``level_start_index`` missing or of a wrong shape.
+        """
+        if reference_points is None or spatial_shapes is None or level_start_index is None:
+            raise ValueError(
+                'reference_points, spatial_shapes and level_start_index are needed by deformable attention.'
+            )
+        if 'residual' in kwargs:
+            warnings.warn('"residual" is deprecated, use "identity".', DeprecationWarning, stacklevel=2)
+            identity = kwargs['residual']
+        value = query if value is None else value
+        identity = query if identity is None else identity
+        query = query if query_pos is None else query + query_pos
+        if not self.batch_first:
+            query, value = query.transpose(0, 1), value.transpose(0, 1)
+
+        heads_levels_points = (self.num_heads, self.num_levels, self.num_points)
+        value = self.value_proj(value)  # (B, S, C)
+        if key_padding_mask is not None:
+            value = value.masked_fill(key_padding_mask[..., None], 0.0)
+        value = value.unflatten(-1, (self.num_heads, -1))  # (B, S, H, d)
+        offsets = self.sampling_offsets(query).unflatten(-1, (*heads_levels_points, 2))  # (B, Q, H, L, P, 2)
+        logits = self.attention_weights(query).unflatten(-1, heads_levels_points)  # (B, Q, H, L, P)
+        output = ms_deform_attn(
+            value,
+            spatial_shapes,
+            level_start_index,
+            offsets,
+            logits,
+            reference_points=reference_points,
+            backend=self.backend,
+            **self.gating(query),
+        )
+        output = self.output_proj(output)
+        if not self.batch_first:
+            output = output.transpose(0, 1)
+        return self.dropout(output) + identity

@@ -1,0 +1,43 @@
+"""Attentions over a reduced map as hosts; mmdet's PVT, mmseg's SegFormer and Twins have the same attributes."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+from torch import nn
+
+from mmgate.layers.dense import GatedMultiheadAttention
+from mmgate.layers.map_attention import MapAttention
+
+from .pairs import adapts
+from .torch import multihead_attention as torch_host
+
+
+def adapt_reduced(*hosts: type[nn.Module]) -> None:
+    """Let dense gates replace ``hosts``, and attentions over the whole map those of them that reduce nothing."""
+
+    @adapts(GatedMultiheadAttention, *hosts)
+    def reduced_attention(gate: type[GatedMultiheadAttention], host: Any, **options: Any) -> nn.Module:
+        """Return the host's module with the attention in it gated; the spatial reduction stays."""
+        gated = deepcopy(host)
+        gated.attn = torch_host(gate, host.attn, **options)
+        return gated
+
+    @adapts(MapAttention, *hosts)
+    def unreduced_attention(gate: type[MapAttention], host: Any, **options: Any) -> MapAttention:
+        if host.sr_ratio != 1:
+            raise ValueError(
+                f'{gate.__name__} reduces no map, but this attention has sr_ratio={host.sr_ratio}; '
+                'set sr_ratios=(1, 1, 1, 1) in the backbone.'
+            )
+        module = gate(
+            host.embed_dims,
+            host.num_heads,
+            qkv_bias=host.attn.in_proj_bias is not None,
+            attn_drop=host.attn.dropout,
+            proj_drop=host.proj_drop.p,
+            **options,
+        )
+        module.dropout_layer = host.dropout_layer
+        return module

@@ -1,0 +1,47 @@
+"""Multi-scale deformable sampling by torch's ``grid_sample``, level by level: any device, differentiable by autograd.
+
+    out[b, q, h] = sum over levels l of  sum over points p of  a_lp  grid_sample(V_l, 2 x_lp - 1)
+
+Layout: the value maps of a level as images (B * H, D, height, width), its locations as grids (B * H, Q, P, 2). No
+operator has to be compiled, but what is sampled, (B * H, D, Q, P) a level, is in memory, and the sizes of the levels
+have to be known to the host, for which a GPU is waited for.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def why_not(value: Tensor) -> str | None:
+    """Return why this backend cannot run on ``value``, or None."""
+    if not value.is_floating_point():
+        return f'value must be floating point, got {value.dtype}'
+    return None
+
+
+def sample(
+    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
+) -> Tensor:
+    """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.reference.sample`, in no less than float32."""
+    batch, _, heads, dim = value.shape
+    queries = sampling_locations.shape[1]
+    if not value.numel() or not weights.numel():  # which grid_sample refuses
+        nothing = value.sum() + weights.sum() + sampling_locations.sum()
+        return (nothing * 0).to(value.dtype).expand(batch, queries, heads * dim)
+    compute = torch.promote_types(weights.dtype, torch.float32)
+    maps = value.to(compute).permute(0, 2, 3, 1).flatten(0, 1)  # (B * H, D, S)
+    # Far off the map nothing is added, while grid_sample takes what is no number for the first pixel.
+    finite = sampling_locations.to(compute).nan_to_num(nan=-9.0).clamp(-9, 9)
+    grids = (2 * finite - 1).transpose(1, 2).flatten(0, 1)  # (B * H, Q, L, P, 2), -1 and 1 the outer edges
+    shares = weights.to(compute).transpose(1, 2).flatten(0, 1)[:, None]  # (B * H, 1, Q, L, P)
+    output = maps.new_zeros(batch * heads, dim, queries)
+    starts = level_start_index.tolist()
+    for level, (height, width) in enumerate(spatial_shapes.tolist()):
+        if not height * width:
+            continue
+        image = maps[..., starts[level] : starts[level] + height * width].unflatten(-1, (height, width))
+        sampled = F.grid_sample(image, grids[:, :, level], padding_mode='zeros', align_corners=False)
+        output = output + (sampled * shares[:, :, :, level]).sum(-1)  # (B * H, D, Q)
+    return output.view(batch, heads * dim, queries).transpose(1, 2).to(value.dtype)

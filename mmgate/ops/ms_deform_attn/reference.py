@@ -1,0 +1,36 @@
+"""Reference of the weighted sampling: plain indexing, exact in float64, differentiable by autograd."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def sample(
+    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
+) -> Tensor:
+    """Reference of the weighted sampling: plain indexing, differentiable by autograd, no loop over levels.
+
+    Args and return value as in :func:`mmgate.ops.ms_deform_attn`, with attention ``weights`` for logits and gate.
+    """
+    batch, _, heads, dim = value.shape
+    queries = sampling_locations.shape[1]
+    locations = sampling_locations.to(weights.dtype)
+    size = spatial_shapes.flip(-1)[:, None]  # (L, 1, 2) as (width, height)
+    xy = locations * size - 0.5  # pixel centres become integers
+    corner = xy.floor().detach()
+    fraction = xy - corner  # (B, Q, H, L, P, 2) in [0, 1)
+    b = torch.arange(batch, device=value.device).view(-1, 1, 1, 1, 1)
+    h = torch.arange(heads, device=value.device).view(-1, 1, 1)
+
+    output = weights.new_zeros(batch, queries, heads, dim)
+    for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        x, y = corner[..., 0] + dx, corner[..., 1] + dy  # (B, Q, H, L, P)
+        inside = (x >= 0) & (x < size[..., 0]) & (y >= 0) & (y < size[..., 1])
+        index = level_start_index[:, None] + torch.where(inside, y * size[..., 0] + x, 0).long()
+        fx = fraction[..., 0] if dx else 1 - fraction[..., 0]
+        fy = fraction[..., 1] if dy else 1 - fraction[..., 1]
+        bilinear = torch.where(inside, fx * fy, 0)
+        samples = value[b, index, h]  # (B, Q, H, L, P, D)
+        output = output + ((weights * bilinear)[..., None] * samples).sum((3, 4))
+    return output.flatten(2).to(value.dtype)

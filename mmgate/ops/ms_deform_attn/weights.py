@@ -1,0 +1,43 @@
+"""What precedes the sampling: sampling locations from offsets, and weights from gated logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+POSITIONS = ('pre_softmax', 'post_softmax')
+
+
+def offset_locations(offsets: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
+    """Return sampling locations from offsets ``(B, Q, H, L, P, 2)``.
+
+    From points ``(B, Q, L, 2)`` an offset is counted in pixels of its level; from boxes ``(B, Q, L, 4)`` in half sizes
+    of the box, divided by P. 16-bit offsets give float32 locations: bfloat16 has 8 bits for the whole side of a map.
+
+    Source: Deformable DETR, Eq. 3 and appendix A.4.
+    """
+    if offsets.dtype in (torch.float16, torch.bfloat16):
+        offsets, reference_points = offsets.float(), reference_points.float()
+    reference = reference_points[:, :, None, :, None]  # (B, Q, 1, L, 1, 2|4)
+    if reference_points.shape[-1] == 2:
+        return reference + offsets / spatial_shapes.flip(-1)[:, None]
+    return reference[..., :2] + offsets / offsets.shape[-2] * reference[..., 2:] * 0.5
+
+
+def attention_weights(
+    logits: Tensor, gate: Tensor | None = None, *, residual: bool = True, position: str = 'pre_softmax'
+) -> Tensor:
+    """Return the weights ``(B, Q, H, L, P)`` of :func:`ms_deform_attn`; they sum to 1 over (L, P) unless gated after.
+
+    Source: PLuG attention, Eq. 12 and (after the softmax) Eq. 17.
+    """
+    if logits.dtype in (torch.float16, torch.bfloat16):
+        logits = logits.float()
+    if gate is not None:
+        factor = 1 + gate.to(logits.dtype) if residual else gate.to(logits.dtype)
+        if position == 'pre_softmax':
+            logits = logits * factor
+    weights = logits.flatten(-2).softmax(-1).view(logits.shape)  # over (L, P) together
+    if gate is not None and position == 'post_softmax':
+        weights = weights * factor
+    return weights

@@ -1,0 +1,58 @@
+"""Reference of PLuG attention: the equations, with the N x M maps in memory, differentiable by autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+Modulation = Callable[[Tensor], Tensor]
+
+
+def attention_map(
+    query: Tensor,
+    key: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None = None,
+    *,
+    residual: bool = True,
+    position: str = 'pre_softmax',
+) -> Tensor:
+    """Return the attention weights ``(B, H, N, M)`` of :func:`plug_attention`."""
+    logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5  # (B, H, N, M)
+    factor = gate_factor(gate_query, gate_key, modulation, residual)
+    if position == 'pre_softmax':
+        logits = logits * factor
+    weights = (logits if bias is None else logits + bias).softmax(-1)
+    return (weights if position == 'pre_softmax' else weights * factor).to(query.dtype)
+
+
+def gate_factor(gate_query: Tensor, gate_key: Tensor, modulation: Modulation, residual: bool) -> Tensor:
+    """Return ``1 + G`` or ``G``, ``(B, H|1, N, M)``, in no less than 32 bits.
+
+    In bfloat16 the sum has four values for all G of less than 0.015, where gates start.
+    """
+    raw = gate_query @ gate_key.transpose(-1, -2) / gate_query.shape[-1] ** 0.5
+    gate = modulation(raw)
+    gate = gate.float() if gate.dtype.itemsize < 4 else gate
+    return 1 + gate if residual else gate
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None = None,
+    residual: bool = True,
+    position: str = 'pre_softmax',
+    dropout: float = 0.0,
+) -> Tensor:
+    """Reference of :func:`plug_attention`: the equations, with the maps in memory."""
+    weights = attention_map(query, key, gate_query, gate_key, modulation, bias, residual=residual, position=position)
+    return F.dropout(weights, dropout, training=dropout > 0) @ value

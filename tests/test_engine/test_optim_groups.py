@@ -1,0 +1,95 @@
+"""Merged parameter groups: the same steps, schedules and logs, and old checkpoints go on."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from mmengine.optim import MultiStepLR, build_optim_wrapper
+from torch import nn
+
+from mmgate.layers import GatingModulation
+
+PARAMWISE = dict(custom_keys={'slow': dict(lr_mult=0.1)}, norm_decay_mult=0.0)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = dict(first=nn.Linear(3, 4), slow=nn.Linear(4, 4), norm=nn.LayerNorm(4), last=nn.Linear(4, 2))
+    return nn.Sequential(nn.ModuleDict(layers))
+
+
+def build(net: nn.Module, constructor: str, **optimizer: Any) -> Any:
+    options = dict(type='AdamW', lr=0.01, weight_decay=0.1, **optimizer)
+    return build_optim_wrapper(net, dict(optimizer=options, paramwise_cfg=PARAMWISE, constructor=constructor))
+
+
+def step(net: nn.Module, wrapper: Any, count: int = 1) -> None:
+    layers = net[0]
+    for seed in range(count):
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+        y = layers['last'](layers['norm'](layers['slow'](layers['first'](x))))
+        wrapper.update_params(y.square().mean())
+
+
+MERGED, PLAIN = 'mmgate.GroupedOptimWrapperConstructor', 'DefaultOptimWrapperConstructor'
+
+
+def test_same_steps_from_fewer_groups() -> None:
+    results = []
+    for constructor in (PLAIN, MERGED):
+        net = model()
+        wrapper = build(net, constructor)
+        schedule = MultiStepLR(wrapper, milestones=[2], gamma=0.1)
+        for _ in range(3):
+            step(net, wrapper)
+            schedule.step()
+        results.append((len(wrapper.optimizer.param_groups), wrapper.get_lr(), list(net.parameters())))
+    (plain, plain_lr, expected), (merged, lr, actual) = results
+    assert (plain, merged) == (8, 3)
+    assert set(map(float, lr['lr'])) == set(map(float, plain_lr['lr'])) and lr.get('base_lr') == plain_lr.get('base_lr')
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize('saved_by', [PLAIN, MERGED], ids=['before_the_merge', 'after_it'])
+def test_checkpoints_are_resumed(saved_by: str) -> None:
+    net = model()
+    wrapper = build(net, saved_by)
+    step(net, wrapper, 2)
+    state, weights = deepcopy(wrapper.state_dict()), deepcopy(net.state_dict())
+    step(net, wrapper, 3)
+    other = model()
+    other.load_state_dict(weights)
+    resumed = build(other, MERGED)
+    fused = [group['fused'] for group in resumed.optimizer.param_groups]
+    resumed.load_state_dict(state)
+    assert [group['fused'] for group in resumed.optimizer.param_groups] == fused
+    step(other, resumed, 3)
+    torch.testing.assert_close(list(other.parameters()), list(net.parameters()), rtol=1e-5, atol=1e-6)
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    net = model()
+    state = build(nn.Sequential(nn.Linear(2, 2)), PLAIN).state_dict()
+    with pytest.raises(ValueError, match='param'):
+        build(net, MERGED).load_state_dict(state)
+
+
+def test_fused_is_the_configs_to_refuse() -> None:
+    assert not build(model(), MERGED, fused=False).optimizer.param_groups[0]['fused']
+
+
+def test_together_with_the_decay_of_gates() -> None:
+    net = nn.Sequential(nn.Linear(3, 4), GatingModulation())
+    for constructor, groups in ((MERGED, 2), ('mmgate.GateOptimWrapperConstructor', 4)):
+        paramwise = dict(bias_lr_mult=1.0)
+        if constructor == MERGED:
+            paramwise['grouped'] = 'mmgate.GateOptimWrapperConstructor'
+        adamw = dict(type='AdamW', lr=0.01, weight_decay=0.1)
+        cfg = dict(optimizer=adamw, paramwise_cfg=paramwise, constructor=constructor)
+        optimizer = build_optim_wrapper(net, cfg).optimizer
+        decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
+        assert [decay[id(p)] for p in net[1].parameters()] == [0.0, 0.0] and decay[id(net[0].weight)] == 0.1
+        assert len(optimizer.param_groups) == groups

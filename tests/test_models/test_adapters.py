@@ -1,0 +1,166 @@
+"""Every host that a dense gate replaces: the identity start is the vanilla module, a vanilla checkpoint loads."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from mmdet.models.layers.transformer.utils import ConditionalAttention
+from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
+from mmengine.registry import MODELS
+from torch import Tensor, nn
+
+from mmgate import swap_attention
+
+GATES: dict[str, dict[str, Any]] = {
+    'plug': dict(type='PLuGMultiheadAttention'),
+    'sdpa_G1': dict(type='SDPAGatedMultiheadAttention', scale=2.0, init='identity'),
+    'sdpa_G5': dict(type='SDPAGatedMultiheadAttention', scale=2.0, init='identity', position='G5'),
+}
+PYRAMID = dict(patch_sizes=[4, 2, 2, 2], strides=[4, 2, 2, 2], mlp_ratios=[1, 1, 1, 1], drop_path_rate=0.0)
+TWINS = dict(PYRAMID, embed_dims=[16, 32, 64, 128], num_heads=[1, 2, 4, 8], sr_ratios=[8, 4, 2, 1])
+VIT = dict(img_size=(64, 64), embed_dims=32, num_layers=2, num_heads=4, out_indices=(0, 1), init_values=0.1)
+SEGFORMER = dict(embed_dims=16, num_heads=[1, 2, 4, 8], num_layers=[1, 1, 1, 1], drop_path_rate=0.0)
+SVT = dict(type='mmseg.SVT', depths=[2, 2, 2, 2], windiow_sizes=[7, 7, 7, 7], **TWINS)
+# name: backbone, side of its images, paths, attentions that match
+BACKBONES: dict[str, tuple[dict[str, Any], tuple[int, int], str, int]] = {
+    'segformer': (dict(type='mmseg.MixVisionTransformer', **SEGFORMER), (96, 72), 'layers.*.1.0.attn', 4),
+    'twins_pcpvt': (dict(type='mmseg.PCPVT', depths=[1, 1, 1, 1], **TWINS), (96, 72), 'layers.*.*.attn', 4),
+    # windows of 7 on maps of 24 x 18: both sides padded; of 28 x 18: one, where the host masks nothing
+    'twins_svt': (SVT, (96, 72), 'layers.*.*.attn', 8),
+    'twins_svt_one_side': (SVT, (112, 72), 'layers.*.*.attn', 8),
+    'beit': (dict(type='mmseg.BEiT', qv_bias=True, **VIT), (64, 64), 'layers.*.attn', 2),
+    'beit_without_bias': (dict(type='mmseg.BEiT', qv_bias=False, **VIT), (64, 64), 'layers.*.attn', 2),
+    'mae': (dict(type='mmseg.MAE', **VIT), (64, 64), 'layers.*.attn', 2),
+    'vit': (
+        dict(type='mmseg.VisionTransformer', img_size=64, embed_dims=32, num_layers=2, num_heads=4),
+        (64, 64),
+        'layers.*.attn',
+        2,
+    ),
+}
+
+
+def trained(model: nn.Module) -> nn.Module:
+    """Give every matrix some size, so that what a swap loses shows."""
+    if hasattr(model, 'init_weights'):
+        model.init_weights()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.1)
+    model.eval()  # mmdet's Swin and mmseg's BEiT return nothing
+    return model
+
+
+def gated_copy(model: nn.Module, rule: dict[str, Any]) -> tuple[nn.Module, list[str]]:
+    """Swap in a copy, which then loads the vanilla checkpoint with only gates missing."""
+    gated = copy.deepcopy(model)
+    names = swap_attention(gated, rule)
+    keys = gated.load_state_dict(model.state_dict(), strict=False)
+    assert not keys.unexpected_keys and keys.missing_keys
+    assert all('gate_' in key or 'gml' in key for key in keys.missing_keys)
+    return gated, names
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    gates = {n: p.grad for n, p in model.named_parameters() if '.gate_' in n or '.gml.' in n}
+    return {name: grad for name, grad in gates.items() if grad is not None}
+
+
+@pytest.mark.parametrize('gate', GATES)
+@pytest.mark.parametrize('name', BACKBONES)
+def test_backbone(name: str, gate: str) -> None:
+    cfg, (height, width), path, count = BACKBONES[name]
+    model = trained(MODELS.build(copy.deepcopy(cfg)))
+    gated, names = gated_copy(model, dict(GATES[gate], path=path))
+    assert len(names) == count
+    x = torch.randn(2, 3, height, width)
+    with torch.no_grad():
+        for expected, actual in zip(model(x), gated(x), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    sum(map_.square().mean() for map_ in gated(x)).backward()
+    grads = gradients(gated)
+    assert any(grad.abs().sum() > 0 for grad in grads.values())
+    copy.deepcopy(gated)  # as the EMA hook does
+
+
+def test_whole_map_attention_in_the_place_of_twins_windows() -> None:
+    model = trained(MODELS.build(copy.deepcopy(SVT)))
+    rule = dict(type='AgentAttention', path='layers.*.0.attn', agent_num=4, map_size=(6, 6))
+    assert len(swap_attention(model, rule)) == 4
+    assert all(map_.isfinite().all() for map_ in model(torch.randn(1, 3, 96, 72)))
+
+
+def conditional(cross_attn: bool) -> dict[str, Any]:
+    names = ('query', 'key', 'query_pos', 'key_pos', 'ref_sine_embed')
+    inputs: dict[str, Any] = {name: torch.randn(2, 7 if 'key' in name else 5, 32) for name in names}
+    if cross_attn:
+        inputs['key_padding_mask'] = torch.arange(7)[None] >= torch.tensor([[7], [4]])
+    else:
+        inputs['attn_mask'] = torch.ones(5, 5).triu(1).bool()
+    return inputs
+
+
+@pytest.mark.parametrize('gate', GATES)
+@pytest.mark.parametrize('cross_attn, is_first', [(False, False), (True, True), (True, False)])
+def test_conditional_attention(cross_attn: bool, is_first: bool, gate: str) -> None:
+    """Masks included, and without the projection that Conditional DETR's decoder removes from its later layers."""
+    attention = ConditionalAttention(32, 4, cross_attn=cross_attn)
+    if cross_attn and not is_first:
+        attention.qpos_proj = None
+    model = trained(nn.ModuleDict(dict(attn=attention)))
+    gated, _ = gated_copy(model, dict(GATES[gate], path='attn'))
+    inputs = conditional(cross_attn)
+    expected, actual = (m['attn'](**inputs, is_first=is_first) for m in (model, gated))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gate_of_conditional_attention_reads_positions() -> None:
+    model = trained(nn.ModuleDict(dict(attn=ConditionalAttention(32, 4, cross_attn=True))))
+    swap_attention(model, dict(GATES['plug'], path='attn', init='paper'))
+    read = []
+    for proj in (model['attn'].gate.gate_q_proj, model['attn'].gate.gate_k_proj):
+        proj.register_forward_hook(lambda module, args, output: read.append(args[0]))
+    inputs = conditional(True)
+    model['attn'](**inputs, is_first=True)
+    query = inputs['query'] + inputs['query_pos'] + inputs['ref_sine_embed']
+    torch.testing.assert_close(read, [query, inputs['key'] + inputs['key_pos']])
+
+
+def test_two_streams_do_not_fit_conditional_cross_attention() -> None:
+    model = nn.ModuleDict(dict(attn=ConditionalAttention(32, 4, cross_attn=True)))
+    with pytest.raises(ValueError, match='content and position already'):
+        swap_attention(model, dict(type='DifferentialGatedMultiheadAttention', path='attn'))
+
+
+@pytest.mark.parametrize('gate', ['plug', 'sdpa_G1'])
+@pytest.mark.parametrize('mask', ['none', 'bool', 'float', 'int'])
+def test_bidirectional_attention(mask: str, gate: str) -> None:
+    """Widths of their own for vision, language and heads; masks as GLIP and as Grounding DINO hand them in."""
+    model = trained(nn.ModuleDict(dict(attn=BiMultiHeadAttention(16, 24, 64, 4))))
+    gated, _ = gated_copy(model, dict(GATES[gate], path='attn'))
+    inputs: dict[str, Any] = dict(vision=torch.randn(2, 9, 16), lang=torch.randn(2, 5, 24))
+    if mask != 'none':
+        inputs['attention_mask_v'] = torch.arange(9)[None] >= torch.tensor([[9], [6]])
+        lengths = torch.arange(5)[None] < torch.tensor([[5], [3]])
+        inputs['attention_mask_l'] = lengths.to({'bool': torch.bool, 'float': torch.float, 'int': torch.long}[mask])
+    torch.testing.assert_close(gated['attn'](**inputs), model['attn'](**inputs), rtol=1e-5, atol=1e-5)
+    sum(out.square().sum() for out in gated['attn'](**inputs)).backward()
+    assert {name.split('.')[1] for name, grad in gradients(gated).items() if grad.abs().sum() > 0} == {
+        'gate_v',
+        'gate_l',
+    }
+
+
+def test_a_gate_on_the_output_does_not_fit_other_widths() -> None:
+    model = nn.ModuleDict(dict(attn=BiMultiHeadAttention(16, 24, 64, 4)))
+    with pytest.raises(ValueError, match='64 channels wide.*has 16 here'):
+        swap_attention(model, dict(GATES['sdpa_G5'], path='attn'))
+    rule = dict(type='DifferentialGatedMultiheadAttention', path='attn')
+    with pytest.raises(ValueError, match='acts on the projected output'):
+        swap_attention(model, rule)
+    swap_attention(model, dict(rule, residual='none'))
+    deltas = model['attn'](torch.randn(2, 9, 16), torch.randn(2, 5, 24))
+    assert [tuple(delta.shape) for delta in deltas] == [(2, 9, 16), (2, 5, 24)]

@@ -1,0 +1,196 @@
+"""Configs of mmdet's and mmseg's zoos, made small enough for a test: few layers, few queries, all channels."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import mmdet
+import torch
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from mmengine.hub import get_config
+from mmengine.registry import MODELS, init_default_scope
+from mmengine.structures import InstanceData, PixelData
+from mmseg.structures import SegDataSample
+from torch import Tensor, nn
+
+from mmgate import swap_attention
+from mmgate.models import attention_modules
+from mmgate.models.adapters import gates_for
+from mmgate.registry import MODELS as MMGATE_MODELS
+
+GATES = ('PLuGMultiScaleDeformableAttention', 'PLuGMultiheadAttention')
+HEIGHT, WIDTH = 64, 96
+WORDS = ('cat', 'dog', 'bird')
+
+
+def reduced(config: str) -> Config:
+    """Return ``'package::config'`` with few layers and queries, and nothing to be downloaded."""
+    cfg = get_config(config)
+    init_default_scope(cfg.default_scope)
+    model = cfg.model
+    _plain(model)
+    backbone = model.get('backbone') or model.get('image_encoder')
+    if isinstance(backbone.get('num_layers'), int):
+        indices = backbone.get('out_indices')
+        kept = len(indices) if isinstance(indices, (list, tuple)) else 2
+        backbone.num_layers = kept
+        if isinstance(indices, (list, tuple)):
+            backbone.out_indices = tuple(range(kept))
+    elif 'num_layers' in backbone:
+        backbone.num_layers = [1] * len(backbone.num_layers)
+    if 'Swin' in backbone.type or 'PCPVT' in backbone.type or 'SVT' in backbone.type:
+        backbone.depths = [2] * 4
+    if backbone.type in ('BEiT', 'MAE'):  # their tables of relative positions are of one size
+        backbone.img_size = (HEIGHT, WIDTH)
+    head = model.get('decode_head')
+    if isinstance(head, dict) and 'kernel_update_head' in head:  # K-Net
+        head.num_stages, head.kernel_update_head = 1, head.kernel_update_head[:1]
+    return cfg
+
+
+def _plain(node: Any) -> None:
+    """Leave out what needs a file or a GPU, and most layers of encoders and decoders."""
+    if isinstance(node, list):
+        for child in node:
+            _plain(child)
+    if not isinstance(node, dict):
+        return
+    for key in ('init_cfg', 'pretrained'):
+        if isinstance(node.get(key), (dict, str)):
+            node[key] = None
+    if node.get('type') == 'SyncBN':
+        node['type'] = 'BN'
+    for name, child in node.items():
+        if name in ('encoder', 'decoder', 'transformer_decoder') and isinstance(child, dict) and 'num_layers' in child:
+            child['num_layers'] = min(child['num_layers'], 2)
+            if 'num_cp' in child:
+                child['num_cp'] = 0
+        if name == 'language_model':
+            node[name] = dict(type='mmgate.TinyLanguageModel')
+        else:
+            _plain(child)
+    for key in ('num_queries', 'sos_token_num'):  # SAN's name for the same number
+        if key in node:
+            node[key] = min(node[key], 20)
+
+
+def build(cfg: Config) -> nn.Module:
+    """Build and initialise; attentions that start at zero, where no gate has an effect, are given some size."""
+    model = MODELS.build(cfg.model)
+    if 'language_model' in cfg.model and mmdet.__version__ >= '3.5':
+        # the fork's Grounding DINO inherits a decoder that feeds this twice as much as it takes, and cannot run
+        model.decoder.ref_point_head.layers[0] = nn.Linear(4 * model.embed_dims, model.embed_dims)
+    model.init_weights()
+    for name, parameter in model.named_parameters():
+        if re.search(r'attention_weights\.weight|sampling_offsets\.weight|relative_position_bias_table', name):
+            nn.init.normal_(parameter, std=0.05)
+    for module in model.modules():  # what is dropped depends on the order of draws
+        for name in ('p', 'drop_prob', 'dropout'):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def gate(model: nn.Module) -> list[str]:
+    """Gate whatever fits; return the names."""
+    fitting = {gate.__name__ for _, module in attention_modules(model) for gate in gates_for(module)}
+    return swap_attention(model, [dict(type=name, path='**') for name in GATES if name in fitting])
+
+
+def batch(cfg: Config, size: tuple[int, int] = (HEIGHT, WIDTH)) -> dict[str, Any]:
+    """Return two images with what the config's model needs to compute losses."""
+    samples = [_segmentation(size) if cfg.default_scope == 'mmseg' else _detection(size) for _ in range(2)]
+    return dict(inputs=torch.randn(2, 3, *size), data_samples=samples)
+
+
+def _detection(size: tuple[int, int]) -> DetDataSample:
+    from mmdet.structures.mask import BitmapMasks
+
+    meta = dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size, scale_factor=(1.0, 1.0))
+    sample = DetDataSample(metainfo=dict(meta, text='. '.join(WORDS), custom_entities=True))
+    boxes = torch.tensor([[4.0, 8.0, 40.0, 50.0], [20.0, 5.0, 60.0, 30.0]])
+    masks = torch.zeros(2, *size)
+    for mask, (x1, y1, x2, y2) in zip(masks, boxes.int().tolist(), strict=True):
+        mask[y1:y2, x1:x2] = 1
+    sample.gt_instances = InstanceData(
+        bboxes=boxes, labels=torch.tensor([1, 2]), masks=BitmapMasks(masks.numpy().astype('uint8'), *size)
+    )
+    stuff = torch.full((1, *size), 255)
+    stuff[:, 30:, 30:] = 100
+    sample.gt_sem_seg = PixelData(sem_seg=stuff)
+    return sample
+
+
+def _segmentation(size: tuple[int, int]) -> SegDataSample:
+    labels = torch.full((1, *size), 255)
+    labels[:, 10:40, 8:30] = 2
+    labels[:, 30:60, 30:60] = 5
+    sample = SegDataSample(metainfo=dict(img_shape=size, ori_shape=size, pad_shape=size))
+    sample.gt_sem_seg = PixelData(data=labels)
+    return sample
+
+
+def forward(model: nn.Module, data: dict[str, Any], mode: str) -> list[Tensor]:
+    """Return the outputs, or the losses where a model has no such mode; what it draws is the same each time."""
+    torch.manual_seed(0)
+    model.train(mode == 'loss')
+    with torch.no_grad():
+        return tensors(model(**copy.deepcopy(data), mode=mode))
+
+
+def tensors(output: Any) -> list[Tensor]:
+    """Return all tensors in ``output``, in order."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, InstanceData):
+        output = output.to_dict()
+    if isinstance(output, dict):
+        output = list(output.values())
+    return [tensor for child in output for tensor in tensors(child)] if isinstance(output, (list, tuple)) else []
+
+
+class _Tokens:
+    """What create_positive_map asks of a tokenised caption: the token of a character, after a class token."""
+
+    def __init__(self, caption: str) -> None:
+        self.caption = caption
+        self.words = re.findall(r'\w+|\.', caption)
+        self.input_ids = torch.zeros(1, len(self.words) + 2)
+
+    def char_to_token(self, index: int) -> int | None:
+        for number, match in enumerate(re.finditer(r'\w+|\.', self.caption)):
+            if match.start() <= index < match.end():
+                return number + 1
+        return None
+
+
+@MMGATE_MODELS.register_module(force=True)
+class TinyLanguageModel(nn.Module):
+    """In the place of BERT: an embedding of words by their length."""
+
+    pad_to_max, max_tokens = False, 256
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language_backbone = nn.Module()
+        self.language_backbone.body = nn.Module()
+        self.language_backbone.body.language_dim = 32
+        self.embedding = nn.Embedding(16, 32)
+
+    def tokenizer(self, captions: list[str], **kwargs: Any) -> _Tokens:
+        return _Tokens(captions[0])
+
+    def forward(self, captions: list[str]) -> dict[str, Tensor]:
+        lengths = [[0, *(min(len(word), 15) for word in _Tokens(caption).words), 0] for caption in captions]
+        embedded = self.embedding(torch.tensor(lengths))  # (B, T, 32)
+        count, tokens = embedded.shape[:2]
+        return dict(
+            embedded=embedded,
+            hidden=embedded,
+            text_token_mask=torch.ones(count, tokens, dtype=torch.bool),
+            masks=torch.ones(count, tokens, tokens, dtype=torch.bool),
+            position_ids=torch.arange(tokens).expand(count, tokens),
+        )

@@ -1,0 +1,67 @@
+"""PLuG attention's public function: what it refuses, for every backend alike."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from conftest import assert_same, values_and_gradients
+
+from mmgate.layers import GatingModulation
+from mmgate.ops import plug_attention
+
+SHAPES = dict(query=(2, 4, 5, 8), key=(2, 4, 6, 8), value=(2, 4, 6, 8), gate_query=(2, 1, 5, 3), gate_key=(2, 1, 6, 3))
+
+
+@pytest.mark.parametrize('backend', ['torch', 'chunked', 'triton'])
+@pytest.mark.parametrize(
+    'changed, message',
+    [
+        (dict(key=(2, 2, 6, 8), value=(2, 2, 6, 8)), r'key must be \(2, 4, 6, 8\).*got \(2, 2, 6, 8\)'),
+        (dict(gate_query=(1, 1, 5, 3), gate_key=(1, 1, 6, 3)), r'gate_query must be \(2, 1, 5, 3\)'),
+        (dict(gate_key=(2, 1, 5, 3)), r'gate_key must be \(2, 1, 6, 3\)'),
+        (dict(gate_key=(2, 4, 6, 3)), r'gate_key must be \(2, 1, 6, 3\)'),
+        (dict(gate_query=(2, 2, 5, 3), gate_key=(2, 2, 6, 3)), 'gate_query must have 1 head or the 4'),
+        (dict(value=(2, 4, 5, 8)), r'value must be \(2, 4, 6, 8\)'),
+        (dict(query=(4, 5, 8)), r'query must be \(B, H, N, d\)'),
+        (dict(bias=(2, 1, 1, 5)), r'bias \(2, 1, 1, 5\) does not broadcast'),
+    ],
+    ids=['gqa', 'gate_batch', 'gate_keys', 'gate_heads', 'odd_gate_heads', 'values', '3d', 'bias'],
+)
+def test_shapes_that_do_not_go_together(changed: dict, message: str, backend: str) -> None:
+    tensors = {name: torch.randn(shape) for name, shape in {**SHAPES, **changed}.items()}
+    with pytest.raises(ValueError, match=message):
+        plug_attention(**tensors, modulation=torch.tanh, backend=backend)
+
+
+def test_a_position_that_is_unknown() -> None:
+    with pytest.raises(ValueError, match='choose one of pre_softmax, post_softmax'):
+        plug_attention(**{n: torch.randn(s) for n, s in SHAPES.items()}, modulation=torch.tanh, position='pre')
+
+
+@pytest.mark.parametrize('shape', [(6,), (5, 6), (4, 1, 6), (2, 4, 5, 6)], ids=str)
+def test_a_bias_broadcasts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmgate.ops.plug_attention import chunked
+
+    monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)
+    tensors = {name: torch.randn(s, dtype=torch.float64) for name, s in SHAPES.items()}
+    bias = torch.randn(shape, dtype=torch.float64)
+    expected, actual = (
+        plug_attention(**tensors, modulation=torch.tanh, bias=bias, backend=backend) for backend in ('torch', 'chunked')
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize('channels', [3, 16])
+def test_values_of_another_width(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As conditional attention has them, whose queries are content beside position."""
+    from mmgate.ops.plug_attention import chunked
+
+    monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)
+    shapes = {**SHAPES, 'value': (2, 4, 6, channels)}
+    tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes.values()]
+    attend = partial(plug_attention, modulation=GatingModulation().double())
+    runs = [values_and_gradients(partial(attend, backend=b), tensors, range(5)) for b in ('chunked', 'torch')]
+    assert runs[0]['output'].shape == (2, 4, 5, channels)
+    assert_same(*runs, rtol=1e-9, atol=1e-12)
