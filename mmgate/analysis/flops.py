@@ -85,7 +85,7 @@ def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:
 
 
 def count_config(cfg: Config, height: int, width: int) -> Complexity:
-    """Count the model of an mmdet, mmseg or mmpretrain config, or of a bare backbone, on one image of ``height`` x ``width``.
+    """Count the model of an mmdet, mmseg or mmpretrain config, or a bare backbone, on an image of ``height`` x ``width``.
 
     Nothing is computed where the model runs on the meta device, which most do. A segmentor's auxiliary heads, which
     serve training alone, are left out. A two-stage detector's box heads see 1000 proposals and its
@@ -142,7 +142,8 @@ def _without_fastpath() -> Iterator[None]:
 @contextmanager
 def _unresized_biases(model: nn.Module) -> Iterator[None]:
     """Give agent attention its biases without the resize, an interpolation that our layer does as a product."""
-    layers = [module for module in model.modules() if isinstance(module, AgentAttention) and module.an_bias is not None]
+    agents = [module for module in model.modules() if isinstance(module, AgentAttention)]
+    layers = [layer for layer in agents if layer.an_bias is not None]
 
     def biases(layer: AgentAttention, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         tokens = layer.class_tokens + hw_shape[0] * hw_shape[1]

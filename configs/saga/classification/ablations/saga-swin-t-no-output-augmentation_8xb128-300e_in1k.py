@@ -1,3 +1,3 @@
-_base_ = '../saga-mask-rcnn_swin-t_ms-crop-1x_coco.py'
+_base_ = '../saga-swin-t_8xb128-300e_in1k.py'
 # Table 4
 model = dict(backbone=dict(attention=dict(output_augmentation=False)))
