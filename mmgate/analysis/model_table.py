@@ -134,7 +134,7 @@ def _agent() -> Iterator[Row]:
         ('windows of 28', dict(window=28)),
     ):
         model = _classifier('AgentSwin', 'tiny', 768, attention=options)
-        yield Row('agent', f'Agent-Swin-T, {name}, classifier', model, (224, 224), 29, 4.5, COUNTER)
+        yield Row('agent', f'Agent-Swin-T, {name}, classifier', model, (224, 224), 29, 4.5, SWIN)
     for host, folder, figures in (
         ('Mask R-CNN', 'mask_rcnn/agent-mask-rcnn', (230, 293, 400, 510)),
         ('RetinaNet', 'retinanet/agent-retinanet', (211, 274, 382, 492)),
@@ -196,9 +196,9 @@ def _linear() -> Iterator[Row]:
         ('RALA', 'rala', 'RALAAttention', (None, None), (None, None), ''),
     ):
         path = f'mmgate::linear/classification/{stem}-deit-t_8xb128-300e_in1k.py'
-        yield Row('linear', f'{name}, DeiT-T, classifier', path, (224, 224), *deit, reason)
+        yield Row('linear', f'{name}, DeiT-T, classifier', path, (224, 224), deit[0], deit[1], reason)
         model = _classifier('LinearSwin', 'tiny', 768, attention=dict(type=kind))
-        yield Row('linear', f'{name}, Swin-T, classifier', model, (224, 224), *swin, reason)
+        yield Row('linear', f'{name}, Swin-T, classifier', model, (224, 224), swin[0], swin[1], reason)
     for name, host, arch, width, parameters, macs in (  # SAGA Table 1
         ('PVT-T', 'LinearPVT', 'tiny', 512, 12, 2.0),
         ('PVT-S', 'LinearPVT', 'small', 512, 21, 4.0),

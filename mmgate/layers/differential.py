@@ -43,6 +43,10 @@ class DifferentialAttention(OwnStart, DenseAttention):
     """
 
     own = LAMBDAS
+    lambda_q1: nn.Parameter | None
+    lambda_k1: nn.Parameter | None
+    lambda_q2: nn.Parameter | None
+    lambda_k2: nn.Parameter | None
 
     def __init__(
         self,
@@ -75,7 +79,7 @@ class DifferentialAttention(OwnStart, DenseAttention):
 
     def weight(self) -> Tensor | float:
         """Return lambda."""
-        if self.lambda_q1 is None:
+        if self.lambda_q1 is None or self.lambda_k1 is None or self.lambda_q2 is None or self.lambda_k2 is None:
             return self.lambda_init
         first, second = (self.lambda_q1 * self.lambda_k1).sum(), (self.lambda_q2 * self.lambda_k2).sum()
         return first.exp() - second.exp() + self.lambda_init

@@ -160,3 +160,14 @@ def test_agents_of_an_unknown_kind_are_refused() -> None:
         dict(type='mmgate.AgentSwin', attention=dict(window=7), depths=(2, 2, 2, 2), blocks=(2, 2, 2, 0))
     )
     assert model.stages[0].blocks[0].attn.ah_bias.shape == (1, 3, 9, 7, 1)
+
+
+@pytest.mark.parametrize('options', [dict(gate=False), dict(dwc=False), dict(output_augmentation=False)], ids=str)
+@pytest.mark.parametrize('kind', ['SAGAPVT', 'SAGASwin'])
+def test_sagas_switches(kind: str, options: dict[str, Any]) -> None:
+    """Table 4, one of whose options is called as an adapter's argument was."""
+    sizes = dict(num_layers=(1, 1, 1, 1)) if kind == 'SAGAPVT' else dict(depths=(2, 2, 2, 2), blocks=(2, 2, 2, 0))
+    model = MODELS.build(dict(type=f'mmgate.{kind}', attention=options, **sizes))
+    name = dict(gate='gate_k', dwc='dwc', output_augmentation='gate_out')[next(iter(options))]
+    layers = [module for module in model.modules() if isinstance(module, MapAttention)]
+    assert layers and all(getattr(layer, name) is None for layer in layers)

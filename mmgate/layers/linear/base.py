@@ -101,7 +101,7 @@ class LinearAttention(OwnStart, MapAttention):
         repeats = self.embed_dims // weight.shape[0]
         values = v.transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w), channels last in memory
         weight, bias = weight.repeat(repeats, 1, 1, 1), bias.repeat(repeats)
-        out = F.conv2d(values, weight, bias, padding=self.dwc.padding, groups=self.embed_dims)  # type: ignore[arg-type]
+        out = F.conv2d(values, weight, bias, padding=self.dwc.padding, groups=self.embed_dims)
         return out.flatten(2).transpose(1, 2)
 
     def _resized_encoding(self, hw_shape: tuple[int, int]) -> Tensor:

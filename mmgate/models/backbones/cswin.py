@@ -145,7 +145,8 @@ class AgentCSwin(BaseModule):
         maps = []
         for i, (embedding, stage) in enumerate(zip(self.embeddings, self.stages, strict=True)):
             tokens, hw_shape = embedding(x)
-            for block in stage:
+            blocks: Any = stage
+            for block in blocks:
                 tokens = block(tokens, hw_shape)
             x = tokens.transpose(1, 2).unflatten(-1, hw_shape)
             if i in self.out_indices:
