@@ -22,11 +22,25 @@ if 'PYTEST_XDIST_WORKER' in os.environ:
     torch.set_num_threads(1)
     os.environ.setdefault('OMP_NUM_THREADS', '1')
 
+from mmgate._environment import available
+
 ROOT = Path(__file__).parents[1]
 
 TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
 half_on_cpu = pytest.mark.skipif(TORCH < (2, 2), reason='torch 2.1 has no matrix product of float16 on the CPU')
 one_graph = pytest.mark.skipif(TORCH < (2, 5), reason='torch.compile breaks the graph at our operators below torch 2.5')
+needs_mmpretrain = pytest.mark.skipif(not available('mmpretrain'), reason='needs mmpretrain: the extra "pretrain"')
+
+
+def skip_unless_readable(path: str | Path) -> None:
+    """Skip a test of a classification config where mmpretrain is missing."""
+    if needs_host(path) and not available('mmpretrain'):
+        pytest.skip('needs mmpretrain: the extra "pretrain"')
+
+
+def needs_host(path: str | Path) -> bool:
+    """Return whether a config inherits mmpretrain's."""
+    return 'classification' in Path(path).parts
 
 
 def values_and_gradients(

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ROOT
+from conftest import ROOT, needs_host, skip_unless_readable
 from mmengine.config import Config
 from mmengine.hub import get_config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
+from mmgate._environment import available
 from mmgate.analysis.structure import build_structure
 from mmgate.engine.optim import undecayed
 from mmgate.models.backbones.presets import OF_THE_ATTENTION
@@ -41,6 +42,7 @@ PARAMETERS = listed_parameters()
 @pytest.mark.parametrize('name', CONFIGS)
 def test_builds(name: str) -> None:
     """And has as many trainable parameters as its metafile says."""
+    skip_unless_readable(name)
     logging.getLogger('mmengine').setLevel(logging.WARNING)
     cfg = Config.fromfile(ROOT / 'configs' / name)
     model = build_structure(cfg)
@@ -123,12 +125,14 @@ def test_every_config_builds_from_another_project(installed: Path, tmp_path: Pat
         f'get_model("mmgate::{NAMED}")\n'
         'print("built", number + 1)\n'
     )
-    environment = {**os.environ, 'PYTHONPATH': str(installed)}
+    readable = [name for name in CONFIGS if available('mmpretrain') or not needs_host(name)]
+    others = os.environ.get('PYTHONPATH', '').split(os.pathsep)
+    environment = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(installed), *others])}
     result = subprocess.run(
-        [sys.executable, '-W', 'ignore', script, *CONFIGS],
+        [sys.executable, '-W', 'ignore', script, *readable],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert f'built {len(CONFIGS)}' in result.stdout, result.stderr[-2000:]
+    assert f'built {len(readable)}' in result.stdout, result.stderr[-2000:]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, skip_unless_readable
 from mmengine.config import Config
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
@@ -17,6 +17,7 @@ import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from
 CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if '_base_' not in path.parts)
 ONE, THREE = dict(epochs=12, drops=[8, 11]), dict(epochs=36, drops=[27, 33])
 SWIN_DETECTOR = dict(lr=1e-4, weight_decay=0.05, warm_up=500)
+IMAGENET = dict(lr=1e-3, weight_decay=0.05, epochs=300)
 MASK2FORMER = dict(lr=1e-4, weight_decay=0.05, power=0.9)
 
 # what the papers and the authors' public configs say, by the pattern of the name; all train with AdamW
@@ -36,9 +37,16 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'((agent|saga)-)?upernet_swin-[tsb]_8xb2-160k_ade20k-512x512': dict(
         lr=6e-5, weight_decay=0.01, iterations=160000, power=1.0, warm_up=1500
     ),
-    r'.*_1xb8-(8e|12e|1k)_shapes(-128x128)?': {},  # the demos: ours, small and fast
+    r'(agent|saga)-pvt-[tsml]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
+    r'(agent|saga)-(pvtv2|swin|deit)-(b0|b1|[tsb])_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    r'plug-deit-[ts].*_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    r'.*_1xb(8|32)-(8e|12e|1k)_shapes(-128x128)?': {},  # the demos: ours, small and fast
 }
 DROP_PATH = {
+    r'(agent|saga)-pvt-': dict(t=0.1, s=0.1, m=0.3, l=0.3),
+    r'(agent|saga)-swin-': dict(t=0.2, s=0.3, b=0.5),
+    r'agent-deit': dict(t=0.0, s=0.1, b=0.3),
+    r'saga-deit': dict(t=0.0),
     r'(agent|saga)-mask-rcnn_pvt': dict(t=0.1, s=0.2, m=0.1, l=0.2),
     r'(agent|saga)-retinanet_pvt': dict(t=0.1, s=0.1, m=0.2, l=0.3),
     r'(agent|saga)-semantic-fpn_pvt': dict(t=0.1, s=0.1, m=0.2, l=0.1),
@@ -74,6 +82,7 @@ def recipe_of(cfg: Config) -> dict[str, Any]:
 @pytest.mark.parametrize('path', CONFIGS, ids=lambda path: path.stem)
 def test_trains_as_named(path: Path) -> None:
     """``NxbM`` is N GPUs with M images each, and that batch at every step; the rest of the recipe is the paper's."""
+    skip_unless_readable(path)
     cfg, name = Config.fromfile(path), path.stem
     batch = re.search(r'_(\d+)xb(\d+)-', name)
     assert bool(batch) != bool(re.search(EIGHT_TIMES_TWO, name)), 'the name says no batch, or two'
@@ -87,16 +96,18 @@ def test_trains_as_named(path: Path) -> None:
     expected = dict(type='AdamW', **RECIPES[family[0]])
     found = recipe_of(cfg)
     assert {key: found.get(key) for key in expected} == expected
-    if path.parent.parent.name in ('agent', 'saga') and 'shapes' not in name:
+    if path.parent.parent.name in ('agent', 'saga') and 'shapes' not in name and 'pvtv2' not in name:
         check_backbone(cfg, name)
 
 
 def check_backbone(cfg: Config, name: str) -> None:
     (rates,) = (rates for pattern, rates in DROP_PATH.items() if re.match(pattern, name))
-    size = re.search(r'_(?:pvt|swin)-(\w)_', name)
-    assert size and cfg.model.backbone.get('drop_path_rate', 0.1) == rates[size[1]]  # mmdet's default
+    size, classifies = re.search(r'(?:pvt|swin|deit)-(\w)_', name), cfg.default_scope == 'mmpretrain'
+    default = 0.0 if 'deit' in name else 0.1  # mmpretrain's ViT's, mmdet's
+    assert size and cfg.model.backbone.get('drop_path_rate', default) == rates[size[1]]
     kind = cfg.model.backbone.type.removeprefix('mmgate.')
-    assert tuple(cfg.model.backbone.get('agent_nums', ())) == AGENTS.get(kind, ())
+    expected = () if classifies else AGENTS.get(kind, ())
+    assert tuple(cfg.model.backbone.get('agent_nums', ())) == expected
 
 
 @pytest.mark.parametrize(

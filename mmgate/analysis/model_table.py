@@ -19,7 +19,9 @@ ORIGINAL = (
 DEIT = 'unknown: the row per head, counted the same way, agrees'
 COUNTER = "the paper's counter is not known; ours is within 1 % of it"
 SCAFFOLD = 'the scaffold that gives the other SAGA rows gives 32.6; the paper prints 32'
-SAGA_DEIT = 'the scaffold that gives the other SAGA rows gives 7.07; without its depthwise convolutions it would be 7.05'
+SAGA_DEIT = (
+    'the scaffold that gives the other SAGA rows gives 7.07; without its depthwise convolutions it would be 7.05'
+)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,9 @@ def test(argv: list[str]) -> None:
     """Evaluate a checkpoint."""
     parser = _parser('Test (and evaluate) a detector, a segmentor or a classifier')
     parser.add_argument('checkpoint', help='checkpoint file or URL')
-    parser.add_argument('--out', help='mmdet, mmpretrain: .pkl file for all predictions; mmseg: folder for the label maps')
+    parser.add_argument(
+        '--out', help='mmdet, mmpretrain: .pkl file for all predictions; mmseg: folder for the label maps'
+    )
     parser.add_argument('--show', action='store_true', help='show predictions in a window')
     parser.add_argument('--show-dir', help='folder for painted images (below the work dir)')
     parser.add_argument('--wait-time', type=float, default=2, help='seconds a shown image stays')

@@ -69,9 +69,7 @@ class MapAttention(nn.Module):
         """
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 
-    def forward(
-        self, x: Tensor, hw_shape: tuple[int, int] | None = None, identity: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None, identity: Tensor | None = None) -> Tensor:
         """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``; ``identity``, if given, is added (PVT).
 
         Without ``hw_shape`` (ViT) the map is that of pre-training, or else a square.

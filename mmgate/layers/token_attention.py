@@ -27,9 +27,7 @@ class GatedTokenAttention(OwnStart, nn.Module):
 
     own = ('qkv', 'attn.in_proj_weight', 'attn.in_proj_bias')
 
-    def __init__(
-        self, attn: DenseAttention, proj_drop: nn.Module, layer_scale: nn.Module, out_drop: nn.Module
-    ) -> None:
+    def __init__(self, attn: DenseAttention, proj_drop: nn.Module, layer_scale: nn.Module, out_drop: nn.Module) -> None:
         super().__init__()
         self.attn, self.proj_drop, self.gamma1, self.out_drop = attn, proj_drop, layer_scale, out_drop
 

@@ -243,9 +243,7 @@ def test_unknown_host_and_downstream_adapter() -> None:
     model.other['attn'] = Mine(16, 4, 2, 3)
     with pytest.raises(ValueError, match='other.attn is a Mine'):
         swap_attention(model, dict(RULE, path='other.attn'))
-    adapts(PLuGMultiScaleDeformableAttention, Mine)(
-        lambda gate, host, **options: gate(16, 4, 2, 3, **options)
-    )
+    adapts(PLuGMultiScaleDeformableAttention, Mine)(lambda gate, host, **options: gate(16, 4, 2, 3, **options))
     assert swap_attention(model, dict(RULE, path='other.attn')) == ['other.attn']
 
 
