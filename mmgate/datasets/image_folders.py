@@ -1,4 +1,4 @@
-"""Image classification data in ImageNet's layout, ``root/{train,val}/class/*``: generated shapes, handwritten digits."""
+"""Images for classification in ImageNet's layout, ``root/{train,val}/class/*``: generated shapes, written digits."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class AgentAttention(OwnStart, MapAttention):
         return out.transpose(1, 2).flatten(2) + (F.pad(local, (0, 0, first, 0)) if first else local)
 
     def biases(self, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)`` for a map of ``hw_shape``, the class token's share first."""
+        """Return B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)`` for a map of ``hw_shape``, the class token first."""
         key = (int(hw_shape[0]), int(hw_shape[1]))
         caches = not self.training and not torch.is_grad_enabled() and not is_compiling()
         if caches:

@@ -1,5 +1,6 @@
-"""Write the generated shapes: a COCO folder, an ADE20K folder over the same images, and an ImageNet folder of one object an
-image (ROOT/imagenet).
+"""Write the generated shapes data set, as a COCO folder and as an ADE20K folder over the same images.
+
+Beside them ROOT/imagenet holds images of one object each, one class a folder.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""What pre-training is worth: Mask R-CNN from a classifier of shapes and from scratch. Called by ``make demo-pretrain``."""
+"""Mask R-CNN from a classifier of shapes and from scratch: what pre-training is worth; for ``make demo-pretrain``."""
 
 import argparse
 from pathlib import Path
