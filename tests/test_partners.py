@@ -16,7 +16,8 @@ BACKBONES = sorted(
     str(path.relative_to(ROOT / 'configs'))
     for method in ('agent', 'saga')
     for path in (ROOT / 'configs' / method).rglob('*.py')
-    if 'swin-demo' not in path.name  # it has no partner: mmdet's Swin at the demo's size would be one more model
+    # no partner: mmdet's Swin at the demo's size would be one more model, and mmpretrain's recipes are other ones
+    if not {'swin-demo', 'pvt-demo-pretrained'} & set(path.stem.split('_')) and 'classification' not in path.parts
 )
 ATTENTION = {'type', 'arch', 'agent_nums'}
 WEIGHTS = 'model.backbone.init_cfg.checkpoint'

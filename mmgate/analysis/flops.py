@@ -85,7 +85,7 @@ def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:
 
 
 def count_config(cfg: Config, height: int, width: int) -> Complexity:
-    """Count the model of an mmdet, mmseg or mmpretrain config, or a bare backbone, on an image of ``height`` x ``width``.
+    """Count the model of a config, or of a bare backbone, on one image of ``height`` x ``width``.
 
     Nothing is computed where the model runs on the meta device, which most do. A segmentor's auxiliary heads, which
     serve training alone, are left out. A two-stage detector's box heads see 1000 proposals and its

@@ -73,7 +73,7 @@ def render(index: int, *, size: int = 128, seed: int = 0, split: str = 'train') 
             f'got index={index}, seed={seed}, size={size}, split={split!r}.'
         )
     rng = np.random.default_rng((seed, list(SPLITS).index(split), index, size))
-    image = _background(rng, size)
+    image = background(rng, size)
     masks: list[np.ndarray] = []
     areas: list[int] = []
     labels: list[int] = []
@@ -81,14 +81,14 @@ def render(index: int, *, size: int = 128, seed: int = 0, split: str = 'train') 
         label = int(rng.integers(len(CLASSES)))
         # log-uniform, so that small objects are as frequent as large ones
         diameter = size * float(np.exp(rng.uniform(*np.log(DIAMETERS))))
-        shape = _shape_mask(rng, label, size, diameter)
-        texture = _texture(rng, label, size)
+        shape = shape_mask(rng, label, size, diameter)
+        surface = texture(rng, label, size)
         remaining = [mask & ~shape for mask in masks]
         # An object that would hide another one too much, or is cut off itself, is left out of the image.
         hidden = any(m.sum() < max(MIN_VISIBLE * a, MIN_PIXELS) for m, a in zip(remaining, areas, strict=True))
         if shape.sum() < MIN_PIXELS or hidden:
             continue
-        image[shape] = texture[shape]
+        image[shape] = surface[shape]
         masks, areas, labels = [*remaining, shape], [*areas, int(shape.sum())], [*labels, label]
     noise = rng.normal(0, rng.uniform(1, 6), image.shape)
     image = np.clip(image + noise, 0, 255).astype(np.uint8)
@@ -196,7 +196,7 @@ def _write_split(root: Path, split: str, count: int, size: int, seed: int) -> No
     (root / 'annotations' / f'instances_{split}.json').write_text(json.dumps(coco))
 
 
-def _shape_mask(rng: np.random.Generator, label: int, size: int, diameter: float) -> np.ndarray:
+def shape_mask(rng: np.random.Generator, label: int, size: int, diameter: float) -> np.ndarray:
     """Return the pixels of one rotated, slightly stretched shape whose centre lies in the image."""
     margin = diameter * 0.3
     cx, cy = rng.uniform(margin, size - margin, 2)
@@ -235,7 +235,7 @@ def _object_colours(rng: np.random.Generator, label: int) -> tuple[np.ndarray, n
     return bgr[0], bgr[1]
 
 
-def _texture(rng: np.random.Generator, label: int, size: int) -> np.ndarray:
+def texture(rng: np.random.Generator, label: int, size: int) -> np.ndarray:
     """Return a plain, graded, striped, checkered or speckled surface, ``(S, S, 3)``."""
     y, x = np.mgrid[:size, :size].astype(np.float64)
     first, second = _object_colours(rng, label)
@@ -257,7 +257,7 @@ def _texture(rng: np.random.Generator, label: int, size: int) -> np.ndarray:
     return first + (second - first) * share[..., None]
 
 
-def _background(rng: np.random.Generator, size: int) -> np.ndarray:
+def background(rng: np.random.Generator, size: int) -> np.ndarray:
     """Return a soft background with strokes and specks, which are not annotated."""
     grid = int(rng.integers(2, 6))
     image = cv2.resize(_clutter_grid(rng, grid), (size, size), interpolation=cv2.INTER_CUBIC)

@@ -15,7 +15,7 @@ from .deit import deit_backbone, is_deit
 
 
 def convert(checkpoint: Any) -> State:
-    """Return the state dict of an :class:`AgentPVT`, :class:`AgentSwin` or mmpretrain ViT that a published checkpoint makes.
+    """Return the state dict that a published checkpoint makes: of AgentPVT, AgentSwin or mmpretrain's ViT.
 
     The backbones read published layouts themselves; this is for who wants a file. Agent attention checkpoints give
     every key; the output norms that an ImageNet Swin lacks start as the identity. A vanilla PVT or Swin gives what is

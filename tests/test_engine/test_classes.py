@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, skip_unless_readable
 from mmengine.config import Config
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 from torch import nn
@@ -153,6 +153,7 @@ CONFIGS = [path for path in sorted((ROOT / 'configs').rglob('*.py')) if '_base_'
 @pytest.mark.slow
 @pytest.mark.parametrize('path', CONFIGS, ids=[path.stem for path in CONFIGS])
 def test_no_config_of_ours_is_suspected(path: Any) -> None:
+    skip_unless_readable(path)
     cfg = Config.fromfile(path)
     if 'train_dataloader' not in cfg:
         pytest.skip('trains nothing')

@@ -1,7 +1,12 @@
-"""Write the generated shapes data set, as a COCO folder and as an ADE20K folder over the same images."""
+"""Write the generated shapes data set, as a COCO folder and as an ADE20K folder over the same images.
+
+Beside them ROOT/imagenet holds images of one object each, one class a folder.
+"""
 
 import argparse
+from pathlib import Path
 
+from mmgate.datasets.image_folders import write_shapes_folder
 from mmgate.datasets.shapes import write_shapes
 
 
@@ -14,9 +19,19 @@ def main() -> None:
     parser.add_argument('--size', type=int, default=128, help='side of an image in pixels (default: %(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='seed (default: %(default)s)')
     parser.add_argument('--force', action='store_true', help='replace shapes written with other arguments')
+    parser.add_argument(
+        '--num-objects',
+        type=int,
+        default=1200,
+        help='training images of the ImageNet folder; a fifth for validation; 0 for no folder (default: %(default)s)',
+    )
     args = parser.parse_args()
+    objects = vars(args).pop('num_objects')
     try:
         written = write_shapes(**vars(args))
+        if objects:
+            same = dict(seed=args.seed, force=args.force)
+            written |= write_shapes_folder(Path(args.root, 'imagenet'), num_train=objects, num_val=objects // 5, **same)
     except (ValueError, FileExistsError) as error:
         parser.exit(2, f'error: {error}\n')
     counts = f'{args.num_train} training and {args.num_val} validation images of {args.size} px'

@@ -1,6 +1,6 @@
 """Let a torchvision that was built for a CUDA torch be imported beside a CPU torch, where no fitting one is to be had.
 
-For development environments alone: ``setup_env.sh`` copies this file and a ``.pth`` that imports it into the environment
+For development environments alone: ``setup_env.sh`` copies this file and a ``.pth`` that imports it there
 if torchvision cannot be imported there. torchvision's compiled operators do not load then, and its Python code fails at
 the first of them that it describes; declaring those two is enough for transforms and models, which is what mmpretrain
 uses. Calling them fails.

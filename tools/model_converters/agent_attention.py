@@ -2,7 +2,8 @@
 
 The backbones read the published files themselves (init_cfg); this writes a file of their own names, without what the
 training script left in it. ``--to classifier`` keeps the head and the final norm, for mmpretrain's ImageClassifier as
-configs/agent/classification builds it, so that tools/test.py takes the file. Only tensors are read, and no code of the file runs.
+configs/agent/classification builds it, so that tools/test.py takes the file. Only tensors are read, and no code of the
+file runs.
 """
 
 import argparse
