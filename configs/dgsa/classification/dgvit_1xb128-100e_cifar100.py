@@ -5,7 +5,14 @@ _base_ = [
 ]
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
-model = dict(head=dict(num_classes=100))
+model = dict(
+    data_preprocessor=dict(
+        type='mmpretrain.ClsDataPreprocessor',
+        num_classes=100,
+        mean=[129.304, 124.070, 112.434],
+        std=[68.170, 65.392, 70.418],
+        to_rgb=False),
+    head=dict(num_classes=100))
 train_dataloader = dict(batch_size=128)
 val_dataloader = dict(batch_size=128)
 test_dataloader = dict(batch_size=128)

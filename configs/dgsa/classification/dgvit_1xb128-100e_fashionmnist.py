@@ -5,4 +5,11 @@ _base_ = [
 ]
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
-model = dict(backbone=dict(img_size=28))
+model = dict(
+    data_preprocessor=dict(
+        type='mmpretrain.ClsDataPreprocessor',
+        num_classes=10,
+        mean=[72.94, 72.94, 72.94],
+        std=[90.02, 90.02, 90.02],
+        to_rgb=False),
+    backbone=dict(img_size=28))

@@ -1,5 +1,4 @@
 # mmpretrain's data set; the images are repeated to three channels, with which Table 5's size comes out.
-data_preprocessor = dict(num_classes=10, mean=[72.94, 72.94, 72.94], std=[90.02, 90.02, 90.02], to_rgb=False)
 three_channels = [
     dict(type='NumpyToPIL', to_rgb=False),
     dict(type='torchvision/Grayscale', num_output_channels=3),

@@ -1,5 +1,4 @@
 # The cropped digits, data/svhn/train_32x32.mat and test_32x32.mat. No flips: a digit would become another.
-data_preprocessor = dict(num_classes=10, mean=[111.61, 113.16, 120.57], std=[50.50, 51.26, 50.24], to_rgb=False)
 train_pipeline = [dict(type='RandomCrop', crop_size=32, padding=4), dict(type='PackInputs')]
 test_pipeline = [dict(type='PackInputs')]
 train_dataloader = dict(
