@@ -61,9 +61,9 @@ DATA = {
     'fashionmnist': 'FashionMNIST',
     'svhn': 'SVHN',
     'shapes': 'generated shapes',
-    'in1k': 'ImageNet-1k',
     'ade20k': 'ADE20K',
     'coco': 'COCO',
+    'in1k': 'ImageNet-1k',  # last: also in the names of others' weights
 }
 
 
