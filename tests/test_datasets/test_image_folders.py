@@ -54,6 +54,8 @@ def test_mmpretrain_reads_them(tmp_path: Path) -> None:
     from mmpretrain.datasets import CustomDataset
 
     write_shapes_folder(tmp_path / 'shapes', **COUNTS)
-    data = CustomDataset(data_root=str(tmp_path / 'shapes'), data_prefix='train', metainfo=dict(classes=CLASSES))
-    # a folder's place in the alphabet is its label, so the names of a config have to be in that order
+    classes = sorted(CLASSES)  # a folder's place in the alphabet is its label
+    data = CustomDataset(data_root=str(tmp_path / 'shapes'), data_prefix='train', metainfo=dict(classes=classes))
     assert len(data) == 12
+    for info in map(data.get_data_info, range(len(data))):
+        assert Path(info['img_path']).parent.name == classes[info['gt_label']]
