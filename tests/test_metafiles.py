@@ -55,7 +55,7 @@ def test_model(model: dict[str, Any]) -> None:
     assert model['Weights'] is None  # the key has to be there: mmengine's inferencers read it
 
 
-DATA = {'shapes': 'generated shapes', 'in1k': 'ImageNet-1k', 'ade20k': 'ADE20K', 'coco': 'COCO'}
+DATA = {'shapes': 'generated shapes', '_in1k': 'ImageNet-1k', 'ade20k': 'ADE20K', 'coco': 'COCO'}
 
 
 @pytest.mark.parametrize(
