@@ -63,7 +63,7 @@ DATA = {
     'shapes': 'generated shapes',
     'ade20k': 'ADE20K',
     'coco': 'COCO',
-    'in1k': 'ImageNet-1k',  # last: also in the names of others' weights
+    '_in1k': 'ImageNet-1k',
 }
 
 

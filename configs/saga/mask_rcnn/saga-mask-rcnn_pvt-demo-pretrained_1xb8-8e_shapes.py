@@ -4,4 +4,7 @@ _base_ = 'saga-mask-rcnn_pvt-demo_1xb8-8e_shapes.py'
 model = dict(
     backbone=dict(
         init_cfg=dict(
-            type='Pretrained', prefix='backbone.', checkpoint='work_dirs/demo_pretrain/classifier/epoch_12.pth')))
+            _delete_=True,
+            type='Pretrained',
+            prefix='backbone.',
+            checkpoint='work_dirs/demo_pretrain/classifier/epoch_12.pth')))
