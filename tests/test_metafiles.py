@@ -35,7 +35,7 @@ def test_collection(path: str) -> None:
     (collection,) = METAFILES[path]['Collections']
     assert (MIM / collection['README']).is_file()
     paper = collection.get('Paper', {})
-    assert path == 'configs/vanilla/metafile.yml' or paper['Title']
+    assert path in ('configs/vanilla/metafile.yml', 'configs/linear/metafile.yml') or paper['Title']
     assert paper.get('URL', 'https://arxiv.org/abs/').startswith('https://arxiv.org/abs/')
     assert collection.get('Metadata', {}) == {f'Paper {key}': value for key, value in paper.items()}
     assert {model['In Collection'] for model in METAFILES[path]['Models']} == {collection['Name']}
@@ -59,7 +59,16 @@ def test_model(model: dict[str, Any]) -> None:
     assert model['Weights'] is None  # the key has to be there: mmengine's inferencers read it
 
 
-DATA = {'shapes': 'generated shapes', '_in1k': 'ImageNet-1k', 'ade20k': 'ADE20K', 'coco': 'COCO'}
+DATA = {
+    'cifar100': 'CIFAR-100',
+    'cifar10': 'CIFAR-10',
+    'fashionmnist': 'FashionMNIST',
+    'svhn': 'SVHN',
+    'shapes': 'generated shapes',
+    'ade20k': 'ADE20K',
+    'coco': 'COCO',
+    '_in1k': 'ImageNet-1k',
+}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if not {'_bas
 ONE, THREE = dict(epochs=12, drops=[8, 11]), dict(epochs=36, drops=[27, 33])
 SWIN_DETECTOR = dict(lr=1e-4, weight_decay=0.05, warm_up=500)
 IMAGENET = dict(lr=1e-3, weight_decay=0.05, epochs=300)
+LINEAR = 'hydra|efficient|angular|enhanced|flatten|polaformer|inline|mlla|rala'
 MASK2FORMER = dict(lr=1e-4, weight_decay=0.05, power=0.9)
 
 # what the papers and the authors' public configs say, by the pattern of the name; all train with AdamW
@@ -43,9 +44,23 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'(agent|saga)-pvt-[tsml]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
     r'(agent|saga)-(pvtv2|swin|deit)-(b0|b1|[tsb])_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'plug-deit-[ts].*_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    rf'({LINEAR})-mask-rcnn_swin-t_ms-crop-1x_coco': dict(**SWIN_DETECTOR, **ONE),
+    rf'({LINEAR})-retinanet_pvt-t_1x_coco': dict(lr=1e-4, weight_decay=1e-4, warm_up=500, **ONE),
+    rf'({LINEAR})-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512': dict(
+        lr=2e-4, weight_decay=1e-4, iterations=40000, power=0.9
+    ),
+    rf'({LINEAR})-upernet_swin-t_8xb2-160k_ade20k-512x512': dict(
+        lr=6e-5, weight_decay=0.01, iterations=160000, power=1.0, warm_up=1500
+    ),
+    rf'({LINEAR})-(deit|swin)-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    r'(agent|saga)-swin-t-.*_8xb128-300e_in1k|linear-swin-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    r'agent-cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    r'agent-cswin-b_8xb128-300e_in1k': dict(IMAGENET, weight_decay=0.1, warm_up=20),
+    r'(dgvit|vit|diff-vit).*_1xb128-100e_(cifar100?|fashionmnist|svhn)': dict(lr=3e-4, weight_decay=0.01, epochs=100),
     r'.*_1xb(8|32)-(8e|12e|1k)_shapes(-128x128)?': {},  # the demos: ours, small and fast
 }
 DROP_PATH = {
+    r'agent-cswin-': dict(t=0.2, s=0.4, b=0.5),
     r'(agent|saga)-pvt-': dict(t=0.1, s=0.1, m=0.3, l=0.3),
     r'(agent|saga)-swin-': dict(t=0.2, s=0.3, b=0.5),
     r'agent-deit': dict(t=0.0, s=0.1, b=0.3),

@@ -142,7 +142,8 @@ def _without_fastpath() -> Iterator[None]:
 @contextmanager
 def _unresized_biases(model: nn.Module) -> Iterator[None]:
     """Give agent attention its biases without the resize, an interpolation that our layer does as a product."""
-    layers = [module for module in model.modules() if isinstance(module, AgentAttention)]
+    agents = [module for module in model.modules() if isinstance(module, AgentAttention)]
+    layers = [layer for layer in agents if layer.an_bias is not None]
 
     def biases(layer: AgentAttention, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         tokens = layer.class_tokens + hw_shape[0] * hw_shape[1]

@@ -23,11 +23,29 @@ BACKBONES: dict[str, dict[str, Any]] = {
     'Agent-Swin-T': dict(type='mmgate.AgentSwin', arch='tiny'),
     'SAGA-Swin-T': dict(type='mmgate.SAGASwin', arch='tiny'),
 }
+LINEAR = {
+    'Hydra': 'HydraAttention',
+    'Efficient': 'EfficientAttention',
+    'Angular': 'LinearAngularAttention',
+    'Enhanced': 'EnhancedLinearAttention',
+    'FLatten': 'FocusedLinearAttention',
+    'PolaFormer': 'PolaFormerAttention',
+    'InLine': 'InLineAttention',
+    'MLLA': 'MLLAAttention',
+    'RALA': 'RALAAttention',
+}
+BACKBONES |= {
+    f'{name}-{host}': dict(type=f'mmgate.Linear{host[:-2]}', arch='tiny', attention=dict(type=kind))
+    for name, kind in LINEAR.items()
+    for host in ('PVT-T', 'Swin-T')
+}
 FUSED = ', fused'  # a name's suffix: the same with fused attention
 SUITES = {
     'pvt-t': ('PVT-T', 'PVT-T' + FUSED, 'Agent-PVT-T', 'Agent-PVT-T, dense', 'SAGA-PVT-T'),
     'pvt-l': ('PVT-L', 'Agent-PVT-S'),
     'swin-t': ('Swin-T', 'Agent-Swin-T', 'SAGA-Swin-T'),
+    'linear-pvt-t': ('PVT-T', 'PVT-T' + FUSED, 'Agent-PVT-T', 'SAGA-PVT-T', *(f'{name}-PVT-T' for name in LINEAR)),
+    'linear-swin-t': ('Swin-T', 'Agent-Swin-T', 'SAGA-Swin-T', *(f'{name}-Swin-T' for name in LINEAR)),
 }
 
 

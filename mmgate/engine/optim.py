@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from mmgate.layers import AgentAttention, GatingModulation, SAGAAttention
 from mmgate.layers.agent import BIASES, CLASS_BIASES
+from mmgate.layers.linear import LinearAttention
 from mmgate.layers.rms_norm import RMSNorm
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
@@ -18,6 +19,7 @@ from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 UNDECAYED: dict[type[nn.Module], tuple[str, ...]] = {
     AgentAttention: (*BIASES, *CLASS_BIASES),
     GatingModulation: ('*',),
+    LinearAttention: ('position_encoding', 'focus_scale', 'power'),
     RMSNorm: ('*',),
     SAGAAttention: ('position_encoding',),
 }

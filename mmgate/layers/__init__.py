@@ -1,8 +1,21 @@
 """Attention layers, one file per paper; importing them registers them."""
 
 from .agent import AgentAttention
+from .cross_window import CrossWindowAttention
 from .dgsa import DifferentialGatedAttention, DifferentialGatedMultiheadAttention
+from .differential import DifferentialAttention, DifferentialMultiheadAttention
 from .gml import GatingModulation
+from .linear import (
+    EfficientAttention,
+    EnhancedLinearAttention,
+    FocusedLinearAttention,
+    HydraAttention,
+    InLineAttention,
+    LinearAngularAttention,
+    MLLAAttention,
+    PolaFormerAttention,
+    RALAAttention,
+)
 from .ms_deform_attn import MultiScaleDeformableAttention
 from .plug import PLuGMultiScaleDeformableAttention
 from .plug_dense import PLuGAttention, PLuGMultiheadAttention
@@ -11,13 +24,25 @@ from .sdpa_gate import SDPAGatedAttention, SDPAGatedMultiheadAttention
 
 __all__ = [
     'AgentAttention',
+    'CrossWindowAttention',
+    'DifferentialAttention',
     'DifferentialGatedAttention',
     'DifferentialGatedMultiheadAttention',
+    'DifferentialMultiheadAttention',
+    'EfficientAttention',
+    'EnhancedLinearAttention',
+    'FocusedLinearAttention',
     'GatingModulation',
+    'HydraAttention',
+    'InLineAttention',
+    'LinearAngularAttention',
+    'MLLAAttention',
     'MultiScaleDeformableAttention',
     'PLuGAttention',
     'PLuGMultiScaleDeformableAttention',
     'PLuGMultiheadAttention',
+    'PolaFormerAttention',
+    'RALAAttention',
     'SAGAAttention',
     'SDPAGatedAttention',
     'SDPAGatedMultiheadAttention',

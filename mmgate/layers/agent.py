@@ -14,11 +14,14 @@ from mmgate.ops.agent_attention import agent_attention, interpolation_matrix
 from mmgate.ops.library import is_compiling
 from mmgate.registry import MODELS
 
+from .gml import check_option
 from .map_attention import MapAttention
 from .start import OwnStart
+from .stripes import merge_stripes, split_stripes
 
 BLOCK = 7  # side of the maps in an_bias and na_bias
 CACHED_SIZES = 16  # map sizes whose bias factors an evaluation keeps
+AGENTS = ('pooled', 'static')
 BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')
 CLASS_BIASES = ('ac_bias', 'ca_bias')
 
@@ -37,6 +40,11 @@ class AgentAttention(OwnStart, MapAttention):
         map_size: Height and width of the map in pre-training.
         agent_num: Agent tokens n in use, a square number. Dense prediction takes more than pre-training.
         pretrain_agent_num: Agents in the biases' shapes, a square number; ``agent_num`` by default.
+        agents: ``'pooled'`` from the queries (default), or ``'static'``: learnt, the same for every image (Table 7).
+        bias: Add B1 and B2 (Table 6).
+        dwc: Add the convolved values (Table 6).
+        window: Side of square windows that attend each by itself, with agents of its own (Table 3); the whole map by
+            default, and where it is no larger. The map is padded with zeros to whole windows.
         class_token: Whether a class token stands before the map's tokens (DeiT). It takes part in both attentions with
             biases of its own, ``ac_bias`` and ``ca_bias``, but neither in the pooling nor in the convolution.
         **kwargs: ``qkv_bias``, ``qk_scale``, ``attn_drop``, ``proj_drop`` and ``dropout_layer`` of
@@ -47,14 +55,16 @@ class AgentAttention(OwnStart, MapAttention):
     head, exist one layer at a time.
 
     Raises:
-        ValueError: A number of agents that is no square, or ``embed_dims`` no multiple of ``num_heads``.
+        ValueError: A number of agents that is no square, an unknown kind of agents, windows beside a class token,
+            or ``embed_dims`` no multiple of ``num_heads``.
 
     The biases start normal with deviation 0.02 and the convolution as torch's, whatever a host's ``init_weights`` does.
 
-    Source: Agent attention, Eq. 6 and appendix A; the shapes of the biases are those of the authors' checkpoints.
+    Source: Agent attention, Eq. 6, tables 3, 6 and 7, appendix A; the shapes of the biases are those of the authors'
+    checkpoints.
     """
 
-    own = ('dwc', *BIASES, *CLASS_BIASES)
+    own = ('dwc', 'agent_tokens', *BIASES, *CLASS_BIASES)
 
     def __init__(
         self,
@@ -64,9 +74,16 @@ class AgentAttention(OwnStart, MapAttention):
         map_size: tuple[int, int],
         agent_num: int = 49,
         pretrain_agent_num: int | None = None,
+        agents: str = 'pooled',
+        bias: bool = True,
+        dwc: bool = True,
+        window: int | None = None,
         class_token: bool = False,
         **kwargs: Any,
     ) -> None:
+        check_option('agents', agents, AGENTS)
+        if window is not None and class_token:
+            raise ValueError('window and class_token exclude each other: a class token lies in no window.')
         super().__init__(embed_dims, num_heads, **kwargs)
         pretrain_agent_num = agent_num if pretrain_agent_num is None else pretrain_agent_num
         for name, number in (('agent_num', agent_num), ('pretrain_agent_num', pretrain_agent_num)):
@@ -74,9 +91,12 @@ class AgentAttention(OwnStart, MapAttention):
                 raise ValueError(f'{name}={number} must be a square number: agents lie on a square grid.')
         self.grid, self.pretrain_grid = isqrt(agent_num), isqrt(pretrain_agent_num)
         height, width = int(map_size[0]), int(map_size[1])
+        if window is not None:
+            height, width = min(window, height), min(window, width)
         self.map_size: tuple[int, int] = (height, width)
-        self.class_tokens, n = int(class_token), pretrain_agent_num
-        self.dwc = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims)
+        self.class_tokens, self.window, n = int(class_token), window, pretrain_agent_num
+        self.dwc = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims) if dwc else None
+        self.agent_tokens = nn.Parameter(torch.empty(1, n, embed_dims)) if agents == 'static' else None
         self.an_bias = nn.Parameter(torch.empty(num_heads, n, BLOCK, BLOCK))
         self.na_bias = nn.Parameter(torch.empty(num_heads, n, BLOCK, BLOCK))
         self.ah_bias = nn.Parameter(torch.empty(1, num_heads, n, height, 1))
@@ -86,28 +106,53 @@ class AgentAttention(OwnStart, MapAttention):
         if class_token:
             self.ac_bias = nn.Parameter(torch.empty(1, num_heads, n, 1))
             self.ca_bias = nn.Parameter(torch.empty(1, num_heads, 1, n))
+        if not bias:
+            for name in (*BIASES, *CLASS_BIASES):
+                setattr(self, name, None)
         self._factors: dict[tuple[int, int], tuple[_Factors, _Factors]] = {}
         self._cached: list[tuple[tuple[Any, ...], Tensor]] = []  # what the factors were made from
         self.reset_start()
 
     def reset_start(self) -> None:
         """Draw the biases from a normal distribution of deviation 0.02, truncated at 2, and the convolution anew."""
-        self.dwc.reset_parameters()
-        for name in BIASES + CLASS_BIASES * self.class_tokens:
-            nn.init.trunc_normal_(getattr(self, name), std=0.02)
+        if self.dwc is not None:
+            self.dwc.reset_parameters()
+        for name in (*BIASES, *CLASS_BIASES, 'agent_tokens'):
+            if getattr(self, name, None) is not None:
+                nn.init.trunc_normal_(getattr(self, name), std=0.02)
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Attend through the agents and add the convolved values."""
-        first = self.class_tokens
-        grid = q[:, first:].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w)
-        agents = F.adaptive_avg_pool2d(grid, self.grid).flatten(2).transpose(1, 2)  # (B, n, C)
-        agents = agents.contiguous()  # fused attention needs channels next to each other
-        bias1, bias2 = self.biases(hw_shape)
+        """Attend through the agents and add the convolved values, in each window if there are windows."""
+        window = (min(self.window or hw_shape[0], hw_shape[0]), min(self.window or hw_shape[1], hw_shape[1]))
+        if window != hw_shape:
+            q, k, v = (split_stripes(t, hw_shape, window) for t in (q, k, v))
+            return merge_stripes(self._mix(q, k, v, window), hw_shape, window)
+        return self._mix(q, k, v, hw_shape)
+
+    def _mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        agents = self._agents(q, hw_shape)
+        bias1, bias2 = (None, None) if self.an_bias is None else self.biases(hw_shape)
         q, k, values, agents = (self.split_heads(t) for t in (q, k, v, agents))
         out = agent_attention(q, k, values, agents, bias1, bias2, scale=self.scale, dropout=self._drop)  # (B, H, N, d)
-        local = self.dwc(v[:, first:].transpose(1, 2).unflatten(-1, hw_shape))  # (B, C, h, w), channels last in memory
-        local = local.flatten(2).transpose(1, 2)
-        return out.transpose(1, 2).flatten(2) + (F.pad(local, (0, 0, first, 0)) if first else local)
+        out = out.transpose(1, 2).flatten(2)
+        if self.dwc is None:
+            return out
+        values = (
+            v[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)
+        )  # (B, C, h, w), channels last in memory
+        return out + self.behind_class_token(self.dwc(values).flatten(2).transpose(1, 2))
+
+    def _agents(self, q: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Return the agent tokens ``(B, n, C)``, their channels next to each other, as fused attention needs them."""
+        if self.agent_tokens is None:
+            grid = q[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w)
+            agents = F.adaptive_avg_pool2d(grid, self.grid)
+        else:
+            agents = self.agent_tokens.transpose(1, 2).unflatten(-1, (self.pretrain_grid, self.pretrain_grid))
+            if self.grid != self.pretrain_grid:
+                agents = F.interpolate(agents, size=(self.grid, self.grid), mode='bilinear')
+            agents = agents.expand(len(q), -1, -1, -1).to(q.dtype)
+        return agents.flatten(2).transpose(1, 2).contiguous()
 
     def biases(self, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)`` for a map of ``hw_shape``, the class token first."""

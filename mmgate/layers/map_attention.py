@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isqrt
 from typing import Any
 
+import torch.nn.functional as F
 from mmcv.cnn.bricks.drop import build_dropout
 from torch import Tensor, nn
 
@@ -88,6 +89,10 @@ class MapAttention(nn.Module):
             return self.map_size
         side = isqrt(tokens)
         return side, side
+
+    def behind_class_token(self, x: Tensor) -> Tensor:
+        """Return what belongs to the map's tokens, ``(B, h w, C)``, with a 0 for the class token before it."""
+        return F.pad(x, (0, 0, self.class_tokens, 0)) if self.class_tokens else x
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Return ``(B, N, H * d)`` as ``(B, H, N, d)``."""

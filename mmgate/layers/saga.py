@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.ops.gated_linear_attention import gated_linear_attention
 from mmgate.registry import MODELS
 
-from .map_attention import MapAttention
-from .start import OwnStart
+from .linear.base import LinearAttention
 
 KERNEL = 5
 
 
 @MODELS.register_module()
-class SAGAAttention(OwnStart, MapAttention):
+class SAGAAttention(LinearAttention):
     """Gated linear attention over an H x W map: ``[Q ((K * A)^T (V * B)) + DWC(V)] * G``.
 
     ``A = sigmoid(x Wa)`` and ``B = sigmoid(x Wb)`` gate keys and values, ``G = x Wg`` the output. K^T V is scaled by
@@ -47,8 +44,6 @@ class SAGAAttention(OwnStart, MapAttention):
     Source: SAGA, Eq. 9 and 10, Table 4.
     """
 
-    own = ('dwc', 'position_encoding')
-
     def __init__(
         self,
         embed_dims: int,
@@ -62,62 +57,26 @@ class SAGAAttention(OwnStart, MapAttention):
         class_token: bool = False,
         **kwargs: Any,
     ) -> None:
-        super().__init__(embed_dims, num_heads, **kwargs)
-        if self.attn_drop:
-            raise ValueError(
-                f'attn_drop={self.attn_drop}: SAGA has no attention weights to drop; leave it at 0, in a backbone '
-                "attn_drop_rate, and use proj_drop, a backbone's drop_rate."
-            )
-        self.map_size: tuple[int, int] = (int(map_size[0]), int(map_size[1]))
-        self.class_tokens = int(class_token)
+        sizes: dict[str, Any] = dict(
+            dwc=KERNEL if dwc else 0,
+            dwc_shared=True,
+            map_size=map_size if position_encoding else None,
+            class_token=class_token,
+        )
+        super().__init__(embed_dims, num_heads, **sizes, **kwargs)
         bias = self.qkv.bias is not None
         self.gate_k = nn.Linear(embed_dims, embed_dims, bias=bias) if gate else None
         self.gate_v = nn.Linear(embed_dims, embed_dims, bias=bias) if gate else None
         self.gate_out = nn.Linear(embed_dims, embed_dims, bias=bias) if output_augmentation else None
-        self.dwc = (
-            nn.Conv2d(self.head_dim, self.head_dim, KERNEL, padding=KERNEL // 2, groups=self.head_dim) if dwc else None
-        )
-        tokens = self.map_size[0] * self.map_size[1]
-        self.position_encoding = nn.Parameter(torch.zeros(1, tokens, embed_dims)) if position_encoding else None
 
-    def reset_start(self) -> None:
-        """Start the convolution and the position encoding anew."""
-        if self.dwc is not None:
-            self.dwc.reset_parameters()
-        if self.position_encoding is not None:
-            nn.init.zeros_(self.position_encoding)
-
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Attend linearly, add the convolved values and gate the sum."""
-        if self.position_encoding is not None:
-            k = k + self._behind_class_token(self._resized_encoding(hw_shape))
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Attend linearly with gated keys and values."""
         gate_k = None if self.gate_k is None else self.split_heads(self.gate_k(x).sigmoid())
         gate_v = None if self.gate_v is None else self.split_heads(self.gate_v(x).sigmoid())
-        q, k, values = (self.split_heads(t) for t in (q, k, v))
-        heads = gated_linear_attention(q, k, values, gate_k, gate_v, scale=self.scale)
-        out = heads.transpose(1, 2).flatten(2)  # (B, N, C)
-        if self.dwc is not None:
-            out = out + self._behind_class_token(self._convolve(v[:, self.class_tokens :], hw_shape))
+        q, k, v = (self.split_heads(t) for t in (q, k, v))
+        return self.merge_heads(gated_linear_attention(q, k, v, gate_k, gate_v, scale=self.scale))
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Attend, add the convolved values and gate the sum."""
+        out = super().mix(x, q, k, v, hw_shape)
         return out if self.gate_out is None else out * self.gate_out(x)
-
-    def _behind_class_token(self, x: Tensor) -> Tensor:
-        return F.pad(x, (0, 0, self.class_tokens, 0)) if self.class_tokens else x
-
-    def _convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Convolve the values ``(B, N, C)``, every head with the same kernels."""
-        assert self.dwc is not None
-        weight, bias = self.dwc.weight.repeat(self.num_heads, 1, 1, 1), self.dwc.bias
-        bias = None if bias is None else bias.repeat(self.num_heads)
-        values = v.transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w), channels last in memory
-        return F.conv2d(values, weight, bias, padding=KERNEL // 2, groups=self.embed_dims).flatten(2).transpose(1, 2)
-
-    def _resized_encoding(self, hw_shape: tuple[int, int]) -> Tensor:
-        assert self.position_encoding is not None
-        if hw_shape == self.map_size:
-            return self.position_encoding
-        grid = self.position_encoding.transpose(1, 2).unflatten(-1, self.map_size)
-        return F.interpolate(grid, size=hw_shape, mode='bilinear').flatten(2).transpose(1, 2)
-
-    def extra_repr(self) -> str:
-        """Sizes for ``print(module)``."""
-        return f'map={self.map_size}'

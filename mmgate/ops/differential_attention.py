@@ -11,6 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def differential_streams(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, dropout: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Return ``A+ V`` and ``A- V``, ``(B, H, N, d)`` each; arguments as :func:`differential_attention`."""
+    # Queries of width d with the other stream at 0 give the same logits, and keep to the fused kernels, which need
+    # queries and values of one width.
+    q_plus, q_minus = query.chunk(2, -1)
+    plus, minus = (
+        F.scaled_dot_product_attention(
+            torch.cat(q, -1), key, value, attn_mask=bias, dropout_p=dropout, scale=q_plus.shape[-1] ** -0.5
+        )
+        for q in ((q_plus, torch.zeros_like(q_minus)), (torch.zeros_like(q_plus), q_minus))
+    )
+    return plus, minus
+
+
 def differential_attention(
     query: Tensor, key: Tensor, value: Tensor, gate: Tensor, bias: Tensor | None = None, *, dropout: float = 0.0
 ) -> Tensor:
@@ -26,22 +42,20 @@ def differential_attention(
 
     Source: M-DGSA, section 4.2.
     """
-    # Queries of width d with the other stream at 0 give the same logits, and keep to the fused kernels, which need
-    # queries and values of one width.
-    q_plus, q_minus = query.chunk(2, -1)
-    plus, minus = (
-        F.scaled_dot_product_attention(
-            torch.cat(q, -1), key, value, attn_mask=bias, dropout_p=dropout, scale=q_plus.shape[-1] ** -0.5
-        )
-        for q in ((q_plus, torch.zeros_like(q_minus)), (torch.zeros_like(q_plus), q_minus))
-    )
+    plus, minus = differential_streams(query, key, value, bias, dropout=dropout)
     return gate * plus - (1 - gate) * minus
 
 
 def differential_map(query: Tensor, key: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return the signed attention map ``(B, H, N, M)`` of :func:`differential_attention`; the reference."""
+    plus, minus = stream_maps(query, key, bias)
+    return gate * plus - (1 - gate) * minus
+
+
+def stream_maps(query: Tensor, key: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the maps ``A+`` and ``A-``, ``(B, H, N, M)`` each."""
     maps = []
     for q, k in zip(query.chunk(2, -1), key.chunk(2, -1), strict=True):
         logits = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
         maps.append(torch.softmax(logits if bias is None else logits + bias, -1))
-    return gate * maps[0] - (1 - gate) * maps[1]
+    return maps[0], maps[1]

@@ -16,7 +16,7 @@ from .torch import multihead_attention as torch_host
 
 @adapts(MultiScaleDeformableAttention, MMCVMultiScaleDeformableAttention)
 def deformable_attention(
-    gate: type[MultiScaleDeformableAttention], host: MMCVMultiScaleDeformableAttention, **options: Any
+    gate: type[MultiScaleDeformableAttention], host: MMCVMultiScaleDeformableAttention, /, **options: Any
 ) -> MultiScaleDeformableAttention:
     """Take over sizes, dropout and layout."""
     return gate(
@@ -36,7 +36,7 @@ def deformable_attention(
 
 @adapts(GatedMultiheadAttention, MultiheadAttention)
 def multihead_attention(
-    gate: type[GatedMultiheadAttention], host: MultiheadAttention, **options: Any
+    gate: type[GatedMultiheadAttention], host: MultiheadAttention, /, **options: Any
 ) -> GatedMultiheadAttention:
     """Take over sizes, dropouts and layout of mmcv's wrapper and of the module in it."""
     torch_host(gate, host.attn, **options)  # refuses what the core does not have

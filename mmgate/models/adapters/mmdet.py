@@ -82,7 +82,7 @@ class GatedConditionalAttention(ConditionalAttention):
 
 @adapts(GatedMultiheadAttention, ConditionalAttention)
 def conditional(
-    gate: type[GatedMultiheadAttention], host: ConditionalAttention, **options: Any
+    gate: type[GatedMultiheadAttention], host: ConditionalAttention, /, **options: Any
 ) -> GatedConditionalAttention:
     """Hold the gate's parameters beside the host's own.
 
@@ -153,7 +153,7 @@ class GatedBiMultiHeadAttention(BiMultiHeadAttention):
 
 @adapts(GatedMultiheadAttention, BiMultiHeadAttention)
 def bidirectional(
-    gate: type[GatedMultiheadAttention], host: BiMultiHeadAttention, **options: Any
+    gate: type[GatedMultiheadAttention], host: BiMultiHeadAttention, /, **options: Any
 ) -> GatedBiMultiHeadAttention:
     """Hold two gates beside the host's own parameters.
 

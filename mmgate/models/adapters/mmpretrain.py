@@ -15,7 +15,7 @@ from .pairs import adapts
 
 
 @adapts(GatedMultiheadAttention, MultiheadAttention)
-def tokens(gate: type[GatedMultiheadAttention], host: Any, **options: Any) -> GatedTokenAttention:
+def tokens(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedTokenAttention:
     """Take over sizes, dropouts and layer scale.
 
     Raises:
@@ -28,7 +28,7 @@ def tokens(gate: type[GatedMultiheadAttention], host: Any, **options: Any) -> Ga
 
 
 @adapts(MapAttention, MultiheadAttention)
-def map_of_tokens(gate: type[MapAttention], host: Any, **options: Any) -> MapAttention:
+def map_of_tokens(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:
     """Take over sizes and dropouts; the rule says ``map_size`` and ``class_token``, which the host does not know.
 
     Raises:

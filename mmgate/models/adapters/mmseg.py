@@ -57,7 +57,7 @@ class GatedMAEAttention(GatedBEiTAttention, MAEAttention):
 
 
 @adapts(GatedMultiheadAttention, BEiTAttention, MAEAttention)
-def beit(gate: type[GatedMultiheadAttention], host: BEiTAttention, **options: Any) -> GatedBEiTAttention:
+def beit(gate: type[GatedMultiheadAttention], host: BEiTAttention, /, **options: Any) -> GatedBEiTAttention:
     """Hold the gate's parameters beside the host's own.
 
     Raises:
@@ -111,7 +111,7 @@ class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
 
 @adapts(GatedMultiheadAttention, LocallyGroupedSelfAttention)
 def locally_grouped(
-    gate: type[GatedMultiheadAttention], host: LocallyGroupedSelfAttention, **options: Any
+    gate: type[GatedMultiheadAttention], host: LocallyGroupedSelfAttention, /, **options: Any
 ) -> GatedLocallyGroupedSelfAttention:
     """Hold the gate's parameters beside the host's own.
 
@@ -122,7 +122,7 @@ def locally_grouped(
 
 
 @adapts(MapAttention, LocallyGroupedSelfAttention)
-def whole_map(gate: type[MapAttention], host: LocallyGroupedSelfAttention, **options: Any) -> MapAttention:
+def whole_map(gate: type[MapAttention], host: LocallyGroupedSelfAttention, /, **options: Any) -> MapAttention:
     """Attend over the whole map in the place of windows, as in Swin."""
     return gate(
         host.embed_dims,
@@ -135,7 +135,7 @@ def whole_map(gate: type[MapAttention], host: LocallyGroupedSelfAttention, **opt
     )
 
 
-def _gate_for(gate: type[GatedMultiheadAttention], host: Any, **options: Any) -> DenseAttention:
+def _gate_for(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> DenseAttention:
     if host.scale != (host.embed_dims // host.num_heads) ** -0.5:
         raise ValueError(f'{gate.__name__} does not replace a {type(host).__name__} with a qk_scale of its own.')
     return gate_alone(gate.core(host.embed_dims, host.num_heads, host.attn_drop.p, batch_first=True, **options))

@@ -18,14 +18,14 @@ def adapt_reduced(*hosts: type[nn.Module]) -> None:
     """Let dense gates replace ``hosts``, and attentions over the whole map those of them that reduce nothing."""
 
     @adapts(GatedMultiheadAttention, *hosts)
-    def reduced_attention(gate: type[GatedMultiheadAttention], host: Any, **options: Any) -> nn.Module:
+    def reduced_attention(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> nn.Module:
         """Return the host's module with the attention in it gated; the spatial reduction stays."""
         gated = deepcopy(host)
         gated.attn = torch_host(gate, host.attn, **options)
         return gated
 
     @adapts(MapAttention, *hosts)
-    def unreduced_attention(gate: type[MapAttention], host: Any, **options: Any) -> MapAttention:
+    def unreduced_attention(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:
         if host.sr_ratio != 1:
             raise ValueError(
                 f'{gate.__name__} reduces no map, but this attention has sr_ratio={host.sr_ratio}; '

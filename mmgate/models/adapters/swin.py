@@ -17,7 +17,7 @@ def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -
     """Let dense gates replace ``window_msa``, and attentions over the whole map ``shift_window_msa``."""
 
     @adapts(GatedMultiheadAttention, window_msa)
-    def windows(gate: type[GatedMultiheadAttention], host: Any, **options: Any) -> GatedWindowMSA:
+    def windows(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedWindowMSA:
         if host.scale != (host.embed_dims // host.num_heads) ** -0.5:
             raise ValueError(f'{gate.__name__} does not replace a WindowMSA with a qk_scale of its own.')
         sizes = (host.embed_dims, host.num_heads, host.attn_drop.p)
@@ -25,7 +25,7 @@ def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -
         return GatedWindowMSA(core, host.window_size, host.proj_drop.p)
 
     @adapts(MapAttention, shift_window_msa)
-    def whole_map(gate: type[MapAttention], host: Any, **options: Any) -> MapAttention:
+    def whole_map(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:
         windows = host.w_msa
         module = gate(
             windows.embed_dims,

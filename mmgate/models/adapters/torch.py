@@ -13,7 +13,7 @@ from .pairs import adapts
 
 @adapts(GatedMultiheadAttention, nn.MultiheadAttention)
 def multihead_attention(
-    gate: type[GatedMultiheadAttention], host: nn.MultiheadAttention, **options: Any
+    gate: type[GatedMultiheadAttention], host: nn.MultiheadAttention, /, **options: Any
 ) -> DenseAttention:
     """Return the gate's core; the gate's one name serves torch's class and mmcv's around it.
 

@@ -1,38 +1,43 @@
-"""Backbones with agent and SAGA attention: mmdet's PVT and Swin with their attention swapped, where mmdet is."""
+"""Backbones with agent, SAGA and other attention: those of mmdet and mmpretrain swapped, where the packages are."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import NoReturn
+from importlib import import_module
+from typing import Any, NoReturn
 
 from mmgate._environment import available
 from mmgate.registry import MODELS
 
+# name: the package and the class that it is built on, and our file
 HOSTS = {
-    'AgentPVT': 'PyramidVisionTransformer',
-    'AgentSwin': 'SwinTransformer',
-    'SAGAPVT': 'PyramidVisionTransformer',
-    'SAGAPVTv2': 'PyramidVisionTransformerV2',
-    'SAGASwin': 'SwinTransformer',
+    'AgentCSwin': ('mmengine', 'BaseModule', 'cswin'),
+    'AgentPVT': ('mmdet', 'PyramidVisionTransformer', 'pvt'),
+    'AgentSwin': ('mmdet', 'SwinTransformer', 'swin'),
+    'DGViT': ('mmpretrain', 'VisionTransformer', 'dgvit'),
+    'LinearPVT': ('mmdet', 'PyramidVisionTransformer', 'linear'),
+    'LinearSwin': ('mmdet', 'SwinTransformer', 'linear'),
+    'SAGAPVT': ('mmdet', 'PyramidVisionTransformer', 'pvt'),
+    'SAGAPVTv2': ('mmdet', 'PyramidVisionTransformerV2', 'pvt'),
+    'SAGASwin': ('mmdet', 'SwinTransformer', 'swin'),
 }
 
 
 def _absent(name: str, **_: object) -> NoReturn:
-    raise ImportError(f"{name} is built on mmdet's {HOSTS[name]}, and mmdet cannot be imported here; install it.")
+    package, host, _file = HOSTS[name]
+    raise ImportError(f"{name} is built on {package}'s {host}, and {package} cannot be imported here; install it.")
 
 
-if available('mmdet'):
-    from .pvt import SAGAPVT, AgentPVT, SAGAPVTv2
-    from .swin import AgentSwin, SAGASwin
-
-    __all__ = ['AgentPVT', 'AgentSwin', 'SAGAPVT', 'SAGAPVTv2', 'SAGASwin']
-else:
-    __all__ = []
-    for _name in HOSTS:  # a config that names one is told what is missing
+__all__ = []
+for _name, (_package, _, _file) in HOSTS.items():
+    if available(_package):
+        globals()[_name] = getattr(import_module(f'{__name__}.{_file}'), _name)
+        __all__.append(_name)
+    else:  # a config that names one is told what is missing
         MODELS.register_module(name=_name, module=partial(_absent, _name))
 
 
-def __getattr__(name: str) -> NoReturn:
+def __getattr__(name: str) -> Any:
     if name in HOSTS:
         _absent(name)
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')

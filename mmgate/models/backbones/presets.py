@@ -24,6 +24,7 @@ SWIN = {
 }
 # how many blocks of each stage, from its first on, have the new attention; the others are Swin's own
 AGENT_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 0, 0), 'base': (2, 2, 2, 0)}
+LINEAR_SWIN_BLOCKS = {'tiny': (2, 2, 0, 0), 'small': (2, 2, 0, 0), 'base': (2, 2, 0, 0)}
 SAGA_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 18, 0), 'base': (2, 2, 18, 0)}
 
 # what a checkpoint of the vanilla backbone cannot have: endings of keys
@@ -31,7 +32,8 @@ OF_THE_ATTENTION = (
     *('.an_bias', '.na_bias', '.ah_bias', '.aw_bias', '.ha_bias', '.wa_bias'),
     *('.ac_bias', '.ca_bias', '.position_encoding'),
     *('.dwc.weight', '.dwc.bias', '.gate_k.weight', '.gate_k.bias', '.gate_v.weight', '.gate_v.bias'),
-    *('.gate_out.weight', '.gate_out.bias'),
+    *('.gate_out.weight', '.gate_out.bias', '.focus_scale', '.power', '.agent_tokens'),
+    *('.local.0.weight', '.local.0.bias', '.local.2.weight', '.local.2.bias'),
 )
 
 

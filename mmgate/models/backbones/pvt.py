@@ -103,6 +103,7 @@ class AgentPVT(_LinearPVT):
         agent_nums: Agent tokens of each stage; those of pre-training by default. The paper takes (144, 256, 784, 784)
             for dense prediction.
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
+        attention: Options of :class:`~mmgate.layers.AgentAttention` for every stage, such as ``dict(bias=False)``.
         frozen_stages: How many stages, from the first on, are not trained; -1 for none.
         with_cp: Recompute the blocks in the backward pass.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors, with agent attention
@@ -122,6 +123,7 @@ class AgentPVT(_LinearPVT):
         *,
         agent_nums: Sequence[int] | None = None,
         pretrain_agent_nums: Sequence[int] = PRETRAIN_AGENTS,
+        attention: Mapping[str, Any] | None = None,
         frozen_stages: int = -1,
         with_cp: bool = False,
         init_cfg: dict | None = None,
@@ -132,7 +134,13 @@ class AgentPVT(_LinearPVT):
         pretrained = per_stage('pretrain_agent_nums', pretrain_agent_nums, stages)
         numbers = per_stage('agent_nums', pretrained if agent_nums is None else agent_nums, stages)
         rules = [
-            dict(type='AgentAttention', map_size=size, agent_num=number, pretrain_agent_num=pretrain)
+            dict(
+                type='AgentAttention',
+                map_size=size,
+                agent_num=number,
+                pretrain_agent_num=pretrain,
+                **(attention or {}),
+            )
             for size, number, pretrain in zip(_map_sizes(fields), numbers, pretrained, strict=True)
         ]
         super().__init__(rules, frozen_stages=frozen_stages, with_cp=with_cp, fields=fields, init_cfg=init_cfg)

@@ -81,6 +81,7 @@ class AgentSwin(_LinearSwin):
         agent_nums: Agent tokens of each stage; those of pre-training by default. The paper takes (81, 144, 196, 49) for
             dense prediction.
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
+        attention: Options of :class:`~mmgate.layers.AgentAttention` for every stage, such as ``dict(bias=False)``.
         blocks: How many blocks of each stage, from its first on, have agent attention; the preset's by default.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors, with agent attention
             or vanilla, and of mmdet and mmseg are recognised, see :func:`.pretrained.load_pretrained`.
@@ -99,6 +100,7 @@ class AgentSwin(_LinearSwin):
         *,
         agent_nums: Sequence[int] | None = None,
         pretrain_agent_nums: Sequence[int] = PRETRAIN_AGENTS,
+        attention: Mapping[str, Any] | None = None,
         blocks: Sequence[int] | None = None,
         init_cfg: dict | None = None,
         **overrides: Any,
@@ -108,7 +110,13 @@ class AgentSwin(_LinearSwin):
         pretrained = per_stage('pretrain_agent_nums', pretrain_agent_nums, stages)
         numbers = per_stage('agent_nums', pretrained if agent_nums is None else agent_nums, stages)
         rules = [
-            dict(type='AgentAttention', map_size=size, agent_num=number, pretrain_agent_num=pretrain)
+            dict(
+                type='AgentAttention',
+                map_size=size,
+                agent_num=number,
+                pretrain_agent_num=pretrain,
+                **(attention or {}),
+            )
             for size, number, pretrain in zip(_map_sizes(fields), numbers, pretrained, strict=True)
         ]
         swapped = per_stage('blocks', AGENT_SWIN_BLOCKS[arch] if blocks is None else blocks, stages)

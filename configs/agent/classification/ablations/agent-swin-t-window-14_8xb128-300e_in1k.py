@@ -1,0 +1,3 @@
+_base_ = '../agent-swin-t_8xb128-300e_in1k.py'
+# Table 3: windows of 14 x 14
+model = dict(backbone=dict(attention=dict(window=14)))

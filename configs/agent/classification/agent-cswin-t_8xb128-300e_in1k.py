@@ -1,0 +1,6 @@
+_base_ = '../../_base_/classification/imagenet_8xb128-300e.py'
+
+model = dict(
+    backbone=dict(
+        type='mmgate.AgentCSwin', arch='tiny', out_indices=(3,), drop_path_rate=0.2),
+    head=dict(in_channels=512))

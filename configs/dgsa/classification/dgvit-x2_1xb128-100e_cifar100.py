@@ -1,0 +1,3 @@
+_base_ = 'dgvit_1xb128-100e_cifar100.py'
+# Table 1: expansion by 2
+model = dict(backbone=dict(expansion=2))

@@ -1,0 +1,3 @@
+_base_ = 'dgvit_1xb128-100e_svhn.py'
+# Table 1: one dropout in the feed-forward network
+model = dict(backbone=dict(ffn_dropouts=1))

@@ -1,0 +1,15 @@
+_base_ = [
+    '_base_/fashion_mnist.py',
+    'mmpretrain::_base_/default_runtime.py',
+    '_base_/dgvit_1xb128-100e.py'
+]
+custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
+
+model = dict(
+    data_preprocessor=dict(
+        type='mmpretrain.ClsDataPreprocessor',
+        num_classes=10,
+        mean=[72.94, 72.94, 72.94],
+        std=[90.02, 90.02, 90.02],
+        to_rgb=False),
+    backbone=dict(img_size=28))

@@ -1,0 +1,12 @@
+_base_ = '../../_base_/classification/imagenet_8xb128-300e.py'
+
+model = dict(
+    backbone=dict(
+        type='mmgate.LinearSwin',
+        attention=dict(type='LinearAngularAttention'),
+        arch='tiny',
+        out_indices=(3,),
+        drop_path_rate=0.2),
+    head=dict(in_channels=768))
+# Swin's own clipping.
+optim_wrapper = dict(clip_grad=dict(max_norm=5.0))

@@ -1,0 +1,95 @@
+"""Noise on images, as a transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from mmcv.transforms import BaseTransform
+
+from mmgate.registry import TRANSFORMS
+
+Image = np.ndarray
+
+
+def _gaussian(image: Image, level: float) -> Image:
+    return image + np.random.normal(0.0, 255 * level, image.shape)
+
+
+def _uniform(image: Image, level: float) -> Image:
+    return image + np.random.uniform(-255 * level, 255 * level, image.shape)
+
+
+def _speckle(image: Image, level: float) -> Image:
+    return image * (1 + np.random.normal(0.0, level, image.shape))
+
+
+def _salt_and_pepper(image: Image, level: float) -> Image:
+    draw = np.random.uniform(size=image.shape[:2])  # a pixel turns black or white in all channels
+    image = image.copy()
+    image[draw < level / 2] = 0
+    image[draw > 1 - level / 2] = 255
+    return image
+
+
+def _shot(image: Image, level: float) -> Image:
+    photons = 1 / level**2  # of white, so that white's deviation is the level
+    return np.random.poisson(image / 255 * photons) / photons * 255
+
+
+NOISES: dict[str, Callable[[Image, float], Image]] = {
+    'gaussian': _gaussian,
+    'uniform': _uniform,
+    'speckle': _speckle,
+    'salt_and_pepper': _salt_and_pepper,
+    'shot': _shot,
+}
+
+
+@TRANSFORMS.register_module()
+class RandomNoise(BaseTransform):
+    """Add noise of a kind and a level drawn for every image.
+
+    The paper trains under "multiple distortion levels and noise types" and names none; these are the usual ones.
+
+    Args:
+        kinds: Of :data:`NOISES`: ``'gaussian'`` and ``'uniform'`` are added, ``'speckle'`` multiplies, ``'shot'`` is
+            Poisson's, ``'salt_and_pepper'`` turns pixels black or white.
+        levels: Deviations over the range of a pixel (half the width of ``'uniform'``, of white in ``'shot'``), or the
+            share of pixels in ``'salt_and_pepper'``; more than 0, at most 1.
+        prob: Share of the images that have noise.
+
+    Raises:
+        ValueError: An unknown kind, or a level or share out of its range.
+
+    Reads and writes ``img``, ``(H, W)`` or ``(H, W, C)``, 0 to 255; its dtype stays. The draws are numpy's, which
+    mmengine seeds in every worker.
+
+    Source: M-DGSA, section 5.1.
+    """
+
+    def __init__(
+        self, kinds: Sequence[str] = ('gaussian',), levels: Sequence[float] = (0.1,), prob: float = 1.0
+    ) -> None:
+        unknown = sorted(set(kinds) - set(NOISES)) if not isinstance(kinds, str) else [kinds]
+        if unknown or not kinds:
+            raise ValueError(f'kinds={kinds!r} must list some of {", ".join(NOISES)}.')
+        if not levels or not all(0 < level <= 1 for level in levels):
+            raise ValueError(f'levels={levels!r} must list numbers above 0, up to 1.')
+        if not 0 <= prob <= 1:
+            raise ValueError(f'prob={prob} must lie in 0 to 1.')
+        self.kinds, self.levels, self.prob = tuple(kinds), tuple(levels), prob
+
+    def transform(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Add noise to ``results['img']``."""
+        if np.random.uniform() >= self.prob:
+            return results
+        kind, level = np.random.choice(self.kinds), np.random.choice(self.levels)
+        image = results['img']
+        noisy = NOISES[str(kind)](image.astype(np.float64), float(level)).clip(0, 255)
+        results['img'] = (noisy.round() if np.issubdtype(image.dtype, np.integer) else noisy).astype(image.dtype)
+        return results
+
+    def __repr__(self) -> str:
+        return f'{type(self).__name__}(kinds={self.kinds}, levels={self.levels}, prob={self.prob})'

@@ -1,0 +1,53 @@
+"""Street View House Numbers, cropped digits, as the authors publish them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mmengine.dataset import BaseDataset
+
+from mmgate.registry import DATASETS
+
+FILES = {'train': 'train_32x32.mat', 'test': 'test_32x32.mat', 'extra': 'extra_32x32.mat'}
+
+
+@DATASETS.register_module()
+class SVHN(BaseDataset):
+    """Digits of 32 x 32 pixels in MATLAB files; mmpretrain has no such data set.
+
+    Args:
+        data_root: Folder of the files.
+        split: ``'train'`` (73,257 images), ``'test'`` (26,032) or ``'extra'`` (531,131).
+        **kwargs: Of mmengine's ``BaseDataset``, such as ``pipeline``.
+
+    Raises:
+        ValueError: An unknown split.
+        FileNotFoundError: The file of the split is not in ``data_root``; nothing is downloaded.
+        ImportError: scipy, which reads the files, is not installed.
+
+    Source: Reading digits in natural images (Netzer et al., 2011), format 2.
+    """
+
+    METAINFO = {'classes': tuple('0123456789')}
+
+    def __init__(self, data_root: str, split: str = 'train', **kwargs: Any) -> None:
+        if split not in FILES:
+            raise ValueError(f'split={split!r} must be one of {", ".join(FILES)}.')
+        self.split = split
+        super().__init__(data_root=data_root, **kwargs)
+
+    def load_data_list(self) -> list[dict[str, Any]]:
+        """Return ``img`` ``(32, 32, 3)``, RGB, and ``gt_label`` of every digit; the files call the zero 10."""
+        path = Path(self.data_root) / FILES[self.split]
+        if not path.is_file():
+            raise FileNotFoundError(f'{path} is missing: put the cropped digits of SVHN (format 2) there.')
+        try:
+            from scipy.io import loadmat
+        except ImportError:
+            raise ImportError('SVHN is read by scipy: pip install scipy.') from None
+        content = loadmat(str(path))
+        images = np.ascontiguousarray(content['X'].transpose(3, 0, 1, 2))
+        labels = content['y'].ravel().astype(np.int64) % 10
+        return [dict(img=image, gt_label=label) for image, label in zip(images, labels, strict=True)]

@@ -1,0 +1,109 @@
+"""Differential attention, the differential transformer's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmgate.ops.differential_attention import differential_streams, stream_maps
+from mmgate.registry import MODELS
+
+from .dense import DenseAttention, GatedMultiheadAttention
+from .rms_norm import RMSNorm
+from .start import OwnStart
+
+LAMBDAS = ('lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2')
+
+
+class DifferentialAttention(OwnStart, DenseAttention):
+    """The difference of two softmax attentions over the same values: ``(A1 - lambda A2) V``.
+
+    ``lambda`` is one number a layer: ``exp(lq1 lk1) - exp(lq2 lk2) + lambda_init`` of four learnt vectors, or
+    ``lambda_init`` itself. The heads keep the width d of the vanilla layer, of which each stream takes half, so the
+    projections keep their sizes; each head is normalised and scaled by ``1 - lambda_init``. There is no identity start.
+
+    Args:
+        embed_dim: Channels C.
+        num_heads: Heads H of an even d = C / H.
+        dropout: Probability of dropping an attention weight.
+        depth: The layer's number l, from 1 on, of which ``lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1))``.
+        lambda_init: In the place of that, such as M-DGSA's 0.8.
+        learnable: Learn lambda; else it is ``lambda_init``.
+        **kwargs: torch's further arguments, see :class:`~mmgate.layers.dense.DenseAttention`.
+
+    Raises:
+        ValueError: An odd head width, or a ``depth`` below 1.
+
+    The vectors start normal with deviation 0.1, whatever a host's ``init_weights`` does.
+
+    Source: Differential transformer (Ye et al., 2024), Eq. 1 to 3.
+    """
+
+    own = LAMBDAS
+    lambda_q1: nn.Parameter | None
+    lambda_k1: nn.Parameter | None
+    lambda_q2: nn.Parameter | None
+    lambda_k2: nn.Parameter | None
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        *,
+        depth: int = 1,
+        lambda_init: float | None = None,
+        learnable: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(embed_dim, num_heads, dropout, **kwargs)
+        if self.head_dim % 2:
+            raise ValueError(f'The head width {self.head_dim} must be even, half of it for each stream.')
+        if depth < 1:
+            raise ValueError(f'depth={depth} must be the number of the layer, from 1 on.')
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (depth - 1)) if lambda_init is None else lambda_init
+        for name in LAMBDAS:
+            vector = nn.Parameter(torch.empty(self.head_dim // 2, **self.like)) if learnable else None
+            self.register_parameter(name, vector)
+        self.head_norm = RMSNorm(self.head_dim, eps=1e-5).to(**self.like)
+        self.reset_start()
+
+    def reset_start(self) -> None:
+        """Draw the vectors anew."""
+        for name in LAMBDAS:
+            if getattr(self, name) is not None:
+                nn.init.normal_(getattr(self, name), std=0.1)
+
+    def weight(self) -> Tensor | float:
+        """Return lambda."""
+        if self.lambda_q1 is None or self.lambda_k1 is None or self.lambda_q2 is None or self.lambda_k2 is None:
+            return self.lambda_init
+        first, second = (self.lambda_q1 * self.lambda_k1).sum(), (self.lambda_q2 * self.lambda_k2).sum()
+        return first.exp() - second.exp() + self.lambda_init
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
+    ) -> Tensor:
+        """Return the heads after their norm."""
+        first, second = differential_streams(query, key, value, bias, dropout=self._drop)
+        return self.head_norm(first - self.weight() * second) * (1 - self.lambda_init)
+
+    def attention_map(
+        self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
+    ) -> Tensor:
+        """Return the signed map ``A1 - lambda A2``."""
+        first, second = stream_maps(query, key, bias)
+        return first - self.weight() * second
+
+
+@MODELS.register_module()
+class DifferentialMultiheadAttention(GatedMultiheadAttention):
+    """Differential attention in the place of mmcv's ``MultiheadAttention``.
+
+    Options as :class:`DifferentialAttention`.
+    """
+
+    core = DifferentialAttention

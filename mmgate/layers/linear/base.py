@@ -1,0 +1,116 @@
+"""What the linear attentions share: the depthwise convolution of the values and the position encoding of the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmgate.ops.linear_attention import rotate
+
+from ..map_attention import MapAttention
+from ..start import OwnStart
+
+
+class LinearAttention(OwnStart, MapAttention):
+    """Linear attention over an H x W map; a subclass mixes the tokens in :meth:`attend`.
+
+    Args:
+        embed_dims: Channels C, a multiple of ``num_heads``.
+        num_heads: Heads H.
+        dwc: Side of the depthwise convolution's kernel, whose output is added to the heads; 0 for none.
+        dwc_shared: Whether the heads share d kernels; else there are C.
+        map_size: Height and width of the map in pre-training, of which the position encoding of the keys has its
+            shape; None for no encoding. It is resized bilinearly to another map.
+        class_token: Whether a class token stands before the map's tokens (DeiT); it attends, but is neither convolved
+            nor given a position.
+        **kwargs: ``qkv_bias``, ``qk_scale``, ``proj_drop`` and ``dropout_layer`` of
+            :class:`~mmgate.layers.map_attention.MapAttention`. There are no attention weights to drop.
+
+    Raises:
+        ValueError: ``embed_dims`` is no multiple of ``num_heads``, or ``attn_drop`` is not 0.
+
+    The convolution keeps torch's start and the position encoding starts at 0, whatever a host's ``init_weights`` does.
+    """
+
+    own: tuple[str, ...] = ('dwc', 'position_encoding')
+    takes_class_token = True
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        *,
+        dwc: int = 0,
+        dwc_shared: bool = False,
+        map_size: tuple[int, int] | None = None,
+        class_token: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(embed_dims, num_heads, **kwargs)
+        if self.attn_drop:
+            raise ValueError(
+                f'attn_drop={self.attn_drop}: {type(self).__name__} has no attention weights to drop; leave it at 0, '
+                "in a backbone attn_drop_rate, and use proj_drop, a backbone's drop_rate."
+            )
+        if dwc < 0 or (dwc and dwc % 2 == 0):
+            raise ValueError(f'dwc={dwc} must be the odd side of a kernel, or 0 for no convolution.')
+        self.class_tokens = int(class_token)
+        channels = self.head_dim if dwc_shared else embed_dims
+        self.dwc = nn.Conv2d(channels, channels, dwc, padding=dwc // 2, groups=channels) if dwc else None
+        self.map_size = None if map_size is None else (int(map_size[0]), int(map_size[1]))
+        self.position_encoding: nn.Parameter | None = None
+        if self.map_size is not None:
+            self.position_encoding = nn.Parameter(torch.zeros(1, self.map_size[0] * self.map_size[1], embed_dims))
+
+    def reset_start(self) -> None:
+        """Start the convolution and the position encoding anew."""
+        if self.dwc is not None:
+            self.dwc.reset_parameters()
+        if self.position_encoding is not None:
+            nn.init.zeros_(self.position_encoding)
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Return the mixed tokens ``(B, N, C)`` without the convolution; arguments as :meth:`mix`."""
+        raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Attend and add the convolved values."""
+        if self.position_encoding is not None:
+            k = k + self.behind_class_token(self._resized_encoding(hw_shape))
+        out = self.attend(x, q, k, v, hw_shape)
+        if self.dwc is None:
+            return out
+        return out + self.behind_class_token(self._convolve(v[:, self.class_tokens :], hw_shape))
+
+    def rotate(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Return ``(B, H, N, d)`` with rotary positions; the class token stays as it is."""
+        of_class, of_map = x[:, :, : self.class_tokens], x[:, :, self.class_tokens :]
+        return torch.cat([of_class, rotate(of_map, hw_shape)], 2)
+
+    def merge_heads(self, x: Tensor) -> Tensor:
+        """Return ``(B, H, N, d)`` as ``(B, N, C)``."""
+        return x.transpose(1, 2).flatten(2)
+
+    def _convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        assert self.dwc is not None
+        weight, bias = self.dwc.weight, self.dwc.bias
+        assert bias is not None
+        repeats = self.embed_dims // weight.shape[0]
+        values = v.transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w), channels last in memory
+        weight, bias = weight.repeat(repeats, 1, 1, 1), bias.repeat(repeats)
+        out = F.conv2d(values, weight, bias, padding=self.dwc.padding, groups=self.embed_dims)
+        return out.flatten(2).transpose(1, 2)
+
+    def _resized_encoding(self, hw_shape: tuple[int, int]) -> Tensor:
+        assert self.position_encoding is not None and self.map_size is not None
+        if hw_shape == self.map_size:
+            return self.position_encoding
+        grid = self.position_encoding.transpose(1, 2).unflatten(-1, self.map_size)
+        return F.interpolate(grid, size=hw_shape, mode='bilinear').flatten(2).transpose(1, 2)
+
+    def extra_repr(self) -> str:
+        """Sizes for ``print(module)``."""
+        return '' if self.map_size is None else f'map={self.map_size}'

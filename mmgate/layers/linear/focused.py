@@ -1,0 +1,63 @@
+"""Focused linear attention (FLatten)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmgate.ops.linear_attention import EPS, focused_features, kernel_attention
+from mmgate.registry import MODELS
+
+from .base import LinearAttention
+
+
+@MODELS.register_module()
+class FocusedLinearAttention(LinearAttention):
+    """Linear attention with sharpened features: ``phi(Q) (phi(K)^T V)``, normalised, ``+ DWC(V)``.
+
+    ``phi(x) = ‖y‖ y^p / ‖y^p‖`` with ``y = ReLU(x) / softplus(s)``, lengths over all C channels, ``s`` learnt per
+    channel. A learnt position encoding is added to K.
+
+    Args:
+        embed_dims: Channels C.
+        num_heads: Heads H.
+        map_size: Height and width of the map in pre-training; None for no position encoding.
+        power: The focusing factor p.
+        dwc: Side of the convolution's kernel, d kernels shared by the heads; 0 for none.
+        class_token: Whether a class token stands before the map's tokens (DeiT).
+        **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
+
+    Source: FLatten transformer: vision transformer using focused linear attention (Han et al., 2023), Eq. 5 to 8.
+    """
+
+    own = ('dwc', 'position_encoding', 'focus_scale')
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        *,
+        map_size: tuple[int, int] | None,
+        power: float = 3.0,
+        dwc: int = 5,
+        class_token: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        sizes: dict[str, Any] = dict(map_size=map_size, dwc=dwc, dwc_shared=True, class_token=class_token)
+        super().__init__(embed_dims, num_heads, **sizes, **kwargs)
+        self.power = power
+        self.focus_scale = nn.Parameter(torch.zeros(1, 1, embed_dims))
+
+    def reset_start(self) -> None:
+        """Start the convolution, the position encoding and the scale anew."""
+        super().reset_start()
+        nn.init.zeros_(self.focus_scale)
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Sharpen queries and keys and attend in every head."""
+        scale = F.softplus(self.focus_scale)
+        q, k = (focused_features((t.relu() + EPS) / scale, self.power) for t in (q, k))
+        return self.merge_heads(kernel_attention(*(self.split_heads(t) for t in (q, k, v))))

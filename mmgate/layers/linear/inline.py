@@ -1,0 +1,61 @@
+"""Injective linear attention (InLine)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmgate.ops.linear_attention import inline_attention
+from mmgate.registry import MODELS
+
+from .base import LinearAttention
+
+KERNEL = 3
+
+
+@MODELS.register_module()
+class InLineAttention(LinearAttention):
+    """Linear attention normalised by a difference, plus a 3 x 3 neighbourhood with weights made from the mean token.
+
+    Two linear layers, one block a head, turn the mean token into 9 weights a channel, with which the values around a
+    token are added to it.
+
+    Args:
+        embed_dims: Channels C.
+        num_heads: Heads H.
+        local: Add the neighbourhood.
+        class_token: Whether a class token stands before the map's tokens (DeiT).
+        **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
+
+    Source: Bridging the divide: reconsidering softmax and linear attention (Han et al., 2024), Eq. 5 and 7.
+    """
+
+    def __init__(
+        self, embed_dims: int, num_heads: int, *, local: bool = True, class_token: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(embed_dims, num_heads, class_token=class_token, **kwargs)
+        self.local = (
+            nn.Sequential(
+                nn.Conv1d(embed_dims, embed_dims, 1, groups=num_heads),
+                nn.GELU(),
+                nn.Conv1d(embed_dims, KERNEL**2 * embed_dims, 1, groups=num_heads),
+            )
+            if local
+            else None
+        )
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Attend in every head and add the neighbourhood."""
+        heads = inline_attention(*(self.split_heads(t) for t in (q, k, v)), scale=self.scale)
+        out = self.merge_heads(heads)
+        if self.local is None:
+            return out
+        batch = len(x)
+        weight = self.local(x.mean(1)[..., None]).view(batch * self.embed_dims, 1, KERNEL, KERNEL)
+        images = (
+            v[:, self.class_tokens :].transpose(1, 2).reshape(1, batch * self.embed_dims, *hw_shape)
+        )  # a kernel an image and channel
+        local = F.conv2d(images, weight.to(images.dtype), padding=KERNEL // 2, groups=batch * self.embed_dims)
+        return out + self.behind_class_token(local.view(batch, self.embed_dims, -1).transpose(1, 2))

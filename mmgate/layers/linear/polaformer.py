@@ -1,0 +1,76 @@
+"""PolaFormer's polarity-aware linear attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmgate.ops.linear_attention import polarity_attention
+from mmgate.registry import MODELS
+
+from .base import LinearAttention
+
+
+@MODELS.register_module()
+class PolaFormerAttention(LinearAttention):
+    """Linear attention over positive and negative parts: ``([same V1; opposite V2] + DWC(V)) * G`` with ``G = x Wg``.
+
+    Queries and keys, divided by ``softplus(s)``, part into what is positive and what is negative, both raised to a
+    learnt power ``1 + alpha sigmoid(p)`` per head and channel. Products of the same sign weigh the first half of the
+    values' channels, of opposite sign the second. A learnt position encoding is added to K.
+
+    Args:
+        embed_dims: Channels C, of an even width per head.
+        num_heads: Heads H.
+        map_size: Height and width of the map in pre-training; None for no position encoding.
+        alpha: How far the power exceeds 1.
+        dwc: Side of the convolution's kernel, d kernels shared by the heads; 0 for none.
+        class_token: Whether a class token stands before the map's tokens (DeiT).
+        **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
+
+    Raises:
+        ValueError: An odd head width.
+
+    Source: PolaFormer: polarity-aware linear attention for vision transformers (Meng et al., 2025).
+    """
+
+    own = ('dwc', 'position_encoding', 'focus_scale', 'power')
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        *,
+        map_size: tuple[int, int] | None,
+        alpha: float = 4.0,
+        dwc: int = 5,
+        class_token: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        sizes: dict[str, Any] = dict(map_size=map_size, dwc=dwc, dwc_shared=True, class_token=class_token)
+        super().__init__(embed_dims, num_heads, **sizes, **kwargs)
+        if self.head_dim % 2:
+            raise ValueError(f'The head width {self.head_dim} must be even, half of it for each polarity.')
+        self.alpha = alpha
+        self.gate_out = nn.Linear(embed_dims, embed_dims, bias=self.qkv.bias is not None)
+        self.focus_scale = nn.Parameter(torch.zeros(1, 1, embed_dims))
+        self.power = nn.Parameter(torch.zeros(1, num_heads, 1, self.head_dim))
+
+    def reset_start(self) -> None:
+        """Start the convolution, the position encoding, the scale and the power anew."""
+        super().reset_start()
+        nn.init.zeros_(self.focus_scale)
+        nn.init.zeros_(self.power)
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Attend by both polarities in every head."""
+        scale = F.softplus(self.focus_scale)
+        q, k, v = (self.split_heads(t) for t in (q / scale, k / scale, v))
+        return self.merge_heads(polarity_attention(q, k, v, 1 + self.alpha * self.power.sigmoid()))
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Attend, add the convolved values and gate the sum."""
+        return super().mix(x, q, k, v, hw_shape) * self.gate_out(x)

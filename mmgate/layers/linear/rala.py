@@ -1,0 +1,52 @@
+"""Rank-augmented linear attention (RALA)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmgate.ops.linear_attention import kernel_attention, rank_augmented_keys
+from mmgate.registry import MODELS
+
+from .base import LinearAttention
+from .mlla import check_rotation
+
+
+@MODELS.register_module()
+class RALAAttention(LinearAttention):
+    """Linear attention whose keys and outputs are weighted against a low rank: ``(Q (alpha K)^T V + DWC(V)) * (x Wo)``.
+
+    Queries and keys are ``ELU + 1``; ``alpha`` is the attention that the mean query pays to a key, summing to N.
+    Positions are rotary, in the numerator, as in MLLA.
+
+    Args:
+        embed_dims: Channels C, of a width per head that is a multiple of 4.
+        num_heads: Heads H.
+        dwc: Side of the convolution's kernel, which has C channels; 0 for none.
+        class_token: Whether a class token stands before the map's tokens (DeiT).
+        **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
+
+    Raises:
+        ValueError: A head width that is no multiple of 4.
+
+    Source: Breaking the low-rank dilemma of linear attention (Fan et al., 2024), section 3.
+    """
+
+    def __init__(
+        self, embed_dims: int, num_heads: int, *, dwc: int = 5, class_token: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(embed_dims, num_heads, dwc=dwc, class_token=class_token, **kwargs)
+        check_rotation(self.head_dim)
+        self.gate_out = nn.Linear(embed_dims, embed_dims, bias=self.qkv.bias is not None)
+
+    def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Attend in every head; the denominator, which has to stay positive, is not rotated."""
+        q, k, v = (self.split_heads(t) for t in (F.elu(q) + 1, F.elu(k) + 1, v))
+        k = rank_augmented_keys(q, k, scale=self.scale)
+        return self.merge_heads(kernel_attention(self.rotate(q, hw_shape), self.rotate(k, hw_shape), v, q, k))
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Attend, add the convolved values and gate the sum."""
+        return super().mix(x, q, k, v, hw_shape) * self.gate_out(x)

@@ -1,0 +1,96 @@
+"""PVT and Swin with any attention over the whole map, by its type."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmgate.registry import MODELS
+
+from . import pvt, swin
+from .presets import LINEAR_SWIN_BLOCKS, PVT, SWIN, per_stage, preset
+
+
+@MODELS.register_module()
+class LinearPVT(pvt._LinearPVT):
+    """PVT with an attention over the whole map in every stage, and no spatial reduction.
+
+    Args:
+        attention: Type and options of the attention, such as ``dict(type='FocusedLinearAttention')``: a registered
+            subclass of :class:`~mmgate.layers.map_attention.MapAttention`; or a list of them, one a stage. ``map_size``
+            is filled in for a type that needs it.
+        arch: ``'tiny'``, ``'small'``, ``'medium'`` or ``'large'``.
+        frozen_stages: How many stages, from the first on, are not trained; -1 for none.
+        with_cp: Recompute the blocks in the backward pass.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of PVT's authors and of mmdet are
+            recognised: a vanilla checkpoint fills what is shared, see :func:`.pretrained.load_pretrained`.
+        **overrides: Arguments of mmdet's ``PyramidVisionTransformer`` in the place of the preset's.
+
+    Raises:
+        ValueError: An unknown ``arch`` or type, or as many attentions as there are no stages.
+    """
+
+    def __init__(
+        self,
+        attention: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        arch: str = 'tiny',
+        *,
+        frozen_stages: int = -1,
+        with_cp: bool = False,
+        init_cfg: dict | None = None,
+        **overrides: Any,
+    ) -> None:
+        fields = preset(PVT, arch, overrides)
+        rules = _rules(attention, pvt._map_sizes(fields)[: len(fields['num_layers'])])
+        super().__init__(rules, frozen_stages=frozen_stages, with_cp=with_cp, fields=fields, init_cfg=init_cfg)
+
+
+@MODELS.register_module()
+class LinearSwin(swin._LinearSwin):
+    """Swin with an attention over the whole map in its early blocks, Swin's own windows in the others.
+
+    Args:
+        attention: As :class:`LinearPVT`.
+        arch: ``'tiny'``, ``'small'`` or ``'base'``.
+        blocks: How many blocks of each stage, from its first on, have the attention; all of stages 1 and 2 by default,
+            as in FLatten-Swin.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors of Swin, of mmdet and
+            mmseg are recognised: a vanilla checkpoint fills what is shared, see :func:`.pretrained.load_pretrained`.
+        **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's.
+
+    Raises:
+        ValueError: An unknown ``arch`` or type, or numbers that do not fit the stages.
+    """
+
+    def __init__(
+        self,
+        attention: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        arch: str = 'tiny',
+        *,
+        blocks: Sequence[int] | None = None,
+        init_cfg: dict | None = None,
+        **overrides: Any,
+    ) -> None:
+        fields = preset(SWIN, arch, overrides)
+        rules = _rules(attention, swin._map_sizes(fields))
+        swapped = per_stage('blocks', LINEAR_SWIN_BLOCKS[arch] if blocks is None else blocks, len(fields['depths']))
+        super().__init__(rules, swapped, fields=fields, init_cfg=init_cfg)
+
+
+def _rules(
+    attention: Mapping[str, Any] | Sequence[Mapping[str, Any]], sizes: Sequence[tuple[int, int]]
+) -> list[dict[str, Any]]:
+    """Return one rule a stage, with the map's size where the type needs it."""
+    stages = [attention] * len(sizes) if isinstance(attention, Mapping) else list(attention)
+    if len(stages) != len(sizes) or not all(isinstance(stage, Mapping) and 'type' in stage for stage in stages):
+        raise ValueError(
+            f'attention must be a dict(type=..., ...) or one for each of the {len(sizes)} stages, got {attention!r}.'
+        )
+    rules = []
+    for stage, size in zip(stages, sizes, strict=True):
+        kind = MODELS.get(stage['type'])
+        option = inspect.signature(kind).parameters.get('map_size') if inspect.isclass(kind) else None
+        needs_size = option is not None and option.default is inspect.Parameter.empty
+        rules.append({**(dict(map_size=size) if needs_size else {}), **stage})
+    return rules

@@ -1,0 +1,180 @@
+"""The linear attentions as layers: their formulas, gradients, cost, options and what a host may do to them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmgate.analysis.flops import count_macs
+from mmgate.layers import (
+    EfficientAttention,
+    EnhancedLinearAttention,
+    FocusedLinearAttention,
+    HydraAttention,
+    InLineAttention,
+    LinearAngularAttention,
+    MLLAAttention,
+    PolaFormerAttention,
+    RALAAttention,
+)
+from mmgate.layers.linear import LinearAttention
+from mmgate.ops import linear_attention as ops
+from mmgate.registry import MODELS
+
+C, HEADS = 16, 2
+LAYERS: dict[type[LinearAttention], dict[str, Any]] = {
+    HydraAttention: {},
+    EfficientAttention: {},
+    LinearAngularAttention: {},
+    EnhancedLinearAttention: {},
+    FocusedLinearAttention: dict(map_size=(4, 4)),
+    PolaFormerAttention: dict(map_size=(4, 4)),
+    InLineAttention: {},
+    MLLAAttention: {},
+    RALAAttention: {},
+}
+every_layer = pytest.mark.parametrize('kind', LAYERS, ids=lambda kind: kind.__name__)
+
+
+def build(kind: type[LinearAttention], **options: Any) -> LinearAttention:
+    layer = kind(C, HEADS, **{**LAYERS[kind], **options}).double()
+    for name, parameter in layer.named_parameters():
+        if name in ('position_encoding', 'power', 'focus_scale'):
+            nn.init.normal_(parameter)
+    return layer
+
+
+def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+    """The layer's formula with its N x N weights, written out once more."""
+    q, k, v = layer.qkv(x).chunk(3, -1)
+    if layer.position_encoding is not None:
+        grid = layer.position_encoding.reshape(1, *layer.map_size, C).permute(0, 3, 1, 2)
+        k = k + F.interpolate(grid, size=hw_shape, mode='bilinear').flatten(2).transpose(1, 2)
+
+    def heads(t: Tensor) -> Tensor:
+        return t.reshape(len(x), -1, HEADS, C // HEADS).transpose(1, 2)
+
+    def focused(t: Tensor) -> Tensor:
+        t = (t.relu() + 1e-6) / F.softplus(layer.focus_scale)
+        return t**3 * t.norm(dim=-1, keepdim=True) / (t**3).norm(dim=-1, keepdim=True)
+
+    images = v.transpose(1, 2).reshape(len(x), C, *hw_shape)
+    local = torch.zeros_like(images)
+    if isinstance(layer, HydraAttention):
+        out = ops.hydra_attention_reference(q, k, v)
+    elif isinstance(layer, EfficientAttention):
+        out = ops.efficient_attention_reference(heads(q), heads(k), heads(v))
+    elif isinstance(layer, LinearAngularAttention):
+        out = ops.linear_angular_attention_reference(heads(q), heads(k), heads(v))
+    elif isinstance(layer, EnhancedLinearAttention):
+        out = ops.kernel_attention_reference(heads(q.relu()), heads(k.relu()), heads(v))
+    elif isinstance(layer, FocusedLinearAttention):
+        out = ops.kernel_attention_reference(heads(focused(q)), heads(focused(k)), heads(v))
+    elif isinstance(layer, PolaFormerAttention):
+        scale, power = F.softplus(layer.focus_scale), 1 + 4 * layer.power.sigmoid()
+        out = ops.polarity_attention_reference(heads(q / scale), heads(k / scale), heads(v), power)
+    elif isinstance(layer, InLineAttention):
+        out = ops.inline_attention_reference(heads(q), heads(k), heads(v))
+        weights = layer.local(x.mean(1)[..., None]).view(len(x), C, 9, 1)
+        patches = F.unfold(images, 3, padding=1).view(len(x), C, 9, -1)
+        local = (weights * patches).sum(2).view_as(images)
+    else:
+        q, k, v = heads(F.elu(q) + 1), heads(F.elu(k) + 1), heads(v)
+        if isinstance(layer, RALAAttention):
+            logits = q.mean(2, keepdim=True) @ k.mT / math.sqrt(C // HEADS)
+            k = k * logits.softmax(-1).mT * k.shape[2]
+        out = ops.kernel_attention_reference(ops.rotate(q, hw_shape), ops.rotate(k, hw_shape), v, q, k)
+    if layer.dwc is not None:
+        weight = layer.dwc.weight.repeat(C // len(layer.dwc.weight), 1, 1, 1)
+        bias = layer.dwc.bias.repeat(C // len(layer.dwc.bias))
+        local = F.conv2d(images, weight, bias, padding=layer.dwc.kernel_size[0] // 2, groups=C)
+    out = out if out.dim() == 3 else out.transpose(1, 2).flatten(2)
+    out = out + local.flatten(2).transpose(1, 2)
+    if isinstance(layer, (PolaFormerAttention, RALAAttention)):
+        out = out * layer.gate_out(x)
+    return layer.proj(out)
+
+
+@every_layer
+@pytest.mark.parametrize('hw_shape', [(4, 4), (3, 5)], ids=str)
+def test_is_the_quadratic_form(kind: type[LinearAttention], hw_shape: tuple[int, int]) -> None:
+    layer = build(kind)
+    x = torch.randn(2, hw_shape[0] * hw_shape[1], C, dtype=torch.float64)
+    torch.testing.assert_close(layer(x, hw_shape), quadratic(layer, x, hw_shape), rtol=1e-9, atol=1e-9)
+
+
+@every_layer
+def test_gradcheck(kind: type[LinearAttention]) -> None:
+    layer = build(kind)
+    x = torch.randn(1, 6, C, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: layer(x, (2, 3)), (x,))
+    layer(x, (2, 3)).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in layer.parameters())
+
+
+@every_layer
+def test_cost_is_linear_in_the_tokens(kind: type[LinearAttention]) -> None:
+    """Four times the tokens, four times the MACs; what is made of the mean token does not count."""
+    layer = build(kind)
+
+    def macs(side: int) -> int:
+        return count_macs(layer, torch.zeros(1, side * side, C, dtype=torch.float64), (side, side)).macs
+
+    once = macs(16) * 4 - macs(32)  # three times what does not depend on the tokens
+    assert macs(64) - macs(32) == 4 * (macs(32) - macs(16))
+    assert once == (3 * (C * C // HEADS * 10) if kind is InLineAttention else 0)
+
+
+@every_layer
+def test_registered_half_autocast_and_starts(kind: type[LinearAttention]) -> None:
+    layer: Any = MODELS.build(dict(type=kind.__name__, embed_dims=C, num_heads=HEADS, **LAYERS[kind]))
+    x = torch.randn(2, 20, C)
+    exact = layer(x, (4, 5))
+    with torch.autocast('cpu', torch.bfloat16):
+        torch.testing.assert_close(layer(x, (4, 5)).float(), exact, rtol=0.1, atol=0.1)
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, 7.0)
+    layer.init_weights()
+    for name, parameter in layer.named_parameters():
+        assert name.partition('.')[0] not in layer.own or not parameter.eq(7).any(), name
+    half = layer.bfloat16()(x.bfloat16(), (4, 5))
+    assert half.dtype is torch.bfloat16 and half.isfinite().all()
+
+
+@every_layer
+def test_refuses(kind: type[LinearAttention]) -> None:
+    with pytest.raises(ValueError, match=f'{kind.__name__} has no attention weights to drop.*attn_drop_rate'):
+        build(kind, attn_drop=0.1)
+    with pytest.raises(ValueError, match='dwc=4 must be the odd side'):
+        build(kind, dwc=4)
+
+
+@pytest.mark.parametrize('kind, heads, message', [
+    (PolaFormerAttention, 16, 'width 1 must be even'),
+    (MLLAAttention, 8, 'width 2 must be a multiple of 4'),
+    (RALAAttention, 8, 'width 2 must be a multiple of 4'),
+])  # fmt: skip
+def test_refuses_head_widths(kind: type[LinearAttention], heads: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(C, heads, **LAYERS[kind])
+
+
+@every_layer
+def test_class_token_attends_and_is_neither_convolved_nor_placed(kind: type[LinearAttention]) -> None:
+    """A map's tokens in another place change what they are; the class token sees a set."""
+    plain: Any = build(kind)
+    layer: Any = build(kind, class_token=True)
+    layer.load_state_dict(plain.state_dict())
+    x = torch.randn(1, 1 + 16, C, dtype=torch.float64)
+    assert layer(x, (4, 4)).shape == x.shape and layer.takes_class_token
+    with pytest.raises(ValueError, match='16 tokens do not make a map of 4 x 4 and 1 class token'):
+        layer(x[:, 1:], (4, 4))
+    if layer.position_encoding is None and kind not in (MLLAAttention, RALAAttention):
+        flipped = torch.cat([x[:, :1], x[:, 1:].flip(1)], 1)
+        torch.testing.assert_close(layer(flipped, (4, 4))[:, 0], layer(x, (4, 4))[:, 0])
+    assert torch.autograd.gradcheck(lambda x: layer(x, (4, 4)), (x.requires_grad_(),), fast_mode=True)

@@ -1,0 +1,126 @@
+"""DGViT: its sizes, its parts, and the configs of its data sets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ROOT
+from mmengine.config import Config
+from torch import nn
+
+from mmgate._environment import available
+from mmgate.layers import DifferentialAttention, DifferentialGatedAttention
+from mmgate.layers.swiglu import SwiGLU
+from mmgate.registry import DATASETS, MODELS
+
+needs_mmpretrain = pytest.mark.skipif(not available('mmpretrain'), reason='needs the extra pretrain: mmpretrain')
+FOLDER = ROOT / 'configs/dgsa/classification'
+CONFIGS = sorted(path.name for path in FOLDER.glob('*.py'))
+# Table 5, as it prints them
+SIZES = [
+    ('dgvit-x2', 'cifar10', '3.77'),
+    ('dgvit-x2', 'cifar100', '3.8'),
+    ('dgvit-x2', 'fashionmnist', '3.77'),
+    ('dgvit-x2', 'svhn', '3.77'),
+    ('dgvit', 'cifar10', '5.35'),
+    ('dgvit', 'cifar100', '5.36'),
+    ('dgvit', 'fashionmnist', '5.35'),
+    ('dgvit', 'svhn', '5.35'),
+]
+
+
+def build(name: str) -> Any:
+    model = MODELS.build(Config.fromfile(FOLDER / name).model)
+    model.init_weights()
+    return model
+
+
+@needs_mmpretrain
+@pytest.mark.parametrize('model, data, millions', SIZES)
+def test_sizes(model: str, data: str, millions: str) -> None:
+    count = sum(p.numel() for p in build(f'{model}_1xb128-100e_{data}.py').parameters() if p.requires_grad)
+    assert round(count / 1e6, len(millions.partition('.')[2])) == float(millions)
+
+
+@needs_mmpretrain
+@pytest.mark.parametrize('name', CONFIGS)
+def test_every_config_takes_a_step(name: str) -> None:
+    from mmpretrain.structures import DataSample
+
+    cfg = Config.fromfile(FOLDER / name)
+    model = build(name)
+    side = cfg.model.backbone.img_size
+    losses = model.loss(torch.rand(2, 3, side, side), [DataSample().set_gt_label(1), DataSample().set_gt_label(2)])
+    losses['loss'].backward()
+    kinds = {type(module) for module in model.backbone.modules()}
+    assert (DifferentialGatedAttention in kinds) == name.startswith('dgvit')
+    assert (DifferentialAttention in kinds) == name.startswith('diff')
+    assert (SwiGLU in kinds) != name.startswith('vit')
+    (image_side, channels), shape = (side, 3), model.backbone.patch_embed.projection.weight.shape
+    assert shape == (256, channels, 4, 4) and model.backbone.pos_embed.shape[1] == (image_side // 4) ** 2 + 1
+    assert cfg.optim_wrapper.optimizer.lr == 3e-4 and cfg.optim_wrapper.optimizer.weight_decay == 0.01
+    assert cfg.train_cfg.max_epochs == 100 and cfg.train_dataloader.batch_size == 128
+
+
+@needs_mmpretrain
+def test_layers_know_their_depth() -> None:
+    model = MODELS.build(dict(type='mmgate.DGViT', num_layers=3, attention=dict(type='DifferentialMultiheadAttention')))
+    found = [module.lambda_init for module in model.modules() if isinstance(module, DifferentialAttention)]
+    assert found == pytest.approx([0.2, 0.8 - 0.6 * np.exp(-0.3), 0.8 - 0.6 * np.exp(-0.6)])
+    vanilla = MODELS.build(dict(type='mmgate.DGViT', num_layers=2, attention=None, drop_path_rate=0.1))
+    assert type(vanilla.layers[1].attn).__module__.startswith('mmpretrain')
+    assert vanilla.layers[1].ffn.drop_path.drop_prob == pytest.approx(0.1)
+    with pytest.raises(ValueError, match="arch='huge' is unknown"):
+        MODELS.build(dict(type='mmgate.DGViT', arch='huge'))
+
+
+@pytest.mark.parametrize('dropouts', [1, 2])
+def test_swiglu_is_its_equation(dropouts: int) -> None:
+    ffn = SwiGLU(8, 4, dropouts=dropouts, drop=0.5)
+    x = torch.randn(2, 5, 8)
+    first, second = (x @ ffn.expand.weight.T + ffn.expand.bias).chunk(2, -1)
+    expected = x + (F.silu(first) * second) @ ffn.project.weight.T + ffn.project.bias
+    torch.testing.assert_close(ffn.eval()(x), expected)
+    assert sum(isinstance(m, nn.Dropout) for m in ffn.modules()) == dropouts
+    for options, message in ((dict(dropouts=3), 'must be 1 or 2'), (dict(expansion=0.4), 'an even number')):
+        with pytest.raises(ValueError, match=message):
+            SwiGLU(8, **options)
+
+
+@pytest.mark.parametrize('learnable', [True, False], ids=['learnt', 'fixed'])
+def test_differential_attention_is_its_equation(learnable: bool) -> None:
+    attention = DifferentialAttention(16, 2, batch_first=True, depth=3, learnable=learnable).double()
+    x = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
+    weights, bias = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
+    q, k, v = ((x @ w.T + b).view(2, 6, 2, 8).transpose(1, 2) for w, b in zip(weights, bias, strict=True))
+    maps = [(a @ b.mT / 4**0.5).softmax(-1) for a, b in zip(q.chunk(2, -1), k.chunk(2, -1), strict=True)]
+    start = weight = 0.8 - 0.6 * np.exp(-0.6)
+    if learnable:
+        vectors = [getattr(attention, f'lambda_{name}') for name in ('q1', 'k1', 'q2', 'k2')]
+        weight = (vectors[0] @ vectors[1]).exp() - (vectors[2] @ vectors[3]).exp() + start
+    heads = (maps[0] - weight * maps[1]) @ v
+    heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + 1e-5) * (1 - start)
+    expected = attention.out_proj(heads.transpose(1, 2).flatten(2))
+    torch.testing.assert_close(attention(x, x, x)[0], expected)
+    assert len(list(attention.parameters())) == (9 if learnable else 5)
+    assert torch.autograd.gradcheck(lambda x: attention(x, x, x)[0], (x,), fast_mode=True)
+    with pytest.raises(ValueError, match='depth=0'):
+        DifferentialAttention(16, 2, depth=0)
+
+
+def test_svhn_reads_the_published_files(tmp_path: Path) -> None:
+    io = pytest.importorskip('scipy.io', reason='scipy')
+    images = np.random.default_rng(0).integers(0, 256, (32, 32, 3, 5), dtype=np.uint8)
+    io.savemat(tmp_path / 'test_32x32.mat', dict(X=images, y=np.array([[1], [10], [3], [9], [10]], dtype=np.uint8)))
+    data = DATASETS.build(dict(type='mmgate.SVHN', data_root=str(tmp_path), split='test', pipeline=[]))
+    assert [data[i]['gt_label'] for i in range(5)] == [1, 0, 3, 9, 0] and data.metainfo['classes'][0] == '0'
+    assert np.array_equal(data[2]['img'], images[..., 2])
+    with pytest.raises(FileNotFoundError, match='train_32x32.mat is missing'):
+        DATASETS.build(dict(type='mmgate.SVHN', data_root=str(tmp_path), split='train', pipeline=[]))
+    with pytest.raises(ValueError, match="split='val' must be one of"):
+        DATASETS.build(dict(type='mmgate.SVHN', data_root=str(tmp_path), split='val', pipeline=[]))

@@ -1,0 +1,173 @@
+"""PVT and Swin with any attention by its type, and the switches of agent attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mmgate.layers import AgentAttention
+from mmgate.layers.map_attention import MapAttention
+from mmgate.layers.stripes import merge_stripes, split_stripes
+from mmgate.registry import MODELS
+
+TYPES = [
+    'HydraAttention',
+    'EfficientAttention',
+    'LinearAngularAttention',
+    'EnhancedLinearAttention',
+    'FocusedLinearAttention',
+    'PolaFormerAttention',
+    'InLineAttention',
+    'MLLAAttention',
+    'RALAAttention',
+]
+TINY: dict[str, dict[str, Any]] = {
+    'LinearPVT': dict(num_layers=(1, 1, 1, 1), drop_path_rate=0.0),
+    'LinearSwin': dict(depths=(2, 2, 2, 2), drop_path_rate=0.0),
+}
+
+
+def build(kind: str, attention: Any, **overrides: Any) -> nn.Module:
+    return MODELS.build(dict(type=f'mmgate.{kind}', attention=attention, **{**TINY[kind], **overrides}))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('attention', TYPES)
+@pytest.mark.parametrize('kind', TINY)
+def test_any_type_in_any_size(kind: str, attention: str) -> None:
+    model = build(kind, dict(type=attention))
+    model.init_weights()
+    assert sum(type(m).__name__ == attention for m in model.modules()) == 4
+    for size in ((64, 64), (33, 70)):
+        maps = model.eval()(torch.randn(1, 3, *size))
+        assert len(maps) == 4 and all(m.isfinite().all() for m in maps)
+
+
+def test_vanilla_weights_fill_what_is_shared(tmp_path: Any) -> None:
+    host = MODELS.build(dict(type='mmdet.SwinTransformer', **TINY['LinearSwin']))
+    host.init_weights()
+    path = tmp_path / 'swin.pth'
+    torch.save({'state_dict': host.state_dict()}, path)
+    for attention in ('FocusedLinearAttention', 'PolaFormerAttention', 'InLineAttention', 'RALAAttention'):
+        model = build('LinearSwin', dict(type=attention), init_cfg=dict(type='Pretrained', checkpoint=str(path)))
+        model.init_weights()
+        expected = host.stages[0].blocks[0].attn.w_msa.qkv.weight
+        assert torch.equal(model.stages[0].blocks[0].attn.qkv.weight, expected)
+        again = tmp_path / f'{attention}.pth'
+        torch.save(model.state_dict(), again)
+        build(
+            'LinearSwin', dict(type=attention), init_cfg=dict(type='Pretrained', checkpoint=str(again))
+        ).init_weights()
+
+
+def test_an_attention_for_each_stage() -> None:
+    kinds = ['HydraAttention', 'EfficientAttention', 'AgentAttention', 'SAGAAttention']
+    model = build('LinearPVT', [dict(type=kind) for kind in kinds])
+    assert [type(m).__name__ for m in model.modules() if isinstance(m, MapAttention)] == kinds
+
+
+@pytest.mark.parametrize(
+    'attention, message',
+    [
+        (dict(dwc=3), 'attention must be a dict\\(type=..., ...\\) or one for each of the 4 stages'),
+        ([dict(type='HydraAttention')] * 3, 'one for each of the 4 stages'),
+        (dict(type='HydroAttention'), "Did you mean 'HydraAttention'"),
+        (dict(type='HydraAttention', power=3), 'HydraAttention has no option power'),
+    ],
+)
+def test_wrong_attentions(attention: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        build('LinearPVT', attention)
+
+
+SIZES = [  # millions and the papers' rounding: Agent Table 5, SAGA Tables 1 and 3
+    ('LinearSwin', 'tiny', 'HydraAttention', 28.3),
+    ('LinearSwin', 'tiny', 'EfficientAttention', 28.3),
+    ('LinearSwin', 'tiny', 'LinearAngularAttention', 28.3),
+    ('LinearSwin', 'tiny', 'FocusedLinearAttention', 29),
+    ('LinearSwin', 'tiny', 'PolaFormerAttention', 29),
+    ('LinearSwin', 'small', 'PolaFormerAttention', 51),
+    ('LinearSwin', 'base', 'PolaFormerAttention', 89),
+]
+
+
+@pytest.mark.parametrize('kind, arch, attention, millions', SIZES, ids=str)
+def test_parameters(kind: str, arch: str, attention: str, millions: float) -> None:
+    backbone = dict(type=f'mmgate.{kind}', arch=arch, attention=dict(type=attention), out_indices=(3,))
+    channels = 1024 if arch == 'base' else 768
+    model = MODELS.build(dict(type='mmgate.Classifier', backbone=backbone, in_channels=channels))
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e6
+    assert round(count, 1 if isinstance(millions, float) else 0) == millions
+
+
+@pytest.mark.parametrize('stripe', [(2, 2), (4, 1), (3, 5), (4, 6)], ids=str)
+def test_stripes_come_back(stripe: tuple[int, int]) -> None:
+    x = torch.randn(2, 24, 3)
+    stripes = split_stripes(x, (4, 6), stripe)
+    assert stripes.shape[1] == stripe[0] * stripe[1]
+    assert torch.equal(merge_stripes(stripes, (4, 6), stripe), x)
+    image = x.view(2, 4, 6, 3)
+    assert torch.equal(stripes[0], torch.nn.functional.pad(image[0], (0, 0, 0, 9, 0, 9))[
+        : stripe[0], : stripe[1]].flatten(0, 1))  # fmt: skip
+
+
+def test_agent_windows_attend_each_by_itself() -> None:
+    whole = AgentAttention(8, 2, map_size=(4, 4), agent_num=4).double()
+    windowed = AgentAttention(8, 2, map_size=(8, 8), agent_num=4, window=4).double()
+    windowed.load_state_dict(whole.state_dict())  # the biases have the window's shape
+    x = torch.randn(2, 8, 8, 8, dtype=torch.float64)
+    out = windowed(x.flatten(1, 2), (8, 8)).view_as(x)
+    expected = whole(x[:, :4, 4:].flatten(1, 2), (4, 4)).view(2, 4, 4, 8)
+    torch.testing.assert_close(out[:, :4, 4:], expected)
+    torch.testing.assert_close(windowed(x[:, :3, :2].flatten(1, 2), (3, 2)), whole(x[:, :3, :2].flatten(1, 2), (3, 2)))
+    assert windowed(x[:, :7, :5].flatten(1, 2), (7, 5)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    'options, gone, added',
+    [
+        (dict(bias=False), ('_bias',), ()),
+        (dict(dwc=False), ('dwc.',), ()),
+        (dict(bias=False, dwc=False), ('_bias', 'dwc.'), ()),
+        (dict(agents='static'), (), ('agent_tokens',)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize('agent_num', [4, 9])
+def test_agent_switches(options: dict[str, Any], gone: tuple[str, ...], added: tuple[str, ...], agent_num: int) -> None:
+    full = set(AgentAttention(8, 2, map_size=(4, 4)).state_dict())
+    layer = AgentAttention(8, 2, map_size=(4, 4), agent_num=agent_num, pretrain_agent_num=4, **options).double()
+    layer.init_weights()
+    kept = {name for name in full if not any(part in name and not name.startswith(('qkv', 'proj')) for part in gone)}
+    assert set(layer.state_dict()) == kept | set(added)
+    x = torch.randn(2, 20, 8, dtype=torch.float64)
+    layer(x, (4, 5)).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
+    with torch.no_grad():
+        assert torch.allclose(layer.eval()(x, (4, 5)), layer.train()(x, (4, 5)))
+    if added:
+        changed = layer(x + 1, (4, 5))
+        assert changed.shape == x.shape and layer._agents(x, (4, 5)).equal(layer._agents(x + 1, (4, 5)))
+
+
+def test_agents_of_an_unknown_kind_are_refused() -> None:
+    with pytest.raises(ValueError, match='agents'):
+        AgentAttention(8, 2, map_size=(4, 4), agents='learnt')
+    model = MODELS.build(
+        dict(type='mmgate.AgentSwin', attention=dict(window=7), depths=(2, 2, 2, 2), blocks=(2, 2, 2, 0))
+    )
+    assert model.stages[0].blocks[0].attn.ah_bias.shape == (1, 3, 9, 7, 1)
+
+
+@pytest.mark.parametrize('options', [dict(gate=False), dict(dwc=False), dict(output_augmentation=False)], ids=str)
+@pytest.mark.parametrize('kind', ['SAGAPVT', 'SAGASwin'])
+def test_sagas_switches(kind: str, options: dict[str, Any]) -> None:
+    """Table 4, one of whose options is called as an adapter's argument was."""
+    sizes = dict(num_layers=(1, 1, 1, 1)) if kind == 'SAGAPVT' else dict(depths=(2, 2, 2, 2), blocks=(2, 2, 2, 0))
+    model = MODELS.build(dict(type=f'mmgate.{kind}', attention=options, **sizes))
+    name = dict(gate='gate_k', dwc='dwc', output_augmentation='gate_out')[next(iter(options))]
+    layers = [module for module in model.modules() if isinstance(module, MapAttention)]
+    assert layers and all(getattr(layer, name) is None for layer in layers)
