@@ -9,7 +9,7 @@ DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_sh
 DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
 	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
 
-.PHONY: setup demo demo-seg demo-backbones test test-originals lint bench
+.PHONY: setup demo demo-seg demo-backbones demo-pretrain test test-originals lint bench
 export PYTHON VENV
 
 setup:
@@ -23,6 +23,9 @@ demo-seg: setup
 
 demo-backbones: setup
 	@$(PY) tools/dev/demo.py $(DEMO_BACKBONES)
+
+demo-pretrain: setup
+	@$(PY) tools/dev/demo_pretrain.py
 
 test: setup lint
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow"

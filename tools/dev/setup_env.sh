@@ -20,7 +20,7 @@ case $SET in
     MMCV=onedl-mmcv==2.3.6
     MMCV_OBJECTS=78 # translation units of the CPU build; only used to say how far it is
     BUILD=("setuptools>=80,<81" wheel packaging ninja psutil numpy)
-    PACKAGES=('.[mm,triton,dev]')
+    PACKAGES=('.[mm,pretrain,triton,dev]')
     ;;
   originals)
     TORCH=${TORCH:-2.1.2} VENV=${VENV:-.venv-originals}
@@ -29,7 +29,7 @@ case $SET in
     # mmcv's and torch's releases are older than numpy 2, and mmcv's setup needs the pkg_resources of an older setuptools
     BUILD=("setuptools<70" wheel packaging ninja psutil "numpy<2")
     PACKAGES=('.[dev]' mmengine==0.10.7 "$MMCV" mmdet==3.3.0 mmsegmentation==1.2.2 "opencv-python<4.12" ftfy regex
-      "setuptools<70" "numpy<2")
+      "setuptools<70" "numpy<2" mmpretrain==1.2.0 torchvision timm importlib-metadata requests)
     export FORCE_CUDA=${FORCE_CUDA:-0}
     ;;
   *) echo "usage: $0 [forks|originals]" >&2; exit 2 ;;
@@ -102,5 +102,10 @@ say "installing the mm packages and mmgate"
 # The wheel itself first: pip's cache may hold one of the same name that was built for another torch.
 run_pip install -q --no-deps "$(find_wheel)"
 run_pip install -q --no-build-isolation "torch==$TORCH" -e "${PACKAGES[@]}"
+if ! "$VENV/bin/python" -W ignore -c 'import torchvision' 2>/dev/null; then # built for CUDA, beside a CPU torch
+  site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  cp tools/dev/torchvision_on_cpu.py "$site/"
+  echo 'import torchvision_on_cpu' >"$site/torchvision_on_cpu.pth"
+fi
 echo "$fingerprint" >"$STAMP"
 say "ready in ${SECONDS} s"
