@@ -266,12 +266,12 @@ def test_no_queries_and_refusals() -> None:
     with pytest.raises(ValueError, match=r'fewer than 2\^31 numbers an image, the values have 2147483648'):
         run('triton')(value[:, :1].expand(2, 2**26, 2, 16), torch.tensor([[1, 2**26 - 3], [1, 2], [1, 1]]), *rest)
     _, shapes, starts, *_ = make()
-    value = torch.zeros(1).expand(2, 22, 32768, 16)
+    value = torch.zeros(1).expand(2, 18, 32768, 16)
     wide = torch.zeros(1).expand(2, 1, 32768, 3, 2)
     with pytest.raises(ValueError, match='up to 65535 heads of all images, got 2 x 32768'):
         run('triton')(value, shapes, starts, wide[..., None].expand(*wide.shape, 2), wide, None, None)
     queries = 2**27  # of 12 coordinates and 16 channels: the output alone is too long
-    value, wide = torch.zeros(1).expand(1, 22, 1, 16), torch.zeros(1).expand(1, queries, 1, 3, 2)
+    value, wide = torch.zeros(1).expand(1, 18, 1, 16), torch.zeros(1).expand(1, queries, 1, 3, 2)
     with pytest.raises(ValueError, match=r'the outputs have 2147483648'):
         run('triton')(value, shapes, starts, wide[..., None].expand(*wide.shape, 2), wide, None, None)
 
