@@ -95,8 +95,9 @@ CHEAP = ('classifier', 'RetinaNet', 'Cascade', 'Semantic FPN', 'UperNet')
 )
 def test_rows_agree_with_the_papers(row) -> None:
     cells = [cell.strip() for cell in markdown(row).split('|')]
-    paper, ours = float(cells[6]), float(cells[7])
-    assert abs(ours - paper) <= max(0.006 * paper, 0.05), markdown(row)
+    if cells[6]:
+        paper, ours = float(cells[6]), float(cells[7])
+        assert abs(ours - paper) <= max(0.006 * paper, 0.05) or cells[-2], f'no reason given: {markdown(row)}'
     assert len(cells) == len(HEADER.splitlines()[0].split('|'))
 
 

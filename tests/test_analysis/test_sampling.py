@@ -139,7 +139,7 @@ def test_hooks_write_to_the_visualizer(demo: str, tmp_path: Path) -> None:
         dict(type='mmgate.GateStatisticsHook', interval=1),
         dict(type='mmgate.SamplingPointsHook', images=1),
     ]
-    cfg.launcher = 'none'
+    cfg.launcher, cfg.experiment_name, cfg.visualizer.name = 'none', 'hooks', 'hooks'  # instances are global
     runner = cli.build_runner(cfg, trains=True)
     runner.train()
     scalars: dict[str, float] = {}

@@ -9,7 +9,9 @@ _base_ = [
 ]
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
+# Where a file of another project inherits this one, mmengine would look mmpretrain's types up in our scope.
 model = dict(
+    _scope_='mmpretrain',
     type='ImageClassifier',
     data_preprocessor=dict(
         type='ClsDataPreprocessor',

@@ -1,5 +1,6 @@
 # M-DGSA, Table 3. The dropout is that of every layer; position embeddings are as long as the image has patches.
 model = dict(
+    _scope_='mmpretrain',  # also where a file of another project inherits this one
     type='mmpretrain.ImageClassifier',
     backbone=dict(type='mmgate.DGViT', arch='base', img_size=32, drop_rate=0.05),
     neck=None,
