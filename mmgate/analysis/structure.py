@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -37,10 +36,7 @@ def build_structure(cfg: Config) -> nn.Module:
     missing = sorted({name for name in _packages(cfg.model) if find_spec(name) is None})
     if missing:
         raise ConfigError(f'the model of {cfg.filename} needs {", ".join(missing)}, which is not installed.')
-    scope = cfg.get('default_scope') or 'mmdet'
-    if find_spec(scope) is not None and find_spec(f'{scope}.models') is not None:
-        import_module(f'{scope}.models')  # mmengine looks in another scope for what nobody has imported
-    init_default_scope(scope)
+    init_default_scope(cfg.get('default_scope') or 'mmdet')
     apart = _apart(cfg.model)
     model = {**cfg.model, **apart}
     try:

@@ -9,16 +9,14 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT
+from conftest import ROOT, needs_mmpretrain
 from mmengine.config import Config
 from torch import nn
 
-from mmgate._environment import available
 from mmgate.layers import DifferentialAttention, DifferentialGatedAttention
 from mmgate.layers.swiglu import SwiGLU
 from mmgate.registry import DATASETS, MODELS
 
-needs_mmpretrain = pytest.mark.skipif(not available('mmpretrain'), reason='needs the extra pretrain: mmpretrain')
 FOLDER = ROOT / 'configs/dgsa/classification'
 CONFIGS = sorted(path.name for path in FOLDER.glob('*.py'))
 # Table 5, as it prints them

@@ -6,7 +6,6 @@ import sys
 
 from mmgate.analysis.structure import build_structure, list_attention
 from mmgate.engine import cli
-from mmgate.engine.preflight import ConfigError
 
 
 def main(argv: list[str]) -> None:
@@ -15,10 +14,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument('config', help="config file, or 'package::path'")
     args = parser.parse_args(argv)
     logging.getLogger('mmengine').setLevel(logging.WARNING)
-    try:
-        cfg = cli.read_config(args.config)
-    except ImportError as error:  # of the config's custom_imports
-        raise ConfigError(f'config {args.config} cannot be read: {error}') from error
+    cfg = cli.read_config(args.config)
     rows = [('path', 'class', 'sizes', 'gates that fit')]
     for attention in list_attention(build_structure(cfg)):
         sizes = ', '.join(f'{name}={size}' for name, size in attention.sizes.items())
