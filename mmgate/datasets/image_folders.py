@@ -12,7 +12,8 @@ from typing import Any
 import cv2
 import numpy as np
 
-from .shapes import CLASSES, HUE_SPREAD, MIN_PIXELS, MIN_SIZE, SPLITS, background, shape_mask, texture
+from .drawing import CLASSES, HUE_SPREAD, background, shape_mask, texture
+from .shapes import MIN_PIXELS, MIN_SIZE, SPLITS
 
 STAMP = 'images.json'
 DIAMETERS = (0.3, 0.9)  # as shares of the image's side

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import zlib
 from pathlib import Path
 
 import cv2
@@ -13,8 +15,9 @@ from mmengine.registry import init_default_scope
 from mmseg.datasets import BaseSegDataset
 from pycocotools.coco import COCO
 
+from mmgate.datasets.drawing import CLASSES
 from mmgate.datasets.outlines import outlines
-from mmgate.datasets.shapes import CLASSES, render, write_shapes
+from mmgate.datasets.shapes import DIFFICULTIES, render, write_shapes
 
 COUNTS = dict(num_train=12, num_val=3)
 
@@ -39,13 +42,54 @@ def test_same_seed_same_bytes_and_images_do_not_depend_on_the_count(root: Path, 
     assert not np.array_equal(render(3).image, render(3, split='val').image)
 
 
+@pytest.fixture(scope='module')
+def hard_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp('data') / 'hard'
+    assert write_shapes(folder, **COUNTS, difficulty='hard')
+    return folder
+
+
+def test_plain_images_are_those_of_earlier_releases() -> None:
+    assert zlib.crc32(np.concatenate([render(i).image for i in range(4)]).tobytes()) == 1237789896
+
+
+def test_hard_images_have_more_smaller_hidden_objects_and_things_that_are_none() -> None:
+    plain, hard = ([render(i, difficulty=name) for i in range(40)] for name in ('plain', 'hard'))
+    count, area = (
+        (lambda s: np.mean([len(x.masks) for x in s])),
+        (lambda s: np.mean([m.sum() for x in s for m in x.masks])),
+    )
+    assert count(hard) > 2 * count(plain) and area(hard) < 0.5 * area(plain)
+    # saturated pixels outside of every object: plain images have hardly any
+    stray = [
+        np.mean([(np.ptp(x.image.astype(int), -1)[~x.masks.any(0)] > 110).mean() for x in scenes])
+        for scenes in (plain, hard)
+    ]
+    assert stray[1] > 5 * stray[0] and stray[1] > 0.02
+    for scene in hard:
+        assert (scene.masks.sum(0) <= 1).all(), 'two objects share a pixel'
+
+
+def test_folders_of_releases_without_difficulty_are_known_again(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root, tmp_path / 'old')
+    stamp = tmp_path / 'old/shapes.json'
+    stamp.write_text(json.dumps({k: v for k, v in json.loads(stamp.read_text()).items() if k != 'difficulty'}))
+    assert not write_shapes(tmp_path / 'old', **COUNTS)
+    with pytest.raises(FileExistsError, match='--force'):
+        write_shapes(tmp_path / 'old', **COUNTS, difficulty='hard')
+
+
 @pytest.mark.parametrize('split, count', [('train', 12), ('val', 3)])
-def test_annotations_are_right_to_the_pixel(root: Path, split: str, count: int) -> None:
+@pytest.mark.parametrize('difficulty', DIFFICULTIES)
+def test_annotations_are_right_to_the_pixel(
+    root: Path, hard_root: Path, difficulty: str, split: str, count: int
+) -> None:
+    root = {'plain': root, 'hard': hard_root}[difficulty]
     coco = COCO(str(root / f'annotations/instances_{split}.json'))
     ade = {'train': 'training', 'val': 'validation'}[split]
     assert len(coco.imgs) == count
     for index in range(count):
-        scene = render(index, split=split)
+        scene = render(index, split=split, difficulty=difficulty)
         semantic = cv2.imread(str(root / f'ade/annotations/{ade}/{index:06d}.png'), cv2.IMREAD_UNCHANGED)
         annotations = coco.imgToAnns[index + 1]
         assert len(annotations) == len(scene.masks)
@@ -128,7 +172,9 @@ def test_existing_folders_are_kept_or_refused(root: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    'arguments', [dict(num_train=0), dict(num_val=-1), dict(size=32), dict(seed=-1)], ids=lambda d: next(iter(d))
+    'arguments',
+    [dict(num_train=0), dict(num_val=-1), dict(size=32), dict(seed=-1), dict(difficulty='odd')],
+    ids=lambda d: next(iter(d)),
 )
 def test_bad_arguments(arguments: dict, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='must be'):

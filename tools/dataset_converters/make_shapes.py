@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 from mmgate.datasets.image_folders import write_shapes_folder
-from mmgate.datasets.shapes import write_shapes
+from mmgate.datasets.shapes import DIFFICULTIES, write_shapes
 
 
 def main() -> None:
@@ -18,6 +18,12 @@ def main() -> None:
     parser.add_argument('--num-val', type=int, default=80, help='validation images (default: %(default)s)')
     parser.add_argument('--size', type=int, default=128, help='side of an image in pixels (default: %(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='seed (default: %(default)s)')
+    parser.add_argument(
+        '--difficulty',
+        choices=list(DIFFICULTIES),
+        default='plain',
+        help="hard: more and smaller objects, hidden parts, clutter in the objects' own colours (default: %(default)s)",
+    )
     parser.add_argument('--force', action='store_true', help='replace shapes written with other arguments')
     parser.add_argument(
         '--num-objects',
