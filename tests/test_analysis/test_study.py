@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
+from mmengine.config import Config
 
 from mmgate.analysis.study import Study, read_study, report_study, run_study
 from mmgate.engine.cli import read_config
@@ -82,8 +84,29 @@ def test_studies_of_the_repository(path: Path, monkeypatch: pytest.MonkeyPatch) 
     """Their configs can be read, and differ."""
     monkeypatch.chdir(ROOT)
     study = read_study(path)
-    models = {name: str(read_config(config).model) for name, config in study.runs.items()}
-    assert len(set(models.values())) == len(models)
+    configs = {name: read_config(config) for name, config in study.runs.items()}
+    assert len({str(cfg.model) for cfg in configs.values()}) == len(configs)
+    for options in (study.options, *({**study.options, **budget} for budget in study.budgets.values())):
+        for cfg in configs.values():
+            for key in options:
+                check_key(cfg, key)
+            cfg.merge_from_dict(options)
+            assert all(
+                'shapes_hard' in loader.dataset.data_root for loader in (cfg.train_dataloader, cfg.val_dataloader)
+            )
+            last = cfg.train_cfg.get('max_epochs', cfg.train_cfg.get('max_iters'))
+            assert cfg.param_scheduler[1].get('end', last) >= last, 'the schedule ends before the training'
+
+
+def check_key(cfg: Config, key: str) -> None:
+    """An option that is not in the config may only be the folder, the length or the interval of something there."""
+    found: Any = cfg
+    *parents, last = key.split('.')
+    for part in parents:
+        found = found[int(part)] if part.isdigit() else found[part]
+    assert last in found or last in ('base_channels', 'indices', 'interval'), (
+        f'{key}: {last} is in none of {list(found)}'
+    )
 
 
 def test_refuses_an_unknown_key(tmp_path: Path) -> None:
