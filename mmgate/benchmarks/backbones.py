@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -70,14 +71,54 @@ def benchmark_backbones(
         device: Where to measure.
         autocast: Under ``torch.autocast`` to bfloat16, as mixed precision trains.
     """
+    builds = {name: partial(_build, name) for name in SUITES[suite]}
+    options: dict[str, Any] = dict(repetitions=repetitions, modes=modes, device=device, autocast=autocast)
+    yield from benchmark_models(f'backbones {suite}', builds, sizes, batch=batch, **options)
+
+
+def benchmark_models(
+    op: str,
+    builds: Mapping[str, Callable[[], nn.Module]],
+    sizes: Sequence[int],
+    *,
+    batch: int = 1,
+    repetitions: int = 3,
+    modes: Sequence[str] = MODES,
+    device: str = 'cpu',
+    autocast: bool = False,
+) -> Iterator[Row]:
+    """Measure backbones on square images; the first is the peer.
+
+    Args:
+        op: Name of what is measured.
+        builds: By name, what returns a model that takes images and returns maps.
+        sizes: Sides of the images, in pixels.
+        batch: Images at a time.
+        repetitions: Measurements a row is the median of, after one that warms up.
+        modes: ``'forward'``, ``'forward+backward'`` or both.
+        device: Where to measure.
+        autocast: Under ``torch.autocast`` to bfloat16, as mixed precision trains.
+    """
     for mode in modes:  # forward first: what training leaves in the heap would count as memory of a later row
         for size in sizes:
             image = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0)).to(device)
-            models = {name: _build(name).to(device) for name in SUITES[suite]}
+            models = {name: build().to(device) for name, build in builds.items()}
             for model in models.values():
                 model.train(mode != 'forward')
             providers = {name: partial(_means, model, autocast) for name, model in models.items()}
-            yield from interleaved(f'backbones {suite}', providers, f'{size}_b{batch}', [image], mode, repetitions)
+            yield from interleaved(op, providers, f'{size}_b{batch}', [image], mode, repetitions)
+
+
+def with_throughput(rows: Iterable[Row], batch: int) -> list[Row]:
+    """Return the rows with those of time turned into images a second."""
+    found = []
+    for row in rows:
+        if row.metric == 'time':
+            # the quick percentile of time is the high one of throughput
+            y_20, y_50, y_80 = (batch * 1e3 / y for y in (row.y_80, row.y_50, row.y_20))
+            row = replace(row, metric='throughput', unit='images/s', y_20=y_20, y_50=y_50, y_80=y_80)
+        found.append(row)
+    return found
 
 
 def _build(name: str) -> nn.Module:

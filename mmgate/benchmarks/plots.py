@@ -8,7 +8,7 @@ from typing import Any
 
 from .ops import Row
 
-METRICS = ('time', 'peak memory')  # what is drawn
+METRICS = ('time', 'throughput', 'peak memory')  # what is drawn
 
 
 def draw_curves(

@@ -101,6 +101,23 @@ def test_cka_of_a_layer_with_itself_is_one(configs: dict[str, str], tmp_path: Pa
     assert {round(float(row['cka']), 4) for row in rows if row['layer'] == row['other']} == {1.0}
 
 
+def test_efficiency_of_two_backbones(
+    configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [configs['pvt'], configs['agent'], '--sizes', '32', '64', '--repetitions', '1', '--out', str(tmp_path)]
+    assert cli.main(tool('plot_efficiency').main, arguments) == 0
+    rows = list(csv.DictReader((tmp_path / 'efficiency.csv').open()))
+    assert (tmp_path / 'efficiency.png').stat().st_size > 5_000
+    assert [row['provider'] for row in rows[:2]] == ['pvt', 'agent'] and {row['x'] for row in rows} == {
+        '32_b1',
+        '64_b1',
+    }
+    assert all(float(row['y_20']) <= float(row['y_50']) <= float(row['y_80']) for row in rows)
+    assert {row['metric'] for row in rows} == {'throughput', 'peak memory'}
+    assert cli.main(tool('plot_efficiency').main, [configs['pvt'], '--sizes', '8', '--out', str(tmp_path)]) == 2
+    assert 'sides of 32 pixels or more' in capsys.readouterr().err
+
+
 def test_refusal_names_what_the_model_has(
     configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

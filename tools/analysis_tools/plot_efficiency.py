@@ -1,0 +1,72 @@
+"""Draw throughput and peak memory of configs' backbones over the image size: SAGA, Fig. 4.
+
+Example: plot_efficiency.py VANILLA_CONFIG SAGA_CONFIG --sizes 224 512 1280 --out out
+"""
+
+import argparse
+import sys
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+
+import torch
+from mmengine.config import Config
+from mmengine.logging import MMLogger
+from mmengine.registry import MODELS, init_default_scope
+from torch import nn
+
+import mmgate  # noqa: F401
+from mmgate.benchmarks.backbones import benchmark_models, with_throughput
+from mmgate.benchmarks.ops import write_csv
+from mmgate.benchmarks.plots import draw_curves
+from mmgate.engine import cli
+from mmgate.engine.preflight import ConfigError
+
+
+def main(argv: list[str]) -> None:
+    """Parse arguments, measure, draw, write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('configs', nargs='+', help="config files, or 'package::path'; the first is the peer")
+    parser.add_argument('--sizes', type=int, nargs='+', default=[224, 512, 800, 1280], help='sides of square images')
+    parser.add_argument('--batch', type=int, default=1, help='images at a time (default %(default)s)')
+    parser.add_argument('--train', action='store_true', help='forward and backward, in the place of forward')
+    parser.add_argument('--repetitions', type=int, default=3, help='the median of which is drawn (default %(default)s)')
+    parser.add_argument('--device', default='cpu', help='cpu (default) or cuda')
+    parser.add_argument('--autocast', action='store_true', help='bfloat16 where autocast takes it')
+    parser.add_argument('--out', required=True, help='folder for picture and CSV')
+    args = parser.parse_args(argv)
+    if min(args.batch, args.repetitions) < 1 or min(args.sizes) < 32:
+        raise ConfigError('--batch and --repetitions take 1 or more, --sizes sides of 32 pixels or more.')
+    if args.device.startswith('cuda') and not torch.cuda.is_available():
+        raise ConfigError('--device cuda: torch sees no GPU here.')
+    MMLogger.get_current_instance().setLevel('ERROR')
+    builds = {Path(path).stem: partial(backbone, cli.read_config(path)) for path in args.configs}
+    options = dict(batch=args.batch, repetitions=args.repetitions, device=args.device, autocast=args.autocast)
+    mode = 'forward+backward' if args.train else 'forward'
+    rows = with_throughput(benchmark_models('backbones', builds, args.sizes, modes=[mode], **options), args.batch)
+    for row in rows:
+        print(f'{row.x:10} {row.metric} {row.unit:12} {row.provider:50} {row.y_50:10.1f}')
+    out = draw_curves(rows, Path(args.out) / 'efficiency.png', number=side, xlabel='side of the image, pixels')
+    write_csv(rows, out.with_suffix('.csv'))
+    print(out, out.with_suffix('.csv'))
+
+
+def backbone(cfg: Config) -> nn.Module:
+    """Return a config's backbone with the weights that it starts from."""
+    init_default_scope(cfg.get('default_scope') or 'mmdet')
+    found = deepcopy(cfg.model.get('backbone'))
+    if found is None:
+        raise ConfigError(f'{cfg.filename} has no model.backbone.')
+    found.init_cfg = None  # weights cost no time, and a URL would be fetched
+    built: nn.Module = MODELS.build(found)
+    built.init_weights()
+    return built
+
+
+def side(x: str) -> float:
+    """Return an image's side from a row's ``x``."""
+    return float(x.partition('_')[0])
+
+
+if __name__ == '__main__':
+    sys.exit(cli.main(main))
