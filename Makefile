@@ -9,7 +9,7 @@ DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_sh
 DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
 	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
 
-.PHONY: setup demo demo-seg demo-backbones demo-pretrain test test-originals lint bench
+.PHONY: setup demo demo-seg demo-backbones demo-pretrain report test test-originals lint bench
 export PYTHON VENV
 
 setup:
@@ -26,6 +26,10 @@ demo-backbones: setup
 
 demo-pretrain: setup
 	@$(PY) tools/dev/demo_pretrain.py
+
+# A page of pictures of the demos' models, which are trained if they are not there yet: work_dirs/report/index.html.
+report: setup
+	@$(PY) tools/analysis_tools/report.py
 
 test: setup lint
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow"

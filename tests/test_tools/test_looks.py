@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from types import ModuleType
 
@@ -138,3 +139,41 @@ def test_compare_runs_pairs_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(tool('compare_runs').main, [*groups, '--out', str(tmp_path / 'out')]) == 0
     assert '| b | 2 | 37.500 | 7.778 | 2.500 | -3.853 to 8.853 | 0.126 |' in capsys.readouterr().out
     assert cli.main(tool('compare_runs').main, [str(tmp_path / 'none'), '--out', 'x']) == 2
+
+
+def test_report_draws_every_pair_and_trains_only_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tools that it calls are tried above; here they leave a picture and a log."""
+    report, calls = tool('report'), []
+
+    def run(command: list[str]) -> None:
+        calls.append(command)
+        if command[:2] == ['-m', 'mmgate.tools.train']:
+            work_dir = Path(command[command.index('--work-dir') + 1])
+            log = work_dir / '20260101_000000/vis_data/scalars.json'
+            log.parent.mkdir(parents=True)
+            log.write_text('{"loss": 1, "time": 0.5}\n{"mIoU": 9, "coco/bbox_mAP": 0.5, "step": 1}')
+            (work_dir / 'last_checkpoint').write_text(str(work_dir / 'epoch_1.pth'))
+        else:
+            out = Path(command[command.index('--out') + 1])
+            out.mkdir(parents=True)
+            shutil.copy(ROOT / 'configs/plug/deformable_detr/demo.jpg', out / f'{Path(command[0]).stem}.png')
+
+    monkeypatch.setattr(report, 'run', run)
+    monkeypatch.setattr(report, 'write_shapes', lambda folder: False)
+    monkeypatch.chdir(ROOT)
+    arguments = ['--work-dirs', str(tmp_path / 'runs'), '--out']
+    assert cli.main(report.main, [*arguments, str(tmp_path / 'a')]) == 0
+    trained = [call for call in calls if call[0] == '-m']
+    assert len(trained) == 7 == len({call[2] for call in trained})
+    drawn = [call for call in calls if call[0] != '-m']
+    for call in drawn:
+        assert Path(call[0]).is_file(), call[0]
+    against = next(call for call in drawn if 'sampling_points' in call[0])
+    assert against[against.index('--against') + 1] == report.VANILLA_DETR
+    page = (tmp_path / 'a/index.html').read_text()
+    assert page.count('<img') == len(drawn) and page.count('<table') == 3
+    calls.clear()
+    assert cli.main(report.main, [*arguments, str(tmp_path / 'b')]) == 0
+    assert len(calls) == len(drawn)

@@ -1,0 +1,134 @@
+"""Write a page of what attention does in the demos' models, vanilla beside gated: index.html, which needs no network.
+
+A model without a checkpoint below the work dirs is trained first, by tools/train.py; ``make report`` calls this.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import mmgate  # noqa: F401
+from mmgate.analysis.gallery import Section, write_gallery
+from mmgate.analysis.runs import choose_metric, read_run
+from mmgate.datasets.shapes import write_shapes
+from mmgate.engine import cli
+from mmgate.engine.preflight import ConfigError
+
+TOOLS = Path(__file__).resolve().parent
+VANILLA_DETR = 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
+DETR = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
+VANILLA_MASK2FORMER = 'configs/_base_/mask2former_r18_1xb8-1k_shapes-128x128.py'
+MASK2FORMER = 'configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py'
+PVT = 'configs/vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py'
+AGENT = 'configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py'
+SAGA = 'configs/saga/mask_rcnn/saga-mask-rcnn_pvt-demo_1xb8-8e_shapes.py'
+FAMILIES = {'Deformable DETR': (VANILLA_DETR, DETR), 'Mask2Former': (VANILLA_MASK2FORMER, MASK2FORMER)} | {
+    'Mask R-CNN with PVT': (PVT, AGENT, SAGA)
+}
+PICTURES = (  # tool, model, the one beside it, what one sees
+    (
+        'plot_sampling_points',
+        DETR,
+        VANILLA_DETR,
+        'Where the best queries sample, sized by attention, coloured by level.',
+    ),
+    ('plot_gates', DETR, None, "PLuG's gates of deformable attention by head and level; 0 is the start."),
+    ('plot_gates', MASK2FORMER, None, "PLuG's gates between Mask2Former's queries."),
+    ('plot_attention_sink', MASK2FORMER, VANILLA_MASK2FORMER, 'How much attention the most attended query draws.'),
+    ('plot_cka', MASK2FORMER, VANILLA_MASK2FORMER, "How alike two layers' attention patterns are."),
+    ('plot_rollout', AGENT, PVT, 'Where the backbone looks, attention rolled through its layers.'),
+    ('plot_agents', AGENT, None, 'What each agent token attends to.'),
+    ('plot_gates', SAGA, None, "SAGA's gates of keys, values and outputs."),
+    ('plot_kv_rank', SAGA, None, 'Rank of the map K^T V.'),
+)
+
+
+def main(argv: list[str]) -> None:
+    """Parse arguments, train what is missing, draw, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--work-dirs', type=Path, default=Path('work_dirs'), help="the demos' (default %(default)s)")
+    parser.add_argument('--out', type=Path, default=Path('work_dirs/report'), help='folder (default %(default)s)')
+    parser.add_argument('--max-images', type=int, default=2, help='of the validation images (default %(default)s)')
+    parser.add_argument(
+        '--sizes', nargs='+', default=['128', '256', '512'], help='sides of images to time backbones at'
+    )
+    parser.add_argument('--train-options', nargs='*', default=[], help='--cfg-options of a training that is missing')
+    args = parser.parse_args(argv)
+    if not Path(DETR).is_file():
+        raise ConfigError(f'{DETR} is not here: run this from the root of a checkout of mmgate.')
+    write_shapes('data/shapes')
+    checkpoints = {
+        config: checkpoint_of(config, args.work_dirs, args.train_options)
+        for family in FAMILIES.values()
+        for config in family
+    }
+    sections = [runs_of(family, configs, args) for family, configs in FAMILIES.items()]
+    for number, (tool, config, against, text) in enumerate(PICTURES):
+        command = [tool, config, checkpoints[config], '--max-images', str(args.max_images)]
+        command += ['--against', against, checkpoints[against]] if against else []
+        sections.append(
+            drawn(
+                f'{tool.removeprefix("plot_").replace("_", " ")}, {Path(config).stem}',
+                text,
+                command,
+                args.out / f'{number}',
+            )
+        )
+    command = ['plot_efficiency', PVT, AGENT, SAGA, '--sizes', *args.sizes]
+    sections.append(
+        drawn(
+            'efficiency of the backbones',
+            'Throughput and peak memory on this machine.',
+            command,
+            args.out / 'efficiency',
+        )
+    )
+    print(write_gallery(args.out, 'What attention does in the demos, vanilla beside gated', sections))
+
+
+def checkpoint_of(config: str, work_dirs: Path, options: list[str]) -> str:
+    """Return a config's last checkpoint, trained first if there is none."""
+    work_dir = work_dirs / Path(config).stem
+    last = work_dir / 'last_checkpoint'
+    if not last.is_file():
+        extra = ['--cfg-options', *options] if options else []
+        run(['-m', 'mmgate.tools.train', config, '--work-dir', str(work_dir), *extra])
+    return last.read_text().strip()
+
+
+def drawn(title: str, text: str, command: list[str], out: Path) -> Section:
+    """Run a tool of this folder and return its pictures."""
+    run([str(TOOLS / f'{command[0]}.py'), *command[1:], '--out', str(out)])
+    pictures = [(path, path.stem) for path in sorted(out.glob('*.png'))]
+    return Section(
+        title, text, pictures, command=f'python tools/analysis_tools/{command[0]}.py {" ".join(command[1:])} --out DIR'
+    )
+
+
+def runs_of(family: str, configs: tuple[str, ...], args: argparse.Namespace) -> Section:
+    """Return the table and the curves of a family's runs."""
+    groups = [f'{Path(config).stem}={args.work_dirs / Path(config).stem}' for config in configs]
+    section = drawn(
+        f'runs of {family}',
+        'One seed each: a difference says little.',
+        ['compare_runs', *groups],
+        args.out / family.replace(' ', '-'),
+    )
+    runs = {group.partition('=')[0]: read_run(group.partition('=')[2]) for group in groups}
+    metric = choose_metric(list(runs.values()))
+    rows = [
+        {'run': name, metric: float(found.final(metric)), 's a step': found.seconds} for name, found in runs.items()
+    ]
+    return Section(section.title, section.text, section.pictures, rows, section.command)
+
+
+def run(command: list[str]) -> None:
+    """Run Python; the output is the user's to see."""
+    code = subprocess.run([sys.executable, '-W', 'ignore', *command], check=False).returncode
+    if code:
+        raise ConfigError(f'python {" ".join(command)} ended with {code}; see above.')
+
+
+if __name__ == '__main__':
+    sys.exit(cli.main(main))
