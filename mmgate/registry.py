@@ -10,7 +10,12 @@ from mmengine.registry import Registry
 MODELS = Registry('model', parent=MMENGINE_MODELS, scope='mmgate', locations=['mmgate.models', 'mmgate.layers'])
 DATASETS = Registry('dataset', parent=MMENGINE_DATASETS, scope='mmgate', locations=['mmgate.datasets.svhn'])
 TRANSFORMS = Registry('transform', parent=MMENGINE_TRANSFORMS, scope='mmgate', locations=['mmgate.datasets.noise'])
-HOOKS = Registry('hook', parent=MMENGINE_HOOKS, scope='mmgate', locations=['mmgate.engine.gate_hooks'])
+HOOKS = Registry(
+    'hook',
+    parent=MMENGINE_HOOKS,
+    scope='mmgate',
+    locations=['mmgate.engine.fault_hooks', 'mmgate.engine.gate_hooks'],
+)
 OPTIM_WRAPPER_CONSTRUCTORS = Registry(
     'optimizer wrapper constructor',
     parent=MMENGINE_OPTIM_WRAPPER_CONSTRUCTORS,

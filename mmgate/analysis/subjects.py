@@ -20,6 +20,7 @@ from torch import nn
 
 from mmgate.engine import cli
 from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data
+from mmgate.engine.safe_load import add_trust_option
 
 UNTRAINED = 'untrained'
 
@@ -83,6 +84,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     shared.add_argument('--max-images', type=int, default=8, help='of the split (default 8)')
     shared.add_argument('--device', default='cpu', help='cpu (default) or cuda')
     shared.add_argument('--out', required=True, help='folder for pictures and CSV files')
+    add_trust_option(shared)
     return shared
 
 

@@ -26,7 +26,9 @@ from .distributed import prepare_processes
 from .hooks import DataError, LoadReportHook, name_broken_files
 from .options import merge_options
 from .preflight import ConfigError, check_amp, check_checkpoint, check_data, check_packages, check_pretrained, remedy
+from .safe_load import add_trust_option
 from .switches import enable_amp, enable_tta, enable_visualization, is_classification, is_segmentation
+from .whole_checkpoints import last_whole_checkpoint, remove_after_saving, write_whole_files
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
@@ -68,7 +70,7 @@ def train(argv: list[str]) -> None:
     )
     args = _parse(parser, argv)
     cfg = load_config(args)
-    notes = []
+    notes: list[str | None] = []
     if args.amp:
         enable_amp(cfg)
     if args.auto_accumulate:
@@ -76,7 +78,9 @@ def train(argv: list[str]) -> None:
     if args.auto_scale_lr:
         enable_auto_scale_lr(cfg)
     if args.resume == 'auto':
-        cfg.resume, cfg.load_from = True, None
+        cfg.resume = True
+        cfg.load_from, warning = last_whole_checkpoint(cfg.work_dir)
+        notes.append(warning)
     elif args.resume is not None:
         cfg.resume, cfg.load_from = True, args.resume
     check_amp(cfg)
@@ -163,6 +167,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
         action=_Options,
         help='override settings: key=value, nested keys by dots, lists as key="[a,b]"',
     )
+    add_trust_option(parser)
     parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none', help='job launcher')
     # torchrun sets the variable, torch.distributed.launch passes the argument, in either spelling
     parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
@@ -246,9 +251,11 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
         setup_cache_size_limit_of_dynamo()
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     prepare_processes(cfg)
+    write_whole_files()
     with _buildable():
         runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
         name_broken_files(runner)
+        remove_after_saving(runner)
         # The runners build these when the loop starts, too late for a typo in a component's arguments.
         if isinstance(runner, FlexibleRunner):
             runner.model = runner.strategy.build_model(runner.model)

@@ -164,6 +164,8 @@ def check_checkpoint(path: str, *, sharded: bool = False) -> None:
         raise ConfigError(f'checkpoint {path} does not exist (looked for {osp.abspath(path)}).')
     with open(path, 'rb') as file:
         head = file.read(4)
+    if path.endswith('.safetensors'):
+        return
     if head[:2] == b'PK':
         if not zipfile.is_zipfile(path):
             raise ConfigError(f'checkpoint {path} is cut short; copy or download it again.')

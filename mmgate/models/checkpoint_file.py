@@ -69,7 +69,7 @@ def read_checkpoint(source: str) -> Any:
     """
     scheme = urlparse(source).scheme if '://' in source else ''
     if scheme in ('http', 'https'):
-        file = _download(source)
+        file = download(source)
     elif scheme:
         return CheckpointLoader.load_checkpoint(source, map_location='cpu', logger='current')
     else:
@@ -106,8 +106,12 @@ def tensors(checkpoint: Any) -> State:
     return state
 
 
-def _download(url: str) -> Path:
-    """Return the file in torch's cache that holds ``url``, downloaded by one process of a machine if need be."""
+def download(url: str) -> Path:
+    """Return the file in torch's cache that holds ``url``, downloaded by one process of a machine if need be.
+
+    Raises:
+        ConnectionError: It cannot be downloaded.
+    """
     path = urlparse(url).path
     # a cloud drive's address ends in a slash: the name is the folder's, which torch and mmengine take for no name
     name = PurePosixPath(path).name + ('.pth' if path.endswith('/') else '')

@@ -20,6 +20,7 @@ from torch import nn
 from mmgate.engine import cli
 from mmgate.engine.model_index import find_model
 from mmgate.engine.preflight import ConfigError, check_checkpoint
+from mmgate.engine.safe_load import add_trust_option
 
 IMAGES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.webp')
 
@@ -140,6 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument('--no-save-vis', action='store_true', help='write no painted images')
     parser.add_argument('--no-save-pred', action='store_true', help='write no predictions')
     parser.add_argument('--print-result', action='store_true', help='print predictions')
+    add_trust_option(parser)
     return parser
 
 

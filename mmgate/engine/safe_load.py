@@ -1,0 +1,210 @@
+"""Checkpoints from strangers: mmengine's loaders for files and web addresses, without running what a pickle asks for.
+
+A pickle may call any function by its name. torch's safe loader refuses all but tensors; what mmengine puts beside them
+(optimizer states, the message hub's histories with numpy arrays) is on the list below, and nothing else is called. An
+unpickler of our own holds the list, because torch's takes one only since 2.4, and mmengine falls back to the unsafe way
+or never took the safe one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import os.path as osp
+import pickle
+import zipfile
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from mmengine.logging import HistoryBuffer
+from mmengine.runner.checkpoint import CheckpointLoader
+
+from mmgate.models.checkpoint_file import download
+
+from .preflight import ConfigError
+
+TRUST = 'MMGATE_TRUST_CHECKPOINT'
+HOW_TO_TRUST = f'If you trust whoever made it, pass --trust-checkpoint, or set {TRUST}=1'
+SLACK = 64 << 20  # bytes that a checkpoint may be larger inside than outside: torch does not compress
+ALLOWED = {
+    'collections': {'Counter', 'OrderedDict', 'defaultdict', 'deque'},
+    'builtins': {'complex', 'dict', 'float', 'frozenset', 'int', 'list', 'set', 'slice', 'str', 'tuple', 'bool'},
+    '_codecs': {'encode'},
+    'datetime': {'date', 'datetime', 'timedelta'},
+    'pathlib': {'Path', 'PosixPath', 'PurePosixPath'},
+    'argparse': {'Namespace'},
+    'types': {'SimpleNamespace'},
+    'numpy': {'dtype', 'ndarray'},
+    'torch': {'Size', 'device'},
+    'torch._utils': {
+        '_rebuild_parameter',
+        '_rebuild_parameter_with_state',
+        '_rebuild_sparse_tensor',
+        '_rebuild_tensor',
+        '_rebuild_tensor_v2',
+        '_rebuild_tensor_v3',
+    },
+    'torch.nn.parameter': {'Parameter'},
+    'torch.serialization': {'_get_layout'},
+    'mmengine.config.config': {'ConfigDict'},
+    'mmengine.logging.history_buffer': {'HistoryBuffer'},
+}
+OLD_NAMES = {'__builtin__': 'builtins', 'copy_reg': 'copyreg', 'mmcv.utils.config': 'mmengine.config.config'}
+
+
+class UntrustedCheckpoint(ConfigError):
+    """A checkpoint would run code, or unpack into far more than it is."""
+
+
+def load_checkpoint_file(filename: str, map_location: Any = None) -> Any:
+    """Load a checkpoint from a file without running code in it; a ``.safetensors`` file as a state dict.
+
+    Args:
+        filename: Path.
+        map_location: As :func:`torch.load` takes it.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        UntrustedCheckpoint: It asks for a function that is on no list, or is a zip bomb (unless trusted).
+        ConfigError: It cannot be read, most often because it is cut short.
+    """
+    path = osp.expanduser(filename)
+    if not osp.isfile(path):
+        raise FileNotFoundError(f'{filename} can not be found.')
+    if path.endswith('.safetensors'):
+        return _load_safetensors(path)
+    trusted = os.environ.get(TRUST, '') not in ('', '0')
+    if not trusted:
+        _refuse_bombs(path)
+    options: dict[str, Any] = {} if trusted else dict(pickle_module=_SAFE_PICKLE)
+    try:
+        return torch.load(path, map_location=map_location, weights_only=False, **options)
+    except (UntrustedCheckpoint, MemoryError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:  # torch and pickle raise a dozen kinds
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f'checkpoint {filename} cannot be read ({reason}); it may be cut short. Copy or download it again, or take '
+            'an earlier one.'
+        ) from error
+
+
+def load_checkpoint_url(filename: str, map_location: Any = None) -> Any:
+    """Download a checkpoint once into torch's cache and load it as :func:`load_checkpoint_file` does.
+
+    Raises:
+        ConfigError: It cannot be downloaded or read.
+        UntrustedCheckpoint: As :func:`load_checkpoint_file`.
+    """
+    try:
+        file = download(filename)
+    except ConnectionError as error:
+        raise ConfigError(
+            f'checkpoint {filename} cannot be downloaded ({error.__cause__}); fetch it otherwise and give the file.'
+        ) from error
+    return load_checkpoint_file(str(file), map_location)
+
+
+def add_trust_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--trust-checkpoint``, which holds for this process and those that it starts."""
+    parser.add_argument(
+        '--trust-checkpoint',
+        action=_Trust,
+        nargs=0,
+        help='load a checkpoint as pickle does, code and all: only one whose maker you trust',
+    )
+
+
+class _Trust(argparse.Action):
+    def __call__(self, *_: Any) -> None:
+        os.environ[TRUST] = '1'
+
+
+def register_safe_loader() -> None:
+    """Let mmengine load files and web addresses by the functions above, in the Runner, ``init_cfg`` and inferencers."""
+    CheckpointLoader.register_scheme('', load_checkpoint_file, force=True)
+    CheckpointLoader.register_scheme(('http://', 'https://'), load_checkpoint_url, force=True)
+
+
+class _SafeUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        module = OLD_NAMES.get(module, module)
+        if name in REPLACED.get(module, {}):
+            return REPLACED[module][name]
+        dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
+        storage = module in ('torch', 'torch.storage') and name.endswith('Storage')
+        numpy_dtype = module == 'numpy.dtypes' and name.endswith('DType')
+        if dtype or storage or numpy_dtype or name in ALLOWED.get(module, ()):  # a name with dots is in none
+            return super().find_class(module, name)
+        _refuse(f'asks for {module}.{name}')
+
+
+# what torch.load asks of a pickle module
+_SAFE_PICKLE = SimpleNamespace(
+    __name__='mmgate.engine.safe_load',
+    Unpickler=_SafeUnpickler,
+    load=lambda file, **kwargs: _SafeUnpickler(file, **kwargs).load(),
+)
+
+
+def _statistic(owner: Any, name: str) -> Callable[..., Any]:
+    """Stand for ``getattr``, with which a HistoryBuffer names its statistics."""
+    if owner is not HistoryBuffer or name.startswith('_'):
+        _refuse(f'asks for the attribute {name} of {owner!r}')
+    return getattr(owner, name)
+
+
+def _empty_array(kind: Any, shape: Any, dtype: Any) -> np.ndarray:
+    """Stand for numpy's function that makes the array whose content follows: it is always empty at first."""
+    if kind is not np.ndarray or tuple(shape) != (0,):
+        _refuse(f'asks numpy for an array of shape {shape} out of nothing')
+    return np.ndarray(shape, dtype)
+
+
+def _scalar(dtype: np.dtype, content: Any = None) -> Any:
+    """Stand for numpy's function that makes a scalar of its bytes."""
+    if not isinstance(dtype, np.dtype) or dtype.hasobject or not isinstance(content, bytes):
+        _refuse('asks numpy for a scalar of an object')
+    return np.frombuffer(content, dtype)[0]
+
+
+_NUMPY: dict[str, Callable[..., Any]] = {'_reconstruct': _empty_array, 'scalar': _scalar}
+REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
+    'builtins': {'getattr': _statistic},
+    'numpy.core.multiarray': _NUMPY,
+    'numpy._core.multiarray': _NUMPY,
+}
+
+
+def _refuse(what: str) -> NoReturn:
+    raise UntrustedCheckpoint(
+        f'the checkpoint {what}, which no checkpoint of mmengine does and which may run code of whoever made the file; '
+        f'it was not loaded. {HOW_TO_TRUST}; it is then loaded as pickle does, code and all.'
+    )
+
+
+def _refuse_bombs(path: str) -> None:
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as file:
+        inside = sum(member.file_size for member in file.infolist())
+    if inside > osp.getsize(path) + SLACK:
+        raise UntrustedCheckpoint(
+            f'checkpoint {path} has {osp.getsize(path):,} bytes and unpacks into {inside:,}; torch writes none like '
+            f'that. {HOW_TO_TRUST}.'
+        )
+
+
+def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
+    try:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+    except ModuleNotFoundError as error:
+        raise ConfigError(f'{path} needs a package that is not installed: pip install safetensors.') from error
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ConfigError(f'checkpoint {path} cannot be read ({error}); copy or download it again.') from error

@@ -1,0 +1,148 @@
+"""Checkpoints that are whole or not there: how they are written, kept and found again after a crash."""
+
+from __future__ import annotations
+
+import os
+import os.path as osp
+import re
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import IO, Any
+
+from mmengine.fileio import LocalBackend, register_backend
+from mmengine.fileio.io import backend_instances
+from mmengine.hooks import CheckpointHook
+
+from .preflight import ConfigError
+
+NUMBERED = re.compile(r'(epoch|iter)_(\d+)\.pth')
+
+
+class WholeFileBackend(LocalBackend):
+    """mmengine's backend for local files, which writes a file beside its place, to the disk, and then renames it.
+
+    Whoever is killed in the middle, or meets a full disk, leaves what was there before.
+    """
+
+    def put(self, obj: bytes, filepath: str | Path) -> None:
+        """Write bytes.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        with _replacing(filepath, 'wb') as file:
+            file.write(obj)
+
+    def put_text(self, obj: str, filepath: str | Path, encoding: str = 'utf-8') -> None:
+        """Write text.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        with _replacing(filepath, 'w', encoding=encoding) as file:
+            file.write(obj)
+
+
+def write_whole_files() -> None:
+    """Let mmengine write local files by :class:`WholeFileBackend` from here on."""
+    register_backend('local', WholeFileBackend, force=True, prefixes='')
+    for key in [key for key, backend in backend_instances.items() if type(backend) is LocalBackend]:
+        del backend_instances[key]
+
+
+def remove_after_saving(runner: Any) -> None:
+    """Let the checkpoint hooks of a Runner remove old checkpoints once the new one is written, and not before."""
+    for hook in runner.hooks:
+        if isinstance(hook, CheckpointHook):
+            hook._save_checkpoint_with_step = partial(_save_then_remove, hook, hook._save_checkpoint_with_step)
+
+
+def last_whole_checkpoint(work_dir: str) -> tuple[str | None, str | None]:
+    """Return the checkpoint that a run goes on from, and a warning if it is not the last one that was written.
+
+    Args:
+        work_dir: Of the run. What its ``last_checkpoint`` names counts, if it is whole; else the youngest that is.
+
+    Raises:
+        ConfigError: There are checkpoints, and all of them are cut short.
+    """
+    note = Path(work_dir, 'last_checkpoint')
+    named = note.read_text().strip() if note.is_file() else ''
+    if named and _is_whole(Path(named)):
+        return named, None
+    others = [path for path in Path(work_dir).glob('*.pth') if NUMBERED.fullmatch(path.name)]
+    if not named and not (note.is_file() and others):
+        return None, None
+    whole = sorted(filter(_is_whole, others), key=lambda path: path.stat().st_mtime_ns)
+    what = f'{named} is {"cut short" if osp.exists(named) else "gone"}' if named else f'{note} is empty'
+    if not whole:
+        raise ConfigError(
+            f'{what}, and there is no other whole checkpoint in {work_dir}. Train without --resume, or into another '
+            '--work-dir.'
+        )
+    return str(whole[-1]), f'{what}; the run goes on from {whole[-1]}.'
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a checkpoint was written to its end, where a zip file has its directory; folders are of sharded runs."""
+    if path.is_dir():
+        return any(path.iterdir())
+    if not path.is_file():
+        return False
+    with path.open('rb') as file:
+        old_format = file.read(1) == b'\x80'
+    return old_format or zipfile.is_zipfile(path)
+
+
+@contextmanager
+def _replacing(filepath: str | Path, mode: str, **options: Any) -> Iterator[IO[Any]]:
+    path = Path(osp.realpath(filepath))  # a link stays one
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, new = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}-')
+        try:
+            with os.fdopen(handle, mode, **options) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(new, path.stat().st_mode if path.exists() else 0o666 & ~_umask())
+            os.replace(new, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(new)
+            raise
+    except OSError as error:
+        raise ConfigError(
+            f'{filepath} cannot be written ({error.strerror or error}); what was there before is untouched. Make room, '
+            'and go on with --resume.'
+        ) from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _save_then_remove(hook: CheckpointHook, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    backend = hook.file_backend
+    late: list[tuple[str, str]] = []
+    # mmengine removes first; a disk that is full by then would leave a run without any checkpoint
+    delayed = dict(remove=partial(_later, late, 'remove'), rmtree=partial(_later, late, 'rmtree'))
+    rest = {name: getattr(backend, name) for name in ('join_path', 'isfile', 'isdir', 'exists')}
+    hook.file_backend = SimpleNamespace(**rest, **delayed)
+    try:
+        save(*args, **kwargs)
+    finally:
+        hook.file_backend = backend
+    for method, path in late:
+        getattr(backend, method)(path)
+
+
+def _later(late: list[tuple[str, str]], method: str, path: str) -> None:
+    late.append((method, path))

@@ -1,0 +1,148 @@
+"""Strangers' checkpoints: what mmengine saves loads, what would run code does not."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import zipfile
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mmengine.config import ConfigDict
+from mmengine.logging import MessageHub
+from mmengine.runner.checkpoint import CheckpointLoader, load_checkpoint
+from torch import nn
+
+import mmgate  # noqa: F401
+from mmgate.engine.preflight import ConfigError
+from mmgate.engine.safe_load import TRUST, UntrustedCheckpoint, add_trust_option
+
+
+class Calls:
+    """Pickles as a call of a function."""
+
+    def __init__(self, function: Callable, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / 'code_ran'
+
+
+ATTACKS: dict[str, Callable[[Path], Any]] = {
+    'system': lambda tmp: Calls(os.system, f'touch {marker(tmp)}'),
+    'eval': lambda tmp: Calls(eval, f"open({str(marker(tmp))!r}, 'w')"),
+    'open': lambda tmp: Calls(open, str(marker(tmp)), 'w'),
+    'getattr': lambda tmp: Calls(getattr, dict, 'fromkeys'),
+    'torch_load': lambda tmp: Calls(torch.load, str(tmp / 'other.pth')),
+    'huge_array': lambda tmp: Calls(np.zeros(1).__reduce__()[0], np.ndarray, (1 << 40,), b'b'),
+}
+
+
+@pytest.mark.parametrize('place', ['top', 'meta', 'state_dict', 'key'])
+@pytest.mark.parametrize('attack', ATTACKS)
+@pytest.mark.parametrize('legacy', [False, True], ids=['zip', 'legacy'])
+def test_code_does_not_run(attack: str, place: str, legacy: bool, tmp_path: Path) -> None:
+    evil = ATTACKS[attack](tmp_path)
+    content: Any = {
+        'top': evil,
+        'meta': dict(meta=dict(deep=[(evil,)]), state_dict={}),
+        'state_dict': dict(state_dict=dict(weight=evil)),
+        'key': {'state_dict': {}, ('x', evil): 1},
+    }[place]
+    if place == 'key':
+        content = [(evil, 1)]
+    torch.save(content, tmp_path / 'evil.pth', _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(UntrustedCheckpoint, match='it was not loaded. If you trust whoever made it, pass --trust-ch'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'evil.pth'), map_location='cpu')
+    assert not marker(tmp_path).exists()
+
+
+def test_raw_pickles_are_no_way_around(tmp_path: Path) -> None:
+    (tmp_path / 'evil.pth').write_bytes(pickle.dumps(Calls(os.system, f'touch {marker(tmp_path)}')))
+    with pytest.raises(ConfigError):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'evil.pth'))
+    assert not marker(tmp_path).exists()
+
+
+def test_trust_is_the_users_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(dict(meta=Calls(os.mkdir, str(marker(tmp_path)))), tmp_path / 'mine.pth')
+    monkeypatch.setenv(TRUST, '1')
+    CheckpointLoader.load_checkpoint(str(tmp_path / 'mine.pth'))
+    assert marker(tmp_path).exists()
+
+
+def test_what_mmengine_saves_comes_back(tmp_path: Path) -> None:
+    hub = MessageHub('test_safe_load')
+    for value in (1.0, 3.0):
+        hub.update_scalar('train/loss', value)
+    hub.update_info('best', np.float32(0.25))
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = dict(
+        meta=dict(epoch=3, dataset_meta=dict(classes=('a',), palette=np.arange(6).reshape(2, 3))),
+        state_dict=OrderedDict(model.state_dict(), half=torch.ones(1, dtype=torch.bfloat16)),
+        message_hub=hub.state_dict(),
+        optimizer=optimizer.state_dict(),
+        param_schedulers=[dict(milestones=Counter([3, 5]))],
+        others=[defaultdict(list, a=[1]), ConfigDict(a=dict(b=1)), {1, 2}, np.array(['x']), torch.device('cpu'), 1j],
+    )
+    torch.save(saved, tmp_path / 'epoch_3.pth')
+    loaded = CheckpointLoader.load_checkpoint(str(tmp_path / 'epoch_3.pth'), map_location='cpu')
+    fresh = MessageHub('test_safe_load_fresh')
+    fresh.load_state_dict(loaded['message_hub'])
+    assert fresh.get_scalar('train/loss').mean() == 2.0 and fresh.get_scalar('train/loss').max() == 3.0
+    assert fresh.get_info('best') == 0.25
+    assert loaded['others'][1].a.b == 1 and loaded['others'][3].tolist() == ['x']
+    np.testing.assert_array_equal(loaded['meta']['dataset_meta']['palette'], np.arange(6).reshape(2, 3))
+    optimizer.load_state_dict(loaded['optimizer'])
+    assert all(torch.equal(loaded['state_dict'][key], value) for key, value in saved['state_dict'].items())
+
+
+@pytest.mark.parametrize('share', [0.2, 0.9])
+def test_a_file_cut_short_is_named(share: float, tmp_path: Path) -> None:
+    torch.save(dict(state_dict=dict(weight=torch.ones(1000))), tmp_path / 'whole.pth')
+    content = (tmp_path / 'whole.pth').read_bytes()
+    (tmp_path / 'cut.pth').write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(ConfigError, match=r'checkpoint .*cut.pth cannot be read .* cut short'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'cut.pth'))
+
+
+def test_a_zip_bomb_is_not_unpacked(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / 'bomb.pth', 'w', zipfile.ZIP_DEFLATED) as file:
+        file.writestr('archive/data.pkl', b'\0' * (100 << 20))
+    with pytest.raises(UntrustedCheckpoint, match='unpacks into 104,857,600'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'bomb.pth'))
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip('safetensors.torch', reason='no safetensors')
+    model = nn.Linear(2, 3)
+    safetensors.save_file(model.state_dict(), tmp_path / 'model.safetensors')
+    other = nn.Linear(2, 3)
+    load_checkpoint(other, str(tmp_path / 'model.safetensors'))
+    assert torch.equal(model.weight, other.weight)
+    (tmp_path / 'model.safetensors').write_bytes(b'nonsense')
+    with pytest.raises(ConfigError, match='cannot be read'):
+        load_checkpoint(other, str(tmp_path / 'model.safetensors'))
+
+
+def test_tools_take_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUST, '')  # restored afterwards
+    parser = argparse.ArgumentParser()
+    add_trust_option(parser)
+    parser.parse_args([])
+    assert os.environ[TRUST] == ''
+    parser.parse_args(['--trust-checkpoint'])
+    assert os.environ[TRUST] == '1'
