@@ -39,7 +39,12 @@ class DenseAttention(nn.MultiheadAttention):
 
     Raises:
         ValueError: ``embed_dim`` is no multiple of ``num_heads``, or a key would be appended.
+
+    Attributes:
+        two_streams: Whether the halves of a head attend separately.
     """
+
+    two_streams = False
 
     def __init__(
         self,

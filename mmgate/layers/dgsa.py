@@ -38,6 +38,8 @@ class DifferentialGatedAttention(DenseAttention):
     Source: M-DGSA, sections 4.1 and 4.2.
     """
 
+    two_streams = True
+
     def __init__(
         self,
         embed_dim: int,

@@ -43,6 +43,7 @@ class DifferentialAttention(OwnStart, DenseAttention):
     """
 
     own = LAMBDAS
+    two_streams = True
     lambda_q1: nn.Parameter | None
     lambda_k1: nn.Parameter | None
     lambda_q2: nn.Parameter | None

@@ -17,7 +17,7 @@ from mmgate.layers.start import OwnStart, keep_starts
 from mmgate.registry import MODELS
 
 from .adapters import adapter_for, gates_for, hosts_of
-from .adapters.pairs import full_name, gate_names
+from .adapters.pairs import full_name, gate_names, host_names
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -125,7 +125,7 @@ def _gate(kind: str | type[nn.Module], where: str) -> type[nn.Module]:
         near = difflib.get_close_matches(str(kind).rpartition('.')[2], names, n=1)
         hint = f' Did you mean {near[0]!r}?' if near else ''
         raise ValueError(f'{where}: type={kind!r} is not registered.{hint} The gates are {", ".join(names)}.')
-    if not hosts_of(gate):
+    if not host_names(gate):
         raise TypeError(
             f'{where}: {full_name(gate)} is not a gate: no adapter says what it can replace; see mmgate.adapts.'
         )
@@ -166,7 +166,7 @@ def _matches(
         if whatever_fits and (adapter is None or any(name.startswith(f'{outer}.') for outer in gates)):
             continue
         if adapter is None:
-            fits = ', '.join(map(full_name, hosts_of(gate)))
+            fits = ', '.join(host_names(gate))
             raise ValueError(
                 f'{where}: {full_name(gate)} replaces {fits}, but {name} is a {full_name(type(module))}.'
                 f'{_hint(gate, module)} {_inventory(model)}'

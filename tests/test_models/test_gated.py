@@ -235,9 +235,9 @@ def test_a_host_and_what_lies_inside_it_are_not_both_replaced() -> None:
 
 
 def test_whatever_fits_leaves_out_what_the_gate_refuses() -> None:
-    model = nn.ModuleDict(dict(odd=nn.MultiheadAttention(16, 4, kdim=8), plain=nn.MultiheadAttention(16, 4)))
+    model = nn.ModuleDict(dict(odd=nn.MultiheadAttention(16, 4, add_bias_kv=True), plain=nn.MultiheadAttention(16, 4)))
     assert swap_attention(model, dict(type='PLuGMultiheadAttention', path='**')) == ['plain']
-    with pytest.raises(ValueError, match='odd: .*kdim'):
+    with pytest.raises(ValueError, match='odd: .*add_bias_kv'):
         swap_attention(model, dict(type='SDPAGatedMultiheadAttention', path='odd**'))
 
 

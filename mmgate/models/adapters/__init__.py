@@ -9,5 +9,6 @@ from .pairs import adapter_for, adapts, gates_for, hosts_of
 for _package in ('torch', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain'):
     if available(_package):
         import_module(f'{__name__}.{_package}')
+import_module(f'{__name__}.projects')
 
 __all__ = ['adapter_for', 'adapts', 'gates_for', 'hosts_of']

@@ -48,6 +48,8 @@ def multihead_attention(
         init_cfg=host.init_cfg,
         batch_first=host.batch_first,
         bias=host.attn.in_proj_bias is not None,
+        kdim=host.attn.kdim,
+        vdim=host.attn.vdim,
         **options,
     )
     gated.dropout_layer = host.dropout_layer

@@ -12,7 +12,6 @@ from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from torch import Tensor
 
 from mmgate.layers.dense import DenseAttention, GatedMultiheadAttention
-from mmgate.layers.dgsa import DifferentialGatedAttention
 from mmgate.layers.gate_alone import attend_in_host, gate_alone
 
 from .pairs import adapts
@@ -90,7 +89,7 @@ def conditional(
         ValueError: A gate that needs queries as wide as values, in cross-attention.
     """
     core = gate.core(host.embed_dims, host.num_heads, host.attn_drop.p, batch_first=True, **options)
-    if host.cross_attn and isinstance(core, DifferentialGatedAttention):
+    if host.cross_attn and core.two_streams:
         raise ValueError(
             f'{gate.__name__} splits heads into two streams, but those of a conditional cross-attention are content '
             'and position already.'

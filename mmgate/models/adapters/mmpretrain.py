@@ -1,17 +1,41 @@
-"""mmpretrain's attention of plain vision transformers as a host."""
+"""mmpretrain's attentions as hosts: of plain vision transformers, Swin in both versions, and SAM."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mmpretrain.models.utils.attention import MultiheadAttention
+from mmpretrain.models.backbones.vit_sam import Attention
+from mmpretrain.models.utils.attention import MultiheadAttention, ShiftWindowMSA, WindowMSA, WindowMSAV2
 from torch import nn
 
+from mmgate.layers.cosine_window import GatedCosineWindowMSA
 from mmgate.layers.dense import GatedMultiheadAttention
+from mmgate.layers.gate_alone import gate_alone
 from mmgate.layers.map_attention import MapAttention
 from mmgate.layers.token_attention import GatedTokenAttention
 
 from .pairs import adapts
+from .relative import adapt_relative
+from .swin import adapt_swin
+
+adapt_swin(WindowMSA, ShiftWindowMSA)
+adapt_relative(Attention)
+
+
+@adapts(GatedMultiheadAttention, WindowMSAV2)
+def cosine_windows(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedCosineWindowMSA:
+    """Hold the gate's parameters beside the host's own.
+
+    Raises:
+        ValueError: A gate that needs other logits than cosines.
+    """
+    core = gate.core(host.embed_dims, host.num_heads, host.attn_drop.p, batch_first=True, **options)
+    if core.two_streams:
+        raise ValueError(
+            f'{gate.__name__} splits heads into two streams, but a WindowMSAV2 attends by the cosine of whole heads: '
+            'halves of unit vectors are none.'
+        )
+    return GatedCosineWindowMSA(gate_alone(core), host)
 
 
 @adapts(GatedMultiheadAttention, MultiheadAttention)

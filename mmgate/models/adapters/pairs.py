@@ -11,19 +11,20 @@ from torch import nn
 from mmgate.registry import MODELS
 
 Adapter = Callable[..., nn.Module]
-_ADAPTERS: dict[tuple[type, type], Adapter] = {}
+Host = type[nn.Module] | str
+_ADAPTERS: dict[tuple[type, type | str], Adapter] = {}
 
 
 @overload
-def adapts(gate: type[nn.Module], *hosts: type[nn.Module]) -> Callable[[Adapter], Adapter]: ...
+def adapts(gate: type[nn.Module], *hosts: Host) -> Callable[[Adapter], Adapter]: ...
 
 
 @overload
-def adapts(gate: type[nn.Module], *hosts: type[nn.Module], like: type[nn.Module]) -> None: ...
+def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module]) -> None: ...
 
 
 def adapts(
-    gate: type[nn.Module], *hosts: type[nn.Module], like: type[nn.Module] | None = None
+    gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = None
 ) -> Callable[[Adapter], Adapter] | None:
     """Say how ``gate`` replaces modules of the classes ``hosts``.
 
@@ -34,22 +35,27 @@ def adapts(
 
     Args:
         gate: The gate; its subclasses are served, too, unless one has an adapter of its own.
-        hosts: Host classes. They match exactly: a subclass may compute something else.
+        hosts: Host classes. They match exactly: a subclass may compute something else. One that need not be
+            importable here is given by its dotted name, of which leading packages may be left out: ``'vit.Attention'``
+            is also ``projects.ViTDet.vitdet.vit.Attention``.
         like: A host class whose adapter serves ``hosts`` as well.
 
     Raises:
-        TypeError: Something else than a class, or no host.
+        TypeError: Something else than a class or a dotted name, or no host.
         LookupError: ``gate`` has no adapter for ``like``.
     """
     for cls in (gate, *hosts, *([] if like is None else [like])):
-        if not inspect.isclass(cls):
+        if not inspect.isclass(cls) and not (isinstance(cls, str) and cls in hosts):
             raise TypeError(f'adapts needs classes, got {cls!r}.')
+    for host in hosts:
+        if isinstance(host, str) and not all('.' in host and part for part in host.split('.')):
+            raise TypeError(f'{host!r} is no dotted name of a host class, such as vitdet.vit.Attention.')
     if not hosts:
         raise TypeError(f'adapts({gate.__name__}) names no host class.')
     if like is not None:
         adapter = _adapter(gate, like)
         if adapter is None:
-            fits = ', '.join(map(full_name, hosts_of(gate))) or 'nothing'
+            fits = ', '.join(host_names(gate)) or 'nothing'
             raise LookupError(f'{full_name(gate)} has no adapter for {full_name(like)}; it replaces {fits}.')
         _ADAPTERS.update({(gate, host): adapter for host in hosts})
         return None
@@ -76,9 +82,13 @@ def gates_for(host: nn.Module) -> list[type]:
 
 
 def hosts_of(gate: type) -> list[type]:
-    """Return the host classes that ``gate`` can replace; empty if it is no gate."""
-    hosts = dict.fromkeys(host for _, host in _ADAPTERS)
-    return [host for host in hosts if _adapter(gate, host)]
+    """Return the host classes that ``gate`` can replace, without those that are known by name only."""
+    return [host for host in _hosts(gate) if not isinstance(host, str)]
+
+
+def host_names(gate: type) -> list[str]:
+    """Return the names of all host classes that ``gate`` can replace; empty if it is no gate."""
+    return [host if isinstance(host, str) else full_name(host) for host in _hosts(gate)]
 
 
 def full_name(cls: type) -> str:
@@ -91,8 +101,16 @@ def gate_names() -> list[str]:
     return [gate.__name__ for gate in _gates()]
 
 
+def _hosts(gate: type) -> Iterator[type | str]:
+    yield from dict.fromkeys(host for base, host in _ADAPTERS if base in gate.__mro__)
+
+
 def _adapter(gate: type, host: type) -> Adapter | None:
-    return next((_ADAPTERS[base, host] for base in gate.__mro__ if (base, host) in _ADAPTERS), None)
+    path = f'.{full_name(host)}'
+    names = [name for _, name in _ADAPTERS if isinstance(name, str) and path.endswith(f'.{name}')]
+    keys: list[type | str] = [host, *names]
+    pairs = ((base, key) for key in keys for base in gate.__mro__)
+    return next((_ADAPTERS[pair] for pair in pairs if pair in _ADAPTERS), None)
 
 
 def _gates() -> Iterator[type]:

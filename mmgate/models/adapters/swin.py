@@ -26,7 +26,13 @@ def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -
 
     @adapts(MapAttention, shift_window_msa)
     def whole_map(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:
-        windows = host.w_msa
+        windows: Any = host.w_msa
+        kind = type(windows)
+        if kind is not window_msa:
+            raise ValueError(
+                f'{gate.__name__} does not replace a {type(host).__name__} around a {kind.__name__}: it would '
+                f'lose what that computes beyond a {window_msa.__name__}.'
+            )
         module = gate(
             windows.embed_dims,
             windows.num_heads,

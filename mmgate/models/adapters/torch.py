@@ -20,14 +20,10 @@ def multihead_attention(
     Raises:
         ValueError: The host has an extra that the core lacks.
     """
-    extras = dict(
-        add_bias_kv=host.bias_k is not None,
-        add_zero_attn=host.add_zero_attn,
-        kdim_or_vdim=not host._qkv_same_embed_dim,
-    )
+    extras = dict(add_bias_kv=host.bias_k is not None, add_zero_attn=host.add_zero_attn)
     refused = [name for name, used in extras.items() if used]
     if refused:
         raise ValueError(f'{gate.__name__} does not replace a MultiheadAttention with {", ".join(refused)}.')
     has_bias = host.in_proj_bias is not None
-    sizes = (host.embed_dim, host.num_heads, host.dropout)
-    return gate.core(*sizes, bias=has_bias, batch_first=host.batch_first, **options)
+    inputs = dict(kdim=host.kdim, vdim=host.vdim, batch_first=host.batch_first)
+    return gate.core(host.embed_dim, host.num_heads, host.dropout, bias=has_bias, **inputs, **options)

@@ -1,0 +1,233 @@
+"""Hosts of projects that are cloned and not installed, by classes of our own that are called as theirs are."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mmcv.cnn.bricks.transformer import BaseTransformerLayer
+from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
+from test_adapters import GATES, gated_copy, gradients, trained
+from torch import Tensor, nn
+
+from mmgate import adapts, swap_attention
+from mmgate.layers import PLuGMultiScaleDeformableAttention
+from mmgate.models.adapters.pairs import _ADAPTERS, adapter_for, gates_for, host_names
+
+SHAPES, STARTS = torch.tensor([[4, 6], [2, 3]]), torch.tensor([0, 24])
+DEFORMABLE = ('MultiScaleDeformableAttention', 'PLuGMultiScaleDeformableAttention')
+
+
+class Attention(nn.Module):
+    """As mmdet's projects/ViTDet has it: a map with a table of distances a side."""
+
+    def __init__(self, dim: int, num_heads: int, use_rel_pos: bool, input_size: tuple[int, int]) -> None:
+        super().__init__()
+        self.num_heads, self.scale, self.use_rel_pos = num_heads, (dim // num_heads) ** -0.5, use_rel_pos
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        if use_rel_pos:
+            self.rel_pos_h, self.rel_pos_w = (
+                nn.Parameter(torch.randn(2 * size - 1, dim // num_heads)) for size in input_size
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, height, width, channels = x.shape
+        q, k, v = self.qkv(x).view(batch, height * width, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
+        logits = self.scale * q @ k.mT
+        if self.use_rel_pos:
+            for i in range(height * width):
+                for j in range(height * width):
+                    down, right = i // width - j // width, i % width - j % width
+                    entry = self.rel_pos_h[down + height - 1] + self.rel_pos_w[right + width - 1]
+                    logits[:, :, i, j] += q[:, :, i] @ entry
+        out = logits.softmax(-1) @ v
+        return self.proj(out.transpose(1, 2).reshape(batch, height, width, channels))
+
+
+class MSDeformAttn(nn.Module):
+    """As Deformable DETR, Mask DINO and ViT-Adapter have it: other arguments than mmcv's, and no identity."""
+
+    def __init__(self, d_model: int, n_levels: int, n_heads: int, n_points: int, ratio: float = 1.0) -> None:
+        super().__init__()
+        self.d_model, self.n_levels, self.n_heads, self.n_points = d_model, n_levels, n_heads, n_points
+        self.sampling_offsets = nn.Linear(d_model, n_heads * n_levels * n_points * 2)
+        self.attention_weights = nn.Linear(d_model, n_heads * n_levels * n_points)
+        self.value_proj = nn.Linear(d_model, int(d_model * ratio))
+        self.output_proj = nn.Linear(int(d_model * ratio), d_model)
+
+    def forward(
+        self,
+        query: Tensor,
+        reference_points: Tensor,
+        input_flatten: Tensor,
+        input_spatial_shapes: Tensor,
+        input_level_start_index: Tensor,
+        input_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        value = self.value_proj(input_flatten)
+        if input_padding_mask is not None:
+            value = value.masked_fill(input_padding_mask[..., None], 0.0)
+        sizes = (self.n_heads, self.n_levels, self.n_points)
+        offsets = self.sampling_offsets(query).unflatten(-1, (*sizes, 2))
+        points = reference_points[:, :, None, :, None, :2]
+        if reference_points.shape[-1] == 2:
+            locations = points + offsets / input_spatial_shapes.flip(-1)[:, None]
+        else:
+            locations = points + offsets / self.n_points * reference_points[:, :, None, :, None, 2:] * 0.5
+        logits = self.attention_weights(query).unflatten(-1, sizes)
+        weights = logits.flatten(3).softmax(-1).view_as(logits)
+        value = value.unflatten(-1, (self.n_heads, -1))
+        output = multi_scale_deformable_attn_pytorch(value, input_spatial_shapes, locations, weights)
+        return self.output_proj(output)
+
+
+class DecoderLayer(nn.Module):
+    """As in Mask DINO: torch's self-attention, and a deformable cross-attention whose arguments have no names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.self_attn = nn.MultiheadAttention(32, 4)
+        self.cross_attn = MSDeformAttn(32, 2, 4, 3)
+
+    def forward(self, target: Tensor, points: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        target = target + self.self_attn(target, target, target)[0]
+        crossed = self.cross_attn(target.transpose(0, 1), points, memory.transpose(0, 1), SHAPES, STARTS, mask)
+        return target + crossed.transpose(0, 1)
+
+
+@pytest.fixture(autouse=True)
+def _cloned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the classes where a clone has them."""
+    monkeypatch.setattr(Attention, '__module__', 'projects.ViTDet.vitdet.vit')
+    monkeypatch.setattr(MSDeformAttn, '__module__', 'maskdino.modeling.pixel_decoder.ops.modules.ms_deform_attn')
+
+
+def deformable_inputs(columns: int = 4) -> list[Tensor]:
+    mask = torch.arange(30)[None] >= torch.tensor([[30], [25]])
+    return [torch.randn(2, 5, 32), torch.rand(2, 5, 2, columns), torch.randn(2, 30, 32), SHAPES, STARTS, mask]
+
+
+@pytest.mark.parametrize('gate', GATES)
+@pytest.mark.parametrize('use_rel_pos', [True, False])
+def test_vitdet(use_rel_pos: bool, gate: str) -> None:
+    model = trained(nn.ModuleDict(dict(attn=Attention(32, 4, use_rel_pos, (4, 6)))))
+    gated, _ = gated_copy(model, dict(GATES[gate], path='attn'))
+    x = torch.randn(3, 4, 6, 32)
+    torch.testing.assert_close(gated['attn'](x), model['attn'](x), rtol=1e-5, atol=1e-5)
+    gated['attn'](x).square().sum().backward()
+    assert any(grad.abs().sum() > 0 for grad in gradients(gated).values())
+    copy.deepcopy(gated)
+
+
+@pytest.mark.parametrize('gate', DEFORMABLE)
+@pytest.mark.parametrize('columns', [2, 4])
+@pytest.mark.parametrize('ratio', [1.0, 0.5])
+def test_the_call_of_the_original_deformable_attention(ratio: float, columns: int, gate: str) -> None:
+    model = nn.ModuleDict(dict(attn=MSDeformAttn(32, 2, 4, 3, ratio)))
+    gated = copy.deepcopy(model)
+    swap_attention(gated, dict(type=gate, path='attn'))
+    gated = copy.deepcopy(gated)  # the order of arguments goes with it
+    inputs = deformable_inputs(columns)
+    expected = model['attn'](*inputs)
+    torch.testing.assert_close(gated['attn'](*inputs), expected, rtol=1e-5, atol=1e-5)
+    named = dict(input_spatial_shapes=SHAPES, input_level_start_index=STARTS, input_padding_mask=inputs[-1])
+    torch.testing.assert_close(gated['attn'](*inputs[:3], **named), expected, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(gated['attn'](*inputs[:-1]), expected)
+
+
+def test_a_training_step_of_mask_dinos_decoder_layer() -> None:
+    layer = DecoderLayer()
+    query, points, memory, *_, mask = deformable_inputs()
+    inputs = (query.transpose(0, 1), points, memory.transpose(0, 1), mask)
+    expected = layer(*inputs)
+    rules = [
+        dict(type='PLuGMultiheadAttention', path='self_attn'),
+        dict(type='PLuGMultiScaleDeformableAttention', path='cross_attn'),
+    ]
+    assert swap_attention(layer, rules) == ['self_attn', 'cross_attn']
+    torch.testing.assert_close(layer(*inputs), expected, rtol=1e-5, atol=1e-5)
+    gates = {name: p for name, p in layer.named_parameters() if '.gml.' in name or '.gate_' in name}
+    before = {name: p.detach().clone() for name, p in gates.items() if '.gml.' in name}
+    optimizer = torch.optim.AdamW(gates.values(), lr=1e-3, weight_decay=0)
+    loss = F.mse_loss(layer(*inputs), torch.randn_like(inputs[0]))
+    loss.backward()
+    optimizer.step()
+    assert loss.isfinite()
+    assert {name.split('.')[0] for name, p in before.items() if not torch.equal(p, gates[name])} == {
+        'self_attn',
+        'cross_attn',
+    }
+
+
+def test_another_class_of_the_name_is_refused() -> None:
+    class Else(MSDeformAttn):
+        def forward(self, x: Tensor, points: Tensor) -> Tensor:  # type: ignore[override]
+            return x
+
+    Else.__qualname__, Else.__module__ = 'MSDeformAttn', 'their.ms_deform_attn'
+    with pytest.raises(ValueError, match=r'called with query, .* their.ms_deform_attn.MSDeformAttn is .* x, points'):
+        swap_attention(nn.ModuleDict(dict(attn=Else(32, 2, 4, 3))), dict(type=DEFORMABLE[0], path='attn'))
+
+
+def test_a_name_stands_for_whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = Attention(32, 4, False, (4, 6))
+    assert [gate.__name__ for gate in gates_for(host) if gate.__module__.endswith('plug_dense')]
+    monkeypatch.setattr(Attention, '__module__', 'myvitdet.vit')
+    assert not gates_for(host)
+
+
+def test_a_host_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pair of one's own, of a gate that fits nothing else, too."""
+    monkeypatch.setattr('mmgate.models.adapters.pairs._ADAPTERS', dict(_ADAPTERS))
+
+    class Gate(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    class Pooling(nn.AdaptiveAvgPool1d):
+        pass
+
+    Pooling.__qualname__, Pooling.__module__ = 'Pooling', 'theirs.layers'
+
+    @adapts(Gate, 'layers.Pooling')
+    def fit(gate: type, host: Any, /) -> nn.Module:
+        return gate()
+
+    assert host_names(Gate) == ['layers.Pooling']
+    assert adapter_for(Gate, Pooling(1)) is fit
+    assert adapter_for(Gate, nn.AdaptiveAvgPool1d(1)) is None
+    with pytest.raises(ValueError, match='Gate replaces layers.Pooling, but other is a torch'):
+        swap_attention(nn.ModuleDict(dict(other=nn.Linear(2, 2))), dict(type=Gate, path='other'))
+
+
+@pytest.mark.parametrize('name', ['Attention', 'vit.', '.vit.Attention', ''])
+def test_a_name_needs_its_module(name: str) -> None:
+    with pytest.raises(TypeError, match='is no dotted name of a host class'):
+        adapts(PLuGMultiScaleDeformableAttention, name)
+
+
+@pytest.mark.parametrize('gate', DEFORMABLE)
+def test_co_detrs_layers_are_mmcvs(gate: str) -> None:
+    """Its encoder and decoder are built from mmcv's layers, whose attentions stand in a list."""
+    common = dict(embed_dims=32, num_heads=4, dropout=0.0)
+    attentions = [
+        dict(type='MultiheadAttention', **common),
+        dict(type='MultiScaleDeformableAttention', num_levels=2, num_points=3, **common),
+    ]
+    layer = BaseTransformerLayer(
+        attn_cfgs=attentions,
+        ffn_cfgs=dict(type='FFN', embed_dims=32, feedforward_channels=32),
+        operation_order=('self_attn', 'norm', 'cross_attn', 'norm', 'ffn', 'norm'),
+    )
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    query, points, memory, *_, mask = deformable_inputs()
+    inputs: dict[str, Any] = dict(query=query.transpose(0, 1), value=memory.transpose(0, 1), key_padding_mask=mask)
+    inputs.update(key=None, reference_points=points, spatial_shapes=SHAPES, level_start_index=STARTS)
+    expected = layer(**inputs)
+    rules = [dict(type='PLuGMultiheadAttention', path='attentions.0'), dict(type=gate, path='attentions.1')]
+    swap_attention(layer, rules)
+    torch.testing.assert_close(layer(**inputs), expected, rtol=1e-5, atol=1e-5)
