@@ -8,18 +8,18 @@ from typing import Any
 
 import mmdet
 import torch
-from mmdet.structures import DetDataSample
+from mmdet.structures import DetDataSample, TrackDataSample
 from mmengine.config import Config
 from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.structures import InstanceData, PixelData
 from mmseg.structures import SegDataSample
 from torch import Tensor, nn
+from zoo_language import GLIP_WIDTH
 
 from mmgate import swap_attention
 from mmgate.models import attention_modules
 from mmgate.models.adapters import gates_for
-from mmgate.registry import MODELS as MMGATE_MODELS
 
 GATES = ('PLuGMultiScaleDeformableAttention', 'PLuGMultiheadAttention')
 HEIGHT, WIDTH = 64, 96
@@ -48,6 +48,14 @@ def reduced(config: str) -> Config:
     head = model.get('decode_head')
     if isinstance(head, dict) and 'kernel_update_head' in head:  # K-Net
         head.num_stages, head.kernel_update_head = 1, head.kernel_update_head[:1]
+    if model.type == 'GLIP':
+        model.language_model.update(width=GLIP_WIDTH, pad_to_max=True)
+        model.bbox_head.num_dyhead_blocks = 1
+    if 'text_encoder' in model:  # SAN encodes each name in each of 14 templates
+        names = [*WORDS, 'sky', 'sea', 'tree']
+        model.text_encoder.update(dataset_name=None, vocabulary=names, num_layers=2, cache_feature=False)
+        head.num_classes = len(names)
+        head.loss_decode[0].class_weight = [*[1.0] * len(names), 0.1]
     return cfg
 
 
@@ -80,9 +88,13 @@ def _plain(node: Any) -> None:
 def build(cfg: Config) -> nn.Module:
     """Build and initialise; attentions that start at zero, where no gate has an effect, are given some size."""
     model = MODELS.build(cfg.model)
-    if 'language_model' in cfg.model and mmdet.__version__ >= '3.5':
+    if 'GroundingDINO' in cfg.model.type and mmdet.__version__ >= '3.5':
         # the fork's Grounding DINO inherits a decoder that feeds this twice as much as it takes, and cannot run
         model.decoder.ref_point_head.layers[0] = nn.Linear(4 * model.embed_dims, model.embed_dims)
+    if 'text_encoder' in cfg.model:  # the parts of SAN that only start from a checkpoint
+        model.decode_head.rec_with_attnbias.init_weights = lambda state: None
+        nn.init.normal_(model.text_encoder.positional_embedding, std=0.05)
+        nn.init.normal_(model.text_encoder.text_projection, std=0.05)
     model.init_weights()
     for name, parameter in model.named_parameters():
         if re.search(r'attention_weights\.weight|sampling_offsets\.weight|relative_position_bias_table', name):
@@ -103,7 +115,12 @@ def gate(model: nn.Module) -> list[str]:
 def batch(cfg: Config, size: tuple[int, int] = (HEIGHT, WIDTH)) -> dict[str, Any]:
     """Return two images with what the config's model needs to compute losses."""
     samples = [_segmentation(size) if cfg.default_scope == 'mmseg' else _detection(size) for _ in range(2)]
-    return dict(inputs=torch.randn(2, 3, *size), data_samples=samples)
+    images = torch.randn(2, 3, *size)
+    if 'track_head' in cfg.model:  # two frames of a video
+        video = TrackDataSample(metainfo=dict(key_frames_inds=[0]))
+        video.video_data_samples = samples
+        return dict(inputs=images[None], data_samples=[video])
+    return dict(inputs=images, data_samples=samples)
 
 
 def _detection(size: tuple[int, int]) -> DetDataSample:
@@ -116,7 +133,10 @@ def _detection(size: tuple[int, int]) -> DetDataSample:
     for mask, (x1, y1, x2, y2) in zip(masks, boxes.int().tolist(), strict=True):
         mask[y1:y2, x1:x2] = 1
     sample.gt_instances = InstanceData(
-        bboxes=boxes, labels=torch.tensor([1, 2]), masks=BitmapMasks(masks.numpy().astype('uint8'), *size)
+        bboxes=boxes,
+        labels=torch.tensor([1, 2]),
+        masks=BitmapMasks(masks.numpy().astype('uint8'), *size),
+        instances_ids=torch.tensor([0, 1]),
     )
     stuff = torch.full((1, *size), 255)
     stuff[:, 30:, 30:] = 100
@@ -150,47 +170,3 @@ def tensors(output: Any) -> list[Tensor]:
     if isinstance(output, dict):
         output = list(output.values())
     return [tensor for child in output for tensor in tensors(child)] if isinstance(output, (list, tuple)) else []
-
-
-class _Tokens:
-    """What create_positive_map asks of a tokenised caption: the token of a character, after a class token."""
-
-    def __init__(self, caption: str) -> None:
-        self.caption = caption
-        self.words = re.findall(r'\w+|\.', caption)
-        self.input_ids = torch.zeros(1, len(self.words) + 2)
-
-    def char_to_token(self, index: int) -> int | None:
-        for number, match in enumerate(re.finditer(r'\w+|\.', self.caption)):
-            if match.start() <= index < match.end():
-                return number + 1
-        return None
-
-
-@MMGATE_MODELS.register_module(force=True)
-class TinyLanguageModel(nn.Module):
-    """In the place of BERT: an embedding of words by their length."""
-
-    pad_to_max, max_tokens = False, 256
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.language_backbone = nn.Module()
-        self.language_backbone.body = nn.Module()
-        self.language_backbone.body.language_dim = 32
-        self.embedding = nn.Embedding(16, 32)
-
-    def tokenizer(self, captions: list[str], **kwargs: Any) -> _Tokens:
-        return _Tokens(captions[0])
-
-    def forward(self, captions: list[str]) -> dict[str, Tensor]:
-        lengths = [[0, *(min(len(word), 15) for word in _Tokens(caption).words), 0] for caption in captions]
-        embedded = self.embedding(torch.tensor(lengths))  # (B, T, 32)
-        count, tokens = embedded.shape[:2]
-        return dict(
-            embedded=embedded,
-            hidden=embedded,
-            text_token_mask=torch.ones(count, tokens, dtype=torch.bool),
-            masks=torch.ones(count, tokens, tokens, dtype=torch.bool),
-            position_ids=torch.arange(tokens).expand(count, tokens),
-        )
