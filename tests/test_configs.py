@@ -42,6 +42,7 @@ def listed_parameters() -> dict[str, int]:
 PARAMETERS = listed_parameters()
 if mmdet.__version__ >= '3.5':  # the fork's DINO encodes boxes in twice the channels
     PARAMETERS['plug/dino/plug-dino-4scale_r50_8xb2-12e_coco.py'] += 2 * 256 * 256
+    PARAMETERS['vanilla/dino/ungated-dino-4scale_r50_8xb2-12e_coco.py'] += 2 * 256 * 256
 
 
 # by the name, configs whose model has parameters that its vanilla partner lacks

@@ -25,7 +25,7 @@ MASK2FORMER = dict(lr=1e-4, weight_decay=0.05, power=0.9)
 RECIPES: dict[str, dict[str, Any]] = {
     r'(plug-)?deformable-detr.*_r50_8xb4-50e_coco': dict(lr=2e-4, weight_decay=5e-5, epochs=50, drops=[40]),
     r'(plug|sdpa-gate|dgsa)-mask2former.*_8xb2-160k_ade20k-(512x512|640x640)': dict(iterations=160000, **MASK2FORMER),
-    r'plug-mask2former_.*_8xb2-lsj-50e_coco(-panoptic)?': dict(
+    r'(plug|ungated)-mask2former_.*_8xb2-lsj-50e_coco(-panoptic)?': dict(
         lr=1e-4, weight_decay=0.05, iterations=368750, drops=[327778, 355092]
     ),
     r'(agent-|saga-)?mask-rcnn_pvt-[tsml]_1x_coco': dict(lr=2e-4, weight_decay=1e-4, warm_up=500, **ONE),
@@ -38,7 +38,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'((agent|saga)-)?upernet_swin-[tsb]_8xb2-160k_ade20k-512x512': dict(
         lr=6e-5, weight_decay=0.01, iterations=160000, power=1.0, warm_up=1500
     ),
-    r'plug-(dino-4scale_r50_8xb2-12e|grounding-dino_swin-t_finetune_16xb2-1x)_coco': dict(  # mmdet's own
+    r'(plug|ungated)-(dino-4scale_r50_8xb2-12e|grounding-dino_swin-t_finetune_16xb2-1x)_coco': dict(  # mmdet's own
         lr=1e-4, weight_decay=1e-4, epochs=12, drops=[11]
     ),
     r'(agent|saga)-pvt-[tsml]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
