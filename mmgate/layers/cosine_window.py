@@ -51,7 +51,9 @@ class GatedCosineWindowMSA(nn.Module):
         query, key, value = (self.gate.split_heads(part) for part in projected)  # (B nW, H, N, d)
         # cos(q, k) / tau = q' k' / sqrt(d)
         factor = (self.logit_scale.clamp(max=LARGEST).exp() * query.shape[-1] ** 0.5).sqrt()  # (H, 1, 1)
-        query, key = (F.normalize(part, dim=-1) * factor for part in (query, key))
+        # normalised in the precision of the parameters, which under autocast is not that of the projections
+        unit = (F.normalize(part.to(factor.dtype), dim=-1) for part in (query, key))
+        query, key = ((part * factor).to(value.dtype) for part in unit)
         bias = self._position_bias()[None]
         if mask is not None:
             bias = (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)

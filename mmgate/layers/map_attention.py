@@ -13,8 +13,8 @@ from torch import Tensor, nn
 class MapAttention(nn.Module):
     """Self-attention over the tokens of an H x W map; a subclass mixes them in :meth:`mix`.
 
-    Drop-in for mmdet's ``SpatialReductionAttention`` with ``sr_ratio=1`` and for mmdet's and mmseg's
-    ``ShiftWindowMSA``, whose checkpoints it loads: projections are renamed, relative position tables dropped.
+    Drop-in for mmdet's ``SpatialReductionAttention`` with ``sr_ratio=1`` and for the ``ShiftWindowMSA`` of mmdet, mmseg
+    and mmpretrain, whose checkpoints it loads: projections are renamed, relative position tables dropped.
 
     Args:
         embed_dims: Channels C, a multiple of ``num_heads``.

@@ -12,7 +12,7 @@ from .dense import DenseAttention
 
 
 class GatedWindowMSA(nn.Module):
-    """Drop-in for mmdet's and mmseg's ``WindowMSA`` around a gated attention.
+    """Drop-in for mmdet's, mmseg's and mmpretrain's ``WindowMSA`` around a gated attention.
 
     The relative position bias and the mask of shifted windows are added to the logits after the gate.
 

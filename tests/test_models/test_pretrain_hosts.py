@@ -60,6 +60,20 @@ def test_identity_start(name: str, gate: str) -> None:
     copy.deepcopy(gated)  # as the EMA hook does
 
 
+@pytest.mark.parametrize('gate', ['plug', 'sdpa_G1'])
+@pytest.mark.parametrize('name', BACKBONES)
+def test_mixed_precision(name: str, gate: str) -> None:
+    cfg, path = BACKBONES[name]
+    model = trained(MODELS.build(copy.deepcopy(cfg)))
+    gated, _ = gated_copy(model, dict(GATES[gate], path=path))
+    x = torch.randn(1, 3, 96, 128)
+    with torch.autocast('cpu', torch.bfloat16):
+        expected, actual = model(x), gated(x)
+        sum(map_.float().square().mean() for map_ in actual).backward()
+    for theirs, ours in zip(expected, actual, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=0.1, atol=0.1 * theirs.abs().max().item())
+
+
 def test_the_temperature_of_cosines_is_bounded() -> None:
     cfg, path = BACKBONES['swin_v2']
     model = trained(MODELS.build(copy.deepcopy(cfg)))

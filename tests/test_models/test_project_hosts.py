@@ -172,6 +172,16 @@ def test_another_class_of_the_name_is_refused() -> None:
         swap_attention(nn.ModuleDict(dict(attn=Else(32, 2, 4, 3))), dict(type=DEFORMABLE[0], path='attn'))
 
 
+def test_one_with_options_of_its_own_is_refused() -> None:
+    class Else(MSDeformAttn):
+        def __init__(self, *, d_model: int = 32, n_levels: int = 2, sharp: bool = False) -> None:
+            super().__init__(d_model, n_levels, 4, 3)
+
+    Else.__qualname__, Else.__module__ = 'MSDeformAttn', 'their.ms_deform_attn'
+    with pytest.raises(ValueError, match='which takes sharp and may compute something else'):
+        swap_attention(nn.ModuleDict(dict(attn=Else())), dict(type=DEFORMABLE[0], path='attn'))
+
+
 def test_a_name_stands_for_whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Attention(32, 4, False, (4, 6))
     assert [gate.__name__ for gate in gates_for(host) if gate.__module__.endswith('plug_dense')]

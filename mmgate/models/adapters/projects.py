@@ -14,6 +14,7 @@ from .relative import adapt_relative
 
 VITDET = 'vitdet.vit.Attention'  # mmdet's projects/ViTDet
 MS_DEFORM_ATTN = 'ms_deform_attn.MSDeformAttn'  # Deformable DETR's own, which Mask DINO and ViT-Adapter carry, too
+SIZES = ('d_model', 'n_levels', 'n_heads', 'n_points', 'ratio', 'im2col_step')
 ARGUMENTS = ('query', 'reference_points', 'input_flatten', 'input_spatial_shapes', 'input_level_start_index')
 
 adapt_relative(VITDET)
@@ -26,13 +27,19 @@ def ms_deform_attn(
     """Take over sizes, and the order of arguments: positional, and others than mmcv's.
 
     Raises:
-        ValueError: A class of this name that is called otherwise.
+        ValueError: A class of this name that is called otherwise, or that has options of its own.
     """
     called = tuple(inspect.signature(host.forward).parameters)
     if called[:5] != ARGUMENTS:
         raise ValueError(
             f'{gate.__name__} replaces an MSDeformAttn that is called with {", ".join(ARGUMENTS)}; that of '
             f'{full_name(type(host))} is called with {", ".join(called)}.'
+        )
+    own = [name for name in inspect.signature(type(host)).parameters if name not in SIZES]
+    if own:
+        raise ValueError(
+            f'{gate.__name__} does not replace {full_name(type(host))}, which takes {", ".join(own)} and may compute '
+            'something else; write its adapter with mmgate.adapts.'
         )
     ratio = host.value_proj.out_features / host.d_model  # below 1 in ViT-Adapter
     sizes = (host.d_model, host.n_heads, host.n_levels, host.n_points)

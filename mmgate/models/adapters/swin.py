@@ -1,4 +1,4 @@
-"""Swin's attentions as hosts; mmdet and mmseg each have the classes, of the same attributes."""
+"""Swin's attentions as hosts; mmdet, mmseg and mmpretrain each have the classes, of the same attributes."""
 
 from __future__ import annotations
 
