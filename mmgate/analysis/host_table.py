@@ -131,12 +131,14 @@ def markdown(hosts: list[Host], unbuilt: list[str]) -> str:
 def _cell(host: Host) -> str:
     if not host.gates and not host.refusals:
         return f'none: {REASONS.get(host.kind, "no adapter")}'
-    fits, hints = [], []
-    for gate in sorted({*host.gates, *host.refusals}):
-        if host.gates.get(gate):
-            partly = gate in host.refusals
-            fits.append(f'`{gate}`{" (not all)" if partly else ""}')
-        if gate in host.refusals:
-            hints.append(host.refusals[gate])
-    hints = [re.sub(r'sr_ratio=\d+', 'an sr_ratio above 1', hint) for hint in hints]
-    return ' '.join([', '.join(fits) or 'none', *(f'<br>{hint}' for hint in dict.fromkeys(hints))])
+    fits = [f'`{gate}`{" (not all)" if gate in host.refusals else ""}' for gate in sorted(host.gates)]
+    return ' '.join([', '.join(fits) or 'none', *(f'<br>{reason}' for reason in reasons(host.refusals))])
+
+
+def reasons(refusals: dict[str, str]) -> list[str]:
+    """Return why gates do not fit, each reason once behind the gates that give it."""
+    gates: dict[str, list[str]] = {}
+    for gate in sorted(refusals):
+        reason = re.sub(r'sr_ratio=\d+', 'an sr_ratio above 1', refusals[gate].removeprefix(f'{gate} '))
+        gates.setdefault(reason, []).append(gate)
+    return [f'{", ".join(names)}: {reason}' for reason, names in gates.items()]

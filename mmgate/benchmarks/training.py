@@ -114,7 +114,8 @@ def random_batch(cfg: Config, size: tuple[int, int], batch: int) -> dict[str, An
     A segmentor gets a map of classes in blocks of 32 pixels, a detector boxes with their masks.
     """
     height, width = size
-    classes = min(entry['num_classes'] for _, entry in mappings(cfg.model) if 'num_classes' in entry)
+    keys = ('num_classes', 'num_things_classes')  # Mask2Former of mmdet has the latter
+    classes = min(entry[key] for _, entry in mappings(cfg.model) for key in keys if entry.get(key) is not None)
     generator = np.random.default_rng(0)
     inputs = [torch.from_numpy(generator.integers(0, 256, (3, height, width), np.uint8)) for _ in range(batch)]
     segments = cfg.get('default_scope') == 'mmseg'

@@ -14,12 +14,13 @@ import pytest
 import torch
 from conftest import ROOT
 from mmcv.ops import multi_scale_deform_attn
+from mmengine.hub import get_config
 from torch import Tensor
 
 from mmgate.benchmarks import mmcv_cuda, ops, ops_cuda
 from mmgate.benchmarks.backbones import benchmark_backbones
 from mmgate.benchmarks.plots import draw_bars, draw_curves
-from mmgate.benchmarks.training import benchmark_training
+from mmgate.benchmarks.training import benchmark_training, random_batch
 from mmgate.ops.ms_deform_attn import triton as sampler
 
 
@@ -136,6 +137,12 @@ def test_training_benchmark(config: str, op: str, backends: tuple[str, ...], mon
         if row.metric == 'throughput'
     )
     assert os.environ['MMGATE_MS_DEFORM_ATTN'] == 'torch' and 'MMGATE_PLUG_ATTENTION' not in os.environ
+
+
+def test_mask2formers_classes_have_another_name() -> None:
+    cfg = get_config('mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py')
+    (sample,) = random_batch(cfg, (64, 96), 1)['data_samples']
+    assert 3 < sample.gt_instances.labels.max() < 80
 
 
 def test_mmcv_operator_needs_a_gpu_and_its_sources_are_installed(tmp_path: Path) -> None:
