@@ -50,7 +50,11 @@ CONFIG = """
 custom_imports = dict(imports=['net'])
 model = dict(type='Net')
 train_dataloader = dict(
-    batch_size=4, num_workers=1, dataset=dict(type='Noise'), sampler=dict(type='DefaultSampler', shuffle=True))
+    batch_size=4,
+    num_workers=1,
+    dataset=dict(type='Noise'),
+    collate_fn=dict(type='default_collate'),
+    sampler=dict(type='DefaultSampler', shuffle=True))
 optim_wrapper = dict(optimizer=dict(type='AdamW', lr=1e-2))
 param_scheduler = dict(type='CosineAnnealingLR', T_max=60, by_epoch=True)
 train_cfg = dict(by_epoch=True, max_epochs=60)
