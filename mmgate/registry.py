@@ -14,7 +14,12 @@ TRANSFORMS = Registry('transform', parent=MMENGINE_TRANSFORMS, scope='mmgate', l
 TASK_UTILS = Registry(
     'task util', parent=MMENGINE_TASK_UTILS, scope='mmgate', locations=['mmgate.models.matching.assigner']
 )
-HOOKS = Registry('hook', parent=MMENGINE_HOOKS, scope='mmgate', locations=['mmgate.engine.gate_hooks'])
+HOOKS = Registry(
+    'hook',
+    parent=MMENGINE_HOOKS,
+    scope='mmgate',
+    locations=['mmgate.engine.gate_hooks', 'mmgate.engine.speed_hooks'],
+)
 OPTIM_WRAPPER_CONSTRUCTORS = Registry(
     'optimizer wrapper constructor',
     parent=MMENGINE_OPTIM_WRAPPER_CONSTRUCTORS,

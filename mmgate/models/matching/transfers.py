@@ -31,7 +31,9 @@ class AsynchronousConstants(TorchFunctionMode):
         dtype, device = kwargs.get('dtype') or like.dtype, torch.device(kwargs.get('device') or like.device)
         if not isinstance(numbers, Tensor):
             return to_device(torch.tensor(numbers, dtype=dtype), device)
-        return numbers.detach().clone().to(device, dtype, non_blocking=True)
+        if numbers.device.type != 'cpu':  # the host would read what has not arrived
+            return func(*args, **kwargs)
+        return to_device(numbers.detach().clone().to(dtype), device)
 
 
 def to_device(numbers: Tensor, device: torch.device) -> Tensor:
