@@ -18,7 +18,7 @@ HOOKS = Registry(
     'hook',
     parent=MMENGINE_HOOKS,
     scope='mmgate',
-    locations=['mmgate.engine.gate_hooks', 'mmgate.engine.speed_hooks'],
+    locations=['mmgate.engine.choices_hook', 'mmgate.engine.gate_hooks', 'mmgate.engine.speed_hooks'],
 )
 OPTIM_WRAPPER_CONSTRUCTORS = Registry(
     'optimizer wrapper constructor',

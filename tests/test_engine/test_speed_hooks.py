@@ -112,7 +112,7 @@ def test_the_default_takes_what_there_is() -> None:
     [
         (
             ['backbone', 'encodr.*'],
-            r"'encodr\.\*' matches no module of Net; it has .*backbone, encoder, head, .*layers.0",
+            r"'encodr\.\*' matches no module of Net; it has .*encoder, head, .*layers.0",
         ),
         (['neck', 'x.*'], r"'neck', 'x\.\*' match no module"),
         (dict(path='x'), 'paths must be a pattern or a list'),

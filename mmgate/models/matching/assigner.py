@@ -22,8 +22,8 @@ from .transfers import AsynchronousConstants, to_device
 class HungarianAssigner(MMDetHungarianAssigner):
     """One-to-one matching in the place of mmdet's class of this name: same costs, same assignments, one wait.
 
-    mmdet's waits five times a call, that is, an image and layer, and its heads six times more. It serves every head that takes mmdet's
-    (``train_cfg=dict(assigner=dict(type='mmgate.HungarianAssigner'))``); box heads do better with
+    mmdet's waits five times a call, that is, an image and layer, and its heads six times more. It serves every head
+    that takes mmdet's: ``train_cfg=dict(assigner=dict(type='mmgate.HungarianAssigner'))``. Box heads do better with
     :func:`mmgate.models.matching.MatchedOnce`.
 
     Args:
