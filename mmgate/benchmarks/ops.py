@@ -30,7 +30,11 @@ LEAD = 20_000_000  # cycles that a GPU waits before a measurement, about 10 ms
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: percentiles over repetitions of ``metric`` in ``unit``, and the peer's median over ours."""
+    """One measurement: percentiles over repetitions of ``metric`` in ``unit``, and the peer's over ours.
+
+    The latter is the median over pairs of repetitions that were measured one after the other, so that what else the
+    machine does hits both alike.
+    """
 
     op: str
     provider: str
@@ -272,7 +276,7 @@ def row_of(
         y_50=round(middle, 3),
         y_20=round(low, 3),
         y_80=round(high, 3),
-        ratio_to_peer=round(statistics.median(peer) / max(middle, 1e-9), 3),
+        ratio_to_peer=round(statistics.median(p / max(y, 1e-9) for p, y in zip(peer, values, strict=True)), 3),
         device=torch.cuda.get_device_name(device)
         if device.type == 'cuda'
         else f'{platform.machine()} CPU, {torch.get_num_threads()} threads',

@@ -1,4 +1,4 @@
-"""Hooks that make training steps faster: parts compiled, and what mixed precision needs beside it."""
+"""Hooks that make training steps faster: parts compiled, a layout, and what mixed precision needs beside it."""
 
 from __future__ import annotations
 
@@ -88,6 +88,37 @@ class CompileHook(_PathsHook):
         for module in dict.fromkeys(modules.values()):
             module.compile(**self.options)
         runner.logger.info(f'CompileHook: {", ".join(modules)} are compiled as they are first called.')
+
+
+@HOOKS.register_module()
+class ChannelsLastHook(_PathsHook):
+    """Hand images to the backbone with their channels last in memory, where a CPU's convolutions are faster.
+
+    Convolutions, norms and activations keep the layout that they are given. Weights stay as they are, in memory and in
+    checkpoints.
+
+    Args:
+        paths: Patterns as those of ``mmgate.Gated``; ``'backbone'`` by default.
+
+    Raises:
+        ConfigError: ``paths`` is malformed, or a pattern matches nothing (from :meth:`before_run`).
+    """
+
+    usual = ('backbone',)
+
+    def before_run(self, runner: Any) -> None:
+        """Turn what the modules are given, from now on."""
+        for module in dict.fromkeys(self.modules(runner).values()):
+            if _channels_last not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_channels_last)
+
+
+def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([x.contiguous(memory_format=torch.channels_last) if _is_map(x) else x for x in args])
+
+
+def _is_map(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 4
 
 
 @HOOKS.register_module()
