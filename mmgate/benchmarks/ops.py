@@ -163,6 +163,7 @@ def interleaved(
     mode: str,
     repetitions: int,
     compiles: Mapping[str, str] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Row]:
     """Yield time and peak memory of every provider; their repetitions alternate, so that noise hits all alike.
 
@@ -174,6 +175,7 @@ def interleaved(
         mode: One of :data:`MODES`, or ``'step'`` for what goes backward by itself.
         repetitions: Measurements after one that warms up.
         compiles: The value of MMGATE_CPU_COMPILE while a provider runs, ``'0'`` by default.
+        clock: What tells the seconds on a CPU.
     """
     peer = next(iter(providers))
     times: dict[str, list[float]] = {name: [] for name in providers}
@@ -181,7 +183,7 @@ def interleaved(
     for repetition in range(repetitions + 1):
         for name, run in providers.items():
             with environment('MMGATE_CPU_COMPILE', (compiles or {}).get(name, '0')):
-                seconds, peak = measure(run, inputs, mode)
+                seconds, peak = measure(run, inputs, mode, clock)
             if repetition:  # the first one warms up and compiles
                 times[name].append(seconds * 1e3)
                 memory[name].append(peak / 2**20)
@@ -190,9 +192,11 @@ def interleaved(
             yield row_of(op, name, mode, metric, unit, x, values[name], values[peer], inputs[0].device)
 
 
-def measure(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tuple[float, float]:
+def measure(
+    run: Callable[..., Tensor], inputs: list[Tensor], mode: str, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
     """Return seconds and bytes of peak memory over idle of one call, on the device of the inputs; see interleaved."""
-    return (_measure_cuda if inputs[0].is_cuda else _measure)(run, inputs, mode)
+    return _measure_cuda(run, inputs, mode) if inputs[0].is_cuda else _measure(run, inputs, mode, clock)
 
 
 def _leaves(inputs: list[Tensor], mode: str) -> list[Tensor]:
@@ -234,14 +238,16 @@ def saved_bytes(run: Callable[..., Tensor], inputs: list[Tensor]) -> int:
     return sum(storages.values())
 
 
-def _measure(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tuple[float, float]:
+def _measure(
+    run: Callable[..., Tensor], inputs: list[Tensor], mode: str, clock: Callable[[], float]
+) -> tuple[float, float]:
     leaves = _leaves(inputs, mode)
     ctypes.CDLL('libc.so.6').malloc_trim(0)  # what an earlier call freed must not hide what this one takes
     Path('/proc/self/clear_refs').write_text('5')  # resets the high-water mark
     idle = _status('VmRSS')
-    start = time.perf_counter()
+    start = clock()
     _call(run, leaves, mode)
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     return seconds, max(0, _status('VmHWM') - idle)
 
 

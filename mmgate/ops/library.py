@@ -38,7 +38,6 @@ if not hasattr(torch.compiler, 'is_exporting') and CAN_REGISTER:
     _is_exporting = torch.compiler.assume_constant_result(called_by_export)
 
 
-
 def is_compiling() -> bool:
     """Return whether torch.compile or an export is tracing; False below torch 2.3, which cannot tell."""
     return _is_compiling()

@@ -207,3 +207,38 @@ def test_float32_within_a_compiled_layer() -> None:
         actual, expected = net(x), plain(x)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, expected)
+
+
+def test_all_parts_together() -> None:
+    """As the fast configs have them, on the demo's detector."""
+    cfg = Config.fromfile(DEMO)
+    fast = Config.fromfile(DEMO.with_name('plug-deformable-detr-refine-fast-bf16_r50_8xb4-50e_coco.py'))
+    cfg.model.bbox_head.update(type=fast.model.bbox_head.type, host=fast.model.bbox_head.host)
+    init_default_scope('mmdet')
+    torch.manual_seed(0)
+    model = MODELS.build(cfg.model)
+    model.init_weights()
+    plain = deepcopy(model).train()
+    run = SimpleNamespace(model=model.train(), logger=SimpleNamespace(info=lambda line: None))
+    for each in fast.custom_hooks:
+        hook = HOOKS.build(dict(each, backend='eager') if each.type == 'mmgate.CompileHook' else each)
+        hook.before_run(run)
+        hook.before_train(run)
+    expected, actual = losses(plain, None), losses(model, torch.bfloat16)
+    for name, loss in actual.items():
+        torch.testing.assert_close(loss, expected[name], rtol=0.05, atol=0.02, msg=lambda m, n=name: f'{n}: {m}')
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_channels_last() -> None:
+    model = detector()
+    expected = losses(deepcopy(model), None)
+    seen: list[bool] = []
+    for _ in range(2):
+        HOOKS.build(dict(type='mmgate.ChannelsLastHook')).before_run(SimpleNamespace(model=model))
+    assert len(model.backbone._forward_pre_hooks) == 1
+    model.backbone.layer4.register_forward_hook(
+        lambda module, args, y: seen.append(y.is_contiguous(memory_format=torch.channels_last))
+    )
+    torch.testing.assert_close(losses(deepcopy(model), None), expected, rtol=1e-3, atol=1e-4)
+    assert seen == [True]

@@ -34,6 +34,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument('--batch', type=int, default=2)
     parser.add_argument('--repetitions', type=int, default=20)
     parser.add_argument('--device', default='cuda')
+    parser.add_argument(
+        '--processor-time', action='store_true', help='of all threads: for a CPU that does other things beside'
+    )
     parser.add_argument('--amp', action='store_true', help='mixed precision in bfloat16')
     parser.add_argument('--out', type=Path, default=Path('work_dirs/benchmark_training.csv'), help='CSV to write')
     args = parser.parse_args(argv)
@@ -51,6 +54,7 @@ def main(argv: list[str]) -> None:
     MMLogger.get_current_instance().setLevel('ERROR')
     setting = dict(size=tuple(args.size), batch=args.batch, amp=args.amp, device=args.device)
     options = dict(op=args.op, backends=args.backends, speedups=args.speedups, **setting)
+    options['processor_time'] = args.processor_time
     rows: list[Row] = []
     print(f'{"metric":20} {"model":64} {"median":>10} {"20 %":>10} {"80 %":>10}  peer/ours')
     for row in benchmark_training(args.peer, args.ours, repetitions=args.repetitions, **options):
