@@ -4,17 +4,26 @@ from mmengine.registry import DATASETS as MMENGINE_DATASETS
 from mmengine.registry import HOOKS as MMENGINE_HOOKS
 from mmengine.registry import MODELS as MMENGINE_MODELS
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS as MMENGINE_OPTIM_WRAPPER_CONSTRUCTORS
+from mmengine.registry import TASK_UTILS as MMENGINE_TASK_UTILS
 from mmengine.registry import TRANSFORMS as MMENGINE_TRANSFORMS
 from mmengine.registry import Registry
 
 MODELS = Registry('model', parent=MMENGINE_MODELS, scope='mmgate', locations=['mmgate.models', 'mmgate.layers'])
 DATASETS = Registry('dataset', parent=MMENGINE_DATASETS, scope='mmgate', locations=['mmgate.datasets.svhn'])
 TRANSFORMS = Registry('transform', parent=MMENGINE_TRANSFORMS, scope='mmgate', locations=['mmgate.datasets.noise'])
+TASK_UTILS = Registry(
+    'task util', parent=MMENGINE_TASK_UTILS, scope='mmgate', locations=['mmgate.models.matching.assigner']
+)
 HOOKS = Registry(
     'hook',
     parent=MMENGINE_HOOKS,
     scope='mmgate',
-    locations=['mmgate.engine.fault_hooks', 'mmgate.engine.gate_hooks'],
+    locations=[
+        'mmgate.engine.choices_hook',
+        'mmgate.engine.fault_hooks',
+        'mmgate.engine.gate_hooks',
+        'mmgate.engine.speed_hooks',
+    ],
 )
 OPTIM_WRAPPER_CONSTRUCTORS = Registry(
     'optimizer wrapper constructor',

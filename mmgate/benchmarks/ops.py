@@ -30,7 +30,11 @@ LEAD = 20_000_000  # cycles that a GPU waits before a measurement, about 10 ms
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: percentiles over repetitions of ``metric`` in ``unit``, and the peer's median over ours."""
+    """One measurement: percentiles over repetitions of ``metric`` in ``unit``, and the peer's over ours.
+
+    The latter is the median over pairs of repetitions that were measured one after the other, so that what else the
+    machine does hits both alike.
+    """
 
     op: str
     provider: str
@@ -159,6 +163,7 @@ def interleaved(
     mode: str,
     repetitions: int,
     compiles: Mapping[str, str] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Row]:
     """Yield time and peak memory of every provider; their repetitions alternate, so that noise hits all alike.
 
@@ -170,6 +175,7 @@ def interleaved(
         mode: One of :data:`MODES`, or ``'step'`` for what goes backward by itself.
         repetitions: Measurements after one that warms up.
         compiles: The value of MMGATE_CPU_COMPILE while a provider runs, ``'0'`` by default.
+        clock: What tells the seconds on a CPU.
     """
     peer = next(iter(providers))
     times: dict[str, list[float]] = {name: [] for name in providers}
@@ -177,7 +183,7 @@ def interleaved(
     for repetition in range(repetitions + 1):
         for name, run in providers.items():
             with environment('MMGATE_CPU_COMPILE', (compiles or {}).get(name, '0')):
-                seconds, peak = measure(run, inputs, mode)
+                seconds, peak = measure(run, inputs, mode, clock)
             if repetition:  # the first one warms up and compiles
                 times[name].append(seconds * 1e3)
                 memory[name].append(peak / 2**20)
@@ -186,9 +192,11 @@ def interleaved(
             yield row_of(op, name, mode, metric, unit, x, values[name], values[peer], inputs[0].device)
 
 
-def measure(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tuple[float, float]:
+def measure(
+    run: Callable[..., Tensor], inputs: list[Tensor], mode: str, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
     """Return seconds and bytes of peak memory over idle of one call, on the device of the inputs; see interleaved."""
-    return (_measure_cuda if inputs[0].is_cuda else _measure)(run, inputs, mode)
+    return _measure_cuda(run, inputs, mode) if inputs[0].is_cuda else _measure(run, inputs, mode, clock)
 
 
 def _leaves(inputs: list[Tensor], mode: str) -> list[Tensor]:
@@ -230,14 +238,16 @@ def saved_bytes(run: Callable[..., Tensor], inputs: list[Tensor]) -> int:
     return sum(storages.values())
 
 
-def _measure(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tuple[float, float]:
+def _measure(
+    run: Callable[..., Tensor], inputs: list[Tensor], mode: str, clock: Callable[[], float]
+) -> tuple[float, float]:
     leaves = _leaves(inputs, mode)
     ctypes.CDLL('libc.so.6').malloc_trim(0)  # what an earlier call freed must not hide what this one takes
     Path('/proc/self/clear_refs').write_text('5')  # resets the high-water mark
     idle = _status('VmRSS')
-    start = time.perf_counter()
+    start = clock()
     _call(run, leaves, mode)
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     return seconds, max(0, _status('VmHWM') - idle)
 
 
@@ -272,7 +282,7 @@ def row_of(
         y_50=round(middle, 3),
         y_20=round(low, 3),
         y_80=round(high, 3),
-        ratio_to_peer=round(statistics.median(peer) / max(middle, 1e-9), 3),
+        ratio_to_peer=round(statistics.median(p / max(y, 1e-9) for p, y in zip(peer, values, strict=True)), 3),
         device=torch.cuda.get_device_name(device)
         if device.type == 'cuda'
         else f'{platform.machine()} CPU, {torch.get_num_threads()} threads',

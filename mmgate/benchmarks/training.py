@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 from mmengine.config import Config
+from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import MODELS, init_default_scope
+from mmengine.registry import HOOKS, MODELS, init_default_scope
 from mmengine.structures import InstanceData, PixelData
 from torch import Tensor
 
@@ -27,17 +30,44 @@ OBJECTS = 10  # annotated objects an image
 Step = Callable[[Tensor], Tensor]
 
 
+def _group(cfg: Config) -> None:
+    paramwise = cfg.optim_wrapper.setdefault('paramwise_cfg', {})
+    paramwise['grouped'] = cfg.optim_wrapper.get('constructor') or 'DefaultOptimWrapperConstructor'
+    cfg.optim_wrapper.constructor = 'mmgate.GroupedOptimWrapperConstructor'
+
+
+def _match(cfg: Config) -> None:
+    kind = cfg.model.bbox_head.type
+    cfg.model.bbox_head.update(type='mmgate.MatchedOnce', host=kind if '.' in kind else f'mmdet.{kind}')
+
+
+def _hook(name: str) -> Callable[[Config], None]:
+    return lambda cfg: cfg.update(custom_hooks=[*cfg.get('custom_hooks', []), dict(type=f'mmgate.{name}')])
+
+
+# What makes a step faster, as a change to a config; 'sampler' is the CPU sampler as a run of a minute compiles it.
+SPEEDUPS: dict[str, Callable[[Config], None]] = {
+    'groups': _group,
+    'matcher': _match,
+    'channels-last': _hook('ChannelsLastHook'),
+    'compile': _hook('CompileHook'),
+    'sampler': lambda cfg: None,
+}
+
+
 def benchmark_training(
     peer: str,
     ours: str,
     *,
     op: str = 'ms_deform_attn',
     backends: Sequence[str] = ('auto',),
+    speedups: Sequence[str] = (),
     size: tuple[int, int] = (800, 1333),
     batch: int = 2,
     repetitions: int = 20,
     device: str = 'cuda',
     amp: bool = False,
+    processor_time: bool = False,
 ) -> Iterator[Row]:
     """Measure training steps (losses, gradients, clipping, optimiser) on random images with random objects.
 
@@ -46,11 +76,14 @@ def benchmark_training(
         ours: Config measured once with each backend.
         op: Operator of ours whose backend varies.
         backends: Their names.
+        speedups: Of :data:`SPEEDUPS`, each measured alone, or ``'all'`` for all of them together.
         size: Height and width of the images.
         batch: Images a step.
         repetitions: Steps a row is the median of, after one that warms up.
         device: Where to train.
         amp: Mixed precision in bfloat16.
+        processor_time: Count the seconds of all threads on the processor in the place of those on the clock, for a CPU
+            that does other things beside.
 
     Yields:
         Rows of time, peak memory (over weights and optimiser state) and images a second.
@@ -60,8 +93,16 @@ def benchmark_training(
     step = _step(ours, size, batch, device, amp)
     for backend in backends:
         runs[f'{names[1]}, {backend}'] = _with_backend(step, f'MMGATE_{op.upper()}', backend)
+    compiles = {}
+    for speedup in speedups:
+        name = f'{names[1]}, {speedup}'
+        changes = list(SPEEDUPS) if speedup == 'all' else [speedup]
+        runs[name] = _step(ours, size, batch, device, amp, changes)
+        compiles[name] = '1' if 'sampler' in changes else '0'
     x = f'{size[0]}x{size[1]}_b{batch}'
-    for row in interleaved('training', runs, x, [torch.zeros((), device=device)], 'step', repetitions):
+    clock = time.process_time if processor_time else time.perf_counter
+    start = [torch.zeros((), device=device)]
+    for row in interleaved('training', runs, x, start, 'step', repetitions, compiles, clock):
         yield row
         if row.metric == 'time':
             low, middle, high = (round(1e3 * batch / y, 3) for y in (row.y_80, row.y_50, row.y_20))
@@ -70,8 +111,40 @@ def benchmark_training(
                           ratio_to_peer=ratio)  # fmt: skip
 
 
-def _step(path: str, size: tuple[int, int], batch: int, device: str, amp: bool) -> Step:
+def profile_training(
+    path: str,
+    *,
+    speedups: Sequence[str] = (),
+    size: tuple[int, int] = (800, 1333),
+    batch: int = 2,
+    device: str = 'cuda',
+    amp: bool = False,
+    lines: int = 25,
+) -> str:
+    """Return torch's table of the operators of a config's training step, the longest first.
+
+    Args:
+        path: The config, a file or ``package::path``.
+        speedups: Of :data:`SPEEDUPS`, applied together.
+        size: Height and width of the images.
+        batch: Images a step.
+        device: Where to train.
+        amp: Mixed precision in bfloat16.
+        lines: Operators listed.
+    """
+    step, x = _step(path, size, batch, device, amp, speedups), torch.zeros((), device=device)
+    with environment('MMGATE_CPU_COMPILE', '1' if 'sampler' in speedups else '0'):
+        step(x)
+        with torch.profiler.profile() as profiler:
+            step(x)
+    key = 'self_cpu_time_total' if device == 'cpu' else 'self_cuda_time_total'
+    return profiler.key_averages().table(sort_by=key, row_limit=lines, max_name_column_width=50)
+
+
+def _step(path: str, size: tuple[int, int], batch: int, device: str, amp: bool, speedups: Sequence[str] = ()) -> Step:
     cfg = read_config(path)
+    for speedup in speedups:
+        SPEEDUPS[speedup](cfg)
     init_default_scope(cfg.get('default_scope', 'mmdet'))
     torch.manual_seed(0)
     _drop_pretrained(cfg.model)
@@ -83,6 +156,12 @@ def _step(path: str, size: tuple[int, int], batch: int, device: str, amp: bool) 
         wrapper |= dict(type='AmpOptimWrapper', dtype='bfloat16')
     optimizer = build_optim_wrapper(model, wrapper)
     data = random_batch(cfg, size, batch)
+    run = SimpleNamespace(model=model, logger=MMLogger.get_current_instance(), optim_wrapper=optimizer)
+    for hook in cfg.get('custom_hooks', []):
+        if hook['type'].rpartition('.')[2] in ('ChannelsLastHook', 'CompileHook', 'Float32Hook'):
+            built = HOOKS.build(hook)
+            built.before_run(run)
+            built.before_train(run)
 
     def step(_: Tensor) -> Tensor:
         losses = model.train_step(deepcopy(data), optimizer)

@@ -21,6 +21,7 @@ from mmengine.runner import FlexibleRunner, Runner
 
 from .backends import check_backends
 from .batch import count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
+from .choices_hook import BackendChoicesHook
 from .classes import check_classes
 from .distributed import prepare_processes
 from .hooks import DataError, LoadReportHook, name_broken_files
@@ -262,6 +263,8 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
         elif trains:
             runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
         _ = (runner.train_loop, runner.val_loop) if trains else runner.test_loop
+    if not any(isinstance(hook, BackendChoicesHook) for hook in runner.hooks):
+        runner.register_hook(BackendChoicesHook())
     check_backends(runner.model)
     if trains:
         model = getattr(runner.model, 'module', runner.model)

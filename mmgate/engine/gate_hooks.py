@@ -47,7 +47,7 @@ class GateStatisticsHook(Hook):
         from mmgate.analysis.probes import GATES
         from mmgate.analysis.recording import readable
 
-        model = _own(runner.model)
+        model = own_model(runner.model)
         self._silent = not any(name in readable(model) for name in GATES)
         if self._silent:
             runner.logger.warning(f'GateStatisticsHook: {type(model).__name__} has no gates, so nothing is logged.')
@@ -61,7 +61,7 @@ class GateStatisticsHook(Hook):
         from mmgate.analysis.probes import GATES, gate_parameters
         from mmgate.analysis.recording import readable, record
 
-        model = _own(runner.model)
+        model = own_model(runner.model)
         has = readable(model)
         for path in dict.fromkeys(path for name in GATES for path in has.get(name, ())):
             for parameter in gate_parameters(model.get_submodule(path)):
@@ -137,8 +137,8 @@ class SamplingPointsHook(Hook):
         from mmgate.analysis.recording import readable
 
         self._drawn = 0
-        if 'locations' not in readable(_own(runner.model)):
-            runner.logger.warning(f'SamplingPointsHook: {type(_own(runner.model)).__name__} samples no points.')
+        if 'locations' not in readable(own_model(runner.model)):
+            runner.logger.warning(f'SamplingPointsHook: {type(own_model(runner.model)).__name__} samples no points.')
             self._drawn = self.images
 
     def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
@@ -146,7 +146,7 @@ class SamplingPointsHook(Hook):
         from mmgate.analysis.sampling import record_sampling
 
         if self._drawn < self.images and not runner.rank:
-            self._open = record_sampling(_own(runner.model))
+            self._open = record_sampling(own_model(runner.model))
             self._recording = self._open.__enter__()
 
     def after_val_iter(
@@ -166,7 +166,8 @@ class SamplingPointsHook(Hook):
         self._recording = None
 
 
-def _own(model: Any) -> nn.Module:
+def own_model(model: Any) -> nn.Module:
+    """Return the model that others are wrapped around."""
     while is_model_wrapper(model) or isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     return model

@@ -18,6 +18,7 @@ from mmgate.registry import MODELS
 
 from .adapters import adapter_for, gates_for, hosts_of
 from .adapters.pairs import full_name, gate_names, host_names
+from .paths import path_regex
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -154,7 +155,7 @@ def _matches(
     modules = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if name and _regex(pattern).fullmatch(name)
+        if name and path_regex(pattern).fullmatch(name)
     }
     if not modules:
         raise ValueError(f'{where}: path {pattern!r} matches no module. {_inventory(model)}')
@@ -187,11 +188,6 @@ def _matches(
     for refusal in refusals:
         print_log(f'mmgate: {where} leaves {refusal}', logger='current')
     return gates
-
-
-def _regex(pattern: str) -> re.Pattern[str]:
-    parts = re.split(r'(\*\*|\*)', pattern)
-    return re.compile(''.join({'**': '.*', '*': '[^.]*'}.get(part, re.escape(part)) for part in parts))
 
 
 def _hint(gate: type[nn.Module], module: nn.Module) -> str:

@@ -17,7 +17,7 @@ from mmcv.ops import multi_scale_deform_attn
 from mmengine.hub import get_config
 from torch import Tensor
 
-from mmgate.benchmarks import mmcv_cuda, ops, ops_cuda
+from mmgate.benchmarks import mmcv_cuda, ops, ops_cuda, training
 from mmgate.benchmarks.backbones import benchmark_backbones
 from mmgate.benchmarks.plots import draw_bars, draw_curves
 from mmgate.benchmarks.training import benchmark_training, random_batch
@@ -143,6 +143,18 @@ def test_mask2formers_classes_have_another_name() -> None:
     cfg = get_config('mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py')
     (sample,) = random_batch(cfg, (64, 96), 1)['data_samples']
     assert 3 < sample.gt_instances.labels.max() < 80
+
+
+def test_speedups_are_measured_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
+    compiled = []
+    monkeypatch.setattr('mmgate.engine.speed_hooks.CompileHook.before_train', lambda self, run: compiled.append(run))
+    monkeypatch.delitem(training.SPEEDUPS, 'sampler')  # takes its time to compile, too
+    options = dict(size=(64, 96), batch=1, repetitions=1, device='cpu', processor_time=True)
+    speedups = ('groups', 'matcher', 'all')
+    rows = [r for r in benchmark_training(path, path, speedups=speedups, **options) if r.metric == 'time']
+    assert [row.provider.partition(', ')[2] for row in rows] == ['', 'auto', *speedups]
+    assert len(compiled) == 1 and all(row.y_50 > 0 for row in rows)
 
 
 def test_mmcv_operator_needs_a_gpu_and_its_sources_are_installed(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mmgate.layers import GatingModulation
-from mmgate.ops import choices, measure, ms_deform_attn, plug_attention
+from mmgate.ops import choices, library, measure, ms_deform_attn, plug_attention
 from mmgate.ops.dispatch import Backend, Problems, select
 from mmgate.ops.ms_deform_attn import BACKENDS
 from mmgate.ops.ms_deform_attn import problems as sampler_problems
@@ -316,8 +316,10 @@ def test_exports_hold_plain_operators_only() -> None:
 
 
 @one_graph
-@pytest.mark.skipif(not hasattr(torch.compiler, 'is_exporting'), reason='an export cannot be told from a compilation')
-def test_torch_export_holds_plain_operators_only() -> None:
+@pytest.mark.parametrize('own_check', [False, True], ids=['torch_says', 'the_callers_say'])
+def test_torch_export_holds_plain_operators_only(own_check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if own_check:
+        monkeypatch.setattr(library, '_is_exporting', torch.compiler.assume_constant_result(library.called_by_export))
     inputs = [x.detach() for x in sampler((4, 2, 1), 0, torch.float32)[:6]]
     program = torch.export.export(Sampler(), tuple(inputs))
     assert not any('mmgate' in str(node.target) for node in program.graph.nodes)

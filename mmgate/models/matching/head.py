@@ -1,0 +1,239 @@
+"""mmdet's DETR-like heads with the matching of a whole step done at once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from mmdet.models.dense_heads import DETRHead
+from mmdet.models.losses import QualityFocalLoss
+from mmdet.models.task_modules.assigners import HungarianAssigner as MMDetHungarianAssigner
+from mmdet.structures.bbox import bbox_cxcywh_to_xyxy, bbox_xyxy_to_cxcywh
+from mmdet.utils import reduce_mean
+from mmengine.structures import InstanceData
+from torch import Tensor, distributed
+
+from .assigner import HungarianAssigner, KnownAssigner, cost_of, pairs
+from .transfers import AsynchronousConstants, to_device
+
+
+class Layer(NamedTuple):
+    """What a layer predicts for a batch, and the batch's objects.
+
+    Attributes:
+        scores: Logits ``(B, Q, K)``.
+        boxes: ``(B, Q, 4)`` as (cx, cy, w, h), 0 to 1.
+        objects: Of each image, with ``bboxes`` (G, 4) in pixels as corners and ``labels`` (G,).
+        metas: Of each image, with ``img_shape``.
+    """
+
+    scores: Tensor
+    boxes: Tensor
+    objects: list[InstanceData]
+    metas: list[dict[str, Any]]
+
+
+class Later(NamedTuple):
+    """Stands for one loss of a layer until all layers are matched."""
+
+    layer: int
+    part: int
+
+
+class MatchedOnceHead(DETRHead):
+    """To be derived from beside a DETR-like head, see :func:`match_once`.
+
+    The host's ``loss_by_feat`` runs as it is, on placeholders for the losses of its layers; then all layers are
+    matched, and the losses take the placeholders' places.
+    """
+
+    assigner: Any
+    _layers: list[Layer] | None = None
+
+    def loss_by_feat(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Return the host's losses for the host's arguments."""
+        layers: list[Layer] = []
+        self._layers = layers
+        try:
+            with AsynchronousConstants():
+                losses = super().loss_by_feat(*args, **kwargs)
+        finally:
+            self._layers = None
+        found = self._losses(layers)
+        return {k: found[v.layer][v.part] if isinstance(v, Later) else v for k, v in losses.items()}
+
+    def loss_by_feat_single(
+        self,
+        cls_scores: Tensor,
+        bbox_preds: Tensor,
+        batch_gt_instances: list[InstanceData],
+        batch_img_metas: list[dict[str, Any]],
+    ) -> tuple[Any, ...]:
+        """Return the losses of classes, boxes and overlaps of a layer, or what will stand for them."""
+        layer = Layer(cls_scores, bbox_preds, batch_gt_instances, batch_img_metas)
+        if self._layers is None:
+            return self._losses([layer])[0]
+        self._layers.append(layer)
+        return tuple(Later(len(self._layers) - 1, part) for part in range(3))
+
+    def _losses(self, layers: Sequence[Layer]) -> list[tuple[Tensor, ...]]:
+        if not layers:
+            return []
+        with AsynchronousConstants():
+            matched = match(self.assigner, layers)
+            if _is_plain(self):
+                return self._plain_losses(layers, matched)
+            return [self._host_losses(layer, found) for layer, found in zip(layers, matched, strict=True)]
+
+    def _host_losses(self, layer: Layer, matched: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
+        assigner, self.assigner = self.assigner, KnownAssigner(matched)
+        try:
+            return super().loss_by_feat_single(*layer)
+        finally:
+            self.assigner = assigner
+
+    def _plain_losses(self, layers: Sequence[Layer], matched: Sequence[list[np.ndarray]]) -> list[tuple[Tensor, ...]]:
+        device = layers[0].boxes.device
+        found = [_flat(layer, pairs_of_images) for layer, pairs_of_images in zip(layers, matched, strict=True)]
+        everything = to_device(torch.from_numpy(np.concatenate(found, 1)), device)
+        parts = everything.split([one.shape[1] for one in found], 1)
+        factors = self._average_factors(layers, [one.shape[1] for one in found])
+        targets: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        results = []
+        for layer, (rows, columns), (classes, boxes) in zip(layers, parts, factors, strict=True):
+            if id(layer.objects) not in targets:
+                targets[id(layer.objects)] = _targets(layer)
+            results.append(self._plain_loss(layer, rows, columns, targets[id(layer.objects)], classes, boxes))
+        return results
+
+    def _plain_loss(
+        self,
+        layer: Layer,
+        rows: Tensor,
+        columns: Tensor,
+        targets: tuple[Tensor, Tensor, Tensor],
+        class_factor: Any,
+        box_factor: Any,
+    ) -> tuple[Tensor, ...]:
+        scores, boxes = layer.scores.reshape(-1, self.cls_out_channels), layer.boxes.reshape(-1, 4)
+        object_labels, object_boxes, sizes = (one.index_select(0, columns) for one in targets)
+        labels = object_labels.new_full((len(scores),), self.num_classes, dtype=torch.long)
+        labels[rows] = object_labels
+        loss_cls = self.loss_cls(scores, labels, object_boxes.new_ones(len(scores)), avg_factor=class_factor)
+        # the weights of all others would be 0; asking a tensor of weights whether they are waits for the device
+        boxes = boxes.index_select(0, rows)
+        corners, object_corners = bbox_cxcywh_to_xyxy(boxes) * sizes, bbox_cxcywh_to_xyxy(object_boxes) * sizes
+        loss_iou = self.loss_iou(corners, object_corners, avg_factor=box_factor)
+        loss_bbox = self.loss_bbox(boxes, object_boxes, avg_factor=box_factor)
+        if not len(rows):  # of no boxes the loss of overlaps has no gradient
+            loss_iou = boxes.sum() * 0
+        return loss_cls, loss_bbox, loss_iou
+
+    def _average_factors(self, layers: Sequence[Layer], positives: Sequence[int]) -> list[tuple[Any, Any]]:
+        """Return what the losses of classes and of boxes of each layer are divided by, a mean over processes."""
+        totals = [layer.boxes.shape[0] * layer.boxes.shape[1] for layer in layers]
+        classes = [p * 1.0 + (n - p) * self.bg_cls_weight for p, n in zip(positives, totals, strict=True)]
+        boxes = [float(p) for p in positives]
+        if not (distributed.is_available() and distributed.is_initialized()):
+            return [(max(c, 1), max(b, 1)) for c, b in zip(classes, boxes, strict=True)]
+        numbers = to_device(torch.tensor([classes, boxes]), layers[0].boxes.device)
+        means = reduce_mean(numbers).clamp(min=1)
+        own = [max(c, 1) for c in classes]
+        return list(zip(means[0] if self.sync_cls_avg_factor else own, means[1], strict=True))
+
+
+def match(assigner: MMDetHungarianAssigner, layers: Sequence[Layer]) -> list[list[np.ndarray]]:
+    """Match all layers and images with one wait for the device.
+
+    Returns:
+        For each layer and image the matched predictions, ascending, and their objects, ``(2, N)``.
+
+    Raises:
+        ValueError: A cost is NaN or minus infinity.
+    """
+    places, costs = [], []
+    for group in _groups(layers):
+        first = layers[group[0]]
+        for image, (objects, meta) in enumerate(zip(first.objects, first.metas, strict=True)):
+            queries = [layers[index].boxes.shape[1] for index in group]
+            if not len(objects) or not sum(queries):
+                continue
+            scores = torch.cat([layers[index].scores[image] for index in group]).detach()
+            boxes = torch.cat([layers[index].boxes[image] for index in group]).detach()
+            height, width = meta['img_shape']
+            boxes = bbox_cxcywh_to_xyxy(boxes) * boxes.new_tensor([[width, height, width, height]])
+            cost = cost_of(assigner, InstanceData(scores=scores, bboxes=boxes), objects, meta)
+            costs += cost.split(queries)
+            places += [(index, image) for index in group]
+    matched = [[np.empty((2, 0), np.int64)] * len(layer.objects) for layer in layers]
+    if costs:
+        on_host = torch.cat([cost.flatten() for cost in costs]).cpu()
+        pieces = on_host.split([cost.numel() for cost in costs])
+        for (index, image), cost, piece in zip(places, costs, pieces, strict=True):
+            matched[index][image] = pairs(piece.view(cost.shape))
+    return matched
+
+
+def _groups(layers: Sequence[Layer]) -> list[list[int]]:
+    """Return the layers whose costs are computed as those of one: such as have the same objects.
+
+    Not on a CPU, where the last bit of a number depends on its place in the tensor, and assignments are to be mmdet's.
+    """
+    groups: dict[int, list[int]] = {}
+    for index, layer in enumerate(layers):
+        groups.setdefault(index if layer.boxes.device.type == 'cpu' else id(layer.objects), []).append(index)
+    return list(groups.values())
+
+
+def _flat(layer: Layer, matched: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the pairs of all images as indices into the batch's predictions and objects, ``(2, N)``."""
+    queries, passed, shifted = layer.boxes.shape[1], 0, []
+    for image, (found, objects) in enumerate(zip(matched, layer.objects, strict=True)):
+        shifted.append(found + np.array([[image * queries], [passed]]))
+        passed += len(objects)
+    return np.concatenate(shifted, 1)
+
+
+def _targets(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
+    """Return labels ``(G,)``, boxes ``(G, 4)`` as predicted and sizes of the image ``(G, 4)`` of a batch's objects."""
+    shapes = [(w, h, w, h) for (h, w), objects in zip((m['img_shape'] for m in layer.metas), layer.objects, strict=True)
+              for _ in range(len(objects))]  # fmt: skip
+    sizes = to_device(torch.tensor(shapes, dtype=layer.boxes.dtype).view(-1, 4), layer.boxes.device)
+    boxes = torch.cat([objects.bboxes for objects in layer.objects])
+    return torch.cat([objects.labels for objects in layer.objects]), bbox_xyxy_to_cxcywh(boxes / sizes), sizes
+
+
+def match_once(head: DETRHead) -> DETRHead:
+    """Let ``head`` match all layers and images of a step at once.
+
+    Raises:
+        TypeError: It is no DETR-like head of mmdet, or assigns by another class than HungarianAssigner.
+    """
+    if not isinstance(head, DETRHead):
+        raise TypeError(f'MatchedOnce: {type(head).__name__} is no head that derives from mmdet.DETRHead.')
+    assigner = getattr(head, 'assigner', None)
+    if assigner is not None and getattr(type(assigner), 'assign', None) not in _ASSIGN:
+        raise TypeError(f'MatchedOnce: {type(assigner).__name__} does not assign as HungarianAssigner does.')
+    # after construction, where DETRHead asks whether it is of that very class
+    head.__class__ = _derived(type(head))  # type: ignore[arg-type]
+    return head
+
+
+_ASSIGN = (MMDetHungarianAssigner.assign, HungarianAssigner.assign)
+
+
+@functools.cache
+def _derived(host: type[DETRHead]) -> type[DETRHead]:
+    return type(f'MatchedOnce{host.__name__}', (MatchedOnceHead, host), {})
+
+
+def _is_plain(head: DETRHead) -> bool:
+    """Return whether the host makes targets and losses of a layer as DETRHead does."""
+    host = type(head).__mro__[2]
+    own = ('loss_by_feat_single', 'get_targets', '_get_targets_single')
+    return not isinstance(head.loss_cls, QualityFocalLoss) and all(
+        getattr(host, name) is getattr(DETRHead, name) for name in own
+    )
