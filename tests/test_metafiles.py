@@ -64,6 +64,7 @@ DATA = {
     'cifar10': 'CIFAR-10',
     'fashionmnist': 'FashionMNIST',
     'svhn': 'SVHN',
+    'digits': 'scikit-learn digits',
     'shapes': 'generated shapes',
     'ade20k': 'ADE20K',
     'coco': 'COCO',

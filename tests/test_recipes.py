@@ -57,6 +57,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'agent-cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'agent-cswin-b_8xb128-300e_in1k': dict(IMAGENET, weight_decay=0.1, warm_up=20),
     r'(dgvit|vit|diff-vit).*_1xb128-100e_(cifar100?|fashionmnist|svhn)': dict(lr=3e-4, weight_decay=0.01, epochs=100),
+    r'(dgvit|vit)(-noise)?_1xb64-40e_digits': dict(lr=1e-3, weight_decay=0.01, epochs=40),  # ours
     r'.*_1xb(8|32)-(8e|12e|1k)_shapes(-128x128)?': {},  # the demos: ours, small and fast
 }
 DROP_PATH = {

@@ -88,6 +88,7 @@ def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
             time.sleep(0.02)  # until it trains
         time.sleep(rng.uniform(0, 0.3))
         if process.poll() is not None:
+            assert process.returncode == 0, (tmp_path / 'log').read_text()[-2000:]
             break
         process.send_signal(signal.SIGKILL)
         process.wait()
