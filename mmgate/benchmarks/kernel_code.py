@@ -18,6 +18,8 @@ from mmgate.ops.ms_deform_attn import triton as sampler
 from mmgate.ops.plug_attention import triton as plug
 from mmgate.ops.triton_backend import interpreted
 
+from .warpgroups import hazards
+
 ITEMSIZE = {'fp32': 4, 'fp16': 2, 'bf16': 2}
 CAPABILITIES = (80, 86, 89, 90, 120)  # Ampere, Ada, Hopper and Blackwell; 86, 89 and 120 are what is on a desk
 CAPABILITY = 90
@@ -40,7 +42,10 @@ class Listing:
         shared: Bytes of shared memory a program has.
         instructions: Of a warp in the main loop, for one sample of one query (``ms_deform_attn``) or for 32 elements of
             the map (``plug_attention``).
+        special: Of these, those of the special-function units (MUFU: exponentials, tanh, reciprocals), of which a
+            multiprocessor starts one in two cycles.
         barriers: Barriers in the main loop.
+        hazards: Instructions that touch registers of warpgroup products in flight; none if the assembler is right.
         opcodes: Opcodes of the whole kernel with their modifiers, and how many there are.
     """
 
@@ -52,7 +57,9 @@ class Listing:
     spilled: int
     shared: int
     instructions: float
+    special: float
     barriers: int
+    hazards: list[str]
     opcodes: dict[str, int]
 
 
@@ -153,7 +160,9 @@ def _listing(
         spilled=found['STACK'] + found['LOCAL'],
         shared=compiled.metadata.shared,
         instructions=round(len(loop) / unit, 1),
+        special=round(sum(_opcode(text).startswith('MUFU') for text in loop) / unit, 2),
         barriers=sum(_opcode(text).startswith('BAR') for text in loop),
+        hazards=hazards(instructions),
         opcodes=dict(Counter(_opcode(text) for _, text in instructions)),
     )
 

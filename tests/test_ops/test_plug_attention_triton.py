@@ -20,6 +20,10 @@ DEVICES = [pytest.param('cpu', id='interpreter'), pytest.param('cuda', id='gpu',
 CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'shared': {},
     'per_head': dict(gate_heads=2),
+    'one_head': dict(heads=1),
+    'three_heads': dict(heads=3, bias='bhnm', masks=True),  # which do not pair
+    'two_pairs': dict(heads=4, columns=37),
+    'two_pairs_masked': dict(heads=4, bias='bhnm', masks=True),
     'cross': dict(columns=37),
     'one_block': dict(rows=7, columns=5),
     'odd_widths': dict(dim=20, width=12),
@@ -47,6 +51,7 @@ def make(
     columns: int = 21,
     dim: int = 16,
     width: int = 16,
+    heads: int = 2,
     gate_heads: int = 1,
     bias: str | None = None,
     masks: bool = False,
@@ -54,13 +59,13 @@ def make(
 ) -> tuple[list[Tensor], Tensor | None, GatingModulation]:
     """Tensors, bias and gate; ``bias`` names its axes, b(atch), h(eads), n (rows), m (columns), or 1 for one of all."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 2, rows, dim), (2, 2, columns, dim), (2, 2, columns, dim)]
+    shapes = [(2, heads, rows, dim), (2, heads, columns, dim), (2, heads, columns, dim)]
     shapes += [(2, gate_heads, rows, width), (2, gate_heads, columns, width)]
     tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     added = None
     if bias is not None:
         added = torch.randn(
-            [{'b': 2, 'h': 2, 'n': rows, 'm': columns}.get(axis, 1) for axis in bias], generator=generator
+            [{'b': 2, 'h': heads, 'n': rows, 'm': columns}.get(axis, 1) for axis in bias], generator=generator
         )
         if masks:
             added = torch.where(added > 0.3, -torch.inf, 0.0)

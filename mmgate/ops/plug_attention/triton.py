@@ -5,7 +5,9 @@ On the CPU it runs only in Triton's interpreter (``TRITON_INTERPRET=1``), for te
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from contextlib import nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +32,20 @@ BLOCKS = {
         'columns_backward_kernel': {16: (32, 64, 2), 32: (32, 64, 2), 64: (32, 32, 2), 128: (32, 16, 2)},
     },
 }
+# The same of programs of two heads that share their gate, by bytes, kernel and width, and by the GPU's generation (9 for
+# sm_90). Where there is no entry, or a full bias, a program has one head (KERNEL.md).
+PAIRED: dict[tuple[int, str, int], dict[int, tuple[int, int, int]]] = {}
 NUM_WARPS = 4
 SMALL_BLOCKS = (16, 16, 1)  # in the interpreter, so that small shapes have several; the least that a product takes
+
+
+class Blocks(NamedTuple):
+    """How a kernel works: two heads a program or one, rows and columns of a block, pipeline stages."""
+
+    pair: bool
+    rows: int
+    columns: int
+    stages: int
 
 
 def why_not(query: Tensor) -> str | None:
@@ -82,15 +96,43 @@ def attend(
     return _fused(*tensors, torch.stack([a, b, c, e]), bias)[0]
 
 
-def blocks_of(name: str, itemsize: int, widest: int, full_bias: bool) -> tuple[int, int, int]:
-    """Return rows and columns of a kernel's block and its pipeline stages; the stages hold a full bias, too."""
+def blocks_of(name: str, itemsize: int, widest: int, full_bias: bool, shared: bool, capability: int) -> Blocks:
+    """Return how a kernel works where one that is compiled for ``capability`` is launched.
+
+    Args:
+        name: Of the kernel.
+        itemsize: Bytes of an element.
+        widest: The wider of padded channels and gate channels: 16, 32, 64 or 128.
+        full_bias: There is a bias of rows and columns, which the stages hold, too.
+        shared: Pairs of heads share their gate.
+        capability: Of the GPU: 90 for sm_90.
+    """
+    paired = PAIRED.get((itemsize, name, widest), {}).get(capability // 10) if shared and not full_bias else None
+    if paired is not None:
+        return Blocks(True, *paired)
     rows, columns, stages = BLOCKS[itemsize][name][widest]
-    return rows, columns, 1 if full_bias and widest == MAX_DIM else stages
+    return Blocks(False, rows, columns, 1 if full_bias and widest == MAX_DIM else stages)
 
 
-def _blocks(name: str, query: Tensor, gate_query: Tensor, biased: int) -> tuple[int, int, int]:
+@functools.cache
+def _capability(device: torch.device) -> int:
+    from triton.runtime import driver
+
+    with torch.cuda.device(device) if device.type == 'cuda' else nullcontext():
+        return int(driver.active.get_current_target().arch)
+
+
+def _blocks(name: str, query: Tensor, gate_query: Tensor, biased: int) -> Blocks:
+    shared = gate_query.shape[1] == 1 and query.shape[1] % 2 == 0
+    if interpreted():
+        return Blocks(shared, *SMALL_BLOCKS)
     widest = padded(max(query.shape[-1], gate_query.shape[-1]))
-    return SMALL_BLOCKS if interpreted() else blocks_of(name, query.element_size(), widest, biased == 2)
+    return blocks_of(name, query.element_size(), widest, biased == 2, shared, _capability(query.device))
+
+
+def _biased(bias: Tensor | None) -> int:
+    """Return 0 for no bias, 1 for one of all rows, 2 for another."""
+    return 0 if bias is None else 1 if bias.shape[2] == 1 or bias.stride(2) == 0 else 2
 
 
 def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: Tensor | None) -> None:
@@ -102,11 +144,12 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
     batch, heads, rows, dim = query.shape
     columns, width = key.shape[2], gate_query.shape[3]
     strides = (0,) * 4 if bias is None else bias.expand(batch, heads, rows, columns).stride()
-    biased = 0 if bias is None else 1 if strides[2] == 0 else 2
-    block_n, block_m, stages = _blocks(name, query, gate_query, biased)
-    programs = triton.cdiv(columns, block_m) if name.startswith('columns') else triton.cdiv(rows, block_n)
+    biased = _biased(bias)
+    blocks = _blocks(name, query, gate_query, biased)
+    by_columns = name.startswith('columns')
+    programs = triton.cdiv(columns, blocks.columns) if by_columns else triton.cdiv(rows, blocks.rows)
     kernel = getattr(kernels, name)
-    launch = kernel[(programs * batch * heads,)]
+    launch = kernel[(programs * batch * (heads // 2 if blocks.pair else heads),)]
     with on_device(query):
         launch(
             *tensors,
@@ -122,14 +165,15 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
             BLOCK_D=padded(dim),
             BLOCK_E=padded(width),
             BIASED=biased,
-            EVEN=columns % block_m == 0 or name.startswith('columns'),
-            BLOCK_N=block_n,
-            BLOCK_M=block_m,
+            EVEN=by_columns or columns % blocks.columns == 0,
+            PAIR=blocks.pair,
+            BLOCK_N=blocks.rows,
+            BLOCK_M=blocks.columns,
             # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
             FAST_TANH=query.element_size() == 2 and not interpreted(),
             INTERPRETED=interpreted(),
             num_warps=NUM_WARPS,
-            num_stages=stages,
+            num_stages=blocks.stages,
             enable_fp_fusion=True,  # Triton 3.10 turned it off by default
         )
 
@@ -200,22 +244,29 @@ def _fused_backward(
 
     batch, heads, rows, _ = query.shape
     columns = key.shape[2]
-    block_n, _, _ = _blocks('rows_backward_kernel', query, gate_query, 0)  # rows do not depend on the bias
+    biased = _biased(bias)
+    by_row, by_column = (_blocks(f'{axis}_backward_kernel', query, gate_query, biased) for axis in ('rows', 'columns'))
     grad = grad.contiguous()
     delta = (grad.float() * output.float()).sum(-1)
     allocate = torch.empty_like if output.numel() and columns else torch.zeros_like
     grads = [allocate(x) for x in (query, key, value)]
-    per_head = [
-        allocate(x.expand(-1, heads, -1, -1), dtype=torch.float32, memory_format=torch.contiguous_format)
-        for x in (gate_query, gate_key)
+    # what a program, of one head or two, finds for its gate
+    per_program = [
+        allocate(
+            x.expand(-1, heads // 2 if blocks.pair else heads, -1, -1),
+            dtype=torch.float32,
+            memory_format=torch.contiguous_format,
+        )
+        for x, blocks in ((gate_query, by_row), (gate_key, by_column))
     ]
-    shares = query.new_zeros(batch * heads * triton.cdiv(rows, block_n), 4, dtype=torch.float32)
+    programs = batch * per_program[0].shape[1] * triton.cdiv(rows, by_row.rows)
+    shares = query.new_zeros(programs, 4, dtype=torch.float32)
     inputs = [query, key, value, gate_query, gate_key, scalars, query if bias is None else bias, lse, delta, grad]
     shaped = (query, key, gate_query)
     if output.numel() and columns:
-        _launch('rows_backward_kernel', [*inputs, grads[0], per_head[0], shares], shaped, bias)
-        _launch('columns_backward_kernel', [*inputs, grads[1], grads[2], per_head[1]], shaped, bias)
-    gates = [x.sum_to_size(gate.shape).to(gate.dtype) for x, gate in zip(per_head, (gate_query, gate_key), strict=True)]
+        _launch('rows_backward_kernel', [*inputs, grads[0], per_program[0], shares], shaped, bias)
+        _launch('columns_backward_kernel', [*inputs, grads[1], grads[2], per_program[1]], shaped, bias)
+    gates = [x.sum_to_size(gate.shape).to(gate.dtype) for x, gate in zip(per_program, (gate_query, gate_key), strict=True)]
     return grads[0], grads[1], grads[2], gates[0], gates[1], shares.sum(0)
 
 
