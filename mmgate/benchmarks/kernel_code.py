@@ -36,7 +36,7 @@ class Listing:
         kernel: Its name.
         dtype: Of the inputs: ``'fp32'``, ``'fp16'`` or ``'bf16'``.
         dim: Channels of a head (and of the gate).
-        block: What a program works on.
+        block: What a program works on: queries; or rows, columns and heads.
         registers: A thread's.
         spilled: Bytes a thread has on the stack.
         shared: Bytes of shared memory a program has.
@@ -63,7 +63,9 @@ class Listing:
     opcodes: dict[str, int]
 
 
-def listings(op: str, dtype: str, dim: int, bias: int = 0, capability: int = CAPABILITY) -> Iterator[Listing]:
+def listings(
+    op: str, dtype: str, dim: int, bias: int = 0, capability: int = CAPABILITY, shared: bool = True
+) -> Iterator[Listing]:
     """Compile an operator's kernels as they are launched on a GPU and read the listings.
 
     Args:
@@ -72,13 +74,15 @@ def listings(op: str, dtype: str, dim: int, bias: int = 0, capability: int = CAP
         dim: Channels of a head: 16, 32, 64 or 128.
         bias: Of ``plug_attention``: 0 for none, 1 for one of all rows (padding), 2 for a full one.
         capability: Of the GPU, one of :data:`CAPABILITIES`.
+        shared: Of ``plug_attention``: pairs of heads share their gate.
 
     Raises:
         RuntimeError: Triton's interpreter is on, or this Triton brings no disassembler.
     """
     if interpreted():
         raise RuntimeError('TRITON_INTERPRET=1 interprets kernels; unset it to compile them.')
-    yield from _sampler(dtype, dim, capability) if op == 'ms_deform_attn' else _plug(dtype, dim, bias, capability)
+    of_sampler = op == 'ms_deform_attn'
+    yield from _sampler(dtype, dim, capability) if of_sampler else _plug(dtype, dim, bias, capability, shared)
 
 
 def _sampler(dtype: str, dim: int, capability: int) -> Iterator[Listing]:
@@ -97,20 +101,22 @@ def _sampler(dtype: str, dim: int, capability: int) -> Iterator[Listing]:
         yield _listing(kernel, dtype, dim, f'{rows * warps} queries', constants, types, warps, 1, unit, capability)
 
 
-def _plug(dtype: str, dim: int, bias: int, capability: int) -> Iterator[Listing]:
+def _plug(dtype: str, dim: int, bias: int, capability: int, shared: bool) -> Iterator[Listing]:
     from mmgate.ops.plug_attention import kernels
 
     warps = plug.NUM_WARPS
     wide = ('scalars_ptr', 'lse_ptr', 'delta_ptr', 'bias_ptr', 'grad_gq_ptr', 'grad_gk_ptr', 'grad_scalars_ptr')
     for name in plug.BLOCKS[ITEMSIZE[dtype]]:
-        rows, columns, stages = plug.blocks_of(name, ITEMSIZE[dtype], dim, bias == 2)
-        constants: dict[str, Any] = dict(D=dim, E=dim, BLOCK_D=dim, BLOCK_E=dim, BLOCK_N=rows, BLOCK_M=columns)
-        constants |= dict(BIASED=bias, EVEN=True, FAST_TANH=dtype != 'fp32', INTERPRETED=False)
+        blocks = plug.blocks_of(name, ITEMSIZE[dtype], dim, bias == 2, shared, capability)
+        constants: dict[str, Any] = dict(D=dim, E=dim, BLOCK_D=dim, BLOCK_E=dim, PAIR=blocks.pair)
+        constants |= dict(BLOCK_N=blocks.rows, BLOCK_M=blocks.columns)
+        constants |= dict(BIASED=bias, ONE_BIAS=True, EVEN=True, FAST_TANH=dtype != 'fp32', INTERPRETED=False)
         types = dict.fromkeys(wide, '*fp32')
-        unit = rows * columns / (32 * warps)
+        heads = 2 if blocks.pair else 1
+        unit = heads * blocks.rows * blocks.columns / (32 * warps)
         kernel = getattr(kernels, name)
-        block = f'{rows} x {columns}'
-        yield _listing(kernel, dtype, dim, block, constants, types, warps, stages, unit, capability)
+        block = f'{blocks.rows} x {blocks.columns}' + (' x 2 heads' if blocks.pair else '')
+        yield _listing(kernel, dtype, dim, block, constants, types, warps, blocks.stages, unit, capability)
 
 
 def _listing(

@@ -60,18 +60,19 @@ def _registers(text: str) -> tuple[set[int], set[int]]:
     if opcode.startswith('HGMMA'):
         columns = int(re.search(r'x(\d+)x', opcode)[1])  # type: ignore[index]
         return _span(operands[0], columns // 2), _span(operands[1], 4) if operands[1].startswith('R') else set()
-    size = 4 if '.128' in opcode else 2 if re.search(r'\.64|WIDE', opcode) else 1
     stores = re.match(r'ST|RED|ATOM|BAR|BRA|EXIT|LDGSTS|UTMA|SYNCS', opcode) is not None
+    width = re.search(r'\.(128|64|M88\.4|M88\.2|WIDE)', opcode)
+    size = {'128': 4, 'M88.4': 4}.get(width[1], 2) if width else 1
     written: set[int] = set()
     read: set[int] = set()
     for index, operand in enumerate(operands):
-        into = written if index == 0 and not stores else read
+        factor = 'WIDE' in opcode and index in (1, 2)  # of two words are the product and what is added to it
         for name in re.findall(r'\bR\d+(?:\.64)?', operand):
-            wide = 2 if name.endswith('.64') else 1 if '[' in operand else size
-            into |= _span(name, wide)
+            words = 2 if name.endswith('.64') else 1 if '[' in operand or factor else size
+            (written if index == 0 and not stores else read).update(_span(name, words))
     return written, read
 
 
 def _span(name: str, size: int) -> set[int]:
-    match = re.match(r'-?\|?R(\d+)', name)
+    match = re.match(r'R(\d+)', name)
     return set(range(int(match[1]), int(match[1]) + size)) if match else set()

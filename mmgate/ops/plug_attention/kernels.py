@@ -82,40 +82,44 @@ def _gate(gx, gy, a, b, c, e, gate_scale, FAST_TANH: tl.constexpr, INTERPRETED: 
 
 
 @triton.jit
-def _logits(
-    x, y, factor, bias_ptr, n, m, rows, columns, bias_n, bias_m,
-    BIASED: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Return Q K^T and the logits times log2(e) of a block; -inf in columns outside, unless EVEN.
+def _added(bias_ptr, n, m, rows, columns, bias_n, bias_m, BIASED: tl.constexpr, EVEN: tl.constexpr):
+    """Return what is added to a block's logits times log2(e): the bias, and -inf in columns outside, unless EVEN.
 
-    x is of Q and y of K, or the other way round if TRANSPOSED, which every map then is. ``factor`` is f with the scale.
+    n and m are indices (N, 1) and (1, M), or (1, N) and (M, 1); the result has an axis of 1 where all rows share it.
+    """
+    inside = m < columns
+    if not BIASED:
+        return tl.where(inside, 0.0, float('-inf'))
+    at = m.to(tl.int64) * bias_m
+    if BIASED == 2:  # not one for all rows
+        at += n.to(tl.int64) * bias_n
+        inside = inside & (n < rows)
+    bias = tl.load(bias_ptr + at, mask=inside, other=0.0 if EVEN else float('-inf'))
+    return bias.to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
+def _logits(x, y, factor, added, ADDED: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return Q K^T and the logits times log2(e) of a block, or both transposed if x is of K and y of Q.
+
+    ``factor`` is f with the scale; ``added`` comes into the same instruction.
+
+    A row outside needs no mask: forward nothing of it is stored, backward its log-sum-exp is inf, so that its weights
+    are 0 whatever the bias. Nor does a column in the pass over columns, where nothing of one reaches another.
     """
     s = _dot(x, tl.trans(y), tl.zeros((x.shape[0], y.shape[0]), tl.float32), INTERPRETED)
-    logits = s * factor
-    n, m = (n[None, :], m[:, None]) if TRANSPOSED else (n[:, None], m[None, :])
-    if BIASED:
-        at = m.to(tl.int64) * bias_m
-        inside = m < columns
-        if BIASED == 2:  # not one for all rows
-            at += n.to(tl.int64) * bias_n
-            inside = inside & (n < rows)
-        logits += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
-    # A row outside needs no mask: forward nothing of it is stored, backward its log-sum-exp is inf, so that its
-    # weights are 0 whatever the bias. Nor does a column in the pass over columns, where nothing of one reaches another.
-    return s, logits if EVEN else tl.where(m < columns, logits, float('-inf'))
+    return s, s * factor + added if ADDED else s * factor
 
 
 @triton.jit
 def _attend(
-    q, factor, top, total, out, k_ptr, v_ptr, bias, n, m, rows, columns, bias_n, bias_m,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
+    q, factor, added, top, total, out, k_ptr, v_ptr, m, columns,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Take a block of columns into a head's running maximum, sum and output."""
     k = _rows(k_ptr, m, columns, D, BLOCK_D)
     v = _rows(v_ptr, m, columns, D, BLOCK_D)
-    _, logits = _logits(
-        q, k, factor, bias, n, m, rows, columns, bias_n, bias_m, BIASED, EVEN, False, INTERPRETED
-    )  # fmt: skip
+    _, logits = _logits(q, k, factor, added, ADDED, INTERPRETED)
     new_top = tl.maximum(top, tl.max(logits, 1))
     # nothing seen yet but masked keys, which only a bias makes
     shift = tl.where(new_top == float('-inf'), 0.0, new_top) if BIASED else new_top
@@ -136,10 +140,11 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, gq_ptr, gk_ptr, scalars_ptr, bias_ptr, out_ptr, lse_ptr,
     heads, gate_heads, rows, columns, bias_b, bias_h, bias_n, bias_m, scale, gate_scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BIASED: tl.constexpr,
-    EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FAST_TANH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    ONE_BIAS: tl.constexpr, EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Store output and log-sum-exp, to base 2, of BLOCK_N rows."""
+    ADDED: tl.constexpr = BIASED or not EVEN
     block, image, head, first, gate = _place(tl.cdiv(rows, BLOCK_N), heads, gate_heads, PAIR)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     a, b, c, e = _scalars(scalars_ptr)
@@ -159,14 +164,18 @@ def forward_kernel(
         gk = _rows(gk_ptr + gate * columns * E, m, columns, E, BLOCK_E)
         _, t = _gate(gq, gk, a, b, c, e, gate_scale, FAST_TANH, INTERPRETED)
         factor = t * to_base_2 + to_base_2
+        added = 0.0
+        if ADDED:
+            added = _added(bias, n[:, None], m[None, :], rows, columns, bias_n, bias_m, BIASED, EVEN)
         top, total, out = _attend(
-            q, factor, top, total, out, k_ptr, v_ptr, bias, n, m, rows, columns, bias_n, bias_m,
-            D, BLOCK_D, BIASED, EVEN, INTERPRETED,
-        )  # fmt: skip
+            q, factor, added, top, total, out, k_ptr, v_ptr, m, columns, D, BLOCK_D, BIASED, ADDED, INTERPRETED
+        )
         if PAIR:
+            if BIASED and not ONE_BIAS:
+                added = _added(bias + bias_h, n[:, None], m[None, :], rows, columns, bias_n, bias_m, BIASED, EVEN)
             top2, total2, out2 = _attend(
-                q2, factor, top2, total2, out2, k_ptr + columns * D, v_ptr + columns * D, bias + bias_h, n, m,
-                rows, columns, bias_n, bias_m, D, BLOCK_D, BIASED, EVEN, INTERPRETED,
+                q2, factor, added, top2, total2, out2, k_ptr + columns * D, v_ptr + columns * D, m, columns,
+                D, BLOCK_D, BIASED, ADDED, INTERPRETED,
             )  # fmt: skip
     _finish(out_ptr + first * rows * D, lse_ptr + first * rows, n, rows, top, total, out, D, BLOCK_D)
     if PAIR:
@@ -175,14 +184,9 @@ def forward_kernel(
 
 
 @triton.jit
-def _gradients(
-    x, y, grad, v, lse, delta, t, factor, bias, n, m, rows, columns, bias_n, bias_m,
-    BIASED: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Return P, dS and dL S / scale of a head's block; grad and v change places if TRANSPOSED."""
-    s, logits = _logits(
-        x, y, factor, bias, n, m, rows, columns, bias_n, bias_m, BIASED, EVEN, TRANSPOSED, INTERPRETED
-    )  # fmt: skip
+def _gradients(x, y, grad, v, lse, delta, t, factor, added, ADDED: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return P, dS and dL S / scale of a head's block; transposed if x and y, grad and v have changed places."""
+    s, logits = _logits(x, y, factor, added, ADDED, INTERPRETED)
     p = tl.exp2(logits - lse)
     grad_p = _dot(grad, tl.trans(v), tl.zeros(s.shape, tl.float32), INTERPRETED)
     grad_logits = p * (grad_p - delta)
@@ -200,15 +204,14 @@ def _of_row(q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows, D: tl.constexpr, BLOCK
 
 @triton.jit
 def _by_columns(
-    q, grad, lse, delta, t, factor, grad_q, k_ptr, v_ptr, bias, n, m, rows, columns, bias_n, bias_m,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
+    q, grad, lse, delta, t, factor, added, grad_q, k_ptr, v_ptr, m, columns,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ADDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Take a block of columns into a head's dQ; return it and dL S / scale."""
     k = _rows(k_ptr, m, columns, D, BLOCK_D)
     v = _rows(v_ptr, m, columns, D, BLOCK_D)
     _, grad_s, grad_f = _gradients(
-        q, k, grad, v, lse[:, None], delta[:, None], t, factor, bias, n, m, rows, columns, bias_n, bias_m,
-        BIASED, EVEN, False, INTERPRETED,
+        q, k, grad, v, lse[:, None], delta[:, None], t, factor, added, ADDED, INTERPRETED
     )  # fmt: skip
     return _dot(grad_s, k, grad_q, INTERPRETED), grad_f
 
@@ -219,10 +222,11 @@ def rows_backward_kernel(
     grad_q_ptr, grad_gq_ptr, grad_scalars_ptr,
     heads, gate_heads, rows, columns, bias_b, bias_h, bias_n, bias_m, scale, gate_scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BIASED: tl.constexpr,
-    EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FAST_TANH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    ONE_BIAS: tl.constexpr, EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Store dQ, and the head's or the pair's share of dQg and of the scalars, for BLOCK_N rows."""
+    ADDED: tl.constexpr = BIASED or not EVEN
     block, image, head, first, gate = _place(tl.cdiv(rows, BLOCK_N), heads, gate_heads, PAIR)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     a, b, c, e = _scalars(scalars_ptr)
@@ -249,14 +253,18 @@ def rows_backward_kernel(
         gk = _rows(gk_ptr + gate * columns * E, m, columns, E, BLOCK_E)
         r, t = _gate(gq, gk, a, b, c, e, gate_scale, FAST_TANH, INTERPRETED)
         factor = t * to_base_2 + to_base_2
+        added = 0.0
+        if ADDED:
+            added = _added(bias, n[:, None], m[None, :], rows, columns, bias_n, bias_m, BIASED, EVEN)
         grad_q, grad_f = _by_columns(
-            q, grad, lse, delta, t, factor, grad_q, k_ptr, v_ptr, bias, n, m, rows, columns, bias_n, bias_m,
-            D, BLOCK_D, BIASED, EVEN, INTERPRETED,
-        )  # fmt: skip
+            q, grad, lse, delta, t, factor, added, grad_q, k_ptr, v_ptr, m, columns, D, BLOCK_D, ADDED, INTERPRETED
+        )
         if PAIR:
+            if BIASED and not ONE_BIAS:
+                added = _added(bias + bias_h, n[:, None], m[None, :], rows, columns, bias_n, bias_m, BIASED, EVEN)
             grad_q2, grad_f2 = _by_columns(
-                q2, grad2, lse2, delta2, t, factor, grad_q2, k_ptr + columns * D, v_ptr + columns * D, bias + bias_h,
-                n, m, rows, columns, bias_n, bias_m, D, BLOCK_D, BIASED, EVEN, INTERPRETED,
+                q2, grad2, lse2, delta2, t, factor, added, grad_q2, k_ptr + columns * D, v_ptr + columns * D, m,
+                columns, D, BLOCK_D, ADDED, INTERPRETED,
             )  # fmt: skip
             grad_f += grad_f2
         grad_u = grad_f * (1.0 - t * t)
@@ -282,14 +290,13 @@ def rows_backward_kernel(
 
 @triton.jit
 def _by_rows(
-    k, v, t, factor, grad_k, grad_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, bias, n, m, rows, columns, bias_n, bias_m,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
+    k, v, t, factor, added, grad_k, grad_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ADDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Take a block of rows into a head's dK and dV; return them and dL S / scale, transposed."""
     q, grad, lse, delta = _of_row(q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows, D, BLOCK_D)
     p, grad_s, grad_f = _gradients(
-        k, q, v, grad, lse[None, :], delta[None, :], t, factor, bias, n, m, rows, columns, bias_n, bias_m,
-        BIASED, EVEN, True, INTERPRETED,
+        k, q, v, grad, lse[None, :], delta[None, :], t, factor, added, ADDED, INTERPRETED
     )  # fmt: skip
     return _dot(grad_s, q, grad_k, INTERPRETED), _dot(p, grad, grad_v, INTERPRETED), grad_f
 
@@ -300,8 +307,8 @@ def columns_backward_kernel(
     grad_k_ptr, grad_v_ptr, grad_gk_ptr,
     heads, gate_heads, rows, columns, bias_b, bias_h, bias_n, bias_m, scale, gate_scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BIASED: tl.constexpr,
-    EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FAST_TANH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    ONE_BIAS: tl.constexpr, EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Store dK and dV, and the head's or the pair's share of dKg, for BLOCK_M columns."""
     block, image, head, first, gate = _place(tl.cdiv(columns, BLOCK_M), heads, gate_heads, PAIR)
@@ -321,20 +328,31 @@ def columns_backward_kernel(
         k2, v2 = _rows(k_ptr + at2, m, columns, D, BLOCK_D), _rows(v_ptr + at2, m, columns, D, BLOCK_D)
         grad_k2, grad_v2 = grad_k, grad_v
     grad_gk = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    of_columns, of_columns2 = 0.0, 0.0
+    if BIASED == 1:
+        of_columns = _added(bias, 0, m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
+        of_columns2 = of_columns
+        if not ONE_BIAS:
+            of_columns2 = _added(bias + bias_h, 0, m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
     for start in range(0, rows, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         gq = _rows(gq_ptr + gate * rows * E, n, rows, E, BLOCK_E)
         r, t = _gate(gk, gq, a, b, c, e, gate_scale, FAST_TANH, INTERPRETED)
         factor = t * to_base_2 + to_base_2
+        added = of_columns
+        if BIASED == 2:
+            added = _added(bias, n[None, :], m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
         grad_k, grad_v, grad_f = _by_rows(
-            k, v, t, factor, grad_k, grad_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, bias, n, m, rows, columns,
-            bias_n, bias_m, D, BLOCK_D, BIASED, EVEN, INTERPRETED,
+            k, v, t, factor, added, grad_k, grad_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows,
+            D, BLOCK_D, BIASED, INTERPRETED,
         )  # fmt: skip
         if PAIR:
+            added = added if BIASED == 2 else of_columns2
+            if BIASED == 2 and not ONE_BIAS:
+                added = _added(bias + bias_h, n[None, :], m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
             grad_k2, grad_v2, grad_f2 = _by_rows(
-                k2, v2, t, factor, grad_k2, grad_v2, q_ptr + rows * D, grad_ptr + rows * D, lse_ptr + rows,
-                delta_ptr + rows, bias + bias_h, n, m, rows, columns, bias_n, bias_m,
-                D, BLOCK_D, BIASED, EVEN, INTERPRETED,
+                k2, v2, t, factor, added, grad_k2, grad_v2, q_ptr + rows * D, grad_ptr + rows * D, lse_ptr + rows,
+                delta_ptr + rows, n, rows, D, BLOCK_D, BIASED, INTERPRETED,
             )  # fmt: skip
             grad_f += grad_f2
         grad_r = grad_f * (1.0 - t * t) * ((2.0 * scale * gate_scale * a * c) * r + scale * (a * e + b * c))

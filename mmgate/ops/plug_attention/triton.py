@@ -32,8 +32,8 @@ BLOCKS = {
         'columns_backward_kernel': {16: (32, 64, 2), 32: (32, 64, 2), 64: (32, 32, 2), 128: (32, 16, 2)},
     },
 }
-# The same of programs of two heads that share their gate, by bytes, kernel and width, and by the GPU's generation (9 for
-# sm_90). Where there is no entry, or a full bias, a program has one head (KERNEL.md).
+# The same of programs of two heads that share their gate, by bytes, kernel and width, and by the GPU's generation,
+# 9 for sm_90. Where there is no entry, or a full bias, a program has one head (KERNEL.md).
 PAIRED: dict[tuple[int, str, int], dict[int, tuple[int, int, int]]] = {}
 NUM_WARPS = 4
 SMALL_BLOCKS = (16, 16, 1)  # in the interpreter, so that small shapes have several; the least that a product takes
@@ -165,6 +165,7 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
             BLOCK_D=padded(dim),
             BLOCK_E=padded(width),
             BIASED=biased,
+            ONE_BIAS=strides[1] == 0,
             EVEN=by_columns or columns % blocks.columns == 0,
             PAIR=blocks.pair,
             BLOCK_N=blocks.rows,
@@ -266,7 +267,9 @@ def _fused_backward(
     if output.numel() and columns:
         _launch('rows_backward_kernel', [*inputs, grads[0], per_program[0], shares], shaped, bias)
         _launch('columns_backward_kernel', [*inputs, grads[1], grads[2], per_program[1]], shaped, bias)
-    gates = [x.sum_to_size(gate.shape).to(gate.dtype) for x, gate in zip(per_program, (gate_query, gate_key), strict=True)]
+    gates = [
+        x.sum_to_size(gate.shape).to(gate.dtype) for x, gate in zip(per_program, (gate_query, gate_key), strict=True)
+    ]
     return grads[0], grads[1], grads[2], gates[0], gates[1], shares.sum(0)
 
 
