@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmgate.ops.ms_deform_attn import triton as sampler
-from mmgate.ops.plug_attention import triton as plug
+from mmgate.ops.plug_attention import blocks as plug
 from mmgate.ops.triton_backend import interpreted
 
 from .warpgroups import hazards
@@ -74,7 +74,7 @@ def listings(
         dim: Channels of a head: 16, 32, 64 or 128.
         bias: Of ``plug_attention``: 0 for none, 1 for one of all rows (padding), 2 for a full one.
         capability: Of the GPU, one of :data:`CAPABILITIES`.
-        shared: Of ``plug_attention``: pairs of heads share their gate.
+        shared: Of ``plug_attention``: pairs of heads share their gate and their bias.
 
     Raises:
         RuntimeError: Triton's interpreter is on, or this Triton brings no disassembler.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmgate.layers import GatingModulation, PLuGAttention
 from mmgate.ops import plug_attention
+from mmgate.ops.plug_attention import blocks
 from mmgate.ops.plug_attention import triton as kernels
 from mmgate.ops.triton_backend import interpreted
 
@@ -27,6 +28,7 @@ CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'cross': dict(columns=37),
     'one_block': dict(rows=7, columns=5),
     'odd_widths': dict(dim=20, width=12),
+    'mask_by_head': dict(bias='bh1m', masks=True),
     'padding_mask': dict(bias='b11m', masks=True),
     'full_mask': dict(bias='bhnm', masks=True),
     'float_bias': dict(bias='11nm'),
@@ -133,6 +135,29 @@ def test_no_keys_give_zeros(backend: str) -> None:
     assert torch.equal(output, torch.zeros_like(output))
     output.sum().backward()
     assert all(x.grad.isfinite().all() for x in tensors)
+
+
+@pytest.mark.parametrize(
+    'heads, gate_heads, bias, pair',
+    [
+        (8, 1, None, True),
+        (8, 8, None, False),
+        (3, 1, None, False),
+        (1, 1, None, False),
+        (2, 1, (2, 2, 1, 9), True),
+        (2, 1, (1, 1, 7, 9), True),
+        (2, 1, (1, 2, 7, 9), False),  # a program would hold two whole blocks of bias
+    ],
+)
+def test_who_shares_a_program(
+    heads: int, gate_heads: int, bias: tuple[int, ...] | None, pair: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, 'interpreted', lambda: False)
+    monkeypatch.setattr(blocks, 'capability_of', lambda device: 90)
+    query, gate_query = (torch.empty(2, n, 7, 32, dtype=torch.bfloat16) for n in (heads, gate_heads))
+    added = None if bias is None else torch.empty(bias)
+    for name in blocks.BLOCKS[2]:
+        assert blocks.blocks_for(name, query, gate_query, added).pair is pair
 
 
 def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,7 @@ On the CPU it runs only in Triton's interpreter (``TRITON_INTERPRET=1``), for te
 
 from __future__ import annotations
 
-import functools
-from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,37 +13,9 @@ from torch import Tensor
 from .. import triton_backend
 from ..library import operator
 from ..triton_backend import MAX_DIM, interpreted, on_device, padded
+from .blocks import NUM_WARPS, biased, blocks_for, is_shared
 
-__all__ = ['attend', 'blocks_of', 'why_not']
-# Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
-# channels: 64 where the listing for sm_90 shows warpgroup products without spills (KERNEL.md), and never more than
-# 99 KiB of shared memory, which every GPU since sm_80 has.
-BLOCKS = {
-    2: {
-        'forward_kernel': {16: (64, 64, 3), 32: (64, 64, 3), 64: (64, 64, 2), 128: (64, 32, 2)},
-        'rows_backward_kernel': {16: (64, 32, 3), 32: (64, 32, 3), 64: (64, 32, 2), 128: (64, 32, 2)},
-        'columns_backward_kernel': {16: (32, 64, 3), 32: (32, 64, 3), 64: (32, 64, 2), 128: (32, 32, 2)},
-    },
-    4: {
-        'forward_kernel': {16: (64, 32, 2), 32: (64, 32, 2), 64: (32, 32, 2), 128: (16, 32, 1)},
-        'rows_backward_kernel': {16: (64, 32, 2), 32: (64, 32, 2), 64: (32, 32, 2), 128: (16, 32, 2)},
-        'columns_backward_kernel': {16: (32, 64, 2), 32: (32, 64, 2), 64: (32, 32, 2), 128: (32, 16, 2)},
-    },
-}
-# The same of programs of two heads that share their gate, by bytes, kernel and width, and by the GPU's generation,
-# 9 for sm_90. Where there is no entry, or a full bias, a program has one head (KERNEL.md).
-PAIRED: dict[tuple[int, str, int], dict[int, tuple[int, int, int]]] = {}
-NUM_WARPS = 4
-SMALL_BLOCKS = (16, 16, 1)  # in the interpreter, so that small shapes have several; the least that a product takes
-
-
-class Blocks(NamedTuple):
-    """How a kernel works: two heads a program or one, rows and columns of a block, pipeline stages."""
-
-    pair: bool
-    rows: int
-    columns: int
-    stages: int
+__all__ = ['attend', 'why_not']
 
 
 def why_not(query: Tensor) -> str | None:
@@ -96,45 +66,6 @@ def attend(
     return _fused(*tensors, torch.stack([a, b, c, e]), bias)[0]
 
 
-def blocks_of(name: str, itemsize: int, widest: int, full_bias: bool, shared: bool, capability: int) -> Blocks:
-    """Return how a kernel works where one that is compiled for ``capability`` is launched.
-
-    Args:
-        name: Of the kernel.
-        itemsize: Bytes of an element.
-        widest: The wider of padded channels and gate channels: 16, 32, 64 or 128.
-        full_bias: There is a bias of rows and columns, which the stages hold, too.
-        shared: Pairs of heads share their gate.
-        capability: Of the GPU: 90 for sm_90.
-    """
-    paired = PAIRED.get((itemsize, name, widest), {}).get(capability // 10) if shared and not full_bias else None
-    if paired is not None:
-        return Blocks(True, *paired)
-    rows, columns, stages = BLOCKS[itemsize][name][widest]
-    return Blocks(False, rows, columns, 1 if full_bias and widest == MAX_DIM else stages)
-
-
-@functools.cache
-def _capability(device: torch.device) -> int:
-    from triton.runtime import driver
-
-    with torch.cuda.device(device) if device.type == 'cuda' else nullcontext():
-        return int(driver.active.get_current_target().arch)
-
-
-def _blocks(name: str, query: Tensor, gate_query: Tensor, biased: int) -> Blocks:
-    shared = gate_query.shape[1] == 1 and query.shape[1] % 2 == 0
-    if interpreted():
-        return Blocks(shared, *SMALL_BLOCKS)
-    widest = padded(max(query.shape[-1], gate_query.shape[-1]))
-    return blocks_of(name, query.element_size(), widest, biased == 2, shared, _capability(query.device))
-
-
-def _biased(bias: Tensor | None) -> int:
-    """Return 0 for no bias, 1 for one of all rows, 2 for another."""
-    return 0 if bias is None else 1 if bias.shape[2] == 1 or bias.stride(2) == 0 else 2
-
-
 def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: Tensor | None) -> None:
     import triton
 
@@ -144,8 +75,7 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
     batch, heads, rows, dim = query.shape
     columns, width = key.shape[2], gate_query.shape[3]
     strides = (0,) * 4 if bias is None else bias.expand(batch, heads, rows, columns).stride()
-    biased = _biased(bias)
-    blocks = _blocks(name, query, gate_query, biased)
+    blocks = blocks_for(name, query, gate_query, bias)
     by_columns = name.startswith('columns')
     programs = triton.cdiv(columns, blocks.columns) if by_columns else triton.cdiv(rows, blocks.rows)
     kernel = getattr(kernels, name)
@@ -164,8 +94,8 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
             E=width,
             BLOCK_D=padded(dim),
             BLOCK_E=padded(width),
-            BIASED=biased,
-            ONE_BIAS=strides[1] == 0,
+            BIASED=biased(bias),
+            ONE_BIAS=is_shared(bias, 1),
             EVEN=by_columns or columns % blocks.columns == 0,
             PAIR=blocks.pair,
             BLOCK_N=blocks.rows,
@@ -245,8 +175,7 @@ def _fused_backward(
 
     batch, heads, rows, _ = query.shape
     columns = key.shape[2]
-    biased = _biased(bias)
-    by_row, by_column = (_blocks(f'{axis}_backward_kernel', query, gate_query, biased) for axis in ('rows', 'columns'))
+    by_row, by_column = (blocks_for(f'{axis}_backward_kernel', query, gate_query, bias) for axis in ('rows', 'columns'))
     grad = grad.contiguous()
     delta = (grad.float() * output.float()).sum(-1)
     allocate = torch.empty_like if output.numel() and columns else torch.zeros_like
