@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import JITFunction, driver
 
 from mmgate.ops.ms_deform_attn import triton as fused
+from mmgate.ops.triton_backend import capability_of
 
 
 class Driver:
@@ -76,7 +77,10 @@ if __name__ == '__main__':
     for capability in map(int, sys.argv[1:]):
         driver.set_active(Driver(capability))
         fused.scalar_reductions.cache_clear()
+        capability_of.cache_clear()
         sampler(torch.float16, 2, 77, 8, 32, 4, [(6, 5), (3, 3)])
         sampler(torch.float32, 1, 1, 1, 20, 0, [(1, 1)])
         plug(torch.float16, 70, 100, 4, 1, 32, torch.zeros(1, 1, 1, 100))
+        plug(torch.bfloat16, 64, 128, 2, 1, 32, torch.zeros(64, 128)[None, None])  # two heads a program
+        plug(torch.bfloat16, 70, 100, 3, 1, 32, torch.zeros(1, 3, 70, 100))
         plug(torch.float32, 1, 1, 1, 1, 24, None)

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from mmgate.ops.ms_deform_attn import triton as sampler
-from mmgate.ops.plug_attention import triton as plug
+from mmgate.ops.plug_attention import blocks as plug
 from mmgate.ops.triton_backend import interpreted
+
+from .warpgroups import hazards
 
 ITEMSIZE = {'fp32': 4, 'fp16': 2, 'bf16': 2}
 CAPABILITIES = (80, 86, 89, 90, 120)  # Ampere, Ada, Hopper and Blackwell; 86, 89 and 120 are what is on a desk
@@ -34,13 +36,16 @@ class Listing:
         kernel: Its name.
         dtype: Of the inputs: ``'fp32'``, ``'fp16'`` or ``'bf16'``.
         dim: Channels of a head (and of the gate).
-        block: What a program works on.
+        block: What a program works on: queries; or rows, columns and heads.
         registers: A thread's.
         spilled: Bytes a thread has on the stack.
         shared: Bytes of shared memory a program has.
         instructions: Of a warp in the main loop, for one sample of one query (``ms_deform_attn``) or for 32 elements of
             the map (``plug_attention``).
+        special: Of these, those of the special-function units (MUFU: exponentials, tanh, reciprocals), of which a
+            multiprocessor starts one in two cycles.
         barriers: Barriers in the main loop.
+        hazards: Instructions that touch registers of warpgroup products in flight; none if the assembler is right.
         opcodes: Opcodes of the whole kernel with their modifiers, and how many there are.
     """
 
@@ -52,11 +57,15 @@ class Listing:
     spilled: int
     shared: int
     instructions: float
+    special: float
     barriers: int
+    hazards: list[str]
     opcodes: dict[str, int]
 
 
-def listings(op: str, dtype: str, dim: int, bias: int = 0, capability: int = CAPABILITY) -> Iterator[Listing]:
+def listings(
+    op: str, dtype: str, dim: int, bias: int = 0, capability: int = CAPABILITY, shared: bool = True
+) -> Iterator[Listing]:
     """Compile an operator's kernels as they are launched on a GPU and read the listings.
 
     Args:
@@ -65,13 +74,15 @@ def listings(op: str, dtype: str, dim: int, bias: int = 0, capability: int = CAP
         dim: Channels of a head: 16, 32, 64 or 128.
         bias: Of ``plug_attention``: 0 for none, 1 for one of all rows (padding), 2 for a full one.
         capability: Of the GPU, one of :data:`CAPABILITIES`.
+        shared: Of ``plug_attention``: pairs of heads share their gate and their bias.
 
     Raises:
         RuntimeError: Triton's interpreter is on, or this Triton brings no disassembler.
     """
     if interpreted():
         raise RuntimeError('TRITON_INTERPRET=1 interprets kernels; unset it to compile them.')
-    yield from _sampler(dtype, dim, capability) if op == 'ms_deform_attn' else _plug(dtype, dim, bias, capability)
+    of_sampler = op == 'ms_deform_attn'
+    yield from _sampler(dtype, dim, capability) if of_sampler else _plug(dtype, dim, bias, capability, shared)
 
 
 def _sampler(dtype: str, dim: int, capability: int) -> Iterator[Listing]:
@@ -90,20 +101,22 @@ def _sampler(dtype: str, dim: int, capability: int) -> Iterator[Listing]:
         yield _listing(kernel, dtype, dim, f'{rows * warps} queries', constants, types, warps, 1, unit, capability)
 
 
-def _plug(dtype: str, dim: int, bias: int, capability: int) -> Iterator[Listing]:
+def _plug(dtype: str, dim: int, bias: int, capability: int, shared: bool) -> Iterator[Listing]:
     from mmgate.ops.plug_attention import kernels
 
     warps = plug.NUM_WARPS
     wide = ('scalars_ptr', 'lse_ptr', 'delta_ptr', 'bias_ptr', 'grad_gq_ptr', 'grad_gk_ptr', 'grad_scalars_ptr')
     for name in plug.BLOCKS[ITEMSIZE[dtype]]:
-        rows, columns, stages = plug.blocks_of(name, ITEMSIZE[dtype], dim, bias == 2)
-        constants: dict[str, Any] = dict(D=dim, E=dim, BLOCK_D=dim, BLOCK_E=dim, BLOCK_N=rows, BLOCK_M=columns)
-        constants |= dict(BIASED=bias, EVEN=True, FAST_TANH=dtype != 'fp32', INTERPRETED=False)
+        blocks = plug.blocks_of(name, ITEMSIZE[dtype], dim, bias == 2, shared, capability)
+        constants: dict[str, Any] = dict(D=dim, E=dim, BLOCK_D=dim, BLOCK_E=dim, PAIR=blocks.pair)
+        constants |= dict(BLOCK_N=blocks.rows, BLOCK_M=blocks.columns)
+        constants |= dict(BIASED=bias, ONE_BIAS=True, EVEN=True, FAST_TANH=dtype != 'fp32', INTERPRETED=False)
         types = dict.fromkeys(wide, '*fp32')
-        unit = rows * columns / (32 * warps)
+        heads = 2 if blocks.pair else 1
+        unit = heads * blocks.rows * blocks.columns / (32 * warps)
         kernel = getattr(kernels, name)
-        block = f'{rows} x {columns}'
-        yield _listing(kernel, dtype, dim, block, constants, types, warps, stages, unit, capability)
+        block = f'{blocks.rows} x {blocks.columns}' + (' x 2 heads' if blocks.pair else '')
+        yield _listing(kernel, dtype, dim, block, constants, types, warps, blocks.stages, unit, capability)
 
 
 def _listing(
@@ -153,7 +166,9 @@ def _listing(
         spilled=found['STACK'] + found['LOCAL'],
         shared=compiled.metadata.shared,
         instructions=round(len(loop) / unit, 1),
+        special=round(sum(_opcode(text).startswith('MUFU') for text in loop) / unit, 2),
         barriers=sum(_opcode(text).startswith('BAR') for text in loop),
+        hazards=hazards(instructions),
         opcodes=dict(Counter(_opcode(text) for _, text in instructions)),
     )
 

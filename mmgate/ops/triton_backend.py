@@ -36,6 +36,15 @@ def on_device(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
+@functools.cache
+def capability_of(device: torch.device) -> int:
+    """Return the compute capability that kernels on ``device`` are compiled for: 90 for sm_90."""
+    from triton.runtime import driver
+
+    with torch.cuda.device(device) if device.type == 'cuda' else nullcontext():
+        return int(driver.active.get_current_target().arch)
+
+
 def why_not(heads: Tensor) -> str | None:
     """Return why a Triton backend cannot run on ``heads``, whose last dimension is a head's channels, or None."""
     if heads.device.type != 'cuda' and not interpreted():

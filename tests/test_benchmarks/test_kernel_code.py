@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT
 
 from mmgate.benchmarks.kernel_code import ITEMSIZE, OPS, SHARED, listings
+from mmgate.benchmarks.warpgroups import hazards
 from mmgate.ops.triton_backend import interpreted
 
 triton = pytest.importorskip('triton', minversion='3.2')
@@ -70,6 +71,53 @@ def test_plug_multiplies_by_warpgroups_and_does_not_spill(code: dict, dtype: str
             assert row['spilled'] == 0 and count(row, 'MUFU.TANH')
 
 
+def test_plug_by_pairs_of_heads(code: dict) -> None:
+    """What two heads of a shared gate save, and that the forward kernel keeps to it."""
+    for kernel in (KERNELS[0], *KERNELS[2:]):
+        assert code['plug_attention', kernel, 'bf16']['block'].endswith('2 heads')
+    forward = code['plug_attention', KERNELS[0], 'bf16']
+    assert forward['instructions'] <= 11 and forward['special'] <= 1.6
+    assert forward['shared'] <= SHARED[90] / 3 * 1024  # three programs a multiprocessor
+
+
+@pytest.mark.parametrize('capability', [89, 120])
+def test_plug_by_pairs_of_heads_before_and_after_hopper(tmp_path: Path, capability: int) -> None:
+    arguments = ('--op', 'plug_attention', '--dim', '32', '--dtype', 'bf16', '--capability', str(capability))
+    for row in run_tool(tmp_path / 'rows.json', *arguments):
+        assert row['block'].endswith('2 heads') and not row['spilled']
+        assert row['shared'] <= (SHARED[capability] - 1) / 2 * 1024  # two programs a multiprocessor
+
+
+def test_no_register_of_a_product_in_flight_is_touched(code: dict) -> None:
+    assert not any(row['hazards'] for row in code.values())
+
+
+FIRST = ('HGMMA.64x32x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT', 'HGMMA.64x32x16.F32.BF16 R24, R40, gdesc[UR8], R24, gsb0')
+WAIT = 'WARPGROUP.DEPBAR.LE gsb0, 0x0'
+SECOND = 'HGMMA.64x32x16.F32.BF16 R56, R44, gdesc[UR8], R56, gsb0'
+
+
+@pytest.mark.parametrize(
+    'listing, expected',
+    [
+        ((*FIRST, WAIT, 'FADD R1, R24, R40'), 0),
+        ((*FIRST, 'FADD R1, R40, R2', WAIT), 0),  # reading an operand does no harm
+        ((*FIRST, 'FADD R40, R1, R2', WAIT), 1),
+        ((*FIRST, 'FADD R1, R39, R2', WAIT), 1),  # the last register of the sum
+        ((*FIRST, 'STG.E.128 desc[UR4][R2.64], R20', WAIT), 0),
+        ((*FIRST, 'STG.E.128 desc[UR4][R2.64], R21', WAIT), 1),
+        ((*FIRST, 'IMAD.WIDE R4, R23, 0x4, R2', WAIT), 0),
+        ((*FIRST, '@P0 IMAD.WIDE R42, R1, 0x4, R2', WAIT), 1),
+        ((*FIRST, SECOND, 'WARPGROUP.DEPBAR.LE gsb0, 0x1', 'MOV R40, R24', 'MOV R1, R2'), 0),
+        ((*FIRST, SECOND, 'WARPGROUP.DEPBAR.LE gsb0, 0x1', 'MOV R44, R2'), 1),
+        (('MOV R40, R2', *FIRST, '@!P0 BRA 0x0', WAIT), 1),  # of the loop's next turn
+        (('MOV R48, R2', *FIRST, '@!P0 BRA 0x0', WAIT), 0),
+    ],
+)
+def test_hazards_of_warpgroup_products(listing: tuple[str, ...], expected: int) -> None:
+    assert len(hazards([(16 * index, text) for index, text in enumerate(listing)])) == expected
+
+
 @pytest.mark.parametrize('capability', [89, 120])
 @pytest.mark.parametrize('dtype, bias', [('fp32', '0'), ('bf16', '2')], ids=['float32', 'full_bias'])
 def test_the_widest_plug_fits_the_smallest_shared_memory(
@@ -91,7 +139,7 @@ def test_sampler_where_floats_are_added_one_by_one(tmp_path: Path, capability: i
 def test_launches_compile() -> None:
     """Of sizes that are 1, too, which Triton makes constants of."""
     kernels = compile_by('tests/compile_launches.py', '80', '90', '120').split()
-    assert kernels == 3 * (2 * list(KERNELS[:2]) + 2 * [KERNELS[0], *KERNELS[2:]])
+    assert kernels == 3 * (2 * list(KERNELS[:2]) + 4 * [KERNELS[0], *KERNELS[2:]])
 
 
 @pytest.mark.skipif(not interpreted(), reason='the kernels are compiled in this process')

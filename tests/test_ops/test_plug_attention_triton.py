@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mmgate.layers import GatingModulation, PLuGAttention
 from mmgate.ops import plug_attention
+from mmgate.ops.plug_attention import blocks
 from mmgate.ops.plug_attention import triton as kernels
 from mmgate.ops.triton_backend import interpreted
 
@@ -20,9 +21,14 @@ DEVICES = [pytest.param('cpu', id='interpreter'), pytest.param('cuda', id='gpu',
 CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'shared': {},
     'per_head': dict(gate_heads=2),
+    'one_head': dict(heads=1),
+    'three_heads': dict(heads=3, bias='bhnm', masks=True),  # which do not pair
+    'two_pairs': dict(heads=4, columns=37),
+    'two_pairs_masked': dict(heads=4, bias='bhnm', masks=True),
     'cross': dict(columns=37),
     'one_block': dict(rows=7, columns=5),
     'odd_widths': dict(dim=20, width=12),
+    'mask_by_head': dict(bias='bh1m', masks=True),
     'padding_mask': dict(bias='b11m', masks=True),
     'full_mask': dict(bias='bhnm', masks=True),
     'float_bias': dict(bias='11nm'),
@@ -47,6 +53,7 @@ def make(
     columns: int = 21,
     dim: int = 16,
     width: int = 16,
+    heads: int = 2,
     gate_heads: int = 1,
     bias: str | None = None,
     masks: bool = False,
@@ -54,13 +61,13 @@ def make(
 ) -> tuple[list[Tensor], Tensor | None, GatingModulation]:
     """Tensors, bias and gate; ``bias`` names its axes, b(atch), h(eads), n (rows), m (columns), or 1 for one of all."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(2, 2, rows, dim), (2, 2, columns, dim), (2, 2, columns, dim)]
+    shapes = [(2, heads, rows, dim), (2, heads, columns, dim), (2, heads, columns, dim)]
     shapes += [(2, gate_heads, rows, width), (2, gate_heads, columns, width)]
     tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     added = None
     if bias is not None:
         added = torch.randn(
-            [{'b': 2, 'h': 2, 'n': rows, 'm': columns}.get(axis, 1) for axis in bias], generator=generator
+            [{'b': 2, 'h': heads, 'n': rows, 'm': columns}.get(axis, 1) for axis in bias], generator=generator
         )
         if masks:
             added = torch.where(added > 0.3, -torch.inf, 0.0)
@@ -128,6 +135,29 @@ def test_no_keys_give_zeros(backend: str) -> None:
     assert torch.equal(output, torch.zeros_like(output))
     output.sum().backward()
     assert all(x.grad.isfinite().all() for x in tensors)
+
+
+@pytest.mark.parametrize(
+    'heads, gate_heads, bias, pair',
+    [
+        (8, 1, None, True),
+        (8, 8, None, False),
+        (3, 1, None, False),
+        (1, 1, None, False),
+        (2, 1, (2, 2, 1, 9), True),
+        (2, 1, (1, 1, 7, 9), True),
+        (2, 1, (1, 2, 7, 9), False),  # a program would hold two whole blocks of bias
+    ],
+)
+def test_who_shares_a_program(
+    heads: int, gate_heads: int, bias: tuple[int, ...] | None, pair: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, 'interpreted', lambda: False)
+    monkeypatch.setattr(blocks, 'capability_of', lambda device: 90)
+    query, gate_query = (torch.empty(2, n, 7, 32, dtype=torch.bfloat16) for n in (heads, gate_heads))
+    added = None if bias is None else torch.empty(bias)
+    for name in blocks.BLOCKS[2]:
+        assert blocks.blocks_for(name, query, gate_query, added).pair is pair
 
 
 def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,19 @@
 # mypy: disable-error-code=no-untyped-def
 """Triton kernels of PLuG attention with no N x M map in memory.
 
-    S = Q K^T / sqrt(d),  R = Qg Kg^T / sqrt(g),  u = (a R + b)(c R + e),  t = tanh u,  f = 1 + t
-    L = S f + bias,  P = softmax(L),  O = P V
+    S = Q K^T / sqrt(d),  R = Qg Kg^T / sqrt(g),  u = (a R + b)(c R + e) = (a c R + a e + b c) R + b e,  t = tanh u
+    f = 1 + t,  L = S f + bias,  P = softmax(L),  O = P V
 
-    dL = P (dO V^T - delta),  delta = rowsum(dO O),  dS = f dL,  du = dL S (1 - t^2),  dR = du (2 a c R + a e + b c)
+    dL = P (dO V^T - delta),  delta = rowsum(dO O),  dS = f dL
+    du = (1 - t^2) (sum of dL S over the heads of the gate),  dR = du (2 a c R + a e + b c)
 
 Layout: q (B, H, N, D), k, v (B, H, M, D), gq (B, G, N, E), gk (B, G, M, E) with G = H or 1, all contiguous; bias with
 strides over (B, H, N, M), 0 where it broadcasts; output (B, H, N, D), lse (B, H, N).
 
-R is formed anew for every head, also where heads share it: O(N) memory for one more product of width E. What a shared
-gate collects over the heads is written per head and summed outside, so nothing is added by atomics and every
-gradient is deterministic.
+A program has a block of rows (or columns, in the last kernel) of one head or, with PAIR, of two neighbouring heads that
+share their gate: then R, t and backward the two products with dR, 1 - t^2 and the scalars' sums are formed once for
+both. What a shared gate collects is written per program and summed outside, so nothing is added by atomics and every
+gradient is deterministic. Names that end in 2 are the second head's.
 
 The blocks keep the products as they come, K and Kg unscaled: scales, and log2(e) for exponentials to base 2, sit in
 the numbers that multiply them anyway. FAST_TANH takes the GPU's own tanh, good to 2^-11, else it is
@@ -55,43 +57,82 @@ def _tanh(u, FAST_TANH: tl.constexpr):
 
 
 @triton.jit
-def _logits(
-    x, y, gx, gy, bias_ptr, n, m, rows, columns, bias_n, bias_m, a, b, c, e, scale, gate_scale,
-    BIASED: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, FAST_TANH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Return Q K^T, Qg Kg^T, t and the logits times log2(e) of a block; -inf in columns outside, unless EVEN.
-
-    x is of Q and y of K, or the other way round if TRANSPOSED, which every map then is.
-    """
-    zero = tl.zeros((x.shape[0], y.shape[0]), tl.float32)
-    s = _dot(x, tl.trans(y), zero, INTERPRETED)
-    r = _dot(gx, tl.trans(gy), zero, INTERPRETED)
-    t = _tanh(((a * gate_scale) * r + b) * ((c * gate_scale) * r + e), FAST_TANH)
-    to_base_2 = scale * 1.4426950408889634
-    logits = s * (t * to_base_2 + to_base_2)
-    n, m = (n[None, :], m[:, None]) if TRANSPOSED else (n[:, None], m[None, :])
-    if BIASED:
-        at = m.to(tl.int64) * bias_m
-        inside = m < columns
-        if BIASED == 2:  # not one for all rows
-            at += n.to(tl.int64) * bias_n
-            inside = inside & (n < rows)
-        logits += tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
-    # A row outside needs no mask: forward nothing of it is stored, backward its log-sum-exp is inf, so that its
-    # weights are 0 whatever the bias. Nor does a column in the pass over columns, where nothing of one reaches another.
-    return s, r, t, logits if EVEN else tl.where(m < columns, logits, float('-inf'))
-
-
-@triton.jit
-def _place(blocks, heads, gate_heads):
-    """Return a program's block, its (image, head) in one number and in two, and the index of its gate.
+def _place(blocks, heads, gate_heads, PAIR: tl.constexpr):
+    """Return a program's block, its image and (first) head, both in one number, and the index of its gate.
 
     The grid has one axis, the only one that may be long: windows are many images.
     """
+    groups = heads // 2 if PAIR else heads
     block, pid = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    image, head = pid // heads, pid % heads
-    return block, pid, image, head, image * gate_heads + head % gate_heads  # gate 0 where the heads share it
+    image, head = pid // groups, pid % groups * (2 if PAIR else 1)
+    return block, image, head, image * heads + head, image * gate_heads + head % gate_heads  # 0 if the heads share it
+
+
+@triton.jit
+def _scalars(scalars_ptr):
+    return tl.load(scalars_ptr), tl.load(scalars_ptr + 1), tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
+
+
+@triton.jit
+def _gate(gx, gy, a, b, c, e, gate_scale, FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return Qg Kg^T, or its transpose, and t of a block."""
+    r = _dot(gx, tl.trans(gy), tl.zeros((gx.shape[0], gy.shape[0]), tl.float32), INTERPRETED)
+    u = ((a * c * gate_scale * gate_scale) * r + (a * e + b * c) * gate_scale) * r + b * e
+    return r, _tanh(u, FAST_TANH)
+
+
+@triton.jit
+def _added(bias_ptr, n, m, rows, columns, bias_n, bias_m, BIASED: tl.constexpr, EVEN: tl.constexpr):
+    """Return what is added to a block's logits times log2(e): the bias, and -inf in columns outside, unless EVEN.
+
+    n and m are indices (N, 1) and (1, M), or (1, N) and (M, 1); the result has an axis of 1 where all rows share it.
+    """
+    inside = m < columns
+    if not BIASED:
+        return tl.where(inside, 0.0, float('-inf'))
+    at = m.to(tl.int64) * bias_m
+    if BIASED == 2:  # not one for all rows
+        at += n.to(tl.int64) * bias_n
+        inside = inside & (n < rows)
+    bias = tl.load(bias_ptr + at, mask=inside, other=0.0 if EVEN else float('-inf'))
+    return bias.to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
+def _logits(x, y, factor, added, ADDED: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return Q K^T and the logits times log2(e) of a block, or both transposed if x is of K and y of Q.
+
+    ``factor`` is f with the scale; ``added`` comes into the same instruction.
+
+    A row outside needs no mask: forward nothing of it is stored, backward its log-sum-exp is inf, so that its weights
+    are 0 whatever the bias. Nor does a column in the pass over columns, where nothing of one reaches another.
+    """
+    s = _dot(x, tl.trans(y), tl.zeros((x.shape[0], y.shape[0]), tl.float32), INTERPRETED)
+    return s, s * factor + added if ADDED else s * factor
+
+
+@triton.jit
+def _attend(
+    q, factor, added, top, total, out, k_ptr, v_ptr, m, columns,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BIASED: tl.constexpr, ADDED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Take a block of columns into a head's running maximum, sum and output."""
+    k = _rows(k_ptr, m, columns, D, BLOCK_D)
+    v = _rows(v_ptr, m, columns, D, BLOCK_D)
+    _, logits = _logits(q, k, factor, added, ADDED, INTERPRETED)
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    # nothing seen yet but masked keys, which only a bias makes
+    shift = tl.where(new_top == float('-inf'), 0.0, new_top) if BIASED else new_top
+    p = tl.exp2(logits - shift[:, None])
+    fade = tl.exp2(top - shift)
+    return new_top, total * fade + tl.sum(p, 1), _dot(p, v, out * fade[:, None], INTERPRETED)
+
+
+@triton.jit
+def _finish(out_ptr, lse_ptr, n, rows, top, total, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    total = tl.where(n < rows, total, 1.0)
+    _store(out_ptr, n, rows, out / total[:, None], D, BLOCK_D)
+    tl.store(lse_ptr + n, top + tl.log2(total), mask=n < rows)
 
 
 @triton.jit
@@ -99,58 +140,80 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, gq_ptr, gk_ptr, scalars_ptr, bias_ptr, out_ptr, lse_ptr,
     heads, gate_heads, rows, columns, bias_b, bias_h, bias_n, bias_m, scale, gate_scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BIASED: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FAST_TANH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    ONE_BIAS: tl.constexpr, EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store output and log-sum-exp, to base 2, of BLOCK_N rows of one head."""
-    block, pid, image, head, gate = _place(tl.cdiv(rows, BLOCK_N), heads, gate_heads)
+    """Store output and log-sum-exp, to base 2, of BLOCK_N rows."""
+    ADDED: tl.constexpr = BIASED or not EVEN
+    block, image, head, first, gate = _place(tl.cdiv(rows, BLOCK_N), heads, gate_heads, PAIR)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    a, b = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
-    c, e = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
-    q = _rows(q_ptr + pid * rows * D, n, rows, D, BLOCK_D)
+    a, b, c, e = _scalars(scalars_ptr)
+    to_base_2 = scale * 1.4426950408889634
     gq = _rows(gq_ptr + gate * rows * E, n, rows, E, BLOCK_E)
+    k_ptr, v_ptr = k_ptr + first * columns * D, v_ptr + first * columns * D
     bias = bias_ptr + image * bias_b + head * bias_h
+    q = _rows(q_ptr + first * rows * D, n, rows, D, BLOCK_D)
     top = tl.full((BLOCK_N,), float('-inf'), tl.float32)
     total = tl.zeros((BLOCK_N,), tl.float32)
     out = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    if PAIR:
+        q2 = _rows(q_ptr + (first + 1) * rows * D, n, rows, D, BLOCK_D)
+        top2, total2, out2 = top, total, out
     for start in range(0, columns, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
-        k = _rows(k_ptr + pid * columns * D, m, columns, D, BLOCK_D)
-        v = _rows(v_ptr + pid * columns * D, m, columns, D, BLOCK_D)
         gk = _rows(gk_ptr + gate * columns * E, m, columns, E, BLOCK_E)
-        _, _, _, logits = _logits(
-            q, k, gq, gk, bias, n, m, rows, columns, bias_n, bias_m, a, b, c, e, scale, gate_scale,
-            BIASED, EVEN, False, FAST_TANH, INTERPRETED,
-        )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        shift = tl.where(new_top == float('-inf'), 0.0, new_top)  # nothing seen yet but masked keys
-        p = tl.exp2(logits - shift[:, None])
-        fade = tl.exp2(top - shift)
-        total = total * fade + tl.sum(p, 1)
-        out = _dot(p, v, out * fade[:, None], INTERPRETED)
-        top = new_top
-    total = tl.where(n < rows, total, 1.0)
-    _store(out_ptr + pid * rows * D, n, rows, out / total[:, None], D, BLOCK_D)
-    tl.store(lse_ptr + pid * rows + n, top + tl.log2(total), mask=n < rows)
+        _, t = _gate(gq, gk, a, b, c, e, gate_scale, FAST_TANH, INTERPRETED)
+        factor = t * to_base_2 + to_base_2
+        added = 0.0
+        if ADDED:
+            added = _added(bias, n[:, None], m[None, :], rows, columns, bias_n, bias_m, BIASED, EVEN)
+        top, total, out = _attend(
+            q, factor, added, top, total, out, k_ptr, v_ptr, m, columns, D, BLOCK_D, BIASED, ADDED, INTERPRETED
+        )
+        if PAIR:
+            if BIASED and not ONE_BIAS:
+                added = _added(bias + bias_h, n[:, None], m[None, :], rows, columns, bias_n, bias_m, BIASED, EVEN)
+            top2, total2, out2 = _attend(
+                q2, factor, added, top2, total2, out2, k_ptr + columns * D, v_ptr + columns * D, m, columns,
+                D, BLOCK_D, BIASED, ADDED, INTERPRETED,
+            )  # fmt: skip
+    _finish(out_ptr + first * rows * D, lse_ptr + first * rows, n, rows, top, total, out, D, BLOCK_D)
+    if PAIR:
+        second = (first + 1) * rows
+        _finish(out_ptr + second * D, lse_ptr + second, n, rows, top2, total2, out2, D, BLOCK_D)
 
 
 @triton.jit
-def _gradients(
-    x, y, gx, gy, grad, v, lse, delta, bias_ptr, n, m, rows, columns, bias_n, bias_m, a, b, c, e, scale, gate_scale,
-    BIASED: tl.constexpr, EVEN: tl.constexpr, TRANSPOSED: tl.constexpr, FAST_TANH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Return P, dS, dR, du / scale and Qg Kg^T of a block; grad and v change places if TRANSPOSED."""
-    s, r, t, logits = _logits(
-        x, y, gx, gy, bias_ptr, n, m, rows, columns, bias_n, bias_m, a, b, c, e, scale, gate_scale,
-        BIASED, EVEN, TRANSPOSED, FAST_TANH, INTERPRETED,
-    )  # fmt: skip
+def _gradients(x, y, grad, v, lse, delta, t, factor, added, ADDED: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Return P, dS and dL S / scale of a head's block; transposed if x and y, grad and v have changed places."""
+    s, logits = _logits(x, y, factor, added, ADDED, INTERPRETED)
     p = tl.exp2(logits - lse)
     grad_p = _dot(grad, tl.trans(v), tl.zeros(s.shape, tl.float32), INTERPRETED)
     grad_logits = p * (grad_p - delta)
-    grad_u = grad_logits * s * (1.0 - t * t)
-    grad_r = grad_u * ((2.0 * scale * gate_scale * a * c) * r + scale * (a * e + b * c))
-    return p, grad_logits * t + grad_logits, grad_r, grad_u, r
+    return p, grad_logits * t + grad_logits, grad_logits * s
+
+
+@triton.jit
+def _of_row(q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return what the backward pass needs of a head's rows: q, dO, log-sum-exp and delta."""
+    q = _rows(q_ptr, n, rows, D, BLOCK_D)
+    grad = _rows(grad_ptr, n, rows, D, BLOCK_D)
+    lse = tl.load(lse_ptr + n, mask=n < rows, other=float('inf'))
+    return q, grad, lse, tl.load(delta_ptr + n, mask=n < rows, other=0.0)
+
+
+@triton.jit
+def _by_columns(
+    q, grad, lse, delta, t, factor, added, grad_q, k_ptr, v_ptr, m, columns,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ADDED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Take a block of columns into a head's dQ; return it and dL S / scale."""
+    k = _rows(k_ptr, m, columns, D, BLOCK_D)
+    v = _rows(v_ptr, m, columns, D, BLOCK_D)
+    _, grad_s, grad_f = _gradients(
+        q, k, grad, v, lse[:, None], delta[:, None], t, factor, added, ADDED, INTERPRETED
+    )  # fmt: skip
+    return _dot(grad_s, k, grad_q, INTERPRETED), grad_f
 
 
 @triton.jit
@@ -159,50 +222,83 @@ def rows_backward_kernel(
     grad_q_ptr, grad_gq_ptr, grad_scalars_ptr,
     heads, gate_heads, rows, columns, bias_b, bias_h, bias_n, bias_m, scale, gate_scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BIASED: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FAST_TANH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    ONE_BIAS: tl.constexpr, EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store dQ, dQg of this head and the scalars' share for BLOCK_N rows."""
-    block, pid, image, head, gate = _place(tl.cdiv(rows, BLOCK_N), heads, gate_heads)
+    """Store dQ, and the head's or the pair's share of dQg and of the scalars, for BLOCK_N rows."""
+    ADDED: tl.constexpr = BIASED or not EVEN
+    block, image, head, first, gate = _place(tl.cdiv(rows, BLOCK_N), heads, gate_heads, PAIR)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    a, b = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
-    c, e = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
-    q = _rows(q_ptr + pid * rows * D, n, rows, D, BLOCK_D)
-    grad = _rows(grad_ptr + pid * rows * D, n, rows, D, BLOCK_D)
+    a, b, c, e = _scalars(scalars_ptr)
+    to_base_2 = scale * 1.4426950408889634
     gq = _rows(gq_ptr + gate * rows * E, n, rows, E, BLOCK_E)
-    lse = tl.load(lse_ptr + pid * rows + n, mask=n < rows, other=float('inf'))
-    delta = tl.load(delta_ptr + pid * rows + n, mask=n < rows, other=0.0)
+    k_ptr, v_ptr = k_ptr + first * columns * D, v_ptr + first * columns * D
     bias = bias_ptr + image * bias_b + head * bias_h
+    at = first * rows
+    q, grad, lse, delta = _of_row(q_ptr + at * D, grad_ptr + at * D, lse_ptr + at, delta_ptr + at, n, rows, D, BLOCK_D)
     grad_q = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    if PAIR:
+        at += rows
+        q2, grad2, lse2, delta2 = _of_row(
+            q_ptr + at * D, grad_ptr + at * D, lse_ptr + at, delta_ptr + at, n, rows, D, BLOCK_D
+        )
+        grad_q2 = grad_q
     grad_gq = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
     # sums of du, du R and du R^2, of which the scalars' gradients are made
-    zeroth = tl.zeros((BLOCK_N,), tl.float32)
-    first = tl.zeros((BLOCK_N,), tl.float32)
-    second = tl.zeros((BLOCK_N,), tl.float32)
+    sum0 = tl.zeros((BLOCK_N,), tl.float32)
+    sum1 = tl.zeros((BLOCK_N,), tl.float32)
+    sum2 = tl.zeros((BLOCK_N,), tl.float32)
     for start in range(0, columns, BLOCK_M):
         m = start + tl.arange(0, BLOCK_M)
-        k = _rows(k_ptr + pid * columns * D, m, columns, D, BLOCK_D)
-        v = _rows(v_ptr + pid * columns * D, m, columns, D, BLOCK_D)
         gk = _rows(gk_ptr + gate * columns * E, m, columns, E, BLOCK_E)
-        _, grad_s, grad_r, grad_u, r = _gradients(
-            q, k, gq, gk, grad, v, lse[:, None], delta[:, None], bias, n, m, rows, columns, bias_n, bias_m,
-            a, b, c, e, scale, gate_scale, BIASED, EVEN, False, FAST_TANH, INTERPRETED,
-        )  # fmt: skip
-        grad_q = _dot(grad_s, k, grad_q, INTERPRETED)
+        r, t = _gate(gq, gk, a, b, c, e, gate_scale, FAST_TANH, INTERPRETED)
+        factor = t * to_base_2 + to_base_2
+        added = 0.0
+        if ADDED:
+            added = _added(bias, n[:, None], m[None, :], rows, columns, bias_n, bias_m, BIASED, EVEN)
+        grad_q, grad_f = _by_columns(
+            q, grad, lse, delta, t, factor, added, grad_q, k_ptr, v_ptr, m, columns, D, BLOCK_D, ADDED, INTERPRETED
+        )
+        if PAIR:
+            if BIASED and not ONE_BIAS:
+                added = _added(bias + bias_h, n[:, None], m[None, :], rows, columns, bias_n, bias_m, BIASED, EVEN)
+            grad_q2, grad_f2 = _by_columns(
+                q2, grad2, lse2, delta2, t, factor, added, grad_q2, k_ptr + columns * D, v_ptr + columns * D, m,
+                columns, D, BLOCK_D, ADDED, INTERPRETED,
+            )  # fmt: skip
+            grad_f += grad_f2
+        grad_u = grad_f * (1.0 - t * t)
+        grad_r = grad_u * ((2.0 * scale * gate_scale * a * c) * r + scale * (a * e + b * c))
         grad_gq = _dot(grad_r, gk, grad_gq, INTERPRETED)
-        zeroth += tl.sum(grad_u, 1)
-        first += tl.sum(grad_u * r, 1)
-        second += tl.sum(grad_u * r * r, 1)
-    _store(grad_q_ptr + pid * rows * D, n, rows, grad_q * scale, D, BLOCK_D)
-    _store(grad_gq_ptr + pid * rows * E, n, rows, grad_gq * gate_scale, E, BLOCK_E)
-    sum0 = tl.sum(zeroth) * scale
-    sum1 = tl.sum(first) * (scale * gate_scale)
-    sum2 = tl.sum(second) * (scale * gate_scale * gate_scale)
-    share = grad_scalars_ptr + tl.program_id(0) * 4
-    tl.store(share, c * sum2 + e * sum1)
-    tl.store(share + 1, c * sum1 + e * sum0)
-    tl.store(share + 2, a * sum2 + b * sum1)
-    tl.store(share + 3, a * sum1 + b * sum0)
+        sum0 += tl.sum(grad_u, 1)
+        sum1 += tl.sum(grad_u * r, 1)
+        sum2 += tl.sum(grad_u * r * r, 1)
+    _store(grad_q_ptr + first * rows * D, n, rows, grad_q * scale, D, BLOCK_D)
+    if PAIR:
+        _store(grad_q_ptr + (first + 1) * rows * D, n, rows, grad_q2 * scale, D, BLOCK_D)
+    share = (first // 2 if PAIR else first) * rows * E
+    _store(grad_gq_ptr + share, n, rows, grad_gq * gate_scale, E, BLOCK_E)
+    zeroth = tl.sum(sum0) * scale
+    linear = tl.sum(sum1) * (scale * gate_scale)
+    square = tl.sum(sum2) * (scale * gate_scale * gate_scale)
+    grad_scalars_ptr += tl.program_id(0) * 4
+    tl.store(grad_scalars_ptr, c * square + e * linear)
+    tl.store(grad_scalars_ptr + 1, c * linear + e * zeroth)
+    tl.store(grad_scalars_ptr + 2, a * square + b * linear)
+    tl.store(grad_scalars_ptr + 3, a * linear + b * zeroth)
+
+
+@triton.jit
+def _by_rows(
+    k, v, t, factor, added, grad_k, grad_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ADDED: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Take a block of rows into a head's dK and dV; return them and dL S / scale, transposed."""
+    q, grad, lse, delta = _of_row(q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows, D, BLOCK_D)
+    p, grad_s, grad_f = _gradients(
+        k, q, v, grad, lse[None, :], delta[None, :], t, factor, added, ADDED, INTERPRETED
+    )  # fmt: skip
+    return _dot(grad_s, q, grad_k, INTERPRETED), _dot(p, grad, grad_v, INTERPRETED), grad_f
 
 
 @triton.jit
@@ -211,35 +307,60 @@ def columns_backward_kernel(
     grad_k_ptr, grad_v_ptr, grad_gk_ptr,
     heads, gate_heads, rows, columns, bias_b, bias_h, bias_n, bias_m, scale, gate_scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BIASED: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, FAST_TANH: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    ONE_BIAS: tl.constexpr, EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store dK, dV and dKg of this head for BLOCK_M columns."""
-    block, pid, image, head, gate = _place(tl.cdiv(columns, BLOCK_M), heads, gate_heads)
+    """Store dK and dV, and the head's or the pair's share of dKg, for BLOCK_M columns."""
+    block, image, head, first, gate = _place(tl.cdiv(columns, BLOCK_M), heads, gate_heads, PAIR)
     m = block * BLOCK_M + tl.arange(0, BLOCK_M)
-    a, b = tl.load(scalars_ptr), tl.load(scalars_ptr + 1)
-    c, e = tl.load(scalars_ptr + 2), tl.load(scalars_ptr + 3)
-    k = _rows(k_ptr + pid * columns * D, m, columns, D, BLOCK_D)
-    v = _rows(v_ptr + pid * columns * D, m, columns, D, BLOCK_D)
+    a, b, c, e = _scalars(scalars_ptr)
+    to_base_2 = scale * 1.4426950408889634
     gk = _rows(gk_ptr + gate * columns * E, m, columns, E, BLOCK_E)
+    q_ptr, grad_ptr = q_ptr + first * rows * D, grad_ptr + first * rows * D
+    lse_ptr, delta_ptr = lse_ptr + first * rows, delta_ptr + first * rows
     bias = bias_ptr + image * bias_b + head * bias_h
+    at = first * columns * D
+    k, v = _rows(k_ptr + at, m, columns, D, BLOCK_D), _rows(v_ptr + at, m, columns, D, BLOCK_D)
     grad_k = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     grad_v = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    if PAIR:
+        at2 = at + columns * D
+        k2, v2 = _rows(k_ptr + at2, m, columns, D, BLOCK_D), _rows(v_ptr + at2, m, columns, D, BLOCK_D)
+        grad_k2, grad_v2 = grad_k, grad_v
     grad_gk = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    of_columns, of_columns2 = 0.0, 0.0
+    if BIASED == 1:
+        of_columns = _added(bias, 0, m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
+        of_columns2 = of_columns
+        if not ONE_BIAS:
+            of_columns2 = _added(bias + bias_h, 0, m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
     for start in range(0, rows, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
-        q = _rows(q_ptr + pid * rows * D, n, rows, D, BLOCK_D)
-        grad = _rows(grad_ptr + pid * rows * D, n, rows, D, BLOCK_D)
         gq = _rows(gq_ptr + gate * rows * E, n, rows, E, BLOCK_E)
-        lse = tl.load(lse_ptr + pid * rows + n, mask=n < rows, other=float('inf'))
-        delta = tl.load(delta_ptr + pid * rows + n, mask=n < rows, other=0.0)
-        p, grad_s, grad_r, _, _ = _gradients(
-            k, q, gk, gq, v, grad, lse[None, :], delta[None, :], bias, n, m, rows, columns, bias_n, bias_m,
-            a, b, c, e, scale, gate_scale, BIASED, EVEN, True, FAST_TANH, INTERPRETED,
+        r, t = _gate(gk, gq, a, b, c, e, gate_scale, FAST_TANH, INTERPRETED)
+        factor = t * to_base_2 + to_base_2
+        added = of_columns
+        if BIASED == 2:
+            added = _added(bias, n[None, :], m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
+        grad_k, grad_v, grad_f = _by_rows(
+            k, v, t, factor, added, grad_k, grad_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows,
+            D, BLOCK_D, BIASED, INTERPRETED,
         )  # fmt: skip
-        grad_v = _dot(p, grad, grad_v, INTERPRETED)
-        grad_k = _dot(grad_s, q, grad_k, INTERPRETED)
+        if PAIR:
+            added = added if BIASED == 2 else of_columns2
+            if BIASED == 2 and not ONE_BIAS:
+                added = _added(bias + bias_h, n[None, :], m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
+            grad_k2, grad_v2, grad_f2 = _by_rows(
+                k2, v2, t, factor, added, grad_k2, grad_v2, q_ptr + rows * D, grad_ptr + rows * D, lse_ptr + rows,
+                delta_ptr + rows, n, rows, D, BLOCK_D, BIASED, INTERPRETED,
+            )  # fmt: skip
+            grad_f += grad_f2
+        grad_r = grad_f * (1.0 - t * t) * ((2.0 * scale * gate_scale * a * c) * r + scale * (a * e + b * c))
         grad_gk = _dot(grad_r, gq, grad_gk, INTERPRETED)
-    _store(grad_k_ptr + pid * columns * D, m, columns, grad_k * scale, D, BLOCK_D)
-    _store(grad_v_ptr + pid * columns * D, m, columns, grad_v, D, BLOCK_D)
-    _store(grad_gk_ptr + pid * columns * E, m, columns, grad_gk * gate_scale, E, BLOCK_E)
+    _store(grad_k_ptr + at, m, columns, grad_k * scale, D, BLOCK_D)
+    _store(grad_v_ptr + at, m, columns, grad_v, D, BLOCK_D)
+    if PAIR:
+        _store(grad_k_ptr + at2, m, columns, grad_k2 * scale, D, BLOCK_D)
+        _store(grad_v_ptr + at2, m, columns, grad_v2, D, BLOCK_D)
+    share = (first // 2 if PAIR else first) * columns * E
+    _store(grad_gk_ptr + share, m, columns, grad_gk * gate_scale, E, BLOCK_E)

@@ -13,25 +13,9 @@ from torch import Tensor
 from .. import triton_backend
 from ..library import operator
 from ..triton_backend import MAX_DIM, interpreted, on_device, padded
+from .blocks import NUM_WARPS, biased, blocks_for, is_shared
 
-__all__ = ['attend', 'blocks_of', 'why_not']
-# Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
-# channels: 64 where the listing for sm_90 shows warpgroup products without spills (KERNEL.md), and never more than
-# 99 KiB of shared memory, which every GPU since sm_80 has.
-BLOCKS = {
-    2: {
-        'forward_kernel': {16: (64, 64, 3), 32: (64, 64, 3), 64: (64, 64, 2), 128: (64, 32, 2)},
-        'rows_backward_kernel': {16: (64, 32, 3), 32: (64, 32, 3), 64: (64, 32, 2), 128: (64, 32, 2)},
-        'columns_backward_kernel': {16: (32, 64, 3), 32: (32, 64, 3), 64: (32, 64, 2), 128: (32, 32, 2)},
-    },
-    4: {
-        'forward_kernel': {16: (64, 32, 2), 32: (64, 32, 2), 64: (32, 32, 2), 128: (16, 32, 1)},
-        'rows_backward_kernel': {16: (64, 32, 2), 32: (64, 32, 2), 64: (32, 32, 2), 128: (16, 32, 2)},
-        'columns_backward_kernel': {16: (32, 64, 2), 32: (32, 64, 2), 64: (32, 32, 2), 128: (32, 16, 2)},
-    },
-}
-NUM_WARPS = 4
-SMALL_BLOCKS = (16, 16, 1)  # in the interpreter, so that small shapes have several; the least that a product takes
+__all__ = ['attend', 'why_not']
 
 
 def why_not(query: Tensor) -> str | None:
@@ -82,17 +66,6 @@ def attend(
     return _fused(*tensors, torch.stack([a, b, c, e]), bias)[0]
 
 
-def blocks_of(name: str, itemsize: int, widest: int, full_bias: bool) -> tuple[int, int, int]:
-    """Return rows and columns of a kernel's block and its pipeline stages; the stages hold a full bias, too."""
-    rows, columns, stages = BLOCKS[itemsize][name][widest]
-    return rows, columns, 1 if full_bias and widest == MAX_DIM else stages
-
-
-def _blocks(name: str, query: Tensor, gate_query: Tensor, biased: int) -> tuple[int, int, int]:
-    widest = padded(max(query.shape[-1], gate_query.shape[-1]))
-    return SMALL_BLOCKS if interpreted() else blocks_of(name, query.element_size(), widest, biased == 2)
-
-
 def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: Tensor | None) -> None:
     import triton
 
@@ -102,11 +75,11 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
     batch, heads, rows, dim = query.shape
     columns, width = key.shape[2], gate_query.shape[3]
     strides = (0,) * 4 if bias is None else bias.expand(batch, heads, rows, columns).stride()
-    biased = 0 if bias is None else 1 if strides[2] == 0 else 2
-    block_n, block_m, stages = _blocks(name, query, gate_query, biased)
-    programs = triton.cdiv(columns, block_m) if name.startswith('columns') else triton.cdiv(rows, block_n)
+    blocks = blocks_for(name, query, gate_query, bias)
+    by_columns = name.startswith('columns')
+    programs = triton.cdiv(columns, blocks.columns) if by_columns else triton.cdiv(rows, blocks.rows)
     kernel = getattr(kernels, name)
-    launch = kernel[(programs * batch * heads,)]
+    launch = kernel[(programs * batch * (heads // 2 if blocks.pair else heads),)]
     with on_device(query):
         launch(
             *tensors,
@@ -121,15 +94,17 @@ def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: 
             E=width,
             BLOCK_D=padded(dim),
             BLOCK_E=padded(width),
-            BIASED=biased,
-            EVEN=columns % block_m == 0 or name.startswith('columns'),
-            BLOCK_N=block_n,
-            BLOCK_M=block_m,
+            BIASED=biased(bias),
+            ONE_BIAS=is_shared(bias, 1),
+            EVEN=by_columns or columns % blocks.columns == 0,
+            PAIR=blocks.pair,
+            BLOCK_N=blocks.rows,
+            BLOCK_M=blocks.columns,
             # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
             FAST_TANH=query.element_size() == 2 and not interpreted(),
             INTERPRETED=interpreted(),
             num_warps=NUM_WARPS,
-            num_stages=stages,
+            num_stages=blocks.stages,
             enable_fp_fusion=True,  # Triton 3.10 turned it off by default
         )
 
@@ -200,22 +175,30 @@ def _fused_backward(
 
     batch, heads, rows, _ = query.shape
     columns = key.shape[2]
-    block_n, _, _ = _blocks('rows_backward_kernel', query, gate_query, 0)  # rows do not depend on the bias
+    by_row, by_column = (blocks_for(f'{axis}_backward_kernel', query, gate_query, bias) for axis in ('rows', 'columns'))
     grad = grad.contiguous()
     delta = (grad.float() * output.float()).sum(-1)
     allocate = torch.empty_like if output.numel() and columns else torch.zeros_like
     grads = [allocate(x) for x in (query, key, value)]
-    per_head = [
-        allocate(x.expand(-1, heads, -1, -1), dtype=torch.float32, memory_format=torch.contiguous_format)
-        for x in (gate_query, gate_key)
+    # what a program, of one head or two, finds for its gate
+    per_program = [
+        allocate(
+            x.expand(-1, heads // 2 if blocks.pair else heads, -1, -1),
+            dtype=torch.float32,
+            memory_format=torch.contiguous_format,
+        )
+        for x, blocks in ((gate_query, by_row), (gate_key, by_column))
     ]
-    shares = query.new_zeros(batch * heads * triton.cdiv(rows, block_n), 4, dtype=torch.float32)
+    programs = batch * per_program[0].shape[1] * triton.cdiv(rows, by_row.rows)
+    shares = query.new_zeros(programs, 4, dtype=torch.float32)
     inputs = [query, key, value, gate_query, gate_key, scalars, query if bias is None else bias, lse, delta, grad]
     shaped = (query, key, gate_query)
     if output.numel() and columns:
-        _launch('rows_backward_kernel', [*inputs, grads[0], per_head[0], shares], shaped, bias)
-        _launch('columns_backward_kernel', [*inputs, grads[1], grads[2], per_head[1]], shaped, bias)
-    gates = [x.sum_to_size(gate.shape).to(gate.dtype) for x, gate in zip(per_head, (gate_query, gate_key), strict=True)]
+        _launch('rows_backward_kernel', [*inputs, grads[0], per_program[0], shares], shaped, bias)
+        _launch('columns_backward_kernel', [*inputs, grads[1], grads[2], per_program[1]], shaped, bias)
+    gates = [
+        x.sum_to_size(gate.shape).to(gate.dtype) for x, gate in zip(per_program, (gate_query, gate_key), strict=True)
+    ]
     return grads[0], grads[1], grads[2], gates[0], gates[1], shares.sum(0)
 
 

@@ -1,0 +1,111 @@
+"""How the Triton kernels of PLuG attention are cut into programs: by listings, as no GPU has run them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..triton_backend import MAX_DIM, capability_of, interpreted, padded
+
+# Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
+# channels: 64 where the listing for sm_90 shows warpgroup products without spills (KERNEL.md), and never more than
+# 99 KiB of shared memory, which every GPU since sm_80 has.
+BLOCKS = {
+    2: {
+        'forward_kernel': {16: (64, 64, 3), 32: (64, 64, 3), 64: (64, 64, 2), 128: (64, 32, 2)},
+        'rows_backward_kernel': {16: (64, 32, 3), 32: (64, 32, 3), 64: (64, 32, 2), 128: (64, 32, 2)},
+        'columns_backward_kernel': {16: (32, 64, 3), 32: (32, 64, 3), 64: (32, 64, 2), 128: (32, 32, 2)},
+    },
+    4: {
+        'forward_kernel': {16: (64, 32, 2), 32: (64, 32, 2), 64: (32, 32, 2), 128: (16, 32, 1)},
+        'rows_backward_kernel': {16: (64, 32, 2), 32: (64, 32, 2), 64: (32, 32, 2), 128: (16, 32, 2)},
+        'columns_backward_kernel': {16: (32, 64, 2), 32: (32, 64, 2), 64: (32, 32, 2), 128: (32, 16, 2)},
+    },
+}
+# The same of programs of two heads that share their gate, by the GPU's generation, too: 9 for sm_90. Such a program is
+# taken where it needs fewer instructions a head and as many heads are at work in a multiprocessor as by programs of one
+# head; it does not spill without a bias, and a few words with one (KERNEL.md has the counts). No entry: one head.
+PAIRED: dict[tuple[int, str], dict[int, dict[int, tuple[int, int, int]]]] = {
+    (2, 'forward_kernel'): {
+        16: {8: (64, 64, 3), 9: (64, 64, 3), 12: (64, 64, 3)},
+        32: {8: (64, 64, 2), 9: (64, 64, 3), 12: (64, 64, 2)},
+        64: {8: (64, 32, 2), 9: (64, 64, 2), 12: (64, 32, 2)},
+    },
+    (2, 'rows_backward_kernel'): {
+        16: {8: (64, 32, 3), 9: (64, 32, 3), 12: (64, 32, 3)},
+        32: {8: (64, 16, 3), 9: (64, 32, 3), 12: (64, 16, 3)},
+        64: {9: (64, 16, 2)},
+    },
+    (2, 'columns_backward_kernel'): {
+        16: {8: (32, 64, 3), 9: (32, 64, 3), 12: (32, 64, 3)},
+        32: {8: (16, 64, 3), 9: (32, 64, 3), 12: (16, 64, 3)},
+    },
+    (4, 'forward_kernel'): {16: {9: (64, 32, 2)}, 32: {9: (64, 32, 2)}},
+}
+# ... with a bias of rows and columns that the heads share, too
+PAIRED_FULL: dict[tuple[int, str], dict[int, dict[int, tuple[int, int, int]]]] = {
+    (2, 'forward_kernel'): {
+        16: {8: (64, 32, 3), 9: (64, 32, 3), 12: (64, 32, 3)},
+        32: {8: (64, 32, 2), 9: (64, 32, 3), 12: (64, 32, 2)},
+        64: {9: (64, 32, 2)},
+    },
+    (2, 'rows_backward_kernel'): {
+        16: {8: (64, 16, 3), 9: (64, 32, 3), 12: (64, 16, 3)},
+        32: {8: (64, 16, 3), 9: (64, 32, 3), 12: (64, 16, 3)},
+    },
+    (2, 'columns_backward_kernel'): {
+        16: {8: (16, 64, 3), 9: (32, 64, 3), 12: (16, 64, 3)},
+        32: {8: (16, 64, 3), 9: (16, 64, 3), 12: (16, 64, 3)},
+    },
+}
+NUM_WARPS = 4
+SMALL_BLOCKS = (16, 16, 1)  # in the interpreter, so that small shapes have several; the least that a product takes
+
+
+class Blocks(NamedTuple):
+    """How a kernel works: two heads a program or one, rows and columns of a block, pipeline stages."""
+
+    pair: bool
+    rows: int
+    columns: int
+    stages: int
+
+
+def blocks_of(name: str, itemsize: int, widest: int, full_bias: bool, pairs: bool, capability: int) -> Blocks:
+    """Return how a kernel works where it is launched on a GPU.
+
+    Args:
+        name: Of the kernel.
+        itemsize: Bytes of an element.
+        widest: The wider of padded channels and gate channels: 16, 32, 64 or 128.
+        full_bias: There is a bias of rows and columns, which the stages hold, too.
+        pairs: Pairs of heads share their gate, and the bias if it is a full one.
+        capability: Of the GPU: 90 for sm_90.
+    """
+    paired = PAIRED_FULL if full_bias else PAIRED
+    blocks = paired.get((itemsize, name), {}).get(widest, {}).get(capability // 10) if pairs else None
+    if blocks is not None:
+        return Blocks(True, *blocks)
+    rows, columns, stages = BLOCKS[itemsize][name][widest]
+    return Blocks(False, rows, columns, 1 if full_bias and widest == MAX_DIM else stages)
+
+
+def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None) -> Blocks:
+    """Return how a kernel works on these tensors, by small blocks in the interpreter."""
+    pairs, full = gate_query.shape[1] == 1 and query.shape[1] % 2 == 0, biased(bias) == 2
+    if interpreted():
+        return Blocks(pairs, *SMALL_BLOCKS)
+    widest = padded(max(query.shape[-1], gate_query.shape[-1]))
+    pairs = pairs and (not full or is_shared(bias, 1))
+    return blocks_of(name, query.element_size(), widest, full, pairs, capability_of(query.device))
+
+
+def is_shared(bias: Tensor | None, axis: int) -> bool:
+    """Return whether there is one bias for all of ``axis``, or none."""
+    return bias is None or bias.shape[axis] == 1 or bias.stride(axis) == 0
+
+
+def biased(bias: Tensor | None) -> int:
+    """Return 0 for no bias, 1 for one of all rows, 2 for another."""
+    return 0 if bias is None else 1 if is_shared(bias, 2) else 2
