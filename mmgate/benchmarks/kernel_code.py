@@ -75,19 +75,22 @@ def listings(op: str, dtype: str, dim: int, bias: int = 0, capability: int = CAP
 
 
 def _sampler(dtype: str, dim: int, capability: int) -> Iterator[Listing]:
-    from mmgate.ops.ms_deform_attn import kernels
+    from mmgate.ops.ms_deform_attn.backward_kernel import backward_kernel
+    from mmgate.ops.ms_deform_attn.kernels import forward_kernel
 
     warps = sampler.NUM_WARPS
-    for backward, kernel in enumerate((kernels.forward_kernel, kernels.backward_kernel)):
-        rows = sampler.rows_of_warp(dim, 4 if backward else ITEMSIZE[dtype], bool(backward) and capability < 90)
-        constants = dict(LEVELS=LEVELS, POINTS=POINTS, PADDED=LEVELS * POINTS, D=dim, BLOCK_D=dim, REFERENCE=2)
-        constants |= dict(GATED=True, RESIDUAL=True, POST=False, BLOCK_Q=rows * warps, gate_p=0)
+    for backward, kernel in enumerate((forward_kernel, backward_kernel)):
+        split = sampler.split_of(dim, ITEMSIZE[dtype], bool(backward), bool(backward) and capability < 90)
+        constants = dict(LEVELS=LEVELS, POINTS=POINTS, PADDED=LEVELS * POINTS, D=dim, REFERENCE=2, TILED=True)
+        constants |= dict(GATED=True, RESIDUAL=True, POST=False, gate_p=0) | split.constants(warps)
+        del constants['num_warps']
         if backward:
             constants |= dict(SCATTER=True, GRAD_REFERENCE=False)
-        types = dict.fromkeys(('shapes_ptr', 'starts_ptr'), '*i64')
-        types |= dict.fromkeys(('softmax_ptr', 'grad_value_ptr', 'grad_reference_ptr', 'grad_gate_ptr'), '*fp32')
-        unit = POINTS * rows  # the loop is over levels
-        yield _listing(kernel, dtype, dim, f'{rows * warps} queries', constants, types, warps, 1, unit, capability)
+        types = dict.fromkeys(('shapes_ptr', 'starts_ptr'), '*i64') | {'order_ptr': '*i32'}
+        types |= dict.fromkeys(('lse_ptr', 'grad_value_ptr', 'grad_reference_ptr', 'grad_gate_ptr'), '*fp32')
+        unit = POINTS * split.queries  # the loop is over levels
+        block = f'{constants["BLOCK_Q"]} queries'
+        yield _listing(kernel, dtype, dim, block, constants, types, warps, 1, unit, capability)
 
 
 def _plug(dtype: str, dim: int, bias: int, capability: int) -> Iterator[Listing]:
