@@ -41,6 +41,8 @@ class Listing:
         instructions: Of a warp in the main loop, for one sample of one query (``ms_deform_attn``) or for 32 elements of
             the map (``plug_attention``).
         barriers: Barriers in the main loop.
+        in_flight: Of the widest loads of the main loop, or of the loop in it, how many are under way at once at most:
+            issued before the numbers of the first are used.
         opcodes: Opcodes of the whole kernel with their modifiers, and how many there are.
     """
 
@@ -53,6 +55,7 @@ class Listing:
     shared: int
     instructions: float
     barriers: int
+    in_flight: int
     opcodes: dict[str, int]
 
 
@@ -88,9 +91,9 @@ def _sampler(dtype: str, dim: int, capability: int) -> Iterator[Listing]:
             constants |= dict(SCATTER=True, GRAD_REFERENCE=False)
         types = dict.fromkeys(('shapes_ptr', 'starts_ptr'), '*i64') | {'order_ptr': '*i32'}
         types |= dict.fromkeys(('lse_ptr', 'grad_value_ptr', 'grad_reference_ptr', 'grad_gate_ptr'), '*fp32')
-        unit = POINTS * split.queries  # the loop is over levels
+        unit = POINTS * split.queries  # the loop is over levels, and backward one over points in it
         block = f'{constants["BLOCK_Q"]} queries'
-        yield _listing(kernel, dtype, dim, block, constants, types, warps, 1, unit, capability)
+        yield _listing(kernel, dtype, dim, block, constants, types, warps, 1, unit, capability, POINTS)
 
 
 def _plug(dtype: str, dim: int, bias: int, capability: int) -> Iterator[Listing]:
@@ -120,6 +123,7 @@ def _listing(
     stages: int,
     unit: float,
     capability: int,
+    rounds: int = 1,
 ) -> Listing:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -146,7 +150,7 @@ def _listing(
         )
     found = {key: int(value) for key, value in re.findall(r'(REG|STACK|LOCAL):(\d+)', usage)}
     instructions = [(int(at, 16), text) for at, text in re.findall(r'/\*([0-9a-f]{4,})\*/\s+([^;]*?)\s*;', code)]
-    loop = _main_loop(instructions)
+    loop, inner = _main_loop(instructions)
     return Listing(
         kernel=kernel.__name__,
         dtype=dtype,
@@ -155,8 +159,9 @@ def _listing(
         registers=found['REG'],
         spilled=found['STACK'] + found['LOCAL'],
         shared=compiled.metadata.shared,
-        instructions=round(len(loop) / unit, 1),
+        instructions=round((len(loop) + (rounds - 1) * len(inner)) / unit, 1),
         barriers=sum(_opcode(text).startswith('BAR') for text in loop),
+        in_flight=_in_flight(inner or loop),
         opcodes=dict(Counter(_opcode(text) for _, text in instructions)),
     )
 
@@ -165,12 +170,30 @@ def _opcode(text: str) -> str:
     return re.sub(r'^@!?\w+\s+', '', text).split()[0]
 
 
-def _main_loop(instructions: list[tuple[int, str]]) -> list[str]:
-    """Return what lies between the target of a backward branch and the branch, of the longest such loop."""
-    longest: list[str] = []
+def _main_loop(instructions: list[tuple[int, str]]) -> tuple[list[str], list[str]]:
+    """Return what lies between the target of a backward branch and the branch: the longest such loop, and one in it."""
+    loops = []
     for at, text in instructions:
         target = re.search(r'\bBRA\b.*?0x([0-9a-f]+)', text)
         if target and int(target[1], 16) < at:
-            loop = [inner for place, inner in instructions if int(target[1], 16) <= place <= at]
-            longest = max(longest, loop, key=len)
-    return longest
+            loops.append((int(target[1], 16), at))
+    loops.sort(key=lambda loop: loop[0] - loop[1])
+    first, last = loops[0] if loops else (0, -1)
+    within = [loop for loop in loops[1:] if first < loop[0] and loop[1] < last]
+    spans = [(first, last), *within[:1], (0, -1)][:2]
+    main, inner = ([text for at, text in instructions if start <= at <= end] for start, end in spans)
+    return main, inner
+
+
+def _in_flight(loop: list[str]) -> int:
+    load = re.compile(r'LDG\.E(?:\.(64|128))?\S* R(\d+),')
+    found = [load.search(text) for text in loop]
+    widest = max((int(match[1] or 32) for match in found if match), default=0)
+    waiting: list[set[str]] = []
+    most = 0
+    for text, match in zip(loop, found, strict=True):
+        waiting = [registers for registers in waiting if not registers.intersection(re.findall(r'\bR\d+', text))]
+        if match and int(match[1] or 32) == widest:
+            waiting.append({f'R{int(match[2]) + i}' for i in range(widest // 32)})
+            most = max(most, len(waiting))
+    return most

@@ -21,15 +21,15 @@ def main() -> None:
     parser.add_argument('--out', type=Path, help='JSON to write, with the count of every opcode')
     args = parser.parse_args()
     rows = []
-    print('| kernel | dtype | channels | block | registers | bytes spilled | KiB shared | instructions |')
-    print('|---|---|---|---|---|---|---|---|')
+    print('| kernel | dtype | channels | block | registers | bytes spilled | KiB shared | instructions | in flight |')
+    print('|---|---|---|---|---|---|---|---|---|')
     for dtype in args.dtype:
         for dim in args.dim:
             for row in listings(args.op, dtype, dim, args.bias, args.capability):
                 rows.append(asdict(row))
                 print(
                     f'| {row.kernel} | {dtype} | {dim} | {row.block} | {row.registers} | {row.spilled} '
-                    f'| {row.shared / 1024:.0f} | {row.instructions} |',
+                    f'| {row.shared / 1024:.0f} | {row.instructions} | {row.in_flight} |',
                     flush=True,
                 )
     if args.out:

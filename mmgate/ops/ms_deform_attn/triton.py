@@ -128,7 +128,7 @@ def _tile_order(shapes: Tensor, starts: Tensor, tokens: int) -> Tensor:
 
     order = torch.empty(tokens, dtype=torch.int32, device=shapes.device)
     order_kernel[triton.cdiv(tokens, ORDER_BLOCK),](
-        shapes, starts, order, tokens, LEVELS=shapes.shape[0], BLOCK=ORDER_BLOCK
+        shapes, starts, order, tokens, LEVELS=shapes.shape[0], BLOCK=ORDER_BLOCK, enable_fp_fusion=True
     )
     return order
 
