@@ -41,8 +41,8 @@ class Listing:
         instructions: Of a warp in the main loop, for one sample of one query (``ms_deform_attn``) or for 32 elements of
             the map (``plug_attention``).
         barriers: Barriers in the main loop.
-        in_flight: Of the widest loads of the main loop, or of the loop in it, how many are under way at once at most:
-            issued before the numbers of the first are used.
+        in_flight: Of the widest loads of the main loop, or of the loop in it, how many on average are issued before the
+            numbers of one of them are used.
         opcodes: Opcodes of the whole kernel with their modifiers, and how many there are.
     """
 
@@ -55,7 +55,7 @@ class Listing:
     shared: int
     instructions: float
     barriers: int
-    in_flight: int
+    in_flight: float
     opcodes: dict[str, int]
 
 
@@ -185,15 +185,16 @@ def _main_loop(instructions: list[tuple[int, str]]) -> tuple[list[str], list[str
     return main, inner
 
 
-def _in_flight(loop: list[str]) -> int:
+def _in_flight(loop: list[str]) -> float:
     load = re.compile(r'LDG\.E(?:\.(64|128))?\S* R(\d+),')
     found = [load.search(text) for text in loop]
     widest = max((int(match[1] or 32) for match in found if match), default=0)
-    waiting: list[set[str]] = []
-    most = 0
+    waiting: set[str] = set()
+    loads, rounds = 0, 0
     for text, match in zip(loop, found, strict=True):
-        waiting = [registers for registers in waiting if not registers.intersection(re.findall(r'\bR\d+', text))]
+        if waiting.intersection(re.findall(r'\bR\d+', text)):
+            waiting, rounds = set(), rounds + 1
         if match and int(match[1] or 32) == widest:
-            waiting.append({f'R{int(match[2]) + i}' for i in range(widest // 32)})
-            most = max(most, len(waiting))
-    return most
+            waiting |= {f'R{int(match[2]) + i}' for i in range(widest // 32)}
+            loads += 1
+    return round(loads / max(rounds + bool(waiting), 1), 1)

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-SHAPES = ((100, 134), (50, 67), (25, 34), (13, 17))  # of an image of 800 x 1072
+SHAPES = ((100, 167), (50, 84), (25, 42), (13, 21))  # of an image of 800 x 1333
 HEADS, POINTS = 8, 4
 BAND = 8  # rows, as in the kernels
 

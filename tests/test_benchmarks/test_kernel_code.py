@@ -59,7 +59,7 @@ def test_sampler_moves_whole_vectors_and_does_not_spill(code: dict, dtype: str) 
     assert count(backward, 'LDG.E.128' if dtype == 'fp32' else 'LDG.E.64') >= 16  # as many lanes as float32 sums
     assert count(backward, 'REDG.E.ADD.F32x4') == 16  # two pieces of four corners of two queries
     assert forward['barriers'] == backward['barriers'] == 0
-    assert forward['in_flight'] >= 2 and backward['in_flight'] >= 8
+    assert forward['in_flight'] >= 2 and backward['in_flight'] >= 4
     assert forward['instructions'] <= 18 and backward['instructions'] <= (42 if dtype == 'fp32' else 48)
 
 
@@ -101,7 +101,7 @@ def test_loops_are_counted_by_their_rounds() -> None:
     texts += ['BRA 0x20', 'BRA 0x10', 'EXIT']
     loop, inner = kernel_code._main_loop([(16 * at, text) for at, text in enumerate(texts)])
     assert loop == texts[1:9] and inner == texts[2:8]
-    assert kernel_code._in_flight(inner) == 2
+    assert kernel_code._in_flight(inner) == 1.5  # two are waited for together, then one
 
 
 def test_launches_compile() -> None:

@@ -22,12 +22,12 @@ from .kernels import _bilinear, _corners, _level, _load, _piece, _place, _scales
 def _dot(ptr, row, on, d, g0, g1, g2, g3, D: tl.constexpr, PIECES: tl.constexpr):
     """Return the scalar products of rows of channels and of those whose pieces are given."""
     PIECE: tl.constexpr = d.shape[0]
-    x = _load(ptr, row, on, d, 0, D) * g0
+    x = _load(ptr, row, on, d, 0, D).to(tl.float32) * g0
     if PIECES > 1:
-        x += _load(ptr, row, on, d, PIECE, D) * g1
+        x += _load(ptr, row, on, d, PIECE, D).to(tl.float32) * g1
     if PIECES > 2:
-        x += _load(ptr, row, on, d, 2 * PIECE, D) * g2
-        x += _load(ptr, row, on, d, 3 * PIECE, D) * g3
+        x += _load(ptr, row, on, d, 2 * PIECE, D).to(tl.float32) * g2
+        x += _load(ptr, row, on, d, 3 * PIECE, D).to(tl.float32) * g3
     return tl.sum(x, 1)
 
 
@@ -35,12 +35,15 @@ def _dot(ptr, row, on, d, g0, g1, g2, g3, D: tl.constexpr, PIECES: tl.constexpr)
 def _grads(ptr, row, on, d, D: tl.constexpr, PIECES: tl.constexpr):
     """Return four pieces of rows of channels, of which the first PIECES are in use."""
     PIECE: tl.constexpr = d.shape[0]
-    g0 = _load(ptr, row, on, d, 0, D)
+    g0 = _load(ptr, row, on, d, 0, D).to(tl.float32)
     g1, g2, g3 = g0, g0, g0
     if PIECES > 1:
-        g1 = _load(ptr, row, on, d, PIECE, D)
+        g1 = _load(ptr, row, on, d, PIECE, D).to(tl.float32)
     if PIECES > 2:
-        g2, g3 = _load(ptr, row, on, d, 2 * PIECE, D), _load(ptr, row, on, d, 3 * PIECE, D)
+        g2, g3 = (
+            _load(ptr, row, on, d, 2 * PIECE, D).to(tl.float32),
+            _load(ptr, row, on, d, 3 * PIECE, D).to(tl.float32),
+        )
     return g0, g1, g2, g3
 
 

@@ -157,9 +157,9 @@ def _piece(row, on, d, FIRST: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def _load(ptr, row, on, d, FIRST: tl.constexpr, D: tl.constexpr):
-    """Return a piece of rows of channels, 0 where they are not on."""
+    """Return a piece of rows of channels in their own type, 0 where they are not on."""
     at, mask = _piece(row, on, d, FIRST, D)
-    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+    return tl.load(ptr + at, mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=['size_class'])
@@ -208,6 +208,7 @@ def forward_kernel(
                 points_ptr, at * 2, in_tile, height, width, scale_x, scale_y, shift_x, shift_y
             )
             w00, w10, w01, w11 = _bilinear(w, fx, fy)
+            # all loads stand before what uses or converts the first: the assembler keeps more of them under way
             upper = (start + top * width + left) * heads
             lower = upper + width * heads
             v00 = _load(value_ptr, upper, in_top & in_left, d, 0, D)
@@ -219,15 +220,15 @@ def forward_kernel(
                 u10 = _load(value_ptr, upper + heads, in_top & in_right, d, PIECE, D)
                 u01 = _load(value_ptr, lower, in_bottom & in_left, d, PIECE, D)
                 u11 = _load(value_ptr, lower + heads, in_bottom & in_right, d, PIECE, D)
-            total += w00[:, None] * v00
-            total += w10[:, None] * v10
-            total += w01[:, None] * v01
-            total += w11[:, None] * v11
+            total += w00[:, None] * v00.to(tl.float32)
+            total += w10[:, None] * v10.to(tl.float32)
+            total += w01[:, None] * v01.to(tl.float32)
+            total += w11[:, None] * v11.to(tl.float32)
             if PIECES == 2:
-                total2 += w00[:, None] * u00
-                total2 += w10[:, None] * u10
-                total2 += w01[:, None] * u01
-                total2 += w11[:, None] * u11
+                total2 += w00[:, None] * u00.to(tl.float32)
+                total2 += w10[:, None] * u10.to(tl.float32)
+                total2 += w01[:, None] * u01.to(tl.float32)
+                total2 += w11[:, None] * u11.to(tl.float32)
     at, mask = _piece(row, in_tile, d, 0, D)
     tl.store(output_ptr + at, total.to(output_ptr.dtype.element_ty), mask=mask)
     if PIECES == 2:
