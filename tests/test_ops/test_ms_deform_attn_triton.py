@@ -361,3 +361,15 @@ def test_a_warp_splits_every_row(dim: int, itemsize: int, scalars: bool, backwar
     rows = split.queries // 2 if backward else split.queries
     lane = 1 if scalars and backward else 16 // (4 if backward else itemsize)
     assert rows * split.piece == 32 * lane or rows == 1
+
+
+@pytest.mark.parametrize('backward', [False, True], ids=['forward', 'backward'])
+def test_what_the_autotuner_tries(backward: bool) -> None:
+    """Every split of queries over warps, with the pieces as they are, and again for an encoder than for a decoder."""
+    tuned = fused._kernel(backward, fused.split_of(32, 4, backward))
+    queries = 16 if backward else 8  # of a warp
+    assert [(c.kwargs['BLOCK_Q'], c.num_warps) for c in tuned.configs] == [
+        (queries * times * warps, warps) for times, warps in fused.TUNED
+    ]
+    assert {(c.kwargs['PIECE'], c.kwargs['PIECES']) for c in tuned.configs} == {(16, 2)}
+    assert {'size_class', 'heads', 'D', 'TILED'} <= set(tuned.keys)
