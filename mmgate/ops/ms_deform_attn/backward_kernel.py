@@ -23,9 +23,8 @@ def _dot(ptr, row, on, d, g0, g1, g2, g3, D: tl.constexpr, PIECES: tl.constexpr)
     """Return the scalar products of rows of channels and of those whose pieces are given."""
     PIECE: tl.constexpr = d.shape[0]
     x = _load(ptr, row, on, d, 0, D).to(tl.float32) * g0
-    if PIECES > 1:
-        x += _load(ptr, row, on, d, PIECE, D).to(tl.float32) * g1
-    if PIECES > 2:
+    x += _load(ptr, row, on, d, PIECE, D).to(tl.float32) * g1
+    if PIECES == 4:
         x += _load(ptr, row, on, d, 2 * PIECE, D).to(tl.float32) * g2
         x += _load(ptr, row, on, d, 3 * PIECE, D).to(tl.float32) * g3
     return tl.sum(x, 1)
@@ -36,10 +35,9 @@ def _grads(ptr, row, on, d, D: tl.constexpr, PIECES: tl.constexpr):
     """Return four pieces of rows of channels, of which the first PIECES are in use."""
     PIECE: tl.constexpr = d.shape[0]
     g0 = _load(ptr, row, on, d, 0, D).to(tl.float32)
-    g1, g2, g3 = g0, g0, g0
-    if PIECES > 1:
-        g1 = _load(ptr, row, on, d, PIECE, D).to(tl.float32)
-    if PIECES > 2:
+    g1 = _load(ptr, row, on, d, PIECE, D).to(tl.float32)
+    g2, g3 = g0, g1
+    if PIECES == 4:
         g2, g3 = (
             _load(ptr, row, on, d, 2 * PIECE, D).to(tl.float32),
             _load(ptr, row, on, d, 3 * PIECE, D).to(tl.float32),
@@ -59,9 +57,8 @@ def _scatter(ptr, row, on, d, s, g0, g1, g2, g3, D: tl.constexpr, PIECES: tl.con
     PIECE: tl.constexpr = d.shape[0]
     s = s[:, None]
     _reduce(ptr, row, on, d, s * g0, 0, D)
-    if PIECES > 1:
-        _reduce(ptr, row, on, d, s * g1, PIECE, D)
-    if PIECES > 2:
+    _reduce(ptr, row, on, d, s * g1, PIECE, D)
+    if PIECES == 4:
         _reduce(ptr, row, on, d, s * g2, 2 * PIECE, D)
         _reduce(ptr, row, on, d, s * g3, 3 * PIECE, D)
 
@@ -72,9 +69,8 @@ def _scatter2(ptr, row, on, d, s, g0, g1, g2, g3, t, h0, h1, h2, h3, D: tl.const
     PIECE: tl.constexpr = d.shape[0]
     s, t = s[:, None], t[:, None]
     _reduce(ptr, row, on, d, s * g0 + t * h0, 0, D)
-    if PIECES > 1:
-        _reduce(ptr, row, on, d, s * g1 + t * h1, PIECE, D)
-    if PIECES > 2:
+    _reduce(ptr, row, on, d, s * g1 + t * h1, PIECE, D)
+    if PIECES == 4:
         _reduce(ptr, row, on, d, s * g2 + t * h2, 2 * PIECE, D)
         _reduce(ptr, row, on, d, s * g3 + t * h3, 3 * PIECE, D)
 
@@ -142,8 +138,8 @@ def backward_kernel(
 ):  # fmt: skip
     """Gradients of values (by atomics, if SCATTER), points, reference (if GRAD_REFERENCE), logits and gate.
 
-    Those of the reference are a head's, (B, Q, H, L, R), and the gate's are a logit's; the host sums them. PIECES is 1,
-    2 or 4.
+    Those of the reference are a head's, (B, Q, H, L, R), and the gate's are a logit's; the host sums them. PIECES is 2
+    or 4.
     """
     COUNT: tl.constexpr = LEVELS * POINTS
     PAIRS: tl.constexpr = BLOCK_Q // 2

@@ -162,6 +162,12 @@ def _load(ptr, row, on, d, FIRST: tl.constexpr, D: tl.constexpr):
     return tl.load(ptr + at, mask=mask, other=0.0)
 
 
+@triton.jit
+def _load2(ptr, row, on, d, D: tl.constexpr):
+    """Return the two pieces of rows of channels."""
+    return _load(ptr, row, on, d, 0, D), _load(ptr, row, on, d, d.shape[0], D)
+
+
 @triton.jit(do_not_specialize=['size_class'])
 def forward_kernel(
     value_ptr, shapes_ptr, starts_ptr, order_ptr, points_ptr, reference_ptr, logits_ptr, gate_ptr, output_ptr, lse_ptr,
@@ -170,7 +176,8 @@ def forward_kernel(
     PIECES: tl.constexpr, REFERENCE: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
     TILED: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Store the attended values, and log2 of every softmax's sum. PIECES is 1 or 2."""
+    """Store the attended values, and log2 of every softmax's sum."""
+    tl.static_assert(PIECES == 2)
     COUNT: tl.constexpr = LEVELS * POINTS
     place = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     b, h, q, row, in_tile = _place(order_ptr, place, queries, heads, TILED)
@@ -211,26 +218,19 @@ def forward_kernel(
             # all loads stand before what uses or converts the first: the assembler keeps more of them under way
             upper = (start + top * width + left) * heads
             lower = upper + width * heads
-            v00 = _load(value_ptr, upper, in_top & in_left, d, 0, D)
-            v10 = _load(value_ptr, upper + heads, in_top & in_right, d, 0, D)
-            v01 = _load(value_ptr, lower, in_bottom & in_left, d, 0, D)
-            v11 = _load(value_ptr, lower + heads, in_bottom & in_right, d, 0, D)
-            if PIECES == 2:
-                u00 = _load(value_ptr, upper, in_top & in_left, d, PIECE, D)
-                u10 = _load(value_ptr, upper + heads, in_top & in_right, d, PIECE, D)
-                u01 = _load(value_ptr, lower, in_bottom & in_left, d, PIECE, D)
-                u11 = _load(value_ptr, lower + heads, in_bottom & in_right, d, PIECE, D)
+            v00, u00 = _load2(value_ptr, upper, in_top & in_left, d, D)
+            v10, u10 = _load2(value_ptr, upper + heads, in_top & in_right, d, D)
+            v01, u01 = _load2(value_ptr, lower, in_bottom & in_left, d, D)
+            v11, u11 = _load2(value_ptr, lower + heads, in_bottom & in_right, d, D)
             total += w00[:, None] * v00.to(tl.float32)
             total += w10[:, None] * v10.to(tl.float32)
             total += w01[:, None] * v01.to(tl.float32)
             total += w11[:, None] * v11.to(tl.float32)
-            if PIECES == 2:
-                total2 += w00[:, None] * u00.to(tl.float32)
-                total2 += w10[:, None] * u10.to(tl.float32)
-                total2 += w01[:, None] * u01.to(tl.float32)
-                total2 += w11[:, None] * u11.to(tl.float32)
+            total2 += w00[:, None] * u00.to(tl.float32)
+            total2 += w10[:, None] * u10.to(tl.float32)
+            total2 += w01[:, None] * u01.to(tl.float32)
+            total2 += w11[:, None] * u11.to(tl.float32)
     at, mask = _piece(row, in_tile, d, 0, D)
     tl.store(output_ptr + at, total.to(output_ptr.dtype.element_ty), mask=mask)
-    if PIECES == 2:
-        at, mask = _piece(row, in_tile, d, PIECE, D)
-        tl.store(output_ptr + at, total2.to(output_ptr.dtype.element_ty), mask=mask)
+    at, mask = _piece(row, in_tile, d, PIECE, D)
+    tl.store(output_ptr + at, total2.to(output_ptr.dtype.element_ty), mask=mask)
