@@ -36,6 +36,8 @@ class Driver:
 
 def compile_only(kernel: JITFunction, grid: Any) -> Any:
     def launch(*args: Any, **options: Any) -> None:
+        # what Triton 3.10 turned off by default
+        assert options['enable_fp_fusion'] is True, f'{kernel.__name__} is launched without fused multiply-add'
         compiled = kernel.warmup(*args, grid=grid, **options)
         assert 'cubin' in compiled.asm
         print(kernel.__name__)

@@ -46,6 +46,8 @@ class Listing:
             multiprocessor starts one in two cycles.
         barriers: Barriers in the main loop.
         hazards: Instructions that touch registers of warpgroup products in flight; none if the assembler is right.
+        in_flight: Of the widest loads of the main loop, or of the loop in it, how many on average are issued before the
+            numbers of one of them are used.
         opcodes: Opcodes of the whole kernel with their modifiers, and how many there are.
     """
 
@@ -60,6 +62,7 @@ class Listing:
     special: float
     barriers: int
     hazards: list[str]
+    in_flight: float
     opcodes: dict[str, int]
 
 
@@ -86,19 +89,22 @@ def listings(
 
 
 def _sampler(dtype: str, dim: int, capability: int) -> Iterator[Listing]:
-    from mmgate.ops.ms_deform_attn import kernels
+    from mmgate.ops.ms_deform_attn.backward_kernel import backward_kernel
+    from mmgate.ops.ms_deform_attn.kernels import forward_kernel
 
     warps = sampler.NUM_WARPS
-    for backward, kernel in enumerate((kernels.forward_kernel, kernels.backward_kernel)):
-        rows = sampler.rows_of_warp(dim, 4 if backward else ITEMSIZE[dtype], bool(backward) and capability < 90)
-        constants = dict(LEVELS=LEVELS, POINTS=POINTS, PADDED=LEVELS * POINTS, D=dim, BLOCK_D=dim, REFERENCE=2)
-        constants |= dict(GATED=True, RESIDUAL=True, POST=False, BLOCK_Q=rows * warps, gate_p=0)
+    for backward, kernel in enumerate((forward_kernel, backward_kernel)):
+        split = sampler.split_of(dim, ITEMSIZE[dtype], bool(backward), bool(backward) and capability < 90)
+        constants = dict(LEVELS=LEVELS, POINTS=POINTS, PADDED=LEVELS * POINTS, D=dim, REFERENCE=2, TILED=True)
+        constants |= dict(GATED=True, RESIDUAL=True, POST=False, gate_p=0) | split.constants(warps)
+        del constants['num_warps']
         if backward:
             constants |= dict(SCATTER=True, GRAD_REFERENCE=False)
-        types = dict.fromkeys(('shapes_ptr', 'starts_ptr'), '*i64')
-        types |= dict.fromkeys(('softmax_ptr', 'grad_value_ptr', 'grad_reference_ptr', 'grad_gate_ptr'), '*fp32')
-        unit = POINTS * rows  # the loop is over levels
-        yield _listing(kernel, dtype, dim, f'{rows * warps} queries', constants, types, warps, 1, unit, capability)
+        types = dict.fromkeys(('shapes_ptr', 'starts_ptr'), '*i64') | {'order_ptr': '*i32'}
+        types |= dict.fromkeys(('lse_ptr', 'grad_value_ptr', 'grad_reference_ptr', 'grad_gate_ptr'), '*fp32')
+        unit = POINTS * split.queries  # the loop is over levels, and backward one over points in it
+        block = f'{constants["BLOCK_Q"]} queries'
+        yield _listing(kernel, dtype, dim, block, constants, types, warps, 1, unit, capability, POINTS)
 
 
 def _plug(dtype: str, dim: int, bias: int, capability: int, shared: bool) -> Iterator[Listing]:
@@ -130,6 +136,7 @@ def _listing(
     stages: int,
     unit: float,
     capability: int,
+    rounds: int = 1,
 ) -> Listing:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -156,7 +163,7 @@ def _listing(
         )
     found = {key: int(value) for key, value in re.findall(r'(REG|STACK|LOCAL):(\d+)', usage)}
     instructions = [(int(at, 16), text) for at, text in re.findall(r'/\*([0-9a-f]{4,})\*/\s+([^;]*?)\s*;', code)]
-    loop = _main_loop(instructions)
+    loop, inner = _main_loop(instructions)
     return Listing(
         kernel=kernel.__name__,
         dtype=dtype,
@@ -165,24 +172,48 @@ def _listing(
         registers=found['REG'],
         spilled=found['STACK'] + found['LOCAL'],
         shared=compiled.metadata.shared,
-        instructions=round(len(loop) / unit, 1),
-        special=round(sum(_opcode(text).startswith('MUFU') for text in loop) / unit, 2),
+        instructions=round((len(loop) + (rounds - 1) * len(inner)) / unit, 1),
+        special=round((_special(loop) + (rounds - 1) * _special(inner)) / unit, 2),
         barriers=sum(_opcode(text).startswith('BAR') for text in loop),
         hazards=hazards(instructions),
+        in_flight=_in_flight(inner or loop),
         opcodes=dict(Counter(_opcode(text) for _, text in instructions)),
     )
+
+
+def _special(loop: list[str]) -> int:
+    return sum(_opcode(text).startswith('MUFU') for text in loop)
 
 
 def _opcode(text: str) -> str:
     return re.sub(r'^@!?\w+\s+', '', text).split()[0]
 
 
-def _main_loop(instructions: list[tuple[int, str]]) -> list[str]:
-    """Return what lies between the target of a backward branch and the branch, of the longest such loop."""
-    longest: list[str] = []
+def _main_loop(instructions: list[tuple[int, str]]) -> tuple[list[str], list[str]]:
+    """Return what lies between the target of a backward branch and the branch: the longest such loop, and one in it."""
+    loops = []
     for at, text in instructions:
         target = re.search(r'\bBRA\b.*?0x([0-9a-f]+)', text)
         if target and int(target[1], 16) < at:
-            loop = [inner for place, inner in instructions if int(target[1], 16) <= place <= at]
-            longest = max(longest, loop, key=len)
-    return longest
+            loops.append((int(target[1], 16), at))
+    loops.sort(key=lambda loop: loop[0] - loop[1])
+    first, last = loops[0] if loops else (0, -1)
+    within = [loop for loop in loops[1:] if first < loop[0] and loop[1] < last]
+    spans = [(first, last), *within[:1], (0, -1)][:2]
+    main, inner = ([text for at, text in instructions if start <= at <= end] for start, end in spans)
+    return main, inner
+
+
+def _in_flight(loop: list[str]) -> float:
+    load = re.compile(r'LDG\.E(?:\.(64|128))?\S* R(\d+),')
+    found = [load.search(text) for text in loop]
+    widest = max((int(match[1] or 32) for match in found if match), default=0)
+    waiting: set[str] = set()
+    loads, rounds = 0, 0
+    for text, match in zip(loop, found, strict=True):
+        if waiting.intersection(re.findall(r'\bR\d+', text)):
+            waiting, rounds = set(), rounds + 1
+        if match and int(match[1] or 32) == widest:
+            waiting |= {f'R{int(match[2]) + i}' for i in range(widest // 32)}
+            loads += 1
+    return round(loads / max(rounds + bool(waiting), 1), 1)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
+from mmgate.benchmarks import kernel_code
 from mmgate.benchmarks.kernel_code import ITEMSIZE, OPS, SHARED, listings
 from mmgate.benchmarks.warpgroups import hazards
 from mmgate.ops.triton_backend import interpreted
@@ -55,10 +56,12 @@ def count(row: dict[str, Any], start: str) -> int:
 def test_sampler_moves_whole_vectors_and_does_not_spill(code: dict, dtype: str) -> None:
     forward, backward = (code['ms_deform_attn', kernel, dtype] for kernel in KERNELS[:2])
     assert forward['spilled'] == backward['spilled'] == 0
-    assert count(forward, 'LDG.E.128') == 16  # four corners of four points
+    assert count(forward, 'LDG.E.128') >= 32  # two pieces of four corners of four points
     assert count(backward, 'LDG.E.128' if dtype == 'fp32' else 'LDG.E.64') >= 16  # as many lanes as float32 sums
-    assert count(backward, 'REDG.E.ADD.F32x4') == 16
+    assert count(backward, 'REDG.E.ADD.F32x4') == 16  # two pieces of four corners of two queries
     assert forward['barriers'] == backward['barriers'] == 0
+    assert forward['in_flight'] >= (2 if dtype == 'fp32' else 1.5) and backward['in_flight'] >= 4
+    assert forward['instructions'] <= 18 and backward['instructions'] <= (42 if dtype == 'fp32' else 48)
 
 
 @pytest.mark.parametrize('dtype', DTYPES)
@@ -130,16 +133,30 @@ def test_the_widest_plug_fits_the_smallest_shared_memory(
 
 @pytest.mark.parametrize('capability', [80, 89])
 def test_sampler_where_floats_are_added_one_by_one(tmp_path: Path, capability: int) -> None:
-    """One channel a lane: four reductions a sample, each of neighbouring floats, and no barrier in the loop."""
-    arguments = ('--op', 'ms_deform_attn', '--dim', '32', '--dtype', 'fp32', '--capability', str(capability))
-    _, backward = run_tool(tmp_path / 'rows.json', *arguments)
-    assert count(backward, 'RED') == 16 and backward['spilled'] == backward['barriers'] == 0
+    """One channel of a piece a lane: reductions are of neighbouring floats, and no barrier is in the loop."""
+    arguments = ('--op', 'ms_deform_attn', '--dim', '32', '64', '--dtype', 'fp32', '--capability', str(capability))
+    rows = run_tool(tmp_path / 'rows.json', *arguments)
+    assert all(row['shared'] <= SHARED[capability] * 1024 for row in rows)
+    for backward in rows[1::2]:
+        assert count(backward, 'RED') == 32  # four pieces of four corners of two queries
+        assert backward['spilled'] == backward['barriers'] == 0
+
+
+def test_loops_are_counted_by_their_rounds() -> None:
+    """The inner loop's instructions come once a round, and what is issued before it is used is in flight."""
+    texts = ['MOV R1, R2', 'IADD3 R3, R3, 0x1, RZ', 'LDG.E.128 R4, desc[UR1][R20.64]', 'LDG.E R30, desc[UR1][R20.64]']
+    texts += ['@P0 LDG.E.128 R8, desc[UR1][R20.64]', 'FADD R1, R1, R7', 'LDG.E.128 R12, desc[UR1][R20.64]']
+    texts += ['BRA 0x20', 'BRA 0x10', 'EXIT']
+    loop, inner = kernel_code._main_loop([(16 * at, text) for at, text in enumerate(texts)])
+    assert loop == texts[1:9] and inner == texts[2:8]
+    assert kernel_code._in_flight(inner) == 1.5  # two are waited for together, then one
 
 
 def test_launches_compile() -> None:
     """Of sizes that are 1, too, which Triton makes constants of."""
     kernels = compile_by('tests/compile_launches.py', '80', '90', '120').split()
-    assert kernels == 3 * (2 * list(KERNELS[:2]) + 4 * [KERNELS[0], *KERNELS[2:]])
+    tiled = ['order_kernel', KERNELS[0], 'order_kernel', KERNELS[1]]  # as many queries as tokens
+    assert kernels == 3 * ([*KERNELS[:2], *tiled] + 4 * [KERNELS[0], *KERNELS[2:]])
 
 
 @pytest.mark.skipif(not interpreted(), reason='the kernels are compiled in this process')

@@ -10,6 +10,7 @@ import torch
 from conftest import assert_same, one_graph, values_and_gradients
 from torch import Tensor
 
+from mmgate.benchmarks import sampler_traffic
 from mmgate.ops import ms_deform_attn
 from mmgate.ops.ms_deform_attn import offset_locations
 from mmgate.ops.ms_deform_attn import triton as fused
@@ -19,6 +20,7 @@ pytest.importorskip('triton', minversion='3.2')
 ON_GPU = pytest.mark.gpu
 DEVICES = [pytest.param('cpu', id='interpreter'), pytest.param('cuda', id='gpu', marks=ON_GPU)]
 SMALL = [(3, 5), (1, 1), (2, 1)]
+TINY = [(9, 2), (3, 1), (1, 1)]  # more than a band of rows, and odd
 REAL = [(100, 134), (50, 67), (25, 34), (13, 17)]
 CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'default': {},
@@ -33,6 +35,9 @@ CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'one_level': dict(levels=[(4, 3)], points=3),
     'dim_20': dict(dim=20),
     'huge_logits': dict(logit_scale=1e4),
+    'tokens_as_queries': dict(levels=TINY, queries=22, heads=1, batch=1),
+    'neighbours_sample_together': dict(levels=TINY, heads=1, batch=1, spread=0.3),
+    'neighbours_sample_the_same': dict(levels=[(6, 1), (3, 1)], heads=1, batch=1, spread=0.0, dim=20, reference=2),
 }
 
 
@@ -56,9 +61,13 @@ def make(
     gate: tuple[int, int, int] | None = (1, 1, 0),
     reference: int = 0,
     logit_scale: float = 1.0,
+    spread: float | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[Tensor | None]:
-    """Value, shapes, starts, points, logits, gate and reference points; a third of the samples miss the map."""
+    """Value, shapes, starts, points, logits, gate and reference points; a third of the samples miss the map.
+
+    With a spread, queries are the tokens, and their samples lie around them by the same pixels, but for the spread.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def rand(*shape: int) -> Tensor:
@@ -67,11 +76,18 @@ def make(
     shapes = torch.tensor(levels)
     areas = shapes.prod(1)
     count = len(levels)
+    queries = queries if spread is None else int(areas.sum())
     locations = rand(batch, queries, heads, count, points, 2) * 2.2 - 0.6
     anchors = None
     if reference:
         anchors = rand(batch, queries, count, reference) * 0.8 + 0.1
         locations = (locations - 0.5) * 6
+    if spread is not None:
+        grids = [torch.cartesian_prod(*((torch.arange(n) + 0.5) / n for n in size)) for size in levels]
+        centres = torch.cat(grids).flip(-1)
+        anchors = centres[None, :, None].expand(batch, -1, count, -1) if reference else None
+        pixels = rand(points, 2) * 2.5 - 1 + rand(batch, queries, heads, count, points, 2) * spread
+        locations = pixels if reference else centres[:, None, None, None] + pixels / shapes.flip(-1)[:, None]
     locations = off_the_kinks(locations, anchors, shapes)
     logits = (rand(batch, queries, heads, count, points) - 0.5) * 4 * logit_scale
     gates = None if gate is None else rand(
@@ -287,6 +303,38 @@ def test_levels_without_a_pixel_give_zeros(backend: str) -> None:
     assert value.grad.shape == value.shape
 
 
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('levels', [[(9, 2), (3, 1), (1, 1)], [(17, 5), (0, 3), (8, 4)], [(1, 7)]], ids=str)
+def test_tokens_go_down_the_columns_of_bands(levels: list[tuple[int, int]], device: str) -> None:
+    shapes = torch.tensor(levels)
+    areas = shapes.prod(1)
+    order = fused._tile_order(shapes.to(device), (areas.cumsum(0) - areas).to(device), int(areas.sum()))
+    assert torch.equal(order.cpu().long(), sampler_traffic.banded(levels))
+
+
+@pytest.mark.parametrize('spread, level', [(0.0, 0.75), (0.3, 0.9)], ids=['same', 'nearly_same'])
+def test_rows_in_common_are_added_once(spread: float, level: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many rows are added as the traffic model says, which is fewer than there are corners on the map."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    lanes, atomic = [], InterpreterBuilder.create_atomic_rmw
+
+    def count(self: Any, operation: Any, pointer: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        lanes.append(int(mask.data.sum()))
+        return atomic(self, operation, pointer, value, mask, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, 'create_atomic_rmw', count)
+    levels = [(10, 3), (5, 2)]
+    value, shapes, starts, points, *rest = make(levels=levels, heads=1, batch=1, spread=spread)
+    run('triton')(value.requires_grad_(), shapes, starts, points, *rest).sum().backward()
+    corners = (points[0] * shapes.flip(-1)[:, None] - 0.5).floor().long().transpose(1, 2)
+    corners = corners[sampler_traffic.banded(levels)]  # (S, L, H, P, 2)
+    rows = sampler_traffic.rows(levels, corners)
+    added = sum(lanes) / 16
+    assert added == pytest.approx(sampler_traffic.reductions(corners, rows) * corners[..., 0].numel())
+    assert added < level * (rows >= 0).sum()
+
+
 @pytest.mark.parametrize('capability', [80, 90], ids=['scalars', 'vectors'])
 def test_lanes_of_the_backward_pass(capability: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A lane has one channel where the GPU adds one float at a time, so that neighbours are in neighbouring lanes."""
@@ -299,4 +347,29 @@ def test_lanes_of_the_backward_pass(capability: int, monkeypatch: pytest.MonkeyP
     scalars = fused.scalar_reductions(torch.device('cpu'))
     fused.scalar_reductions.cache_clear()
     assert scalars is (capability == 80)
-    assert fused.rows_of_warp(32, 4, scalars) == (1 if scalars else 4)
+    split = fused.split_of(32, 4, True, scalars)
+    assert (split.piece, split.pieces, split.queries) == ((8, 4, 8) if scalars else (16, 2, 16))
+
+
+@pytest.mark.parametrize('backward', [False, True], ids=['forward', 'backward'])
+@pytest.mark.parametrize('scalars', [False, True], ids=['vectors', 'scalars'])
+@pytest.mark.parametrize('dim, itemsize', [(1, 2), (16, 4), (20, 4), (32, 2), (64, 2), (128, 4)])
+def test_a_warp_splits_every_row(dim: int, itemsize: int, scalars: bool, backward: bool) -> None:
+    """Pieces cover the channels, and a warp has as many rows of a piece as fill its lanes."""
+    split = fused.split_of(dim, itemsize, backward, scalars and backward)
+    assert split.piece * split.pieces >= dim and split.pieces in ((1, 2, 4) if backward else (1, 2))
+    rows = split.queries // 2 if backward else split.queries
+    lane = 1 if scalars and backward else 16 // (4 if backward else itemsize)
+    assert rows * split.piece == 32 * lane or rows == 1
+
+
+@pytest.mark.parametrize('backward', [False, True], ids=['forward', 'backward'])
+def test_what_the_autotuner_tries(backward: bool) -> None:
+    """Every split of queries over warps, with the pieces as they are, and again for an encoder than for a decoder."""
+    tuned = fused._kernel(backward, fused.split_of(32, 4, backward))
+    queries = 16 if backward else 8  # of a warp
+    assert [(c.kwargs['BLOCK_Q'], c.num_warps) for c in tuned.configs] == [
+        (queries * times * warps, warps) for times, warps in fused.TUNED
+    ]
+    assert {(c.kwargs['PIECE'], c.kwargs['PIECES']) for c in tuned.configs} == {(16, 2)}
+    assert {'size_class', 'heads', 'D', 'TILED'} <= set(tuned.keys)

@@ -23,7 +23,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     columns = ('kernel', 'dtype', 'channels', 'block', 'registers', 'bytes spilled', 'KiB shared', 'instructions')
-    columns += ('special', 'hazards')
+    columns += ('special', 'in flight', 'hazards')
     print(f'| {" | ".join(columns)} |\n{"|---" * len(columns)}|')
     for dtype in args.dtype:
         for dim in args.dim:
@@ -31,7 +31,8 @@ def main() -> None:
                 rows.append(asdict(row))
                 print(
                     f'| {row.kernel} | {dtype} | {dim} | {row.block} | {row.registers} | {row.spilled} '
-                    f'| {row.shared / 1024:.0f} | {row.instructions} | {row.special} | {len(row.hazards)} |',
+                    f'| {row.shared / 1024:.0f} | {row.instructions} | {row.special} | {row.in_flight} '
+                    f'| {len(row.hazards)} |',
                     flush=True,
                 )
     if args.out:

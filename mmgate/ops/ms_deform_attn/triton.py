@@ -10,6 +10,7 @@ import functools
 import inspect
 import os
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from ..library import operator
 from ..triton_backend import interpreted, on_device, padded, why_not
 from .weights import attention_weights, offset_locations
 
-__all__ = ['attend', 'rows_of_warp', 'why_not']
+__all__ = ['attend', 'split_of', 'why_not']
 MOST_HEADS = 65_535  # the second axis of a grid
 NUM_WARPS = 4
-LANE_BYTES = 16  # of a row of channels that a lane loads or adds at once; the value gradient is always float32
+ORDER_BLOCK = 512
+LANE_BYTES = 16  # of a piece of channels that a lane loads or adds at once; the value gradient is always float32
+PIECES = 2  # of a row of channels
+SCALAR_PIECES = 4  # where a lane adds one float at a time: eight lanes, 32 bytes, a piece at least
 TUNED = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4))  # rows a lane and warps that MMGATE_TRITON_AUTOTUNE=1 tries
 
 
@@ -77,36 +81,38 @@ def _launch(
     value, shapes, starts, points, reference, logits, gate, residual, post_softmax = inputs
     batch, tokens, heads, dim = value.shape
     _, queries, _, levels, count = logits.shape
+    tiled = queries == tokens  # an encoder, where a query's neighbours in the map are known
     strides = (0,) * 5 if gate is None else gate.expand(logits.shape).stride()
     import triton
 
-    block_d = padded(dim)
     constants = dict(
         LEVELS=levels,
         POINTS=count,
         PADDED=triton.next_power_of_2(levels * count),
         D=dim,
-        BLOCK_D=block_d,
+        TILED=tiled,
         REFERENCE=0 if reference is None else reference.shape[-1],
         GATED=gate is not None,
         RESIDUAL=residual,
         POST=post_softmax,
         **switches,
     )
-    rows = rows_of_warp(block_d, 4 if backward else value.element_size(), backward and scalar_reductions(value.device))
-    kernel = _kernel(backward, rows if os.environ.get('MMGATE_TRITON_AUTOTUNE') == '1' and not interpreted() else 0)
-    fixed = {}
+    split = split_of(dim, value.element_size(), backward, backward and scalar_reductions(value.device))
+    kernel = _kernel(backward, split if os.environ.get('MMGATE_TRITON_AUTOTUNE') == '1' and not interpreted() else None)
+    fixed: dict[str, int] = {}
     if not hasattr(kernel, 'configs'):
-        # small blocks in the interpreter, so that small shapes have several
-        fixed = dict(BLOCK_Q=4 if interpreted() else NUM_WARPS * rows, num_warps=NUM_WARPS)
+        fixed = split.constants(NUM_WARPS)
+        if interpreted():  # small blocks, so that small shapes have several
+            fixed['BLOCK_Q'] = 4
 
     def grid(meta: dict[str, Any]) -> tuple[int, int]:
         return triton.cdiv(queries, meta['BLOCK_Q']), batch * heads
 
     # what is missing is not read
     reference, gate = points if reference is None else reference, logits if gate is None else gate
-    tensors = [*before, value, shapes, starts, points, reference, logits, gate, *after]
     with on_device(value):
+        order = _tile_order(shapes, starts, tokens) if tiled else points
+        tensors = [*before, value, shapes, starts, order, points, reference, logits, gate, *after]
         # sizes of images differ, their powers of two seldom
         kernel[grid](
             *tensors, tokens, queries, queries.bit_length(), heads, *strides, **constants, **fixed,
@@ -114,9 +120,49 @@ def _launch(
         )  # fmt: skip
 
 
-def rows_of_warp(block_d: int, itemsize: int, one_channel: bool = False) -> int:
-    """Return how many rows of ``block_d`` channels a warp holds, every lane having 16 bytes or one channel of one."""
-    return max(1, 32 * (itemsize if one_channel else LANE_BYTES) // (block_d * itemsize))
+def _tile_order(shapes: Tensor, starts: Tensor, tokens: int) -> Tensor:
+    """Return all tokens in the order in which programs take them as queries."""
+    import triton
+
+    from .kernels import order_kernel
+
+    order = torch.empty(tokens, dtype=torch.int32, device=shapes.device)
+    order_kernel[triton.cdiv(tokens, ORDER_BLOCK),](
+        shapes, starts, order, tokens, LEVELS=shapes.shape[0], BLOCK=ORDER_BLOCK, enable_fp_fusion=True
+    )
+    return order
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a warp shares work.
+
+    Attributes:
+        piece: Channels that the lanes of a row have at a time, a power of two.
+        pieces: Pieces of a row.
+        queries: Of a warp.
+    """
+
+    piece: int
+    pieces: int
+    queries: int
+
+    def constants(self, num_warps: int, times: int = 1) -> dict[str, int]:
+        """Return what a launch of ``num_warps`` warps takes, each with ``times`` as many queries."""
+        queries = self.queries * times * num_warps
+        return dict(PIECE=self.piece, PIECES=self.pieces, BLOCK_Q=queries, num_warps=num_warps)
+
+
+def split_of(dim: int, itemsize: int, backward: bool, scalars: bool = False) -> Split:
+    """Return the split for heads of ``dim`` channels of ``itemsize`` bytes.
+
+    A lane has 16 bytes of every piece, of values or, backward, of float32 sums; one channel, if ``scalars``.
+    """
+    block = padded(dim)
+    pieces = min(SCALAR_PIECES, block // 8) if scalars else PIECES
+    piece = block // pieces
+    lane = 1 if scalars else LANE_BYTES // (4 if backward else itemsize)
+    return Split(piece, pieces, max(1, 32 * lane // piece) * (2 if backward else 1))
 
 
 @functools.cache
@@ -132,17 +178,21 @@ def scalar_reductions(device: torch.device) -> bool:
 
 
 @functools.cache
-def _kernel(backward: bool, tuned_rows: int) -> Any:
+def _kernel(backward: bool, tuned: Split | None) -> Any:
     import triton
 
-    from . import kernels
+    from .backward_kernel import backward_kernel
+    from .kernels import forward_kernel
 
-    kernel = kernels.backward_kernel if backward else kernels.forward_kernel
-    if not tuned_rows:
+    kernel = backward_kernel if backward else forward_kernel
+    if not tuned:
         return kernel
-    configs = [triton.Config(dict(BLOCK_Q=tuned_rows * times * warps), num_warps=warps) for times, warps in TUNED]
+    configs = []
+    for times, warps in TUNED:
+        constants = tuned.constants(warps, times)
+        configs.append(triton.Config(constants, num_warps=constants.pop('num_warps')))
     # Triton adds the dtypes to the key
-    key = ['size_class', 'heads', 'LEVELS', 'POINTS', 'D', 'GATED', 'REFERENCE']
+    key = ['size_class', 'heads', 'LEVELS', 'POINTS', 'D', 'GATED', 'REFERENCE', 'TILED']
     kept = {'cache_results': True} if 'cache_results' in inspect.signature(triton.autotune).parameters else {}
     return triton.autotune(configs, key=key, reset_to_zero=['grad_value_ptr'] if backward else None, **kept)(kernel)
 
@@ -173,25 +223,25 @@ def _fused(
     residual: bool,
     post_softmax: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output, and of every softmax its maximum and inverse sum, ``(B, Q, H, 2)`` float32."""
+    """Return the output, and log2 of every softmax's sum, ``(B, Q, H)`` float32."""
     inputs = (value, spatial_shapes, level_start_index, points, reference_points, logits, gate, residual, post_softmax)
-    output, softmax = _outputs(value, logits)
+    output, lse = _outputs(value, logits)
     if not value.numel():  # no level has a pixel
-        return output.zero_(), softmax.zero_()
+        return output.zero_(), lse.zero_()
     if logits.numel():
-        _launch(False, inputs, [], [output, softmax])
-    return output, softmax
+        _launch(False, inputs, [], [output, lse])
+    return output, lse
 
 
 def _outputs(value: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
     batch, queries, heads = logits.shape[:3]
     output = value.new_empty(batch, queries, heads * value.shape[3])
-    return output, logits.new_empty(batch, queries, heads, 2, dtype=torch.float32)
+    return output, logits.new_empty(batch, queries, heads, dtype=torch.float32)
 
 
 def _fake_fused_backward(
     grad: Tensor,
-    softmax: Tensor,
+    lse: Tensor,
     value: Tensor,
     spatial_shapes: Tensor,
     level_start_index: Tensor,
@@ -209,7 +259,7 @@ def _fake_fused_backward(
 @operator('ms_deform_attn_fused_backward', fake=_fake_fused_backward)
 def _fused_backward(
     grad: Tensor,
-    softmax: Tensor,
+    lse: Tensor,
     value: Tensor,
     spatial_shapes: Tensor,
     level_start_index: Tensor,
@@ -229,7 +279,7 @@ def _fused_backward(
     switches = dict(SCATTER=not deterministic, GRAD_REFERENCE=grad_reference)
     if not value.numel() or not logits.numel():
         return tuple(x.zero_() for x in grads)  # type: ignore[return-value]
-    _launch(True, inputs, [grad.contiguous(), softmax], grads, **switches)
+    _launch(True, inputs, [grad.contiguous(), lse], grads, **switches)
     if deterministic:
         grads[0] = _sorted_value_gradient(grad, *inputs)
     return tuple(grads)  # type: ignore[return-value]
@@ -299,11 +349,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    *tensors, softmax = ctx.saved_tensors
+    *tensors, lse = ctx.saved_tensors
     value, _, _, _, reference, _, gate = tensors
     of_reference = reference is not None and ctx.needs_input_grad[4]
     grad_value, grad_points, grad_reference, grad_logits, grad_gate = _fused_backward(
-        grad, softmax, *tensors, ctx.residual, ctx.post_softmax, of_reference
+        grad, lse, *tensors, ctx.residual, ctx.post_softmax, of_reference
     )
     return (
         grad_value.to(value.dtype),
