@@ -82,7 +82,7 @@ def detr(config: str) -> Any:
     model.neck.in_channels = [512]
     for part in (model.encoder, model.decoder):
         part.num_layers = 2
-    model['num_queries'] = 8
+    model.num_queries, model.test_cfg.max_per_img = 8, 8
     torch.manual_seed(0)
     built = MODELS.build(model)
     built.init_weights()
