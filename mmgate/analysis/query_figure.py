@@ -21,6 +21,8 @@ def draw_queries(
 ) -> Path:
     """Draw two rows a model, predictions above relevances, a column a query; return the path.
 
+    The outline is that of the query's mask, or its box.
+
     Args:
         models: Their names, the data sample of one image, and the queries.
         names: Of the classes.
@@ -32,15 +34,17 @@ def draw_queries(
     columns = max(LEAST_COLUMNS, *(len(queries) for _, _, queries in models))
     figure, axes = panels(2 * len(models), columns, height=(width - 0.6) / columns * height_to_width + 0.3, width=width)
     for axis in axes.flat:
-        axis.set_axis_off()
+        axis.set(xticks=[], yticks=[], frame_on=False)
     for number, (title, sample, queries) in enumerate(models):
+        if len(models) > 1:
+            axes[2 * number, 0].set_ylabel(title, y=-0.1)  # along both rows
         for column, query in enumerate(queries):
             above, below = axes[2 * number, column], axes[2 * number + 1, column]
             what = names[query.label] if 0 <= query.label < len(names) else f'class {query.label}'
             said = f'{what} {query.score:.2f}' if query.label >= 0 else f'query {query.number}'
-            above.set_title(f'{title}\n{said}' if column == 0 and len(models) > 1 else said)
+            above.set_title(said)
             _prediction(above, image, query, sample)
-            below.set_title(f'query {query.number}: {query.share:.0%} image')
+            below.set_title(f'query {query.number}')
             drawn = _relevance(below, image, crop_to_image(query.relevance, sample))
     bar = figure.colorbar(drawn, ax=axes, shrink=0.5, fraction=0.03)
     bar.ax.tick_params(labelsize=7)
@@ -55,12 +59,12 @@ def _prediction(axis: Any, image: np.ndarray, query: Query, sample: Any) -> None
     axis.imshow(image, extent=(0, width, height, 0))
     style = dict(edgecolor=COLOURS[5], linewidth=1.4)
     if query.mask is not None:
-        mask = crop_to_image(query.mask.astype(float), sample)
+        mask = crop_to_image(query.mask, sample)
         rows, columns = mask.shape
         x, y = (np.arange(columns) + 0.5) * width / columns, (np.arange(rows) + 0.5) * height / rows
-        if mask.any() and not mask.all():
-            axis.contour(x, y, mask, levels=[0.5], colors=['white'], linewidths=2.2)
-            axis.contour(x, y, mask, levels=[0.5], colors=[COLOURS[5]], linewidths=1.2)
+        if mask.min() < 0 < mask.max():
+            axis.contour(x, y, mask, levels=[0], colors=['white'], linewidths=2.2)
+            axis.contour(x, y, mask, levels=[0], colors=[COLOURS[5]], linewidths=1.2)
     elif query.box is not None:
         x0, y0, x1, y1 = query.box * np.array([width, height, width, height])
         axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, **style))

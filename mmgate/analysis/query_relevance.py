@@ -33,8 +33,7 @@ class Query:
         label: Its best class; -1 without a head.
         score: Of that class.
         relevance: Of the padded input's places, ``(h, w)``; its sum is 1.
-        share: Of the query's dependence that lies on the image; the rest is on learnt queries.
-        mask: Of the padded input, ``(h, w)`` bool, or None.
+        mask: Logits over the padded input, ``(h, w)``, more than 0 inside; or None.
         box: ``(x, y, x, y)``, 0 to 1 over the image, or None.
     """
 
@@ -42,7 +41,6 @@ class Query:
     label: int
     score: float
     relevance: np.ndarray
-    share: float
     mask: np.ndarray | None
     box: np.ndarray | None
 
@@ -148,16 +146,15 @@ def query_relevance(found: dict[str, Any], size: tuple[int, int], queries: Seque
         rolled = relevance[chosen] @ rollout(encoder) if encoder else relevance[chosen]
         by_shape[_shape(layers, tokens, size)] = rolled
     maps = add_levels(by_shape)
-    shares = maps.sum((1, 2))
+    maps = maps / maps.sum((1, 2), keepdim=True).clamp(min=1e-12)  # what is left are learnt queries
     scores, places = found['head'] if found['head'] is not None else (None, None)
     result = []
     for row, number in enumerate(chosen):
         score, label = (0.0, -1) if scores is None else (float(t) for t in scores[0, number].max(-1))
         place = None if places is None else places[0, number]
-        values, share = maps[row] / shares[row].clamp(min=1e-12), float(shares[row])
-        mask = (place > 0).numpy() if place is not None and place.dim() == 2 else None
+        mask = place.numpy() if place is not None and place.dim() == 2 else None
         box = _corners(place) if place is not None and place.dim() == 1 else None
-        result.append(Query(number, int(label), score, values.numpy(), share, mask, box))
+        result.append(Query(number, int(label), score, maps[row].numpy(), mask, box))
     return result
 
 

@@ -59,8 +59,11 @@ def _panel(axis: Any, image: np.ndarray, points: SamplingPoints, largest: float)
     grey = image.mean(-1, keepdims=True)
     pale = 255 - (255 - (0.6 * grey + 0.4 * image)) * 0.6
     axis.imshow(pale.clip(0, 255).astype(np.uint8), extent=(0, width, height, 0))
-    heights = density(points.xy, points.weights, (height, width))
-    if heights is not None and heights.max() > 0:
+    each = [density(xy, weights, (height, width)) for xy, weights in zip(points.xy, points.weights, strict=True)]
+    heights = np.sum(
+        [found for found in each if found is not None], axis=0
+    )  # a query's points say nothing of another's
+    if np.max(heights) > 0:
         x, y = np.linspace(0, width, heights.shape[1]), np.linspace(0, height, heights.shape[0])
         shares = heights.max() * np.array([0.1, 0.3, 0.5, 0.7, 0.9])
         axis.contour(x, y, heights, levels=shares, colors='black', linewidths=0.6, alpha=0.55)

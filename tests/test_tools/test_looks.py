@@ -85,7 +85,7 @@ def test_relevance_of_each_query_sums_to_one(configs: dict[str, str], tmp_path: 
     rows = draw('plot_rollout', config, tmp_path, '--queries', '3', '0', '--against', config, UNTRAINED)
     assert {row['query'] for row in rows} == {'0', '3'} and len(rows) == 2 * 2 * 8 * 8
     assert sum(float(row['relevance']) for row in rows) == pytest.approx(4, abs=1e-3)
-    assert all(0 <= int(row['label']) < 6 and 0.5 < float(row['share']) < 1 for row in rows)
+    assert all(0 <= int(row['label']) < 6 and 0 < float(row['score']) < 1 for row in rows)
 
 
 @pytest.mark.parametrize(

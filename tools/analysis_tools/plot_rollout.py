@@ -24,8 +24,8 @@ PARTS = ('image', 'queries')
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw a picture for each image."""
     options = parser(__doc__)
-    options.add_argument('--part', choices=PARTS, help='self-attention over the image (default, if there is any), '
-                         'or the queries of a decoder that attends to it densely')  # fmt: skip
+    part = 'self-attention over the image (default, if there is any), or the queries of a dense decoder'
+    options.add_argument('--part', choices=PARTS, help=part)
     options.add_argument('--top-k', type=int, default=4, help='queries with the best scores (default 4)')
     options.add_argument('--queries', type=int, nargs='+', help='numbers of queries, in the place of the best')
     args = options.parse_args(argv)
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
             draw_queries(drawn, class_names(models[0].cfg), out)
         else:
             maps = [(name, crop_to_image(values, sample)) for name, sample, values in drawn]
-            draw_maps(image, maps, out, columns=len(models), label='relevance')
+            draw_maps(image, maps, out, columns=len(models) + 1, label='relevance')
         print(out, write_csv(out.with_suffix('.csv'), _rows(drawn)))
 
 
@@ -73,7 +73,7 @@ def _rows(drawn: Any) -> Any:
                 yield dict(model=name, row=row, column=column, relevance=float(values[row, column]))
             continue
         for query in computed:
-            of_query = dict(model=name, query=query.number, label=query.label, score=query.score, share=query.share)
+            of_query = dict(model=name, query=query.number, label=query.label, score=query.score)
             values = crop_to_image(query.relevance, sample)
             for row, column in np.ndindex(*values.shape):
                 yield dict(of_query, row=row, column=column, relevance=float(values[row, column]))
