@@ -10,7 +10,7 @@ from typing import Any
 COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#000000')
 DIVERGING = 'RdBu_r'  # centred on 0
 SEQUENTIAL = 'viridis'
-LINE = 90  # characters of a title as wide as a figure
+LINE = 75  # characters of a title as wide as a figure
 WIDTH = 7.0  # inches: at half a page, text of 9 points stays above 4
 
 

@@ -33,7 +33,7 @@ def draw_maps(image: str, maps: Sequence[tuple[str, np.ndarray]], out: Path, *, 
         axis.set_title(wrap(title, round(LINE / columns)))
     bar = figure.colorbar(drawn, ax=axes, shrink=0.8, fraction=0.03)
     bar.ax.tick_params(labelsize=7)
-    bar.set_label(f'{label}, times its mean')
+    bar.set_label(f'{label},\ntimes its mean')
     return save(figure, out)
 
 
@@ -53,7 +53,7 @@ def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: 
         axis.set_xticks(range(len(paths)), range(len(paths)), fontsize=6)
         labels = [name if name == str(number) else f'{name}  {number}' for number, name in enumerate(names)]
         axis.set_yticks(range(len(paths)), labels, fontsize=6)
-        axis.set(title=wrap(title, LINE // 2), xlabel='layer')
+        axis.set(title=wrap(title, round(LINE * 0.55)), xlabel='layer')
     bar = figure.colorbar(drawn, ax=axes, shrink=0.8)
     bar.ax.tick_params(labelsize=7)
     bar.set_label(label, fontsize=8)

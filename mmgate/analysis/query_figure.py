@@ -48,7 +48,7 @@ def draw_queries(
             drawn = _relevance(below, image, crop_to_image(query.relevance, sample))
     bar = figure.colorbar(drawn, ax=axes, shrink=0.5, fraction=0.03)
     bar.ax.tick_params(labelsize=7)
-    bar.set_label("relevance, of the panel's largest", fontsize=8)
+    bar.set_label("relevance,\nof the panel's largest", fontsize=8)
     return save(figure, out)
 
 

@@ -92,10 +92,11 @@ def _boxes(axis: Any, sample: Any, threshold: float) -> None:
     found = sample.get('pred_instances')
     if found is not None and 'bboxes' in found:
         found = found[found.scores >= threshold]
-        order = found.scores.argsort(descending=True)[:MOST_BOXES]
+        order = found.scores.argsort(descending=True)[:MOST_BOXES].flip(0)  # the best score stays readable
         for box, score in zip(found.bboxes[order].cpu(), found.scores[order].cpu(), strict=True):
             rectangle(box, edgecolor=COLOURS[5], linewidth=1.2)
-            axis.text(float(box[0]), float(box[1]), f'{float(score):.2f}', fontsize=6, color='white', va='bottom',
+            place = 'bottom' if float(box[1]) > 0.05 * sample.ori_shape[0] else 'top'  # within the image
+            axis.text(float(box[0]), max(float(box[1]), 0), f'{float(score):.2f}', fontsize=6, color='white', va=place,
                       bbox=dict(facecolor=COLOURS[5], edgecolor='none', pad=0.6), clip_on=True)  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def test_a_gate_shared_by_the_heads_has_no_map() -> None:
     ('paths', 'labels'),
     [
         (['backbone.layers.0.attn', 'backbone.layers.1.attn'], ['0', '1']),
-        (['encoder.layers.0.self_attn', 'decoder.layers.0.attn'], ['encoder.layers.0.self_attn', 'decoder.layers.0.attn']),
+        (['encoder.0.self_attn', 'decoder.0.attn'], ['encoder.0.self_attn', 'decoder.0.attn']),
         (['layers.0.self_attn.attn', 'layers.0.cross_attn.attn'], ['0.self_attn', '0.cross_attn']),
         (['a.attn'], ['a.attn']),
     ],
