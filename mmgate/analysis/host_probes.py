@@ -16,7 +16,8 @@ def gate_in_host(name: str, host: Any, **given: Any) -> Readings:
     The host runs once more, and what it hands to the gate is noted on the way: so a host that projects, masks and cuts
     windows in its own manner needs no probe of its own. A row whose keys are all masked reads as uniform.
     """
-    gate, handed = getattr(host, name), {}
+    gate = getattr(host, name)
+    handed: dict[str, Any] = {}
 
     def attend(query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
         handed.update(query=query, key=key, inputs=inputs, bias=bias)

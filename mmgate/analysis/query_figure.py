@@ -57,7 +57,6 @@ def _prediction(axis: Any, image: np.ndarray, query: Query, sample: Any) -> None
 
     height, width = image.shape[:2]
     axis.imshow(image, extent=(0, width, height, 0))
-    style = dict(edgecolor=COLOURS[5], linewidth=1.4)
     if query.mask is not None:
         mask = crop_to_image(query.mask, sample)
         rows, columns = mask.shape
@@ -67,7 +66,8 @@ def _prediction(axis: Any, image: np.ndarray, query: Query, sample: Any) -> None
             axis.contour(x, y, mask, levels=[0], colors=[COLOURS[5]], linewidths=1.2)
     elif query.box is not None:
         x0, y0, x1, y1 = query.box * np.array([width, height, width, height])
-        axis.add_patch(Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, **style))
+        box = Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=COLOURS[5], linewidth=1.4)
+        axis.add_patch(box)
     axis.set(xlim=(0, width), ylim=(height, 0))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
+from mmengine.logging import MMLogger
 
 from mmgate._environment import available
 
@@ -47,6 +49,7 @@ def test_links_of_its_prose_lead_somewhere(path: Path) -> None:
 
 def test_gate_your_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(MMLogger.get_current_instance(), 'level', logging.INFO)  # set by a cell, put back afterwards
     namespace: dict[str, Any] = {'__name__': '__main__'}
     for cell in cells(ROOT / 'tools/notebooks/gate_your_model.ipynb', 'code'):
         exec(compile(''.join(cell['source']), cell['id'], 'exec'), namespace)
