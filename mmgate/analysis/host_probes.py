@@ -44,9 +44,9 @@ def _before_dropout(module: Any, given: dict[str, Any]) -> Tensor:
     return handed[-1]
 
 
-@probes('mmseg.BEiTAttention', reads=('attention',))
+@probes('mmseg.BEiTAttention', 'mmpretrain.WindowMSAV2', reads=('attention',))
 def beit(module: Any, **given: Any) -> Readings:
-    """Read the weights ``(B, H, N, N)`` of BEiT and MAE."""
+    """Read the weights ``(B, H, N, N)`` of BEiT and MAE, ``(B nW, H, N, N)`` in the windows of Swin v2."""
     return dict(attention=lambda: _before_dropout(module, given))
 
 
