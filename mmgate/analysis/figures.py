@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#000000')
 DIVERGING = 'RdBu_r'  # centred on 0
 SEQUENTIAL = 'viridis'
+LINE = 75  # characters of a title as wide as a figure
 WIDTH = 7.0  # inches: at half a page, text of 9 points stays above 4
 
 
@@ -55,6 +57,16 @@ def short(path: str, length: int = 34) -> str:
     return path if len(path) <= length else f'{path[: length // 2 - 1]}…{path[-length // 2 :]}'
 
 
+def wrap(title: str, width: int) -> str:
+    """Return a title in lines of about ``width`` characters, broken behind ``-``, ``_`` and blanks."""
+    lines = ['']
+    for part in re.findall(r'[^-_ ]+[-_ ]*|[-_ ]+', title):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines.append('')
+        lines[-1] += part
+    return '\n'.join(line.rstrip() for line in lines)
+
+
 def layer_labels(paths: Sequence[str]) -> list[str]:
     """Return modules' paths without the names that all of them begin and end with; numbers stay."""
     split = [path.split('.') for path in paths]
@@ -64,5 +76,5 @@ def layer_labels(paths: Sequence[str]) -> list[str]:
         return not split[0][place].isdigit() and len({names[place] for names in split}) == 1
 
     first = next((i for i in range(shortest) if not shared(i)), 0)
-    last = next((i for i in range(1, shortest - first) if not shared(-i)), 1)
+    last = next((i for i in range(1, shortest - first + 1) if not shared(-i)), 1)
     return [short('.'.join(names[first : len(names) - last + 1])) for names in split]

@@ -7,30 +7,34 @@ from pathlib import Path
 
 import numpy as np
 
-from .figures import COLOURS, DIVERGING, diverging_limits, layer_labels, panels, save
+from .figures import COLOURS, DIVERGING, LINE, diverging_limits, layer_labels, panels, save, wrap
 from .gates import LayerGate, mean_map
 
 
 def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> Path:
     """Draw a row of three panels for each model; maps share a scale centred on 0. Return the path."""
     maps = [mean_map(gates) for _, gates in models]
-    limit = diverging_limits(np.concatenate([[0.0], *(x.ravel() for x in maps if x is not None)]))
+    limit = diverging_limits(np.concatenate([[0.0], *(x[0].ravel() for x in maps if x is not None)]))
     tallest = max(len(gates) for _, gates in models)
-    figure, axes = panels(len(models), 3, height=max(2.3, 0.16 * tallest + 0.9))
-    for (title, gates), coefficients, (left, middle, right) in zip(models, maps, axes, strict=True):
-        if coefficients is None:
-            left.set_axis_off()
-            left.set_title(title)
-            left.text(0.5, 0.5, 'no map: this gate has\nneither pairs nor levels', ha='center', va='center', fontsize=8)
-        else:
+    columns = 3 if any(maps) else 2  # gates of channels, as SAGA's, have no map
+    figure, axes = panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9))
+    for (title, gates), found, (*lefts, middle, right) in zip(models, maps, axes, strict=True):
+        title = wrap(title, LINE // columns)
+        for left in lefts:
+            if found is None:
+                left.set_axis_off()
+                left.set_title(title)
+                text = 'no map: these gates\nare of channels'
+                left.text(0.5, 0.5, text, ha='center', va='center', fontsize=8)
+                continue
+            coefficients, kind = found
             style = dict(cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation='nearest', aspect='auto')
             image = left.imshow(coefficients, **style)
             bar = figure.colorbar(image, ax=left, shrink=0.9)
             bar.ax.tick_params(labelsize=7)
-            if any(gate.kind == 'pairs' for gate in gates):
-                left.set(xlabel='key', ylabel='query', xticks=[], yticks=[], title=f'{title}\nmean gate')
-            else:
-                left.set(xlabel='level', ylabel='head', title=f'{title}\nmean gate')
+            across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[kind]
+            left.set(xlabel=across, ylabel=down, title=f'{title}\nmean gate', xticks=[], yticks=[])
+            if kind != 'pairs':
                 left.set(xticks=range(coefficients.shape[1]), yticks=range(coefficients.shape[0]))
         places = np.arange(len(gates))
         means, spreads = ([getattr(g.statistics, a) for g in gates] for a in ('mean', 'deviation'))
@@ -39,7 +43,8 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         labels = layer_labels([gate.path for gate in gates])
         names = [f'{a} {g.name[5:]}'.strip() for a, g in zip(labels, gates, strict=True)]
         middle.set_yticks(places, names, fontsize=6)
-        middle.set(xlabel='gate, mean ± std', ylim=(len(gates) - 0.4, -0.6), title='by layer')
+        middle.set(xlabel='gate, mean ± std', ylim=(len(gates) - 0.4, -0.6))
+        middle.set_title('by layer' if lefts else f'{title}\nby layer')
         edges = gates[0].statistics.edges
         used: list[int] = []
         for number, kind in enumerate(dict.fromkeys(gate.name for gate in gates)):

@@ -28,8 +28,8 @@ class LayerGate:
         name: Of the gate, one of :data:`~mmgate.analysis.probes.GATES`.
         statistics: Over all its values.
         coefficients: Its mean over images: ``(N, N)`` of queries and keys for dense gates, resized to 64 x 64,
-            ``(H, L)`` for deformable ones, None where it has neither.
-        kind: What the axes of ``coefficients`` are: ``'pairs'``, ``'levels'`` or ``''``.
+            ``(H, L)`` for deformable ones, ``(H,)`` for those of a head's output or input, else None.
+        kind: What the axes of ``coefficients`` are: ``'pairs'``, ``'levels'``, ``'heads'`` or ``''``.
     """
 
     path: str
@@ -60,6 +60,9 @@ class _Gate:
         elif x.dim() == 4 and x.shape[-1] > 1 and self.pairs:
             self.kind = 'pairs'
             self.mean.add(F.adaptive_avg_pool2d(x.float().mean((0, 1))[None], SIDE)[0])
+        elif x.dim() == 4 and x.shape[1] > 1 and not self.pairs:  # (B, H, N, d|1)
+            self.kind = 'heads'
+            self.mean.add(x.float().mean((0, 2, 3)))
 
     pairs = False
 
@@ -85,15 +88,16 @@ def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list
     ]
 
 
-def mean_map(gates: Iterable[LayerGate]) -> np.ndarray | None:
-    """Return the mean over layers of the maps of pairs, else of those of levels; None if there is none.
+def mean_map(gates: Iterable[LayerGate]) -> tuple[np.ndarray, str] | None:
+    """Return the mean over layers of the maps of pairs, else of levels, or heads by layer, and which; None without any.
 
     Maps of another shape than the first one's (another number of heads or levels) are left out.
     """
     listed = list(gates)
-    for kind in ('pairs', 'levels'):
+    for kind in ('pairs', 'levels', 'heads'):
         maps = [torch.from_numpy(g.coefficients) for g in listed if g.kind == kind and g.coefficients is not None]
         maps = [x for x in maps if x.shape == maps[0].shape]
         if maps:
-            return torch.stack(maps).mean(0).numpy()
+            stacked = torch.stack(maps)
+            return (stacked if kind == 'heads' else stacked.mean(0)).numpy(), kind
     return None

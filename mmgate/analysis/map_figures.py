@@ -9,29 +9,31 @@ from typing import Any
 import mmcv
 import numpy as np
 
-from .figures import COLOURS, SEQUENTIAL, WIDTH, layer_labels, panels, save
+from .figures import COLOURS, LINE, SEQUENTIAL, WIDTH, layer_labels, panels, save, wrap
 
 
 def draw_maps(image: str, maps: Sequence[tuple[str, np.ndarray]], out: Path, *, columns: int, label: str) -> Path:
-    """Draw maps ``(h, w)`` over an image on disk, in multiples of their means, on one scale; return the path."""
+    """Draw an image on disk, and maps ``(h, w)`` over it in multiples of their means, on one scale; return the path."""
     picture = mmcv.imread(image, channel_order='rgb')
     height, width = picture.shape[:2]
     grey = picture.mean(-1)
-    rows = -(-len(maps) // columns)
+    rows = -(-(len(maps) + 1) // columns)
     figure, axes = panels(rows, columns, height=WIDTH / columns * height / width * 0.88 + 0.3)
     maps = [(title, values / max(float(values.mean()), 1e-12)) for title, values in maps]
     low, high = min(float(v.min()) for _, v in maps), max(float(v.max()) for _, v in maps)
     drawn: Any = None
     for axis in axes.flat:
         axis.set_axis_off()
-    for axis, (title, values) in zip(axes.flat, maps, strict=False):
+    axes.flat[0].imshow(picture)
+    axes.flat[0].set_title('image')
+    for axis, (title, values) in zip(axes.flat[1:], maps, strict=False):
         axis.imshow(grey, cmap='gray', extent=(0, width, height, 0))
         style = dict(cmap='magma', alpha=0.65, vmin=low, vmax=high, interpolation='bilinear')
         drawn = axis.imshow(values, extent=(0, width, height, 0), **style)
-        axis.set_title(title)
+        axis.set_title(wrap(title, round(LINE / columns)))
     bar = figure.colorbar(drawn, ax=axes, shrink=0.8, fraction=0.03)
     bar.ax.tick_params(labelsize=7)
-    bar.set_label(f'{label}, times its mean')
+    bar.set_label(f'{label},\ntimes its mean')
     return save(figure, out)
 
 
@@ -49,15 +51,18 @@ def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: 
         drawn = axis.imshow(values, cmap=SEQUENTIAL, vmin=0, vmax=1)
         names = layer_labels(paths)
         axis.set_xticks(range(len(paths)), range(len(paths)), fontsize=6)
-        axis.set_yticks(range(len(paths)), [f'{n}  {i}' for i, n in enumerate(names)], fontsize=6)
-        axis.set(title=title, xlabel='layer')
-    figure.colorbar(drawn, ax=axes, shrink=0.8).set_label(label, fontsize=8)
+        labels = [name if name == str(number) else f'{name}  {number}' for number, name in enumerate(names)]
+        axis.set_yticks(range(len(paths)), labels, fontsize=6)
+        axis.set(title=wrap(title, round(LINE * 0.55)), xlabel='layer')
+    bar = figure.colorbar(drawn, ax=axes, shrink=0.8)
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label(label, fontsize=8)
     return save(figure, out)
 
 
 def draw_over_layers(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path, *, ceiling: str) -> Path:
     """Draw mean and spread of the rows' ``effective_rank`` over the layers, a dotted line at ``ceiling``."""
-    figure, ((axis,),) = panels(1, 1, height=3.0, width=5.0)
+    figure, ((axis,),) = panels(1, 1, height=3.2, width=5.0)
     for number, (name, rows) in enumerate(models):
         colour, places = COLOURS[number % len(COLOURS)], range(len(rows))
         means, spreads = ([row[key] for row in rows] for key in ('effective_rank', 'std'))
@@ -67,5 +72,5 @@ def draw_over_layers(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out
     axis.set(xlabel='layer', ylabel='effective rank of $K^T V$\n(dotted: the most, d)', ylim=(0, None))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    figure.legend(loc='outside lower center', ncols=1 if len(models) < 4 else 2, fontsize=7, frameon=False)
     return save(figure, out)

@@ -21,7 +21,7 @@ def rollout(maps: Sequence[Tensor], residual: float = 0.5) -> Tensor:
     identity = torch.eye(maps[0].shape[-1], dtype=maps[0].dtype)
     found = identity
     for weights in maps:
-        found = (residual * identity + (1 - residual) * _shares(weights)) @ found
+        found = (residual * identity + (1 - residual) * row_shares(weights)) @ found
     return found
 
 
@@ -34,13 +34,14 @@ def roll_back(relevance: Tensor, weights: Tensor, geometry: Sequence[int] = (), 
     Args:
         relevance: ``(h, w)`` over the layer's map.
         weights: Attention, heads averaged: ``(N, N)``; ``(N, M)`` where PVT reduces keys; ``(nW, n, n)`` of windows.
-        geometry: ``(h, w, ratio)`` of PVT or ``(h, w, window, shift)`` of Swin; nothing for a plain map.
+        geometry: ``(h, w, ratio)`` of PVT, ``(h, w, window, shift)`` of Swin, ``(h, w, wh, ww, shift)`` of windows that
+            are not square; nothing for a plain map.
         residual: Share of the layer's input that passes by.
     """
     height, width = relevance.shape
-    shares = _shares(weights)
-    if len(geometry) == 4:
-        attended = _windows_back(relevance, shares, int(geometry[2]), int(geometry[3]))
+    shares = row_shares(weights)
+    if len(geometry) >= 4:
+        attended = _windows_back(relevance, shares, (int(geometry[2]), int(geometry[-2])), int(geometry[-1]))
     elif len(geometry) == 3 and geometry[2] > 1:
         ratio = int(geometry[2])
         keys = (relevance.flatten() @ shares).view(height // ratio, width // ratio) / ratio**2
@@ -51,18 +52,18 @@ def roll_back(relevance: Tensor, weights: Tensor, geometry: Sequence[int] = (), 
     return residual * relevance + (1 - residual) * attended
 
 
-def _windows_back(relevance: Tensor, weights: Tensor, window: int, shift: int) -> Tensor:
-    height, width = relevance.shape
-    padded = F.pad(relevance, (0, -width % window, 0, -height % window))
-    rows, columns = (side // window for side in padded.shape)
+def _windows_back(relevance: Tensor, weights: Tensor, window: tuple[int, int], shift: int) -> Tensor:
+    (height, width), (down, right) = relevance.shape, window
+    padded = F.pad(relevance, (0, -width % right, 0, -height % down))
+    rows, columns = padded.shape[0] // down, padded.shape[1] // right
     rolled = padded.roll((-shift, -shift), (0, 1))
-    tokens = rolled.view(rows, window, columns, window).transpose(1, 2).reshape(-1, 1, window**2)
-    back = (tokens @ weights).view(rows, columns, window, window).transpose(1, 2).reshape(padded.shape)
+    tokens = rolled.view(rows, down, columns, right).transpose(1, 2).reshape(-1, 1, down * right)
+    back = (tokens @ weights).view(rows, columns, down, right).transpose(1, 2).reshape(padded.shape)
     return back.roll((shift, shift), (0, 1))[:height, :width]
 
 
-def _shares(weights: Tensor) -> Tensor:
-    """Absolute weights, each row summing to 1: signed maps (M-DGSA) count by their size."""
+def row_shares(weights: Tensor) -> Tensor:
+    """Return absolute weights, each row summing to 1: signed maps (M-DGSA) count by their size."""
     sizes = weights.abs()
     return sizes / sizes.sum(-1, keepdim=True).clamp(min=1e-12)
 
@@ -101,5 +102,5 @@ def sink_share(weights: Tensor) -> tuple[float, int]:
 
     Source: Gated attention for large language models, section 4.3 (there the first token).
     """
-    shares = _shares(weights.float()).mean((0, 1, 2))
+    shares = row_shares(weights.float()).mean((0, 1, 2))
     return float(shares.max()), int(shares.argmax())

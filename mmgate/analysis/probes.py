@@ -2,6 +2,7 @@
 
 A probe computes them anew from what the module was called with, so that no forward code knows of it and nothing is
 computed that is not asked for. Classes are found by package and name, so that no mm package has to be imported.
+map_probes.py and host_probes.py have those of attentions over whole maps and of hosts that attend by themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
 Readings = Mapping[str, Callable[[], Tensor]]  # names of what can be read, each computed when called
 Probe = Callable[..., Readings]
 GATES = ('gate', 'gate_k', 'gate_v', 'gate_out')
-NAMES = (*GATES, 'attention', 'locations', 'weights', 'reference_points', 'spatial_shapes', 'agents', 'kv', 'geometry')
+PLACES = ('geometry', 'map_size')  # where attention lies, read beside it
+NAMES = (*GATES, 'attention', 'locations', 'weights', 'reference_points', 'spatial_shapes', 'agents', 'kv', *PLACES)
 _PROBES: dict[str, tuple[Probe, tuple[str, ...]]] = {}
 
 
@@ -60,21 +62,33 @@ def gate_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [p for name, p in named if name.split('.')[0].startswith(('gate', 'gml'))]
 
 
+def is_alone(module: nn.Module) -> bool:
+    """Whether a module is a gate without projections, which its host never calls as a module."""
+    return hasattr(module, 'attention_map') and isinstance(getattr(module, 'out_proj', None), nn.Identity)
+
+
 def _has(module: nn.Module, name: str) -> bool:
     """Whether this module has what its class may have."""
     if name in ('gate_k', 'gate_v', 'gate_out'):
         return getattr(module, name, None) is not None
+    if name == 'attention':  # read at the gate, where the host holds one
+        return not any(is_alone(child) for child in module.children())
+    if name == 'geometry':  # a class token lies nowhere
+        return not getattr(module, 'class_tokens', 0)
     return name != 'gate' or bool(gate_parameters(module))
 
 
 @contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    """No dropout, and so no random number taken that the model would have got."""
-    training, module.training = module.training, False
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """No dropout in a module, and so no random number taken that the model would have got."""
+    modes = [(part, part.training) for part in module.modules()]
     try:
+        for part, _ in modes:
+            part.training = False
         yield
     finally:
-        module.training = training
+        for part, training in modes:
+            part.training = training
 
 
 @probes(
@@ -114,7 +128,7 @@ def torch_attention(module: Any, **given: Any) -> Readings:
     """Read the attention weights ``(B, H, N, M)`` of torch's module, which mmcv's and PVT's hold."""
 
     def attention() -> Tensor:
-        with _without_dropout(module):
+        with without_dropout(module):
             return module.forward(**{**given, 'need_weights': True, 'average_attn_weights': False})[1]
 
     return dict(attention=attention)
@@ -133,11 +147,11 @@ def dense(module: Any, **given: Any) -> Readings:
         weights = module.attention_map(query, key, inputs, bias)
         return weights if dead is None else weights.masked_fill(dead, 0.0)
 
-    return dict(attention=attention, gate=lambda: _dense_gate(module, inputs))
+    return dict(attention=attention, gate=lambda: dense_gate(module, inputs))
 
 
-def _dense_gate(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-    """PLuG ``(B, H|1, N, M)``, SDPA gate ``(B, H|1, N, d|1)``, M-DGSA ``(B, H, N, 1)``."""
+def dense_gate(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
+    """Return a dense gate: PLuG ``(B, H|1, N, M)``, SDPA gate ``(B, H|1, N, d|1)``, M-DGSA ``(B, H, N, 1)``."""
     if hasattr(module, 'gate_q_proj'):
         query, key = module._gates(inputs)
         return module.gml(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)
@@ -157,7 +171,7 @@ def gated_windows(module: Any, x: Tensor, mask: Tensor | None = None) -> Reading
         query, key, _ = module.attn.project(inputs)
         return module.attn.attention_map(query, key, inputs, _window_bias(module, x, mask).to(query.dtype))
 
-    return dict(attention=attention, gate=lambda: _dense_gate(module.attn, inputs))
+    return dict(attention=attention, gate=lambda: dense_gate(module.attn, inputs))
 
 
 @probes('mmdet.WindowMSA', 'mmseg.WindowMSA', 'mmpretrain.WindowMSA', reads=('attention',))
@@ -189,46 +203,3 @@ def window_geometry(module: Any, query: Tensor, hw_shape: tuple[int, int]) -> Re
 def reduction_geometry(module: Any, hw_shape: tuple[int, int], **_: Any) -> Readings:
     """Read ``(height, width, ratio)``: the map, and how far PVT or MiT reduce its keys."""
     return dict(geometry=lambda: torch.tensor([*hw_shape, module.sr_ratio]))
-
-
-@probes('mmgate.AgentAttention', reads=('attention', 'agents', 'geometry'))
-def agent(module: Any, x: Tensor, hw_shape: tuple[int, int], **_: Any) -> Readings:
-    """Read what the agents attend to, ``(B, H, n, h, w)``, and the two softmaxes' product ``(B, H, N, N)``."""
-
-    def maps() -> tuple[Tensor, Tensor]:
-        query, key, _ = module.qkv(x).chunk(3, -1)
-        grid = query.transpose(1, 2).unflatten(-1, tuple(int(side) for side in hw_shape))
-        agents = nn.functional.adaptive_avg_pool2d(grid, module.grid).flatten(2).transpose(1, 2)
-        query, key, agents = (module.split_heads(t) for t in (query, key, agents))
-        bias1, bias2 = module.biases(hw_shape)
-        first = (agents @ key.transpose(-1, -2) * module.scale + bias1).softmax(-1)  # (B, H, n, N)
-        return first, (query @ agents.transpose(-1, -2) * module.scale + bias2).softmax(-1)
-
-    def attention() -> Tensor:
-        first, second = maps()
-        return second @ first
-
-    sides = tuple(int(side) for side in hw_shape)
-    readings = dict(attention=attention, agents=lambda: maps()[0].unflatten(-1, sides))
-    return {**readings, 'geometry': lambda: torch.tensor([*sides, 1])}
-
-
-@probes('mmgate.SAGAAttention', reads=('gate_k', 'gate_v', 'gate_out', 'kv'))
-def saga(module: Any, x: Tensor, hw_shape: tuple[int, int], **_: Any) -> Readings:
-    """Read the three gates ``(B, N, C)`` and the map ``K^T V / N`` ``(B, H, d, d)``, gated as it is used."""
-
-    def kv() -> Tensor:
-        _, key, value = module.qkv(x).chunk(3, -1)
-        if module.position_encoding is not None:
-            key = key + module._resized_encoding(tuple(int(side) for side in hw_shape))
-        key = key if module.gate_k is None else key * module.gate_k(x).sigmoid()
-        value = value if module.gate_v is None else value * module.gate_v(x).sigmoid()
-        key, value = module.split_heads(key), module.split_heads(value)
-        return key.transpose(-1, -2) @ value / x.shape[1]
-
-    return dict(
-        kv=kv,
-        gate_k=lambda: module.gate_k(x).sigmoid(),
-        gate_v=lambda: module.gate_v(x).sigmoid(),
-        gate_out=lambda: module.gate_out(x),
-    )

@@ -9,15 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmgate.engine.preflight import ConfigError
+from mmgate.layers.window import GatedWindowMSA
 
+from . import host_probes, map_probes  # noqa: F401  (registers)
 from .accumulators import Accumulator, Kept
-from .probes import NAMES, bind, probe_for
+from .host_probes import gate_in_host
+from .probes import NAMES, PLACES, bind, is_alone, probe_for
 
 ACTIVATION = 'activation'
 _ATTENTION = re.compile(r'(Attention|Attn|MSA)$')
@@ -67,13 +71,14 @@ def record(
 
     handles = []
     try:
-        for path, probe, found in _readable(model):
+        for path, called, probe, found in _readable(model):
             chosen = tuple(name for name in found if name in wanted)
             if chosen and paths(path):
                 hook = _reader(path, probe, chosen, take)
-                handles.append(model.get_submodule(path).register_forward_hook(hook, with_kwargs=True))
+                handles.append(model.get_submodule(called).register_forward_hook(hook, with_kwargs=True))
         if ACTIVATION in wanted:
-            for path in dict.fromkeys(_layer(model, path) for path, _, _ in _readable(model)):
+            attention = [path for path, _, _, found in _readable(model) if not set(found) <= set(PLACES)]
+            for path in dict.fromkeys(_layer(model, path) for path in attention):
                 if paths(path):
                     handles.append(model.get_submodule(path).register_forward_hook(_activation(path, take)))
         yield recording
@@ -85,7 +90,7 @@ def record(
 def readable(model: nn.Module) -> dict[str, list[str]]:
     """Return, by name of a reading, the paths of the modules that have it."""
     found: dict[str, list[str]] = {}
-    for path, _, names in _readable(model):
+    for path, _, _, names in _readable(model):
         for name in names:
             found.setdefault(name, []).append(path)
     return found
@@ -109,11 +114,18 @@ def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
     )
 
 
-def _readable(model: nn.Module) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+def _readable(model: nn.Module) -> Iterator[tuple[str, str, Any, tuple[str, ...]]]:
+    """Yield the path of what can be read, that of the module whose call shows it, the probe, and what it reads."""
+    windowed = {f'{path}.attn' for path, module in model.named_modules() if isinstance(module, GatedWindowMSA)}
     for path, module in model.named_modules():
         found = probe_for(module)
-        if found is not None:
-            yield path, *found
+        if found is None or not found[1] or path in windowed:  # that is not called, and read where its windows are
+            continue
+        if is_alone(module):
+            host, _, name = path.rpartition('.')
+            yield path, host, partial(gate_in_host, name), found[1]
+        else:
+            yield path, path, *found
 
 
 def _reader(path: str, probe: Any, names: tuple[str, ...], take: Callable[[str, str, Tensor], None]) -> Any:

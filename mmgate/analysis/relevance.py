@@ -55,13 +55,13 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
             if relevance.shape != _map(geometry):  # a merging of patches lies between
                 relevance = F.interpolate(relevance[None, None], size=_map(geometry), mode='bilinear')[0, 0]
             relevance = relevance / relevance.sum()
-            relevance = roll_back(relevance, weights if len(geometry) == 4 else weights[0], geometry)
+            relevance = roll_back(relevance, weights if len(geometry) >= 4 else weights[0], geometry)
         return relevance / relevance.sum()
     over_image = {path: readings for path, readings in recording.items() if 'decoder' not in path}  # there: queries
     maps = [weights[0] for weights, _ in _placed(over_image) if weights.shape[-1] == weights.shape[-2]]
     for tokens in (0, 1):
-        plain = [x for x in maps if _factors(x.shape[-1] - tokens, size) and x.shape == maps[0].shape]
-        shape = _factors(plain[0].shape[-1] - tokens, size) if plain else None
+        plain = [x for x in maps if factors(x.shape[-1] - tokens, size) and x.shape == maps[0].shape]
+        shape = factors(plain[0].shape[-1] - tokens, size) if plain else None
         if shape is not None:
             whole = rollout(plain)
             flow = whole[0, 1:] if tokens else whole.mean(0)
@@ -102,7 +102,7 @@ def _map(geometry: Any) -> tuple[int, int]:
     return int(geometry[0]), int(geometry[1])
 
 
-def _factors(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
+def factors(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
     """Return the height and width of ``tokens`` whose aspect is that of ``size``, or None."""
     aspect = size[0] / size[1]
     height = round((tokens * aspect) ** 0.5)

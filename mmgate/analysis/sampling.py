@@ -152,7 +152,10 @@ def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: i
     from scipy.stats import gaussian_kde
 
     try:
-        kernel = gaussian_kde(xy.reshape(-1, 2).T, weights=weights.ravel().clip(min=0) + 1e-12)
+        # Scott's width of as many points as there are: of their effective number it would grow as weights concentrate
+        kernel = gaussian_kde(
+            xy.reshape(-1, 2).T, lambda kde: kde.n ** (-1 / 6), weights=weights.ravel().clip(min=0) + 1e-12
+        )
     except (np.linalg.LinAlgError, ValueError):
         return None
     x, y = np.meshgrid(np.linspace(0, size[1], steps), np.linspace(0, size[0], steps))

@@ -59,8 +59,11 @@ def _panel(axis: Any, image: np.ndarray, points: SamplingPoints, largest: float)
     grey = image.mean(-1, keepdims=True)
     pale = 255 - (255 - (0.6 * grey + 0.4 * image)) * 0.6
     axis.imshow(pale.clip(0, 255).astype(np.uint8), extent=(0, width, height, 0))
-    heights = density(points.xy, points.weights, (height, width))
-    if heights is not None and heights.max() > 0:
+    each = [density(xy, weights, (height, width)) for xy, weights in zip(points.xy, points.weights, strict=True)]
+    heights = np.sum(
+        [found for found in each if found is not None], axis=0
+    )  # a query's points say nothing of another's
+    if np.max(heights) > 0:
         x, y = np.linspace(0, width, heights.shape[1]), np.linspace(0, height, heights.shape[0])
         shares = heights.max() * np.array([0.1, 0.3, 0.5, 0.7, 0.9])
         axis.contour(x, y, heights, levels=shares, colors='black', linewidths=0.6, alpha=0.55)
@@ -89,10 +92,11 @@ def _boxes(axis: Any, sample: Any, threshold: float) -> None:
     found = sample.get('pred_instances')
     if found is not None and 'bboxes' in found:
         found = found[found.scores >= threshold]
-        order = found.scores.argsort(descending=True)[:MOST_BOXES]
+        order = found.scores.argsort(descending=True)[:MOST_BOXES].flip(0)  # the best score stays readable
         for box, score in zip(found.bboxes[order].cpu(), found.scores[order].cpu(), strict=True):
             rectangle(box, edgecolor=COLOURS[5], linewidth=1.2)
-            axis.text(float(box[0]), float(box[1]), f'{float(score):.2f}', fontsize=6, color='white', va='bottom',
+            place = 'bottom' if float(box[1]) > 0.05 * sample.ori_shape[0] else 'top'  # within the image
+            axis.text(float(box[0]), max(float(box[1]), 0), f'{float(score):.2f}', fontsize=6, color='white', va=place,
                       bbox=dict(facecolor=COLOURS[5], edgecolor='none', pad=0.6), clip_on=True)  # fmt: skip
 
 

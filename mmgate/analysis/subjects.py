@@ -128,6 +128,16 @@ def predict(model: nn.Module, batch: dict[str, Any]) -> Any:
     return found[0] if found else None
 
 
+def class_names(cfg: Config) -> tuple[str, ...]:
+    """Return the names of the classes of a config's test data; none if it says nothing."""
+    loader = cfg.get('test_dataloader')
+    if loader is None:
+        return ()
+    dataset = _dataset(loader)
+    kind = DATASETS.get(dataset.type)
+    return tuple((dataset.get('metainfo') or {}).get('classes') or getattr(kind, 'METAINFO', {}).get('classes', ()))
+
+
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write dicts of the same keys, numbers rounded to six places, and return the path."""
     listed: Sequence[Mapping[str, Any]] = list(rows)

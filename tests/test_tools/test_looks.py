@@ -79,12 +79,25 @@ def test_relevance_of_a_rollout_sums_to_one(model: str, configs: dict[str, str],
     assert sum(float(row['relevance']) for row in rows) == pytest.approx(1, abs=1e-3)
 
 
+def test_relevance_of_each_query_sums_to_one(configs: dict[str, str], tmp_path: Path) -> None:
+    """Mask2Former's queries, beside a model of the same kind, on the finest of its levels."""
+    config = configs['mask2former']
+    rows = draw('plot_rollout', config, tmp_path, '--queries', '3', '0', '--against', config, UNTRAINED)
+    assert {row['query'] for row in rows} == {'0', '3'} and len(rows) == 2 * 2 * 8 * 8
+    assert sum(float(row['relevance']) for row in rows) == pytest.approx(4, abs=1e-3)
+    assert all(0 <= int(row['label']) < 6 and 0 < float(row['score']) < 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ('model', 'part', 'error'),
+    [('mask2former', 'image', 'no self-attention over the image'), ('pvt', 'queries', 'no decoder attends densely')],
+)
 def test_rollout_takes_no_queries_for_an_image(
-    configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, part: str, error: str, configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [configs['mask2former'], UNTRAINED, '--max-images', '1', '--out', str(tmp_path)]
+    arguments = [configs[model], UNTRAINED, '--part', part, '--max-images', '1', '--out', str(tmp_path)]
     assert cli.main(tool('plot_rollout').main, arguments) == 2
-    assert 'no self-attention over the image' in capsys.readouterr().err
+    assert error in capsys.readouterr().err
 
 
 def test_agents_have_their_maps(configs: dict[str, str], tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
             chosen = np.unique(np.linspace(0, len(maps) - 1, min(args.agents, len(maps))).round().astype(int))
             drawn = [(f'agent {i}', crop_to_image(maps[i], sample)) for i in chosen]
             out = Path(args.out) / f'agents_{subject.name}_{Path(sample.img_path).stem}.png'
-            columns = min(4, len(drawn))
+            columns = min(4, len(drawn) + 1)
             draw_maps(sample.img_path, drawn, out, columns=columns, label='attention')
             peaks = [np.unravel_index(values.argmax(), values.shape) for values in maps]
             rows = [

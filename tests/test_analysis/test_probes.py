@@ -1,0 +1,278 @@
+"""Every gate in every host, and every linear attention, can be read, and what is read is what the layer uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import needs_mmpretrain
+from mmcv.cnn.bricks.transformer import MultiheadAttention
+from mmdet.models.backbones.pvt import SpatialReductionAttention
+from mmdet.models.backbones.swin import WindowMSA
+from mmdet.models.layers.transformer.utils import ConditionalAttention
+from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
+from mmseg.models.backbones.beit import BEiTAttention
+from mmseg.models.backbones.mae import MAEAttention
+from mmseg.models.backbones.mit import EfficientMultiheadAttention
+from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroupedSelfAttention
+from torch import Tensor, nn
+
+import mmgate
+from mmgate import layers
+from mmgate.analysis.maps import effective_rank
+from mmgate.analysis.recording import readable, record
+from mmgate.layers.linear import LinearAttention
+from mmgate.layers.stripes import merge_stripes, split_stripes
+from mmgate.ops import linear_attention as ops
+
+C, HEADS = 16, 2
+GATES: dict[str, dict[str, Any]] = {
+    'plug': dict(type='PLuGMultiheadAttention'),
+    'sdpa': dict(type='SDPAGatedMultiheadAttention'),
+    'dgsa': dict(type='DifferentialGatedMultiheadAttention', residual='none'),
+}
+
+
+UNREAD = [('bidirectional', None), ('sam', None)]
+
+
+def x(*shape: int) -> Tensor:
+    return torch.randn(*shape)
+
+
+def conditional(cross: bool) -> dict[str, Any]:
+    given: dict[str, Any] = {n: x(2, 7 if 'key' in n else 5, C) for n in ('query', 'key', 'query_pos', 'key_pos')}
+    if cross:
+        given.update(ref_sine_embed=x(2, 5, C), key_padding_mask=torch.arange(7)[None] >= torch.tensor([[7], [4]]))
+    return given
+
+
+def pretrain_vit() -> nn.Module:
+    from mmpretrain.models.utils.attention import MultiheadAttention as Tokens
+
+    return Tokens(C, HEADS, attn_drop=0.5, proj_drop=0.5)
+
+
+def swin_v2() -> nn.Module:
+    from mmpretrain.models.utils.attention import WindowMSAV2
+
+    return WindowMSAV2(C, (2, 3), HEADS, attn_drop=0.5, proj_drop=0.5)
+
+
+def sam() -> nn.Module:
+    from mmpretrain.models.backbones.vit_sam import Attention
+
+    return Attention(C, HEADS, use_rel_pos=True, input_size=(2, 3))
+
+
+DROP = dict(attn_drop_rate=0.5, proj_drop_rate=0.5)
+# name: the host, its inputs, what its attentions look like: batch or windows, queries, keys
+HOSTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], list[tuple[int, int, int]]]] = {
+    'torch': (
+        lambda: nn.MultiheadAttention(C, HEADS, 0.5, batch_first=True),
+        lambda: dict(query=x(2, 5, C), key=x(2, 7, C), value=x(2, 7, C)),
+        [(2, 5, 7)],
+    ),
+    'mmcv': (lambda: MultiheadAttention(C, HEADS, 0.5), lambda: dict(query=x(5, 2, C)), [(2, 5, 5)]),
+    **{
+        kind.__name__: (
+            lambda kind=kind: kind(C, HEADS, sr_ratio=2),
+            lambda: dict(x=x(2, 24, C), hw_shape=(4, 6)),
+            [(2, 24, 6)],
+        )
+        for kind in (SpatialReductionAttention, EfficientMultiheadAttention, GlobalSubsampledAttention)
+    },
+    'twins_windows': (
+        lambda: LocallyGroupedSelfAttention(C, HEADS, window_size=4, **DROP),
+        lambda: dict(x=x(2, 35, C), hw_shape=(5, 7)),
+        [(8, 16, 16)],
+    ),
+    'swin': (lambda: WindowMSA(C, HEADS, (2, 3), True, None, 0.5, 0.5), lambda: dict(x=x(4, 6, C)), [(4, 6, 6)]),
+    'beit': (lambda: BEiTAttention(C, HEADS, (2, 3), **DROP), lambda: dict(x=x(2, 7, C)), [(2, 7, 7)]),
+    'mae': (lambda: MAEAttention(C, HEADS, (2, 3), **DROP), lambda: dict(x=x(2, 7, C)), [(2, 7, 7)]),
+    'conditional_self': (lambda: ConditionalAttention(C, HEADS, 0.5, 0.5), lambda: conditional(False), [(2, 5, 5)]),
+    'conditional_cross': (
+        lambda: ConditionalAttention(C, HEADS, 0.5, 0.5, cross_attn=True),
+        lambda: conditional(True),
+        [(2, 5, 7)],
+    ),
+    'bidirectional': (
+        lambda: BiMultiHeadAttention(16, 24, C, HEADS, 0.5),
+        lambda: dict(vision=x(2, 9, 16), lang=x(2, 5, 24)),
+        [(2, 9, 5), (2, 5, 9)],
+    ),
+    'pretrain_vit': (pretrain_vit, lambda: dict(x=x(2, 7, C)), [(2, 7, 7)]),
+    'swin_v2': (swin_v2, lambda: dict(x=x(4, 6, C)), [(4, 6, 6)]),
+    'sam': (sam, lambda: dict(x=x(2, 2, 3, C)), [(2, 6, 6)]),
+}
+PRETRAIN = ('pretrain_vit', 'swin_v2', 'sam')
+EVERY_HOST = [pytest.param(name, marks=needs_mmpretrain if name in PRETRAIN else ()) for name in HOSTS]
+
+
+class Holder(nn.Module):
+    """A layer around an attention."""
+
+    def __init__(self, host: nn.Module) -> None:
+        super().__init__()
+        self.attn = host
+
+    def forward(self, **given: Any) -> Any:
+        return self.attn(**given)
+
+
+def held(host: str, gate: str | None = None) -> tuple[nn.Module, dict[str, Any]]:
+    """Return a host with every matrix of some size, with or without a gate, and inputs."""
+    make, inputs, _ = HOSTS[host]
+    torch.manual_seed(0)
+    model = Holder(make())
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    if gate:
+        mmgate.swap_attention(model, dict(GATES[gate], path='attn'))
+    torch.manual_seed(1)
+    return model, inputs()
+
+
+def flat(output: Any) -> Tensor:
+    parts = output if isinstance(output, (tuple, list)) else [output]
+    return torch.cat([part.flatten() for part in parts if part is not None])
+
+
+@pytest.mark.parametrize('gate', [None, *GATES])
+@pytest.mark.parametrize('host', EVERY_HOST)
+def test_every_host(host: str, gate: str | None) -> None:
+    """What can be read is read, in the form that it has; output and random numbers stay the same bits."""
+    if (host, gate) in [('conditional_cross', 'dgsa'), ('swin_v2', 'dgsa')]:
+        pytest.skip('dgsa does not fit there')
+    if (host, gate) in UNREAD:
+        pytest.skip('nothing in it sees the weights')
+    found, promised = [], {}
+    for records in (False, True):
+        model, given = held(host, gate)
+        torch.manual_seed(2)
+        if records:
+            promised = readable(model)
+            with record(model, promised) as recording:
+                output = flat(model(**given))
+        else:
+            output = flat(model(**given))
+        found.append((output, torch.rand(3)))
+        assert not any(m._forward_hooks or m._forward_pre_hooks or 'attend' in vars(m) for m in model.modules())
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert {(n, p) for n, paths in promised.items() for p in paths} == {
+        (n, p) for p, of in recording.items() for n in of
+    }
+    maps = [of['attention'].tensors[0] for of in recording.values() if 'attention' in of]
+    assert [(m.shape[0], *m.shape[2:]) for m in maps] == HOSTS[host][2]
+    assert len(promised.get('gate', [])) == (len(maps) if gate else 0)
+
+
+@pytest.mark.parametrize('host', EVERY_HOST)
+def test_an_identity_gate_leaves_the_hosts_weights(host: str) -> None:
+    """Read off the host and off the gate in it, two ways to one map; its gate is 0."""
+    maps = []
+    for gate in (None, 'plug'):
+        model, given = held(host, gate)
+        model.eval()
+        with record(model, ['attention', 'gate']) as recording:
+            model(**given)
+        maps.append([of['attention'].tensors[0] for of in recording.values() if 'attention' in of])
+    assert not any(of['gate'].tensors[0].any() for of in recording.values())
+    for weights in maps[-1]:
+        torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
+    if (host, None) not in UNREAD:
+        torch.testing.assert_close(maps[1], maps[0], rtol=1e-4, atol=1e-5)
+
+
+LINEAR: dict[str, dict[str, Any]] = {
+    'EfficientAttention': {},
+    'LinearAngularAttention': {},
+    'EnhancedLinearAttention': {},
+    'FocusedLinearAttention': dict(map_size=(2, 3)),
+    'PolaFormerAttention': dict(map_size=(2, 3)),
+    'InLineAttention': {},
+    'MLLAAttention': {},
+    'RALAAttention': {},
+    'SAGAAttention': dict(map_size=(2, 3)),
+}
+
+
+def test_the_table_of_linear_attentions_is_whole() -> None:
+    kinds = {
+        name for name, kind in vars(layers).items() if isinstance(kind, type) and issubclass(kind, LinearAttention)
+    }
+    assert kinds == {*LINEAR, 'HydraAttention'}  # Hydra's heads have one channel each
+
+
+@pytest.mark.parametrize('class_token', [False, True], ids=['map', 'class token'])
+@pytest.mark.parametrize('kind', LINEAR)
+def test_the_map_of_keys_and_values(kind: str, class_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what the operator multiplies the queries by, divided by the number of tokens."""
+    layer = getattr(layers, kind)(C, HEADS, class_token=class_token, **LINEAR[kind])
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    model = Holder(layer)
+    tokens = 16 + class_token
+    given = dict(x=x(2, tokens, C), **({} if class_token else dict(hw_shape=(2, 8))))
+    with record(model, ['kv', 'gate_out']) as recording, torch.no_grad():
+        model(**given)
+    kv = recording['attn']['kv'].tensors[0]
+    used = []
+
+    def noted(k: Tensor, v: Tensor) -> Tensor:
+        used.append((k.transpose(-1, -2) @ v) / k.shape[-2])
+        return used[-1]
+
+    monkeypatch.setattr(ops, 'key_value_map', noted)
+    with torch.no_grad():
+        model(**given)
+        k, v = (layer.split_heads(t) for t in layer.qkv(given['x']).chunk(3, -1)[1:])
+    if kind == 'EfficientAttention':
+        used = [k.softmax(-2).transpose(-1, -2) @ v]
+    elif kind == 'SAGAAttention':
+        encoded = k + layer.split_heads(
+            layer.behind_class_token(layer._resized_encoding((4, 4) if class_token else (2, 8)))
+        )
+        gate_k, gate_v = (layer.split_heads(g(given['x']).sigmoid()) for g in (layer.gate_k, layer.gate_v))
+        used = [(encoded * gate_k).transpose(-1, -2) @ (v * gate_v) / tokens]
+    elif kind == 'PolaFormerAttention':  # the queries' two halves change places for the second half of the values
+        used = [torch.cat([used[0], used[1].roll(C // HEADS, -2)], -1)]
+    torch.testing.assert_close(kv, used[0])
+    assert (effective_rank(kv) <= C // HEADS + 1e-6).all()
+    assert ('gate_out' in recording['attn']) == (kind in ('PolaFormerAttention', 'RALAAttention', 'SAGAAttention'))
+
+
+AGENTS = [
+    {},
+    dict(window=4),
+    dict(window=5),
+    dict(window=10),
+    dict(class_token=True),
+    dict(bias=False),
+    dict(agents='static'),
+]
+
+
+@pytest.mark.parametrize('options', AGENTS, ids=str)
+def test_agents_in_every_form(options: dict[str, Any]) -> None:
+    """The two softmaxes' product gives the layer's output; the agents' maps sum to 1."""
+    layer = layers.AgentAttention(C, HEADS, map_size=(8, 12), agent_num=4, dwc=False, **options)
+    model, extra = Holder(layer).eval(), layer.class_tokens
+    hw = (8, 8) if extra else (8, 12)
+    given = dict(x=x(2, hw[0] * hw[1] + extra, C), **({} if extra else dict(hw_shape=hw)))
+    with record(model, ['attention', 'agents', 'geometry']) as recording, torch.no_grad():
+        expected = model(**given)
+        value = layer.qkv(given['x']).chunk(3, -1)[2]
+    readings = {name: found.tensors[0] for name, found in recording['attn'].items()}
+    attention, maps = readings['attention'], readings['agents']
+    windows = tuple(readings['geometry'].tolist()[2:4]) if 'geometry' in readings and len(attention) > 2 else None
+    value = value if windows is None else split_stripes(value, hw, windows)
+    mixed = (attention @ layer.split_heads(value)).transpose(1, 2).flatten(2)
+    out = layer.proj(mixed if windows is None else merge_stripes(mixed, hw, windows))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert maps.shape == (2, HEADS, 4, *hw) and ('geometry' in readings) == (not extra)
+    if not extra and options.get('window') not in (5, 10):  # the rest lies on the class token or on padding
+        shares = maps.sum((-1, -2))
+        torch.testing.assert_close(shares, torch.full_like(shares, max(len(attention) // 2, 1)))

@@ -1,0 +1,115 @@
+"""Rollout through a decoder's queries, on cases that are known by hand and in DETRs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mmengine.hub import get_config
+from mmengine.registry import MODELS, init_default_scope
+from torch import Tensor
+
+import mmgate
+from mmgate.analysis.flops import empty_sample
+from mmgate.analysis.maps import rollout
+from mmgate.analysis.query_relevance import add_levels, query_relevance, query_rollout, record_queries
+from mmgate.engine.preflight import ConfigError
+
+Q, COARSE, FINE = 3, 4, 6
+
+
+def attention(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64).softmax(-1)
+
+
+@pytest.mark.parametrize('depth', [1, 3])
+def test_identity_self_attention_leaves_the_cross_attention(depth: int) -> None:
+    """Half passes by each cross-attention, so the image has 1 - 2^-depth of it, spread as the maps are."""
+    maps = [attention(Q, FINE) for _ in range(depth)]
+    steps = [step for weights in maps for step in [(None, torch.eye(Q, dtype=torch.float64)), (FINE, weights)]]
+    own, image = query_rollout(steps)
+    torch.testing.assert_close(own, torch.eye(Q, dtype=torch.float64) / 2**depth)
+    expected = sum(weights / 2 ** (depth - number) for number, weights in enumerate(maps))
+    torch.testing.assert_close(image[FINE], expected)
+
+
+def test_a_query_that_attends_to_another_has_its_relevance() -> None:
+    cross = torch.eye(Q, FINE, dtype=torch.float64)
+    to_first = torch.zeros(Q, Q, dtype=torch.float64)
+    to_first[:, 0] = 1
+    _, image = query_rollout([(FINE, cross), (None, to_first)])
+    assert image[FINE][1].tolist() == [0.25, 0.25, 0, 0, 0, 0]
+
+
+def test_it_is_the_rollout_of_queries_and_image_in_one_sequence() -> None:
+    """Self- and cross-attention over two levels, written out as square maps whose image rows are the identity."""
+    steps = [
+        (COARSE, attention(Q, COARSE)),
+        (None, attention(Q, Q)),
+        (FINE, attention(Q, FINE)),
+        (None, attention(Q, Q)),
+    ]
+    whole = []
+    for memory, weights in steps:
+        square = torch.eye(Q + COARSE + FINE, dtype=torch.float64)
+        start = {None: 0, COARSE: Q, FINE: Q + COARSE}[memory]
+        square[:Q] = 0
+        square[:Q, start : start + weights.shape[1]] = weights
+        whole.append(square)
+    expected = rollout(whole)[:Q]
+    own, image = query_rollout(steps)
+    torch.testing.assert_close(torch.cat([own, image[COARSE], image[FINE]], 1), expected)
+    torch.testing.assert_close(expected.sum(1), torch.ones(Q, dtype=torch.float64))
+
+
+def test_levels_add_up_with_their_shares() -> None:
+    coarse, fine = torch.tensor([[0.3, 0.0]]), torch.zeros(1, 8)
+    fine[0, 7] = 0.5
+    found = add_levels({(1, 2): coarse, (2, 4): fine})
+    assert found.shape == (1, 2, 4)
+    torch.testing.assert_close(found.sum(), torch.tensor(0.8))
+    torch.testing.assert_close(found[0, 1, 3], torch.tensor(0.5))
+    assert found[0, :, 0].sum() > found[0, :, 2].sum()  # the coarse level's left half
+
+
+def detr(config: str) -> Any:
+    cfg = get_config(f'mmdet::{config}')
+    init_default_scope('mmdet')
+    model = cfg.model
+    model.backbone.update(depth=18, init_cfg=None)
+    model.neck.in_channels = [512]
+    for part in (model.encoder, model.decoder):
+        part.num_layers = 2
+    model.num_queries, model.test_cfg.max_per_img = 8, 8
+    torch.manual_seed(0)
+    built = MODELS.build(model)
+    built.init_weights()
+    return built.eval()
+
+
+@pytest.mark.parametrize('gated', [False, True], ids=['vanilla', 'gated'])
+@pytest.mark.parametrize(
+    'config',
+    ['detr/detr_r18_8xb2-500e_coco.py', 'conditional_detr/conditional-detr_r50_8xb2-50e_coco.py'],
+    ids=['detr', 'conditional'],
+)
+def test_queries_of_detrs(config: str, gated: bool) -> None:
+    """Boxes and scores are the head's; a cross-attention to one place, rolled back through the encoder, is its row."""
+    model = detr(config)
+    if gated:
+        mmgate.swap_attention(model, dict(path=['encoder.**', 'decoder.**'], type='PLuGMultiheadAttention'))
+    size, queries = (64, 96), [5, 2]
+    with record_queries(model) as found, torch.no_grad():
+        model(torch.randn(1, 3, *size), [empty_sample(False, size)], mode='predict')
+    result = query_relevance(found, size, queries)
+    scores, boxes = found['head']
+    for number, query in zip(queries, result, strict=True):
+        assert query.number == number and query.score == pytest.approx(float(scores[0, number].max()))
+        assert query.relevance.shape == (2, 3) and query.relevance.sum() == pytest.approx(1)
+        assert query.mask is None and query.box is not None
+        x, y, width, height = boxes[0, number].tolist()
+        np.testing.assert_allclose(query.box, [x - width / 2, y - height / 2, x + width / 2, y + height / 2])
+    with pytest.raises(ConfigError, match='the queries 8 have to lie in 0 to 7'):
+        query_relevance(found, size, [8])

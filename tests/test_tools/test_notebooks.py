@@ -1,0 +1,63 @@
+"""The notebooks are valid and run from their first cell to their last."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from mmengine.logging import MMLogger
+
+from mmgate._environment import available
+
+NOTEBOOKS = sorted((ROOT / 'tools/notebooks').glob('*.ipynb'))
+LONGEST_OUTPUT = 2_000  # characters
+
+
+def cells(path: Path, kind: str) -> list[dict[str, Any]]:
+    return [cell for cell in json.loads(path.read_text())['cells'] if cell['cell_type'] == kind]
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
+def test_is_a_notebook_of_format_4(path: Path) -> None:
+    notebook = json.loads(path.read_text())
+    assert set(notebook) == {'cells', 'metadata', 'nbformat', 'nbformat_minor'} and notebook['nbformat'] == 4
+    names = [cell['id'] for cell in notebook['cells']]
+    assert len(set(names)) == len(names)
+    for cell in notebook['cells']:
+        wanted = {'cell_type', 'id', 'metadata', 'source'}
+        wanted |= {'execution_count', 'outputs'} if cell['cell_type'] == 'code' else set()
+        assert set(cell) == wanted and all(isinstance(line, str) for line in cell['source'])
+        assert len(json.dumps(cell.get('outputs', []))) < LONGEST_OUTPUT
+    if available('nbformat'):
+        import nbformat
+
+        nbformat.validate(notebook)
+
+
+@pytest.mark.parametrize('path', NOTEBOOKS, ids=lambda path: path.stem)
+def test_links_of_its_prose_lead_somewhere(path: Path) -> None:
+    prose = ''.join(''.join(cell['source']) for cell in cells(path, 'markdown'))
+    for link in re.findall(r'\]\(([^)]+)\)', prose):
+        assert (path.parent / link).exists(), link
+
+
+def test_gate_your_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(MMLogger.get_current_instance(), 'level', logging.INFO)  # set by a cell, put back afterwards
+    namespace: dict[str, Any] = {'__name__': '__main__'}
+    for cell in cells(ROOT / 'tools/notebooks/gate_your_model.ipynb', 'code'):
+        exec(compile(''.join(cell['source']), cell['id'], 'exec'), namespace)
+    printed = capsys.readouterr().out
+    assert 'encoder.layers.0.self_attn\nencoder.layers.1.self_attn\ndecoder.layers.0.cross_attn' in printed
+    assert "path 'encoder.layers.*.self_atn' matches no module" in printed
+    assert 'the vanilla predictions: True' in printed
+    assert (tmp_path / 'pictures/gates.png').stat().st_size > 10_000
+    same, vanilla = (namespace[name].pred_instances.scores for name in ('same', 'vanilla'))
+    torch.testing.assert_close(same, vanilla, rtol=1e-4, atol=1e-5)
+    assert all(float(gate.abs().max()) > 0 for gate in (r['gate'].tensors[0] for r in namespace['recording'].values()))
