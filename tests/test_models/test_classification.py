@@ -131,7 +131,7 @@ def test_converted_classifier_gives_the_published_logits(kind: str, tmp_path: Pa
         last = agent_pvt(state, x, [2, 2, 2, 2], (9, 16, 49, 49))[-1]
     else:
         state = random_swin([2, 2, 6, 2], (2, 2, 6, 0), (9, 16, 49, 49))
-        last = agent_swin(state, x, [2, 2, 6, 2], (9, 16, 49, 49))[-1]
+        last = agent_swin(state, x, [2, 2, 6, 2], (9, 16, 49, 49), dense=False)[-1]
     cfg = Config.fromfile(ROOT / f'configs/agent/classification/agent-{kind}-t_8xb128-300e_in1k.py')
     init_default_scope('mmpretrain')
     model = MODELS.build(cfg.model).eval()
