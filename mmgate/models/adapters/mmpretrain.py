@@ -45,9 +45,12 @@ def tokens(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) ->
     Raises:
         ValueError: The host has an extra that the core lacks.
     """
-    _refuse_extras(gate, host, one_bias=(host.qkv.bias is None) != (host.proj.bias is None))
-    sizes = (host.embed_dims, host.num_heads, host.attn_drop)
-    core = gate.core(*sizes, bias=host.qkv.bias is not None, batch_first=True, **options)
+    _refuse_extras(gate, host)
+    core = gate.core(host.embed_dims, host.num_heads, host.attn_drop, batch_first=True, **options)
+    if host.qkv.bias is None:  # T2T-ViT has one of the two
+        core.register_parameter('in_proj_bias', None)
+    if host.proj.bias is None:
+        core.out_proj.register_parameter('bias', None)
     return GatedTokenAttention(core, host.proj_drop, host.gamma1, host.out_drop)
 
 

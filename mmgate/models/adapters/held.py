@@ -1,0 +1,49 @@
+"""A gate held by a copy of its host, for hosts whose constructors keep too little of what they were given."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any, TypeVar
+
+from torch import nn
+
+from mmgate.layers.dense import GatedMultiheadAttention
+from mmgate.layers.gate_alone import gate_alone
+
+Kind = TypeVar('Kind', bound=nn.Module)
+
+
+def held_by(
+    kind: type[Kind],
+    host: nn.Module,
+    gate: type[GatedMultiheadAttention],
+    *sizes: Any,
+    width: int | None = None,
+    **options: Any,
+) -> Kind:
+    """Return a copy of ``host`` as its subclass ``kind``, which finds the gate's core as ``gate``.
+
+    Args:
+        kind: Subclass of the host's class that attends with a gate between the host's projections.
+        host: The module to be replaced.
+        gate: The gate.
+        *sizes: Channels of the heads together, heads, dropout of attention weights.
+        width: Channels of the inputs and the output, where they are not those of the heads.
+        **options: Of the gate.
+
+    Raises:
+        ValueError: The gate acts behind the output projection, which is not as wide as the heads.
+    """
+    if width in (None, sizes[0]):
+        core = gate.core(*sizes, batch_first=True, **options)
+    else:
+        core = gate.core(*sizes, batch_first=True, qdim=width, kdim=width, vdim=width, **options)
+        if core.finishes:
+            raise ValueError(
+                f'{gate.__name__} acts behind an output projection as wide as the heads, but that of this '
+                f'{type(host).__name__} goes from {sizes[0]} to {width} channels.'
+            )
+    held: Any = deepcopy(host)
+    held.__class__ = kind
+    held.gate = gate_alone(core)
+    return held
