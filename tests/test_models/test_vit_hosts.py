@@ -21,15 +21,25 @@ from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.visformer import Attention as VisformerAttention
 
 from mmgate import swap_attention
+from mmgate.models.adapters import mmpretrain as mmpretrain_adapters
 
 C, HEADS = 32, 4
+
+
+def t2t_layer() -> nn.Module:
+    """With the scale of T2T-ViT's paper; mmpretrain's multiplies logits by sqrt(d) in the place of dividing them."""
+    layer = T2TTransformerLayer(C, HEADS, 64)
+    layer.attn.scaled_dot_product_attention = F.scaled_dot_product_attention
+    return layer
+
+
 PLUG = dict(type='PLuGMultiheadAttention', path='**')
 TOKENS = (torch.Size([2, 49, C]),)
 # name: the host, and the sizes of what it is called with
 HOSTS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
     'tinyvit': (lambda: LeAttention(C, C // HEADS, HEADS, attn_ratio=1, resolution=(7, 7)), TOKENS),
     'xcit': (lambda: XCA(C, HEADS, qkv_bias=True), TOKENS),
-    't2t': (lambda: T2TTransformerLayer(C, HEADS, 64), TOKENS),
+    't2t': (lambda: t2t_layer(), TOKENS),
     'vit_without_biases': (lambda: MultiheadAttention(C, HEADS, qkv_bias=False, proj_bias=False), TOKENS),
     'visformer': (lambda: VisformerAttention(C, HEADS), (torch.Size([2, C, 5, 7]),)),
     'visformer_narrow': (lambda: VisformerAttention(C, HEADS, head_dim_ratio=0.5), (torch.Size([2, C, 5, 7]),)),
@@ -122,3 +132,16 @@ def test_cross_covariance_gates_pairs_of_channels() -> None:
 def test_what_does_not_fit_says_why(host: Callable[[], nn.Module], rule: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         swap_attention(nn.ModuleDict(dict(attn=host())), dict(rule, path='attn'))
+
+
+def test_the_wrong_scale_of_a_host_is_told() -> None:
+    """mmpretrain divides by 1 / sqrt(d) where a qk_scale is given, as in its T2T-ViT."""
+    layer = T2TTransformerLayer(C, HEADS, 64)
+    x = torch.randn(1, 9, C)
+    q, k, v = layer.attn.qkv(x).reshape(1, 9, 3, HEADS, C // HEADS).permute(2, 0, 3, 1, 4)
+    expected = ((q @ k.transpose(-1, -2) * (C // HEADS) ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(layer.attn(x), layer.attn.proj(expected))  # once this fails, the warning may go
+    warned = mmpretrain_adapters._warn_of_scale
+    warned.cache_clear()
+    swap_attention(nn.ModuleDict(dict(layer=layer)), dict(PLUG, path='layer.attn'))
+    assert warned.cache_info().misses == 1

@@ -109,6 +109,13 @@ def _hosts(gate: type) -> Iterator[type | str]:
     yield from dict.fromkeys(host for base, host in _ADAPTERS if base in gate.__mro__)
 
 
+def _import_late(host: nn.Module) -> None:
+    """Import the adapters of a package that nothing here imports, if ``host`` is of such a one."""
+    package = type(host).__module__.partition('.')[0]
+    if package in LATE:
+        import_module(f'{__package__}.{package}')
+
+
 def _adapter(gate: type, host: type) -> Adapter | None:
     path = f'.{full_name(host)}'
     names = [name for _, name in _ADAPTERS if isinstance(name, str) and path.endswith(f'.{name}')]
