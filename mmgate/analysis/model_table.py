@@ -24,7 +24,7 @@ CSWIN = 'the published weights have 20.459; the paper prints 21'
 SWIN = 'it adds nothing to Swin-T, whose 28.3 and 4.5 the papers print as 29 and 4.5 in every row'
 FLATTEN_DEIT = 'the position encoding alone adds 0.45; 6.19 is 6.1 if cut off'
 POLAFORMER = 'the gate G is a projection of its own, which the papers seem not to count'
-VITS = "the paper's counter is not known; it counts the vanilla model as we do, to its rounding"
+VITS = "the paper's counter is not known; the vanilla model counts as in the paper, to its rounding"
 T2T = "the paper's T2T-ViT-10 has Performer layers in its tokens-to-token module, mmpretrain's plain attention"
 NO_PVT = (
     'timm has PVTv2 alone, which `plug-pvtv2-b1` gates, and mmpretrain has neither; in a detector the gate fits the '

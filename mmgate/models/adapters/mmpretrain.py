@@ -83,8 +83,8 @@ def map_of_tokens(gate: type[MapAttention], host: Any, /, **options: Any) -> Map
 @cache
 def _warn_of_scale(gate: str) -> None:
     print_log(
-        f"{gate} scales logits by 1 / sqrt(d), as T2T-ViT's paper. mmpretrain's MultiheadAttention with a qk_scale divides "
-        'them by that number, so that without the gate the model computes something else.',
+        f"{gate} scales logits by 1 / sqrt(d), as T2T-ViT's paper. mmpretrain's MultiheadAttention with a qk_scale "
+        'divides them by that number, so that without the gate the model computes something else.',
         logger='current',
         level=logging.WARNING,
     )
