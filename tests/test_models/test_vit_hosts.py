@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-pytest.importorskip('mmpretrain', reason='needs mmpretrain: the extra "pretrain"')
-pytest.importorskip('timm', reason='needs timm: the extra "pretrain"')
+from mmgate._environment import available
+
+if not available('mmpretrain') or not available('timm'):  # an import may fail in other ways than by absence
+    pytest.skip('needs mmpretrain and timm: the extra "pretrain"', allow_module_level=True)
 from mmpretrain.models.backbones.t2t_vit import T2TTransformerLayer
 from mmpretrain.models.backbones.xcit import XCA
 from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention
