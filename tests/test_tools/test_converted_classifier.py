@@ -17,6 +17,7 @@ from mmgate.datasets.image_folders import write_shapes_folder
 CONFIG = f"""
 _base_ = {str(ROOT / 'configs/agent/classification/agent-cswin-t_8xb128-300e_in1k.py')!r}
 model = dict(
+    data_preprocessor=dict(num_classes=10),
     backbone=dict(pretrain_img_size=SIDE, **{SMALL}),
     head=dict(num_classes=10, in_channels=128))
 val_dataloader = dict(
