@@ -17,7 +17,10 @@ def held_by(
     kind: type[Kind],
     host: nn.Module,
     gate: type[GatedMultiheadAttention],
-    *sizes: Any,
+    channels: int,
+    heads: int,
+    dropout: float,
+    *,
     width: int | None = None,
     **options: Any,
 ) -> Kind:
@@ -27,21 +30,24 @@ def held_by(
         kind: Subclass of the host's class that attends with a gate between the host's projections.
         host: The module to be replaced.
         gate: The gate.
-        *sizes: Channels of the heads together, heads, dropout of attention weights.
+        channels: Of the heads together.
+        heads: Of the attention.
+        dropout: Probability of dropping an attention weight.
         width: Channels of the inputs and the output, where they are not those of the heads.
         **options: Of the gate.
 
     Raises:
         ValueError: The gate acts behind the output projection, which is not as wide as the heads.
     """
-    if width in (None, sizes[0]):
-        core = gate.core(*sizes, batch_first=True, **options)
+    if width in (None, channels):
+        core = gate.core(channels, heads, dropout, batch_first=True, **options)
     else:
-        core = gate.core(*sizes, batch_first=True, qdim=width, kdim=width, vdim=width, **options)
+        inputs: dict[str, Any] = dict(qdim=width, kdim=width, vdim=width)
+        core = gate.core(channels, heads, dropout, batch_first=True, **inputs, **options)
         if core.finishes:
             raise ValueError(
                 f'{gate.__name__} acts behind an output projection as wide as the heads, but that of this '
-                f'{type(host).__name__} goes from {sizes[0]} to {width} channels.'
+                f'{type(host).__name__} goes from {channels} to {width} channels.'
             )
     held: Any = deepcopy(host)
     held.__class__ = kind

@@ -118,7 +118,7 @@ def resize_positions(backbone: nn.Module, state: dict[str, Any], prefix: str = '
     return resized
 
 
-def _positions(module: nn.Module) -> tuple[str, tuple[int, int], bool] | None:
+def _positions(module: Any) -> tuple[str, tuple[int, int], bool] | None:
     """Return the name of a module's positions, the size of their grid, and whether they are a table."""
     if isinstance(getattr(module, 'relative_position_bias_table', None), Tensor):
         height, width = module.window_size

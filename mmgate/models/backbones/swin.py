@@ -32,6 +32,8 @@ class UnshiftedWhole(ShiftWindowMSA):
     mmdet shifts there, too, which cuts the one window into four parts that do not see each other.
     """
 
+    shift_size: int
+
     def forward(self, query: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend over ``(B, H W, C)`` tokens of a map of ``hw_shape``."""
         shift = self.shift_size
