@@ -20,6 +20,7 @@ def held_by(
     channels: int,
     heads: int,
     dropout: float,
+    /,
     *,
     width: int | None = None,
     **options: Any,
