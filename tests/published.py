@@ -78,7 +78,7 @@ def agent_pvt(s: State, x: Tensor, depths: list[int], agents: tuple[int, ...]) -
     return maps
 
 
-def _windows(s: State, p: str, x: Tensor, heads: int, shift: int, size: int = 7) -> Tensor:
+def _windows(s: State, p: str, x: Tensor, heads: int, shift: int, size: int) -> Tensor:
     """Shifted window attention of maps (B, H, W, C), one window after the other."""
     b, height, width, c = x.shape
     x = F.pad(x, (0, 0, 0, -width % size, 0, -height % size))
@@ -108,7 +108,10 @@ def _windows(s: State, p: str, x: Tensor, heads: int, shift: int, size: int = 7)
     return out.roll((shift, shift), (1, 2))[:, :height, :width]
 
 
-def agent_swin(s: State, x: Tensor, depths: list[int], agents: tuple[int, ...]) -> list[Tensor]:
+def agent_swin(
+    s: State, x: Tensor, depths: list[int], agents: tuple[int, ...], window: int = 7, dense: bool = True
+) -> list[Tensor]:
+    """Normalised maps; the authors' classifiers do not shift where one window holds the map, their detectors do."""
     maps = []
     x = F.pad(x, (0, -x.shape[3] % 4, 0, -x.shape[2] % 4))
     x = F.conv2d(x, s['patch_embed.proj.weight'], s['patch_embed.proj.bias'], stride=4)
@@ -119,10 +122,11 @@ def agent_swin(s: State, x: Tensor, depths: list[int], agents: tuple[int, ...]) 
             p = f'layers.{stage}.blocks.{block}.'
             y = _norm(s, p + 'norm1.', x, 1e-5)
             heads = x.shape[-1] // 32
+            shift = window // 2 * (block % 2) if dense or min(hw) > window else 0
             if p + 'attn.an_bias' in s:
                 y = agent_attention(s, p + 'attn.', y, hw, heads, number)
             else:
-                y = _windows(s, p + 'attn.', y.unflatten(1, hw), heads, 3 * (block % 2)).flatten(1, 2)
+                y = _windows(s, p + 'attn.', y.unflatten(1, hw), heads, shift, window).flatten(1, 2)
             x = x + y
             x = x + _mlp(s, p + 'mlp.', _norm(s, p + 'norm2.', x, 1e-5))
         out = _norm(s, f'norm{stage}.', x, 1e-5) if f'norm{stage}.weight' in s else F.layer_norm(x, x.shape[-1:])
@@ -170,7 +174,14 @@ def random_pvt(depths: list[int], agents: tuple[int, ...], classifier: bool = Tr
     return s
 
 
-def random_swin(depths: list[int], blocks: tuple[int, ...], agents: tuple[int, ...], classifier: bool = True) -> State:
+def random_swin(
+    depths: list[int],
+    blocks: tuple[int, ...],
+    agents: tuple[int, ...],
+    classifier: bool = True,
+    image: int = 224,
+    window: int = 7,
+) -> State:
     """A checkpoint of Agent-Swin's key layout with random numbers; vanilla Swin's where ``blocks`` are all 0."""
     s: State = {}
     _linear(s, 'patch_embed.proj.', 96, (3, 4, 4))
@@ -183,14 +194,16 @@ def random_swin(depths: list[int], blocks: tuple[int, ...], agents: tuple[int, .
             _linear(s, p + 'attn.qkv.', 3 * c, (c,))
             _linear(s, p + 'attn.proj.', c, (c,))
             if j < blocks[i]:
-                _agent(s, p + 'attn.', c, heads, agents[i], 56 >> i)
+                _agent(s, p + 'attn.', c, heads, agents[i], image // 4 >> i)
             else:
-                s[p + 'attn.relative_position_bias_table'] = 0.1 * torch.randn(169, heads)
-                offsets = torch.arange(7)
+                span = 2 * window - 1
+                s[p + 'attn.relative_position_bias_table'] = 0.1 * torch.randn(span**2, heads)
+                offsets = torch.arange(window)
                 rows, columns = (g.flatten() for g in torch.meshgrid(offsets, offsets, indexing='ij'))
-                s[p + 'attn.relative_position_index'] = (rows[:, None] - rows + 6) * 13 + columns[:, None] - columns + 6
+                down, right = rows[:, None] - rows + window - 1, columns[:, None] - columns + window - 1
+                s[p + 'attn.relative_position_index'] = down * span + right
                 if classifier and j % 2 and i < 3:
-                    s[p + 'attn_mask'] = torch.zeros(4, 49, 49)
+                    s[p + 'attn_mask'] = torch.zeros(4, window**2, window**2)
             _layer_norm(s, p + 'norm2.', c)
             _linear(s, p + 'mlp.fc1.', 4 * c, (c,))
             _linear(s, p + 'mlp.fc2.', c, (4 * c,))

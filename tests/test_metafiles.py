@@ -84,6 +84,12 @@ DATA = {
         ('agent-upernet_swin-t_8xb2-160k_ade20k-512x512', {'mIoU': 46.68}),
         ('saga-mask-rcnn_pvt-t_1x_coco', {'box AP': 40.6, 'mask AP': 38.0}),
         ('saga-cascade-mask-rcnn_swin-t_ms-crop-3x_coco', {'box AP': 51.5, 'mask AP': 44.9}),
+        ('agent-pvt-t_8xb128-300e_in1k', {'Top 1 Accuracy': 78.4}),
+        ('agent-cswin-b_8xb32-30e_in1k-384px', {'Top 1 Accuracy': 85.8}),
+        ('saga-swin-t_8xb128-300e_in1k', {'Top 1 Accuracy': 83.0}),
+        ('plug-deit-t-no-residual_8xb128-300e_in1k', {'Top 1 Accuracy': 68.9}),
+        ('plug-xcit-t12_8xb128-300e_in1k', {'Top 1 Accuracy': 77.4}),
+        ('plug-pvtv2-b1_8xb128-300e_in1k', {}),  # the paper has the first PVT
         ('plug-mask2former-post-softmax_r50_8xb2-160k_ade20k-512x512', {}),  # the paper has it for DeiT alone
     ],
 )

@@ -56,12 +56,20 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'(agent|saga)-swin-t-.*_8xb128-300e_in1k|linear-swin-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'agent-cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'agent-cswin-b_8xb128-300e_in1k': dict(IMAGENET, weight_decay=0.1, warm_up=20),
+    r'plug-(visformer-t|gcvit-xxt|pvtv2-b1|tinyvit-5m|xcit-t12|t2t-vit-10)_8xb128-300e_in1k': dict(
+        **IMAGENET, warm_up=20
+    ),
+    r'(agent|saga)-swin-b_8xb32-30e_in1k-384px': dict(lr=1e-5, weight_decay=1e-8, epochs=30, warm_up=5),
+    r'agent-cswin-b_8xb32-30e_in1k-384px': dict(lr=2.5e-6, weight_decay=1e-8, epochs=30),
+    r'agent-(deit|swin)-s_8xb64-300e_in1k-(288|448)px': dict(IMAGENET, lr=5e-4, warm_up=20),
+    r'agent-pvt-m_8xb64-300e_in1k-256px': dict(IMAGENET, lr=5e-4, warm_up=5),
     r'(dgvit|vit|diff-vit).*_1xb128-100e_(cifar100?|fashionmnist|svhn)': dict(lr=3e-4, weight_decay=0.01, epochs=100),
     r'(dgvit|vit)(-noise)?_1xb64-40e_digits': dict(lr=1e-3, weight_decay=0.01, epochs=40),  # ours
     r'.*_1xb(8|32)-(8e|12e|1k)_shapes(-128x128)?': {},  # the demos: ours, small and fast
 }
 DROP_PATH = {
-    r'agent-cswin-': dict(t=0.2, s=0.4, b=0.5),
+    r'agent-cswin-[tsb]_8xb128': dict(t=0.2, s=0.4, b=0.5),
+    r'agent-cswin-b_8xb32': dict(b=0.7),
     r'(agent|saga)-pvt-': dict(t=0.1, s=0.1, m=0.3, l=0.3),
     r'(agent|saga)-swin-': dict(t=0.2, s=0.3, b=0.5),
     r'agent-deit': dict(t=0.0, s=0.1, b=0.3),

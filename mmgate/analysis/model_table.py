@@ -24,6 +24,13 @@ CSWIN = 'the published weights have 20.459; the paper prints 21'
 SWIN = 'it adds nothing to Swin-T, whose 28.3 and 4.5 the papers print as 29 and 4.5 in every row'
 FLATTEN_DEIT = 'the position encoding alone adds 0.45; 6.19 is 6.1 if cut off'
 POLAFORMER = 'the gate G is a projection of its own, which the papers seem not to count'
+VITS = "the paper's counter is not known; the vanilla model counts as in the paper, to its rounding"
+T2T = "the paper's T2T-ViT-10 has Performer layers in its tokens-to-token module, mmpretrain's plain attention"
+NO_PVT = (
+    'timm has PVTv2 alone, which `plug-pvtv2-b1` gates, and mmpretrain has neither; in a detector the gate fits the '
+    "attention of mmdet's PVT"
+)
+NO_HOST = 'no maintained package has this model: neither mmpretrain nor timm'
 
 
 @dataclass(frozen=True)
@@ -209,7 +216,41 @@ def _linear() -> Iterator[Row]:
         yield Row('linear', f'PolaFormer, {name}, classifier', model, (224, 224), parameters, macs, POLAFORMER)
 
 
-ROWS = (*_detr(), *_mask2former(), *_plug_deit(), *_agent(), *_saga(), *_linear())
+def _larger() -> Iterator[Row]:
+    # Agent Tables 4 and 14
+    for name, stem, side, parameters, macs, reason in (
+        ('Agent-DeiT-S', 'agent-deit-s_8xb64-300e_in1k-448px', 448, 23.1, 17.7, COUNTER),
+        ('Agent-PVT-M', 'agent-pvt-m_8xb64-300e_in1k-256px', 256, 36.1, 9.2, COUNTER),
+        ('Agent-Swin-S', 'agent-swin-s_8xb64-300e_in1k-288px', 288, 50, 14.6, COUNTER),
+        ('Agent-Swin-B', 'agent-swin-b_8xb32-30e_in1k-384px', 384, 88, 46.3, COUNTER),
+        ('Agent-CSwin-B', 'agent-cswin-b_8xb32-30e_in1k-384px', 384, 73, 46.3, COUNTER),
+    ):
+        path = f'mmgate::agent/classification/{stem}.py'
+        yield Row('agent', f'{name}, classifier', path, (side, side), parameters, macs, reason)
+    path = 'mmgate::saga/classification/saga-swin-b_8xb32-30e_in1k-384px.py'
+    yield Row('saga', 'Swin-B-SAGA, classifier', path, (384, 384), 105, 55.3, COUNTER)
+
+
+def _plug_vits() -> Iterator[Row]:
+    # PLuG Table 1
+    for name, stem, parameters, macs, reason in (
+        ('TinyViT-5M', 'tinyvit-5m', 5.5, 1.4, VITS),
+        ('Visformer-Ti', 'visformer-t', 10.8, 1.3, ''),
+        ('XCiT-T12/16', 'xcit-t12', 6.9, 1.3, ''),
+        ('GCViT-XXT', 'gcvit-xxt', 12.2, 2.3, VITS),
+        ('T2T-ViT-10', 't2t-vit-10', 6.2, 1.6, T2T),
+    ):
+        path = f'mmgate::plug/classification/plug-{stem}_8xb128-300e_in1k.py'
+        yield Row('plug', f'{name} + PLuG, classifier', path, (224, 224), parameters, macs, reason)
+    for name, parameters, macs, reason in (
+        ('PVT-Tiny', 13.3, 2.0, NO_PVT),
+        ('LV-ViT-T', 8.8, 3.1, NO_HOST),
+        ('ViTAE-T', 5.1, 1.6, NO_HOST),
+    ):
+        yield Row('plug', f'{name} + PLuG, classifier', None, (224, 224), parameters, macs, reason)
+
+
+ROWS = (*_detr(), *_mask2former(), *_plug_deit(), *_plug_vits(), *_agent(), *_saga(), *_larger(), *_linear())
 HEADER = (
     '| model | input | parameters, paper | ours | difference | MACs, paper | ours | difference | why |\n'
     '|---|---|---|---|---|---|---|---|---|'

@@ -153,7 +153,7 @@ def dense(module: Any, **given: Any) -> Readings:
 def dense_gate(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
     """Return a dense gate: PLuG ``(B, H|1, N, M)``, SDPA gate ``(B, H|1, N, d|1)``, M-DGSA ``(B, H, N, 1)``."""
     if hasattr(module, 'gate_q_proj'):
-        query, key = module._gates(inputs)
+        query, key = module.gates(inputs)
         return module.gml(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)
     if hasattr(module, 'gate_weight'):
         neutral = torch.ones if module.form == 'multiplicative' else torch.zeros

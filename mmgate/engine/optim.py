@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from mmgate.layers import AgentAttention, GatingModulation, SAGAAttention
-from mmgate.layers.agent import BIASES, CLASS_BIASES
+from mmgate.layers.agent_bias import BIASES, CLASS_BIASES
 from mmgate.layers.linear import LinearAttention
 from mmgate.layers.rms_norm import RMSNorm
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS

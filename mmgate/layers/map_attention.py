@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from mmcv.cnn.bricks.drop import build_dropout
+from mmengine.logging import print_log
 from torch import Tensor, nn
 
 
@@ -14,7 +15,8 @@ class MapAttention(nn.Module):
     """Self-attention over the tokens of an H x W map; a subclass mixes them in :meth:`mix`.
 
     Drop-in for mmdet's ``SpatialReductionAttention`` with ``sr_ratio=1`` and for the ``ShiftWindowMSA`` of mmdet, mmseg
-    and mmpretrain, whose checkpoints it loads: projections are renamed, relative position tables dropped.
+    and mmpretrain, whose checkpoints it loads: projections are renamed, relative position tables dropped. Positions of
+    another resolution are resized on loading, so that the result is what a forward pass makes of them.
 
     Args:
         embed_dims: Channels C, a multiple of ``num_heads``.
@@ -98,8 +100,26 @@ class MapAttention(nn.Module):
         """Return ``(B, N, H * d)`` as ``(B, H, N, d)``."""
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
+    def adopt(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        """Give what a host has, or what is of another resolution, the names and shapes that it has here, in place.
+
+        Args:
+            state_dict: What is to be loaded.
+            prefix: Of this module's keys in it.
+
+        Returns:
+            The names of the parameters that were resized.
+        """
+        for old, new in _RENAMED.items():
+            value = state_dict.pop(prefix + old, None)
+            if value is not None and new is not None:
+                state_dict[prefix + new] = value
+        return []
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        rename_host_parameters(self, state_dict, prefix)
+        resized = self.adopt(state_dict, prefix)
+        if resized:
+            print_log(f'{prefix}: {", ".join(resized)} resized to a map of {self.map_size}', logger='current')
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @property
@@ -119,11 +139,3 @@ _RENAMED = {
     'w_msa.relative_position_bias_table': None,
     'w_msa.relative_position_index': None,
 }
-
-
-def rename_host_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """Give a host's parameters under ``prefix`` the names they have in ``module``, in place."""
-    for old, new in _RENAMED.items():
-        value = state_dict.pop(prefix + old, None)
-        if value is not None and new is not None:
-            state_dict[prefix + new] = value

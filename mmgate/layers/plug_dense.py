@@ -72,7 +72,7 @@ class PLuGAttention(OwnStart, DenseAttention):
         width = round(ratio * self.head_dim)
         if width < 1:
             raise ValueError(f'ratio={ratio} of {self.head_dim} channels a head leaves no gate channel.')
-        self.gate_heads = 1 if heads == 'shared' else num_heads
+        self.gate_heads, self.gate_width = 1 if heads == 'shared' else num_heads, width
         self.position, self.residual, self.backend = position, residual, backend
         self.gate_q_proj = nn.Linear(self.qdim, self.gate_heads * width, **self.like)
         self.gate_k_proj = nn.Linear(self.kdim, self.gate_heads * width, **self.like)
@@ -85,25 +85,33 @@ class PLuGAttention(OwnStart, DenseAttention):
         xavier_(self.gate_k_proj)
         self.gml.reset_parameters()
 
-    def _gates(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def gates(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what gates are products of, ``(B, H|1, N|M, g)``, from query and key before projection."""
         pairs = zip((self.gate_q_proj, self.gate_k_proj), inputs[:2], strict=True)
         gate_q, gate_k = (proj(x).unflatten(-1, (self.gate_heads, -1)).transpose(1, 2) for proj, x in pairs)
-        return gate_q, gate_k  # (B, H|1, N|M, g)
+        return gate_q, gate_k
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
     ) -> Tensor:
         """Return the heads (Eq. 5 to 7)."""
+        return self.attend_gated(query, key, value, self.gates(inputs), bias)
+
+    def attend_gated(
+        self, query: Tensor, key: Tensor, value: Tensor, gates: tuple[Tensor, Tensor], bias: Tensor | None
+    ) -> Tensor:
+        """Return the heads with the pairs gated by the products of ``gates``, see :meth:`gates`."""
         options: dict[str, Any] = dict(residual=self.residual, position=self.position)
         options.update(dropout=self._drop, backend=self.backend)
-        return plug_attention(query, key, value, *self._gates(inputs), self.gml, bias, **options)
+        return plug_attention(query, key, value, *gates, self.gml, bias, **options)
 
     def attention_map(
         self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
     ) -> Tensor:
         """Return the gated attention weights."""
-        gates = self._gates(inputs)
-        return attention_map(query, key, *gates, self.gml, bias, residual=self.residual, position=self.position)
+        return attention_map(
+            query, key, *self.gates(inputs), self.gml, bias, residual=self.residual, position=self.position
+        )
 
 
 @MODELS.register_module()

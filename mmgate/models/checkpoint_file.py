@@ -13,10 +13,13 @@ from urllib.parse import urlparse
 
 import torch
 from mmengine.dist import barrier, get_dist_info
+from mmengine.logging import print_log
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor
 
 State = dict[str, Tensor]
+# the averaged weights first: those are what CSwin's authors, with agents and without, start from and evaluate
+PLACES = ('state_dict_ema', 'state_dict', 'model')
 TO_DO = 'point init_cfg.checkpoint at a file that you have, or start from scratch with init_cfg=None'
 _PLAIN = {
     ('collections', 'OrderedDict'),
@@ -88,16 +91,19 @@ def read_checkpoint(source: str) -> Any:
 
 
 def tensors(checkpoint: Any) -> State:
-    """Return the tensors under ``model``, ``state_dict`` or at the top of a checkpoint; of a detector, its backbone's.
+    """Return the tensors of a checkpoint, under one of ``PLACES`` or at its top; of a detector, its backbone's.
 
     Raises:
         ValueError: There are no tensors where they are expected.
     """
     top: Mapping[str, Any] = checkpoint if isinstance(checkpoint, Mapping) else {}
-    state = top.get('state_dict', top.get('model', top))
+    places = [place for place in PLACES if place in top]
+    if len(places) > 1:
+        print_log(f'The checkpoint holds {", ".join(places)}: reading {places[0]}', logger='current')
+    state = top[places[0]] if places else top
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(
-            'The checkpoint holds no tensors under "model", "state_dict" or at its top; '
+            f'The checkpoint holds no tensors under {", ".join(PLACES)} or at its top; '
             f'its keys are {", ".join(map(str, list(top)[:8])) or "none"}.'
         )
     state = {key.removeprefix('module.'): value for key, value in state.items()}

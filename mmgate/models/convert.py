@@ -1,55 +1,66 @@
-"""Turn published checkpoints of PVT, Swin and DeiT, vanilla and with agent attention, into those of our backbones."""
+"""Turn published checkpoints of PVT, Swin, CSwin and DeiT, vanilla or with agents, into those of our backbones."""
 
 from __future__ import annotations
 
 from collections import Counter
+from math import isqrt
 from typing import Any
 
 from torch import nn
 
-from .backbones import AgentPVT, AgentSwin
+from .backbones import AgentCSwin, AgentPVT, AgentSwin
+from .backbones.cswin_layout import cswin_layout, is_cswin
+from .backbones.fitting import DERIVED, OUTPUT_NORM, misfits
 from .backbones.presets import OF_THE_ATTENTION
-from .backbones.pretrained import DERIVED, OUTPUT_NORM, host_layout, misfits
+from .backbones.pretrained import host_layout
 from .checkpoint_file import State, tensors
 from .deit import deit_backbone, is_deit
 
 
 def convert(checkpoint: Any) -> State:
-    """Return the state dict that a published checkpoint makes: of AgentPVT, AgentSwin or mmpretrain's ViT.
+    """Return the state dict that a published checkpoint makes: of AgentPVT, AgentSwin, AgentCSwin or mmpretrain's ViT.
 
     The backbones read published layouts themselves; this is for who wants a file. Agent attention checkpoints give
     every key; the output norms that an ImageNet Swin lacks start as the identity. A vanilla PVT or Swin gives what is
-    shared, in mmdet's names: no attention biases, no depthwise convolution, no spatial reduction.
+    shared, in mmdet's names: no attention biases, no depthwise convolution, no spatial reduction; a vanilla CSwin gives
+    all of an AgentCSwin without agents. Sizes, that of the images in pre-training too, are read from the tensors.
 
     Args:
         checkpoint: What :func:`~mmgate.models.checkpoint_file.read_checkpoint` or ``torch.load`` returned.
 
     Raises:
-        ValueError: It is neither PVT, Swin nor DeiT, or a key is unknown, missing or of another shape; they are listed.
+        ValueError: It is none of these, or a key is unknown, missing or of another shape; they are listed.
     """
     state = tensors(checkpoint)
     if is_deit(state):
         return deit_backbone(state)
     try:
-        converted = host_layout(state)
-        if any(key.startswith('block1.') for key in state):
-            model = _pvt(state)
-        elif any(key.startswith('layers.0.blocks.') for key in state):
-            model = _swin(state, converted)
-        else:
-            raise ValueError("the keys are mmdet's already; init_cfg takes the file as it is")
+        model, converted = _renamed(state)
     except KeyError as error:
         raise ValueError(_listed([f'missing: {error.args[0]}'])) from None
     except ValueError as error:
         raise ValueError(_listed([str(error)])) from None
-    with_agents = any(key.endswith('.an_bias') for key in converted)
-    faults = misfits(model, converted, may_miss=() if with_agents else OF_THE_ATTENTION)
+    complete = is_cswin(state) or any(key.endswith('.an_bias') for key in converted)
+    faults = misfits(model, converted, may_miss=() if complete else OF_THE_ATTENTION)
     if faults:
         raise ValueError(_listed(faults))
     for key, value in model.state_dict().items():
         if key.endswith(DERIVED) or OUTPUT_NORM.fullmatch(key):
             converted.setdefault(key, value)
     return converted
+
+
+def _renamed(state: State) -> tuple[nn.Module, State]:
+    """Return a backbone of the checkpoint's sizes, and the tensors by its names."""
+    if is_cswin(state):
+        model = _cswin(state)
+        return model, cswin_layout(state, model.state_dict())
+    converted = host_layout(state)
+    if any(key.startswith('block1.') for key in state):
+        return _pvt(state), converted
+    if any(key.startswith('layers.0.blocks.') for key in state):
+        return _swin(state, converted), converted
+    raise ValueError("the keys are mmdet's already; init_cfg takes the file as it is")
 
 
 def _pvt(state: State) -> nn.Module:
@@ -76,7 +87,28 @@ def _swin(state: State, converted: State) -> nn.Module:
     agents = [_agents(state, f'layers.{i}.blocks.') or 49 for i in range(4)]
     width = state['patch_embed.proj.weight'].shape[0]
     sizes: dict[str, Any] = dict(depths=depths, embed_dims=width, num_heads=[width * 2**i // 32 for i in range(4)])
+    sizes.update(pretrain_img_size=_image(state, [f'layers.{i}.blocks.' for i in range(4)]))
+    for key, table in state.items():
+        if key.endswith('.relative_position_bias_table'):
+            sizes.update(window_size=(isqrt(len(table)) + 1) // 2)
     return AgentSwin(**sizes, blocks=blocks, pretrain_agent_nums=agents)
+
+
+def _cswin(state: State) -> nn.Module:
+    stages = [f'stage{i}.' for i in range(1, 5)]
+    agents = [_agents(state, stage) or None for stage in stages]
+    # without agents no tensor has the heads in its shape: two are one for each branch
+    heads = [state[f'{stage}0.attns.0.an_bias'].shape[0] if n else 2 for stage, n in zip(stages, agents, strict=True)]
+    branches = [f'{stage}0.attns.1.get_v.weight' in state for stage in stages]
+    return AgentCSwin(
+        depths=[_count(state, stage) for stage in stages],
+        embed_dims=state['stage1_conv_embed.0.weight'].shape[0],
+        num_heads=heads,
+        agent_nums=agents,
+        pretrain_agent_nums=agents,
+        splits=[7 if two else None for two in branches],  # no tensor has the width of the stripes in its shape
+        pretrain_img_size=_image(state, stages),
+    )
 
 
 def _listed(faults: list[str]) -> str:
@@ -88,6 +120,15 @@ def _count(state: State, prefix: str) -> int:
     if sorted(numbers, key=int) != [str(i) for i in range(len(numbers))] or not numbers:
         raise ValueError(f'missing: blocks of {prefix}, there are {", ".join(sorted(numbers)) or "none"}')
     return len(numbers)
+
+
+def _image(state: State, stages: list[str]) -> int:
+    """Return the side of the images in pre-training, of which the biases' rows in the first stage with agents tell."""
+    for i, prefix in enumerate(stages):
+        for key, value in state.items():
+            if key.startswith(prefix) and key.endswith('.ah_bias'):
+                return value.shape[3] * 2 ** (i + 2)
+    return 224
 
 
 def _agents(state: State, prefix: str) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .backbones.cswin_layout import is_cswin
 from .checkpoint_file import State, tensors
 from .convert import convert
 from .deit import is_deit
@@ -16,8 +17,9 @@ LAST = 3  # the stage whose map is classified
 def convert_classifier(checkpoint: Any) -> State:
     """Return the state dict of the ImageClassifier that ``configs/agent/classification`` builds of the same size.
 
-    Agent-PVT and Agent-Swin become ``backbone`` (its last stage alone has an output norm, Swin's final one) and
-    ``head.fc``; DeiT, with agent attention or vanilla, mmpretrain's ViT and ``head.layers.head``.
+    Agent-PVT, Agent-Swin and Agent-CSwin become ``backbone`` (its last stage alone has an output norm, Swin's final
+    one) and ``head.fc``, and so does a vanilla CSwin, of an ``AgentCSwin`` without agents; DeiT, with agent attention
+    or vanilla, mmpretrain's ViT and ``head.layers.head``.
 
     Args:
         checkpoint: What :func:`~mmgate.models.checkpoint_file.read_checkpoint` or ``torch.load`` returned.
@@ -29,7 +31,7 @@ def convert_classifier(checkpoint: Any) -> State:
     missing = [key for key in ('head.weight', 'head.bias') if key not in state]
     if missing:
         raise ValueError(f'The checkpoint is no classifier: it has no {", ".join(missing)}. Use --to backbone.')
-    if not is_deit(state) and not any(key.endswith('.an_bias') for key in state):
+    if not is_deit(state) and not is_cswin(state) and not any(key.endswith('.an_bias') for key in state):
         raise ValueError(
             'A vanilla PVT or Swin makes no classifier of ours, whose attention would be new; --to backbone gives what '
             'is shared, to start from.'
@@ -47,5 +49,5 @@ def convert_classifier(checkpoint: Any) -> State:
 
 
 def _final_norm(state: State) -> dict[str, Tensor]:
-    """Swin's; PVT with agent attention has none."""
+    """Swin's and CSwin's; PVT with agent attention has none."""
     return {f'norm{LAST}.{part}': state[f'norm.{part}'] for part in ('weight', 'bias') if f'norm.{part}' in state}

@@ -13,6 +13,7 @@ from conftest import ROOT, needs_mmpretrain
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from published import agent_deit, agent_pvt, agent_swin, pooled_logits, random_deit, random_pvt, random_swin
+from published_cswin import SMALL, published_cswin, random_cswin
 from torch import nn
 
 from mmgate.analysis.flops import count_config
@@ -108,6 +109,32 @@ def test_sizes_of_deit(name: str, millions: float, macs: float | None) -> None:
 
 
 @needs_mmpretrain
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'name, side, millions, macs',
+    [
+        ('agent/classification/agent-swin-b_8xb32-30e_in1k-384px', 384, 88, 46.2),  # 46.3 in the paper
+        ('agent/classification/agent-cswin-b_8xb32-30e_in1k-384px', 384, 73, 46.2),  # 46.3
+        ('agent/classification/agent-swin-s_8xb64-300e_in1k-288px', 288, 50, 14.5),  # 14.6
+        ('agent/classification/agent-deit-s_8xb64-300e_in1k-448px', 448, 23.1, 17.6),  # 17.7
+        ('agent/classification/agent-pvt-m_8xb64-300e_in1k-256px', 256, 36.1, 9.1),  # 9.2
+        ('saga/classification/saga-swin-b_8xb32-30e_in1k-384px', 384, 105, 55.3),
+        ('plug/classification/plug-tinyvit-5m_8xb128-300e_in1k', 224, 5.5, 1.3),  # 1.4
+        ('plug/classification/plug-visformer-t_8xb128-300e_in1k', 224, 10.8, 1.3),
+        ('plug/classification/plug-xcit-t12_8xb128-300e_in1k', 224, 6.9, 1.3),
+        ('plug/classification/plug-gcvit-xxt_8xb128-300e_in1k', 224, 12.2, 2.2),  # 2.3
+        ('plug/classification/plug-t2t-vit-10_8xb128-300e_in1k', 224, 6.2, 2.9),  # 1.6, with Performer layers
+    ],
+    ids=lambda value: value.rpartition('/')[2].partition('_')[0] if isinstance(value, str) else '',
+)
+def test_sizes_of_larger_images_and_other_vits(name: str, side: int, millions: float, macs: float) -> None:
+    """Parameters to the papers' rounding; where multiply-accumulates differ, a comment has theirs and a table why."""
+    counted = count_config(Config.fromfile(ROOT / f'configs/{name}.py'), side, side)
+    assert round(counted.parameters / 1e6, 1 if isinstance(millions, float) else 0) == millions
+    assert round(counted.macs / 1e9, 1) == macs
+
+
+@needs_mmpretrain
 @pytest.mark.parametrize('blocks, agents', [(2, 49), (1, 81), (0, 0)], ids=['all', 'first', 'vanilla'])
 def test_converted_deit_gives_the_published_logits(blocks: int, agents: int) -> None:
     state = random_deit(2, agents, blocks)
@@ -123,19 +150,28 @@ def test_converted_deit_gives_the_published_logits(blocks: int, agents: int) -> 
 
 
 @needs_mmpretrain
-@pytest.mark.parametrize('kind', ['pvt', 'swin'])
+@pytest.mark.parametrize('kind', ['pvt', 'swin', 'cswin'])
 def test_converted_classifier_gives_the_published_logits(kind: str, tmp_path: Path) -> None:
     x = torch.randn(2, 3, 224, 224)
     if kind == 'pvt':
         state = random_pvt([2, 2, 2, 2], (9, 16, 49, 49))
-        last = agent_pvt(state, x, [2, 2, 2, 2], (9, 16, 49, 49))[-1]
-    else:
+        expected = pooled_logits(state, agent_pvt(state, x, [2, 2, 2, 2], (9, 16, 49, 49))[-1])
+    elif kind == 'swin':
         state = random_swin([2, 2, 6, 2], (2, 2, 6, 0), (9, 16, 49, 49))
-        last = agent_swin(state, x, [2, 2, 6, 2], (9, 16, 49, 49))[-1]
+        last = agent_swin(state, x, [2, 2, 6, 2], (9, 16, 49, 49), dense=False)[-1]
+        expected = pooled_logits(state, last)
+    else:
+        state = random_cswin(True)
+        expected = published_cswin(state, x, (1, 2, 7, 7))
     cfg = Config.fromfile(ROOT / f'configs/agent/classification/agent-{kind}-t_8xb128-300e_in1k.py')
+    if kind == 'cswin':  # smaller than T, whose depth takes the plain formulation minutes
+        cfg.model.backbone.update(SMALL)
+        cfg.model.head.update(in_channels=128, num_classes=10)
     init_default_scope('mmpretrain')
     model = MODELS.build(cfg.model).eval()
-    torch.save({'model': state}, tmp_path / 'published.pth')
+    # of CSwin's authors' file, the averaged weights
+    published = {'model': state} if kind != 'cswin' else {'model': random_cswin(True), 'state_dict_ema': state}
+    torch.save(published, tmp_path / 'published.pth')
     converter = [sys.executable, '-W', 'ignore', str(ROOT / 'tools/model_converters/agent_attention.py')]
     files = [str(tmp_path / 'published.pth'), str(tmp_path / 'classifier.pth')]
     result = subprocess.run([*converter, *files, '--to', 'classifier'], capture_output=True, text=True)
@@ -143,7 +179,7 @@ def test_converted_classifier_gives_the_published_logits(kind: str, tmp_path: Pa
     keys = model.load_state_dict(torch.load(files[1])['state_dict'], strict=False)
     assert not keys.unexpected_keys and all(key.endswith('relative_position_index') for key in keys.missing_keys)
     with torch.no_grad():
-        torch.testing.assert_close(model(x), pooled_logits(state, last), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

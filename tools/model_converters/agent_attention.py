@@ -1,4 +1,4 @@
-"""Convert a published PVT, Swin or DeiT checkpoint, with agent attention or vanilla, into one of mmgate's names.
+"""Convert a published PVT, Swin, CSwin or DeiT checkpoint, with agents or vanilla, into one of mmgate's names.
 
 The backbones read the published files themselves (init_cfg); this writes a file of their own names, without what the
 training script left in it. ``--to classifier`` keeps the head and the final norm, for mmpretrain's ImageClassifier as

@@ -6,3 +6,5 @@ model = dict(
     head=dict(in_channels=768))
 # CSwin-B's own.
 optim_wrapper = dict(optimizer=dict(weight_decay=0.1))
+# The authors evaluate averaged weights.
+custom_hooks = [dict(type='EMAHook', momentum=8e-5, priority='ABOVE_NORMAL')]

@@ -2,7 +2,8 @@ _base_ = '../../_base_/classification/imagenet_8xb128-300e.py'
 
 model = dict(
     backbone=dict(
-        type='mmgate.AgentSwin', arch='base', out_indices=(3,), drop_path_rate=0.5),
+        type='mmgate.AgentSwin', arch='base', out_indices=(3,),
+        drop_path_rate=0.5, pad_small_map=False),
     head=dict(in_channels=1024))
 # Swin's own clipping.
 optim_wrapper = dict(clip_grad=dict(max_norm=5.0))

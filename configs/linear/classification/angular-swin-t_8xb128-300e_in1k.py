@@ -6,6 +6,7 @@ model = dict(
         attention=dict(type='LinearAngularAttention'),
         arch='tiny',
         out_indices=(3,),
+        pad_small_map=False,
         drop_path_rate=0.2),
     head=dict(in_channels=768))
 # Swin's own clipping.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mmgate.ops.linear_attention import rotate
 
 from ..map_attention import MapAttention
+from ..positions import resize_grid
 from ..start import OwnStart
 
 
@@ -23,7 +24,7 @@ class LinearAttention(OwnStart, MapAttention):
         dwc: Side of the depthwise convolution's kernel, whose output is added to the heads; 0 for none.
         dwc_shared: Whether the heads share d kernels; else there are C.
         map_size: Height and width of the map in pre-training, of which the position encoding of the keys has its
-            shape; None for no encoding. It is resized bilinearly to another map.
+            shape; None for no encoding. It is resized bilinearly to another map, in a forward pass and on loading.
         class_token: Whether a class token stands before the map's tokens (DeiT); it attends, but is neither convolved
             nor given a position.
         **kwargs: ``qkv_bias``, ``qk_scale``, ``proj_drop`` and ``dropout_layer`` of
@@ -84,6 +85,15 @@ class LinearAttention(OwnStart, MapAttention):
         if self.dwc is None:
             return out
         return out + self.behind_class_token(self._convolve(v[:, self.class_tokens :], hw_shape))
+
+    def adopt(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+        """Resize a position encoding of another resolution, too."""
+        resized, key = super().adopt(state_dict, prefix), f'{prefix}position_encoding'
+        if self.map_size is not None and key in state_dict:
+            before = state_dict[key]
+            state_dict[key] = resize_grid(before, self.map_size)
+            resized += ['position_encoding'] * (state_dict[key] is not before)
+        return resized
 
     def rotate(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Return ``(B, H, N, d)`` with rotary positions; the class token stays as it is."""

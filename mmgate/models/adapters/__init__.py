@@ -1,4 +1,7 @@
-"""Which gate replaces which host class: one file a package, imported only where the package is."""
+"""Which gate replaces which host class: one file a package, imported only where the package is.
+
+That of timm, whose import takes seconds, is imported once a model of timm's is met.
+"""
 
 from importlib import import_module
 
@@ -9,6 +12,8 @@ from .pairs import adapter_for, adapts, gates_for, hosts_of
 for _package in ('torch', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain'):
     if available(_package):
         import_module(f'{__name__}.{_package}')
+if available('mmpretrain'):
+    import_module(f'{__name__}.vits')
 import_module(f'{__name__}.projects')
 
 __all__ = ['adapter_for', 'adapts', 'gates_for', 'hosts_of']

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from functools import cache, partial
 from typing import Any
 
+from mmengine.logging import print_log
 from mmpretrain.models.backbones.vit_sam import Attention
 from mmpretrain.models.utils.attention import MultiheadAttention, ShiftWindowMSA, WindowMSA, WindowMSAV2
 from torch import nn
@@ -45,9 +48,14 @@ def tokens(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) ->
     Raises:
         ValueError: The host has an extra that the core lacks.
     """
-    _refuse_extras(gate, host, one_bias=(host.qkv.bias is None) != (host.proj.bias is None))
-    sizes = (host.embed_dims, host.num_heads, host.attn_drop)
-    core = gate.core(*sizes, bias=host.qkv.bias is not None, batch_first=True, **options)
+    _refuse_extras(gate, host)
+    if isinstance(host.scaled_dot_product_attention, partial):
+        _warn_of_scale(gate.__name__)
+    core = gate.core(host.embed_dims, host.num_heads, host.attn_drop, batch_first=True, **options)
+    if host.qkv.bias is None:  # T2T-ViT has one of the two
+        core.register_parameter('in_proj_bias', None)
+    if host.proj.bias is None:
+        core.out_proj.register_parameter('bias', None)
     return GatedTokenAttention(core, host.proj_drop, host.gamma1, host.out_drop)
 
 
@@ -70,6 +78,16 @@ def map_of_tokens(gate: type[MapAttention], host: Any, /, **options: Any) -> Map
     )
     module.dropout_layer = host.out_drop
     return module
+
+
+@cache
+def _warn_of_scale(gate: str) -> None:
+    print_log(
+        f"{gate} scales logits by 1 / sqrt(d), as T2T-ViT's paper. mmpretrain's MultiheadAttention with a qk_scale "
+        'divides them by that number, so that without the gate the model computes something else.',
+        logger='current',
+        level=logging.WARNING,
+    )
 
 
 def _refuse_extras(gate: type[nn.Module], host: Any, **further: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from typing import overload
 
 from torch import nn
@@ -12,6 +13,7 @@ from mmgate.registry import MODELS
 
 Adapter = Callable[..., nn.Module]
 Host = type[nn.Module] | str
+LATE = ('timm',)
 _ADAPTERS: dict[tuple[type, type | str], Adapter] = {}
 
 
@@ -73,11 +75,13 @@ def adapter_for(gate: type, host: nn.Module) -> Adapter | None:
 
     The host's class has to match exactly: a subclass may compute something else, which a swap would lose in silence.
     """
+    _import_late(host)
     return _adapter(gate, type(host))
 
 
 def gates_for(host: nn.Module) -> list[type]:
     """Return the registered gates that can replace ``host``."""
+    _import_late(host)
     return [gate for gate in _gates() if _adapter(gate, type(host))]
 
 
@@ -103,6 +107,13 @@ def gate_names() -> list[str]:
 
 def _hosts(gate: type) -> Iterator[type | str]:
     yield from dict.fromkeys(host for base, host in _ADAPTERS if base in gate.__mro__)
+
+
+def _import_late(host: nn.Module) -> None:
+    """Import the adapters of a package that nothing here imports, if ``host`` is of such a one."""
+    package = type(host).__module__.partition('.')[0]
+    if package in LATE:
+        import_module(f'{__package__}.{package}')
 
 
 def _adapter(gate: type, host: type) -> Adapter | None:

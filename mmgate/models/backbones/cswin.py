@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mmcv.cnn.bricks.drop import DropPath
@@ -12,10 +11,12 @@ from torch import Tensor, nn
 
 from mmgate.layers import AgentAttention
 from mmgate.layers.cross_window import CrossWindowAttention
-from mmgate.models.checkpoint_file import State, read_checkpoint, tensors
+from mmgate.models.checkpoint_file import read_checkpoint, tensors
 from mmgate.registry import MODELS
 
-from .presets import preset
+from .cswin_layout import cswin_layout
+from .fitting import fill
+from .presets import OF_THE_ATTENTION, preset
 
 CSWIN = {
     'tiny': dict(depths=(2, 4, 18, 1), embed_dims=64, num_heads=(2, 4, 8, 16)),
@@ -73,7 +74,7 @@ class AgentCSwin(BaseModule):
         out_indices: Stages whose normalised maps are returned.
         in_channels: Of the images.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The authors' layout, with agents or vanilla, and
-            ours are recognised; a vanilla one fills what is shared.
+            ours are recognised; a vanilla one fills what is shared. Positions of another resolution are resized.
 
     Raises:
         ValueError: An unknown ``arch``, or numbers that do not fit four stages.
@@ -132,7 +133,9 @@ class AgentCSwin(BaseModule):
     def init_weights(self) -> None:
         """Initialise from scratch, or from the checkpoint of a ``Pretrained`` init_cfg."""
         if self.init_cfg is not None:
-            self._load(self.init_cfg)
+            source = self.init_cfg['checkpoint']
+            state = cswin_layout(tensors(read_checkpoint(source)), self.state_dict())
+            fill(self, state, source, may_miss=OF_THE_ATTENTION)
             return
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -154,24 +157,6 @@ class AgentCSwin(BaseModule):
                 maps.append(normalised.transpose(1, 2).unflatten(-1, hw_shape).contiguous())
         return tuple(maps)
 
-    def _load(self, init_cfg: Mapping[str, Any]) -> None:
-        source = init_cfg['checkpoint']
-        state = cswin_layout(tensors(read_checkpoint(source)))
-        own = self.state_dict()
-        state = {key: value for key, value in state.items() if key in own or not re.match(r'norm\d\.', key)}
-        vanilla = not any(key.endswith('an_bias') for key in state)
-        faults = [f'unknown: {key}' for key in state if key not in own]
-        for key, value in own.items():
-            of_agents = vanilla and key.endswith(('_bias', '.dwc.weight', '.dwc.bias'))
-            if key not in state and not of_agents and not re.match(r'norm\d\.', key):
-                faults.append(f'missing: {key}')
-            elif key in state and state[key].shape != value.shape:
-                faults.append(f'shape: {key} {tuple(state[key].shape)}, expected {tuple(value.shape)}')
-        if faults:
-            listed = '\n  '.join(faults[:20] + [f'... and {len(faults) - 20} more'] * (len(faults) > 20))
-            raise ValueError(f'{source} does not fit {type(self).__name__} (keys by its names):\n  {listed}')
-        self.load_state_dict(state, strict=False)
-
 
 def _attention(
     channels: int, heads: int, agents: int | None, pretrained: int | None, split: int | None, side: int
@@ -181,32 +166,3 @@ def _attention(
     return AgentAttention(
         channels, heads, map_size=(side, side), agent_num=agents, pretrain_agent_num=pretrained or agents
     )
-
-
-def cswin_layout(state: State) -> State:
-    """Return the tensors of a CSwin under our names, less the head; ours pass as they are.
-
-    Args:
-        state: In the authors' names of CSwin, with agent attention or vanilla, or in ours.
-    """
-    agents = {key.removesuffix('attns.0.an_bias') for key in state if key.endswith('attns.0.an_bias')}
-    converted = {}
-    for key, value in state.items():
-        key = key.removeprefix('backbone.')
-        if key.startswith('head.'):
-            continue
-        key = re.sub(r'^stage1_conv_embed\.0\.', 'embeddings.0.conv.', key)
-        key = re.sub(r'^stage1_conv_embed\.2\.', 'embeddings.0.norm.', key)
-        key = re.sub(r'^merge(\d)\.', r'embeddings.\1.', key)
-        key = re.sub(r'^norm\.', f'norm{STAGES - 1}.', key)
-        block = re.match(r'stage(\d)\.(\d+)\.', key)
-        if block:
-            rest = key[block.end() :]
-            lepe = 'dwc.' if block.group() in agents else r'lepe.\1.'
-            rest = re.sub(r'^attns\.(\d)\.get_v\.', lepe, rest)
-            rest = re.sub(r'^attns\.0\.', '', rest)
-            rest = rest.replace('mlp.fc1.', 'mlp.0.').replace('mlp.fc2.', 'mlp.2.')
-            inner = '' if rest.startswith(('norm', 'mlp')) else 'attn.'
-            key = f'stages.{int(block.group(1)) - 1}.{block.group(2)}.{inner}{rest}'
-        converted[key] = value
-    return converted

@@ -55,6 +55,8 @@ class LinearSwin(swin._LinearSwin):
         arch: ``'tiny'``, ``'small'`` or ``'base'``.
         blocks: How many blocks of each stage, from its first on, have the attention; all of stages 1 and 2 by default,
             as in FLatten-Swin.
+        pad_small_map: Whether windows shift where one of them holds the whole map, as mmdet's do; Swin's classifiers do
+            not (mmpretrain's name for it).
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors of Swin, of mmdet and
             mmseg are recognised: a vanilla checkpoint fills what is shared, see :func:`.pretrained.load_pretrained`.
         **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's.
@@ -69,13 +71,14 @@ class LinearSwin(swin._LinearSwin):
         arch: str = 'tiny',
         *,
         blocks: Sequence[int] | None = None,
+        pad_small_map: bool = True,
         init_cfg: dict | None = None,
         **overrides: Any,
     ) -> None:
         fields = preset(SWIN, arch, overrides)
         rules = _rules(attention, swin._map_sizes(fields))
         swapped = per_stage('blocks', LINEAR_SWIN_BLOCKS[arch] if blocks is None else blocks, len(fields['depths']))
-        super().__init__(rules, swapped, fields=fields, init_cfg=init_cfg)
+        super().__init__(rules, swapped, pad_small_map=pad_small_map, fields=fields, init_cfg=init_cfg)
 
 
 def _rules(

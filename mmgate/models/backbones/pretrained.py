@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mmdet.models.backbones.pvt import pvt_convert
 from mmdet.models.backbones.swin import swin_converter
-from mmengine.logging import print_log
 from torch import Tensor, nn
 
-from mmgate.layers.map_attention import MapAttention, rename_host_parameters
 from mmgate.models.checkpoint_file import State, read_checkpoint, tensors
 
+from .fitting import DERIVED, fill
 from .presets import OF_THE_ATTENTION
 
 # by what a key starts or ends with: not of a backbone for dense prediction, or without spatial reduction
 _HEADS = ('head.', 'norm.', 'head_dist.')
 _NOT_SHARED = ('.sr.weight', '.sr.bias', '.attn.norm.weight', '.attn.norm.bias', 'cls_token')
-DERIVED = ('.relative_position_index', '.attn_mask')  # what a backbone computes itself
-OUTPUT_NORM = re.compile(r'norm\d\.(weight|bias)')  # Swin's; a classifier has none
 
 
 def load_pretrained(backbone: nn.Module, init_cfg: Mapping[str, Any]) -> None:
@@ -28,6 +24,7 @@ def load_pretrained(backbone: nn.Module, init_cfg: Mapping[str, Any]) -> None:
 
     A checkpoint with attention of the backbone's kind has to fill all of it. One of the vanilla PVT or Swin fills what
     is shared, and the rest of the attention keeps its start; so do the output norms that an ImageNet Swin lacks.
+    Positions of another resolution are resized.
 
     Args:
         backbone: PVT or Swin with its attention swapped.
@@ -45,21 +42,7 @@ def load_pretrained(backbone: nn.Module, init_cfg: Mapping[str, Any]) -> None:
         )
     source = init_cfg['checkpoint']
     state = host_layout(tensors(read_checkpoint(source)))
-    own = backbone.state_dict()
-    # of outputs that this backbone does not give
-    state = {key: value for key, value in state.items() if key in own or not OUTPUT_NORM.fullmatch(key)}
-    vanilla = not any(key.endswith(OF_THE_ATTENTION) for key in state)
-    faults = misfits(backbone, state, may_miss=OF_THE_ATTENTION if vanilla else ())
-    if faults:
-        listed = '\n  '.join(faults[:20] + [f'... and {len(faults) - 20} more'] * (len(faults) > 20))
-        raise ValueError(
-            f'{source} does not fit {type(backbone).__name__} (keys by its names):\n  {listed}\n'
-            'The sizes have to be those of the checkpoint: arch, blocks, pretrain_img_size, pretrain_agent_nums.'
-        )
-    start = backbone.load_state_dict(state, strict=False).missing_keys
-    kept = sorted({key.split('.attn.')[-1] for key in start if not key.endswith(DERIVED)})
-    if kept:
-        print_log(f'{source} has no {", ".join(kept)}: they keep their start', logger='current')
+    fill(backbone, state, source, may_miss=OF_THE_ATTENTION)
 
 
 def host_layout(state: State) -> State:
@@ -99,33 +82,3 @@ def _of_swin(state: State) -> State:
         key.replace('.w_msa.', '.') if key.startswith(tuple(swapped)) else key: value
         for key, value in converted.items()
     }
-
-
-def misfits(backbone: nn.Module, state: Mapping[str, Tensor], may_miss: Sequence[str] = ()) -> list[str]:
-    """Return what keeps ``state`` from filling ``backbone``: unknown and missing keys and other shapes.
-
-    Keys of the vanilla attention count as those of the attention in its place. What a backbone derives, and output
-    norms, may be missing.
-
-    Args:
-        backbone: The model.
-        state: Its state dict to be.
-        may_miss: Endings of further keys that may be missing.
-    """
-    state = dict(state)
-    for name, module in backbone.named_modules():
-        if isinstance(module, MapAttention):
-            rename_host_parameters(module, state, f'{name}.')
-    own = backbone.state_dict()
-    free = (*DERIVED, *may_miss)
-    faults = [f'unknown: {key}' for key in state if key not in own]
-    faults += [
-        f'missing: {key}'
-        for key in own
-        if key not in state and not key.endswith(free) and not OUTPUT_NORM.fullmatch(key)
-    ]
-    return faults + [
-        f'shape: {key} {tuple(value.shape)}, expected {tuple(own[key].shape)}'
-        for key, value in state.items()
-        if key in own and value.shape != own[key].shape
-    ]

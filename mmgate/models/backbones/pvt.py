@@ -14,13 +14,14 @@ from mmgate.layers.token_ffn import TokenFFN
 from mmgate.models.gated import swap_attention
 from mmgate.registry import MODELS
 
+from .fitting import ResizesPositions
 from .presets import PRETRAIN_AGENTS, PVT, PVT_V2, no_attention_dropout, per_stage, preset
 from .pretrained import load_pretrained
 
 PATCH_NORM_EPS = 1e-5  # of PVT's own patch embeddings, where mmdet has the 1e-6 of the blocks
 
 
-class _LinearPVT(PyramidVisionTransformer):
+class _LinearPVT(ResizesPositions, PyramidVisionTransformer):
     """mmdet's PVT without spatial reduction, its attention swapped by one rule a stage.
 
     ``rules`` lists the rules without their paths.

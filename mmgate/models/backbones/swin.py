@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mmdet.models.backbones.swin import SwinTransformer
+from mmdet.models.backbones.swin import ShiftWindowMSA, SwinTransformer
 from torch import Tensor
 
+from mmgate.layers.map_attention import MapAttention
+from mmgate.models.adapters import adapts
 from mmgate.models.gated import swap_attention
 from mmgate.registry import MODELS
 
+from .fitting import ResizesPositions
 from .presets import (
     AGENT_SWIN_BLOCKS,
     PRETRAIN_AGENTS,
@@ -23,7 +26,29 @@ from .presets import (
 from .pretrained import load_pretrained
 
 
-class _LinearSwin(SwinTransformer):
+class UnshiftedWhole(ShiftWindowMSA):
+    """Shifted windows that do not shift where one of them holds the map, as in Swin's classifiers.
+
+    mmdet shifts there, too, which cuts the one window into four parts that do not see each other.
+    """
+
+    shift_size: int
+
+    def forward(self, query: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Attend over ``(B, H W, C)`` tokens of a map of ``hw_shape``."""
+        shift = self.shift_size
+        if max(hw_shape) <= self.window_size:
+            self.shift_size = 0
+        try:
+            return super().forward(query, hw_shape)
+        finally:
+            self.shift_size = shift
+
+
+adapts(MapAttention, UnshiftedWhole, like=ShiftWindowMSA)
+
+
+class _LinearSwin(ResizesPositions, SwinTransformer):
     """mmdet's Swin whose first ``blocks[i]`` blocks of stage i see the whole map through ``rules[i]``."""
 
     def __init__(
@@ -31,6 +56,7 @@ class _LinearSwin(SwinTransformer):
         rules: Sequence[Mapping[str, Any]],
         blocks: Sequence[int],
         *,
+        pad_small_map: bool,
         fields: Mapping[str, Any],
         init_cfg: dict | None,
     ) -> None:
@@ -45,6 +71,9 @@ class _LinearSwin(SwinTransformer):
         ]
         if swapped:
             swap_attention(self, swapped)
+        for module in self.modules():
+            if not pad_small_map and type(module) is ShiftWindowMSA:
+                module.__class__ = UnshiftedWhole
         self._freeze_stages()
 
     def init_weights(self) -> None:
@@ -83,6 +112,8 @@ class AgentSwin(_LinearSwin):
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         attention: Options of :class:`~mmgate.layers.AgentAttention` for every stage, such as ``dict(bias=False)``.
         blocks: How many blocks of each stage, from its first on, have agent attention; the preset's by default.
+        pad_small_map: Whether windows shift where one of them holds the whole map, as mmdet's do; Swin's classifiers do
+            not (mmpretrain's name for it).
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors, with agent attention
             or vanilla, and of mmdet and mmseg are recognised, see :func:`.pretrained.load_pretrained`.
         **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's: ``with_cp``,
@@ -102,6 +133,7 @@ class AgentSwin(_LinearSwin):
         pretrain_agent_nums: Sequence[int] = PRETRAIN_AGENTS,
         attention: Mapping[str, Any] | None = None,
         blocks: Sequence[int] | None = None,
+        pad_small_map: bool = True,
         init_cfg: dict | None = None,
         **overrides: Any,
     ) -> None:
@@ -120,7 +152,7 @@ class AgentSwin(_LinearSwin):
             for size, number, pretrain in zip(_map_sizes(fields), numbers, pretrained, strict=True)
         ]
         swapped = per_stage('blocks', AGENT_SWIN_BLOCKS[arch] if blocks is None else blocks, stages)
-        super().__init__(rules, swapped, fields=fields, init_cfg=init_cfg)
+        super().__init__(rules, swapped, pad_small_map=pad_small_map, fields=fields, init_cfg=init_cfg)
 
 
 @MODELS.register_module()
@@ -131,6 +163,8 @@ class SAGASwin(_LinearSwin):
         arch: ``'tiny'``, ``'small'`` or ``'base'``.
         attention: Options of :class:`~mmgate.layers.SAGAAttention`, such as ``dict(gate=False)``.
         blocks: How many blocks of each stage, from its first on, have SAGA; the preset's by default.
+        pad_small_map: Whether windows shift where one of them holds the whole map, as mmdet's do; Swin's classifiers do
+            not (mmpretrain's name for it).
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors of Swin, of mmdet and
             mmseg are recognised: a vanilla checkpoint fills what is shared, see :func:`.pretrained.load_pretrained`.
         **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's.
@@ -149,6 +183,7 @@ class SAGASwin(_LinearSwin):
         *,
         attention: Mapping[str, Any] | None = None,
         blocks: Sequence[int] | None = None,
+        pad_small_map: bool = True,
         init_cfg: dict | None = None,
         **overrides: Any,
     ) -> None:
@@ -156,4 +191,4 @@ class SAGASwin(_LinearSwin):
         rules = [dict(type='SAGAAttention', map_size=size, **(attention or {})) for size in _map_sizes(fields)]
         no_attention_dropout(fields)
         swapped = per_stage('blocks', SAGA_SWIN_BLOCKS[arch] if blocks is None else blocks, len(fields['depths']))
-        super().__init__(rules, swapped, fields=fields, init_cfg=init_cfg)
+        super().__init__(rules, swapped, pad_small_map=pad_small_map, fields=fields, init_cfg=init_cfg)

@@ -1,0 +1,19 @@
+_base_ = '../../_base_/classification/imagenet_384px_8xb32-30e.py'
+
+model = dict(
+    backbone=dict(
+        type='mmgate.AgentCSwin',
+        arch='base',
+        out_indices=(3,),
+        pretrain_img_size=384,
+        splits=(None, None, 12, None),
+        drop_path_rate=0.7),
+    head=dict(in_channels=768))
+# The authors' own: no warm-up, 20 epochs of cosine and 10 at its end.
+optim_wrapper = dict(optimizer=dict(lr=2.5e-6))
+param_scheduler = [
+    dict(type='CosineAnnealingLR', T_max=20, eta_min=2.5e-7, by_epoch=True, end=20)
+]
+# The authors evaluate averaged weights, as fine-tuning starts from them.
+custom_hooks = [dict(type='EMAHook', momentum=2e-4, priority='ABOVE_NORMAL')]
+load_from = 'work_dirs/agent-cswin-b_8xb128-300e_in1k/epoch_300.pth'

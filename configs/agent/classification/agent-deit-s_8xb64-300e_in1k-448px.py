@@ -1,0 +1,21 @@
+_base_ = 'agent-deit-s_8xb128-300e_in1k.py'
+# Table 4: from scratch on larger images, 5e-4 for 512 of them a step.
+model = dict(backbone=dict(img_size=448), attention=dict(map_size=(28, 28)))
+train_pipeline = _base_.train_dataloader.dataset.pipeline
+train_pipeline[1].scale = 448
+test_pipeline = _base_.val_dataloader.dataset.pipeline
+test_pipeline[1].scale, test_pipeline[2].crop_size = 512, 448
+train_dataloader = dict(batch_size=64, dataset=dict(pipeline=train_pipeline))
+val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
+test_dataloader = val_dataloader
+optim_wrapper = dict(optimizer=dict(lr=5e-4))
+param_scheduler = [
+    dict(
+        type='LinearLR',
+        start_factor=1e-3,
+        by_epoch=True,
+        end=20,
+        convert_to_iter_based=True),
+    dict(type='CosineAnnealingLR', eta_min=5e-6, by_epoch=True, begin=20)
+]
+auto_scale_lr = dict(base_batch_size=512)

@@ -1,0 +1,24 @@
+_base_ = 'agent-swin-s_8xb128-300e_in1k.py'
+# Table 4: from scratch on larger images, 5e-4 for 512 of them a step.
+model = dict(backbone=dict(pretrain_img_size=288, window_size=9))
+train_pipeline = _base_.train_dataloader.dataset.pipeline
+train_pipeline[1].scale = 288
+test_pipeline = [
+    dict(type='LoadImageFromFile'),
+    dict(type='Resize', scale=(288, 288), backend='pillow', interpolation='bicubic'),
+    dict(type='PackInputs')
+]
+train_dataloader = dict(batch_size=64, dataset=dict(pipeline=train_pipeline))
+val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
+test_dataloader = val_dataloader
+optim_wrapper = dict(optimizer=dict(lr=5e-4))
+param_scheduler = [
+    dict(
+        type='LinearLR',
+        start_factor=1e-3,
+        by_epoch=True,
+        end=20,
+        convert_to_iter_based=True),
+    dict(type='CosineAnnealingLR', eta_min=5e-6, by_epoch=True, begin=20)
+]
+auto_scale_lr = dict(base_batch_size=512)

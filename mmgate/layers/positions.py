@@ -1,0 +1,40 @@
+"""Positions of another resolution: encodings and biases resized to the shapes of the model that loads them."""
+
+from __future__ import annotations
+
+from math import isqrt
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def resize_axis(x: Tensor, axis: int, size: int) -> Tensor:
+    """Return ``x`` with ``axis`` resized linearly to ``size``, as a forward pass on a larger map would resize it."""
+    if x.shape[axis] == size:
+        return x
+    lines = x.movedim(axis, -1)
+    resized = F.interpolate(_computable(lines).reshape(1, -1, lines.shape[-1]), size=size, mode='linear')
+    return resized.view(*lines.shape[:-1], size).movedim(-1, axis).to(x.dtype).contiguous()
+
+
+def resize_grid(x: Tensor, size: tuple[int, int], mode: str = 'bilinear') -> Tensor:
+    """Return ``(1, N, C)`` of a square grid as ``(1, h w, C)``.
+
+    What is no square grid is returned as it is; loading it will name its shape.
+
+    Args:
+        x: Values by position, row by row.
+        size: Height h and width w.
+        mode: Of ``F.interpolate``.
+    """
+    side = isqrt(x.shape[1]) if x.dim() == 3 else 0
+    if x.dim() != 3 or side**2 != x.shape[1] or x.shape[1] == size[0] * size[1]:
+        return x
+    grid = _computable(x).transpose(1, 2).unflatten(-1, (side, side))
+    return F.interpolate(grid, size=size, mode=mode).flatten(2).transpose(1, 2).to(x.dtype).contiguous()
+
+
+def _computable(x: Tensor) -> Tensor:
+    """Not every torch resizes half precision on a CPU."""
+    return x if x.dtype == torch.float64 else x.float()

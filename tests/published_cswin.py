@@ -1,0 +1,120 @@
+"""CSwin, with agent attention and vanilla, written out plainly over state dicts in the authors' layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from published import agent_attention
+from torch import Tensor
+
+SMALL: dict[str, Any] = dict(depths=(1, 2, 2, 1), embed_dims=16, num_heads=(2, 2, 4, 4))
+State = dict[str, Tensor]
+
+
+def random_cswin(agents: bool, image: int = 224) -> State:
+    """A state dict in the authors' names: agents in stages 1 and 2, or stripes 1 and 2 wide."""
+    state: State = {
+        'stage1_conv_embed.0.weight': torch.randn(16, 3, 7, 7) * 0.1,
+        'stage1_conv_embed.0.bias': torch.randn(16) * 0.1,
+    }
+
+    def norm(name: str, channels: int) -> None:
+        state[f'{name}.weight'], state[f'{name}.bias'] = 1 + torch.randn(channels) * 0.1, torch.randn(channels) * 0.1
+
+    def linear(name: str, inputs: int, outputs: int) -> None:
+        state[f'{name}.weight'], state[f'{name}.bias'] = torch.randn(outputs, inputs) * 0.1, torch.randn(outputs) * 0.1
+
+    norm('stage1_conv_embed.2', 16)
+    for i, (depth, heads) in enumerate(zip(SMALL['depths'], SMALL['num_heads'], strict=True)):
+        channels, side = 16 * 2**i, image // 4 // 2**i
+        if i:
+            state[f'merge{i}.conv.weight'] = torch.randn(channels, channels // 2, 3, 3) * 0.1
+            state[f'merge{i}.conv.bias'] = torch.randn(channels) * 0.1
+            norm(f'merge{i}.norm', channels)
+        for j in range(depth):
+            block = f'stage{i + 1}.{j}'
+            for name, inputs, outputs in (
+                ('qkv', channels, 3 * channels),
+                ('proj', channels, channels),
+                ('mlp.fc1', channels, 4 * channels),
+                ('mlp.fc2', 4 * channels, channels),
+            ):
+                linear(f'{block}.{name}', inputs, outputs)
+            norm(f'{block}.norm1', channels)
+            norm(f'{block}.norm2', channels)
+            has_agents = agents and i < 2
+            branches = 1 if has_agents or i == 3 else 2
+            for branch in range(branches):
+                share = channels // branches
+                state[f'{block}.attns.{branch}.get_v.weight'] = torch.randn(share, 1, 3, 3) * 0.2
+                state[f'{block}.attns.{branch}.get_v.bias'] = torch.randn(share) * 0.2
+            if has_agents:
+                n = (9, 16)[i]
+                for name, shape in (
+                    ('an_bias', (heads, n, 7, 7)),
+                    ('na_bias', (heads, n, 7, 7)),
+                    ('ah_bias', (1, heads, n, side, 1)),
+                    ('aw_bias', (1, heads, n, 1, side)),
+                    ('ha_bias', (1, heads, side, 1, n)),
+                    ('wa_bias', (1, heads, 1, side, n)),
+                ):
+                    state[f'{block}.attns.0.{name}'] = torch.randn(shape) * 0.3
+    norm('norm', 128)
+    linear('head', 128, 10)
+    return state
+
+
+def stripe_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor, heads: int) -> Tensor:
+    """Attention and LePE in one stripe, ``(B, C, h, w)`` each."""
+    batch, channels, height, width = v.shape
+    local = F.conv2d(v, weight, bias, padding=1, groups=channels)
+    q, k, v = (t.reshape(batch, heads, channels // heads, -1).transpose(-1, -2) for t in (q, k, v))
+    out = (q @ k.mT / (channels // heads) ** 0.5).softmax(-1) @ v
+    return out.transpose(-1, -2).reshape(batch, channels, height, width) + local
+
+
+def published_cswin(state: State, image: Tensor, splits: tuple[int, ...]) -> Tensor:
+    """Logits by the authors' formulation, loops over stripes."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, x.shape[-1:], state[f'{name}.weight'], state[f'{name}.bias'])
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, state[f'{name}.weight'], state[f'{name}.bias'])
+
+    x = image
+    for i, (depth, heads) in enumerate(zip(SMALL['depths'], SMALL['num_heads'], strict=True)):
+        conv, after = ('stage1_conv_embed.0', 'stage1_conv_embed.2') if i == 0 else (f'merge{i}.conv', f'merge{i}.norm')
+        stride, padding = (4, 2) if i == 0 else (2, 1)
+        x = F.conv2d(x, state[f'{conv}.weight'], state[f'{conv}.bias'], stride, padding)
+        height, width = x.shape[2:]
+        x = norm(x.flatten(2).transpose(1, 2), after)
+        for j in range(depth):
+            block = f'stage{i + 1}.{j}'
+            y = norm(x, f'{block}.norm1')
+            if f'{block}.attns.0.an_bias' in state:
+                own = {key.removeprefix(f'{block}.'): value for key, value in state.items() if key.startswith(block)}
+                own = {key.replace('attns.0.get_v', 'dwc').replace('attns.0.', ''): v for key, v in own.items()}
+                mixed = agent_attention(own, '', y, (height, width), heads, (9, 16)[i])
+            else:
+                qkv = linear(y, f'{block}.qkv').transpose(1, 2).unflatten(-1, (height, width)).chunk(3, 1)
+                branches = 1 if i == 3 else 2
+                mixed_parts = []
+                for branch in range(branches):
+                    q, k, v = (t.chunk(branches, 1)[branch] for t in qkv)
+                    weight = state[f'{block}.attns.{branch}.get_v.weight']
+                    bias = state[f'{block}.attns.{branch}.get_v.bias']
+                    axis, split = (3, splits[i]) if branch == 0 else (2, splits[i])
+                    split = max(height, width) if branches == 1 else split
+                    stripes = zip(*(t.split(split, axis) for t in (q, k, v)), strict=True)
+                    outs = [stripe_attention(*stripe, weight, bias, heads // branches) for stripe in stripes]
+                    mixed_parts.append(torch.cat(outs, axis))
+                mixed = linear(torch.cat(mixed_parts, 1).flatten(2).transpose(1, 2), f'{block}.proj')
+            x = x + mixed
+            hidden = F.gelu(linear(norm(x, f'{block}.norm2'), f'{block}.mlp.fc1'))
+            x = x + linear(hidden, f'{block}.mlp.fc2')
+        if i < 3:
+            x = x.transpose(1, 2).unflatten(-1, (height, width))
+    return linear(norm(x, 'norm').mean(1), 'head')

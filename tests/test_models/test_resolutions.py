@@ -1,0 +1,146 @@
+"""Checkpoints of another resolution: positions are resized on loading, and sizes are read from the tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import needs_mmpretrain
+from mmengine.registry import MODELS, init_default_scope
+from mmengine.runner import load_checkpoint
+from published import agent_swin, pooled_logits, random_swin
+from published_cswin import SMALL, published_cswin, random_cswin
+from torch import nn
+
+from mmgate.layers.positions import resize_axis, resize_grid
+from mmgate.models.convert_classifier import convert_classifier
+from mmgate.ops.agent_attention import interpolation_matrix
+
+PVT: dict[str, Any] = dict(num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 2), embed_dims=16)
+SWIN: dict[str, Any] = dict(depths=(1, 1, 1, 1), num_heads=(1, 2, 2, 2), embed_dims=16)
+BACKBONES: dict[str, dict[str, Any]] = {
+    'agent_pvt': dict(type='mmgate.AgentPVT', **PVT),
+    'saga_pvt': dict(type='mmgate.SAGAPVT', **PVT),
+    'flatten_pvt': dict(type='mmgate.LinearPVT', attention=dict(type='FocusedLinearAttention'), **PVT),
+    'agent_swin': dict(type='mmgate.AgentSwin', blocks=(1, 1, 1, 1), **SWIN),
+    'saga_swin': dict(type='mmgate.SAGASwin', blocks=(1, 1, 1, 1), **SWIN),
+    'agent_cswin': dict(type='mmgate.AgentCSwin', **SMALL),
+}
+
+
+def randomised(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
+def vit(size: int, rule: dict[str, Any] | None) -> nn.Module:
+    init_default_scope('mmpretrain')
+    arch = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=64)
+    model: dict[str, Any] = dict(
+        type='ImageClassifier',
+        backbone=dict(type='VisionTransformer', arch=arch, img_size=size, patch_size=16),
+        head=dict(type='VisionTransformerClsHead', num_classes=10, in_channels=32),
+    )
+    if rule is not None:
+        place = dict(path='backbone.layers.*.attn', map_size=(size // 16, size // 16), class_token=True)
+        model.update(type='mmgate.Gated', host='mmpretrain.ImageClassifier', attention={**place, **rule})
+    return MODELS.build(model)
+
+
+@pytest.mark.parametrize('way', ['init_cfg', 'classifier'])
+@pytest.mark.parametrize('name', BACKBONES)
+def test_loading_resizes_as_a_forward_pass_does(name: str, way: str, tmp_path: Path) -> None:
+    """What is loaded into the larger model computes what the smaller one does on larger images."""
+    small = randomised(MODELS.build(dict(BACKBONES[name], pretrain_img_size=64)))
+    checkpoint = str(tmp_path / 'small.pth')
+    prefix = '' if way == 'init_cfg' else 'backbone.'
+    torch.save({'state_dict': {f'{prefix}{key}': value for key, value in small.state_dict().items()}}, checkpoint)
+    large = dict(BACKBONES[name], pretrain_img_size=96)
+    if way == 'init_cfg':
+        model = MODELS.build(dict(large, init_cfg=dict(type='Pretrained', checkpoint=checkpoint)))
+        model.init_weights()
+    else:
+        classifier = MODELS.build(dict(type='mmgate.Classifier', backbone=large, in_channels=8))
+        load_checkpoint(classifier, checkpoint, map_location='cpu')  # as tools/test.py does
+        model = classifier.backbone
+    assert any(value.shape != small.state_dict()[key].shape for key, value in model.state_dict().items())
+    image = torch.randn(1, 3, 96, 96)
+    with torch.no_grad():
+        for actual, expected in zip(model.eval()(image), small(image), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+@needs_mmpretrain
+@pytest.mark.parametrize(
+    'rule',
+    [
+        None,
+        dict(type='AgentAttention', agent_num=4),
+        dict(type='SAGAAttention'),
+        dict(type='FocusedLinearAttention'),
+    ],
+    ids=lambda rule: 'vanilla' if rule is None else rule['type'],
+)
+def test_a_vit_of_another_resolution(rule: dict[str, Any] | None, tmp_path: Path) -> None:
+    """mmpretrain's hook resizes the position embedding, ours what the attention has."""
+    small, large = randomised(vit(64, rule)), vit(96, rule).eval()
+    torch.save({'state_dict': small.state_dict()}, tmp_path / 'small.pth')
+    load_checkpoint(large, str(tmp_path / 'small.pth'), map_location='cpu')
+    image = torch.randn(1, 3, 96, 96)
+    with torch.no_grad():
+        torch.testing.assert_close(large(image), small(image), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('way', ['init_cfg', 'load_state_dict'])
+def test_windows_of_another_size(way: str, tmp_path: Path) -> None:
+    """Relative position tables are resized bicubically, as mmdet does, and the index stays the model's own."""
+    options = dict(type='mmgate.AgentSwin', blocks=(1, 0, 0, 0), **SWIN)
+    small, table = randomised(MODELS.build(dict(options))), 'stages.1.blocks.0.attn.w_msa.relative_position_bias_table'
+    state = {key: value.clone() for key, value in small.state_dict().items()}
+    torch.save({'state_dict': state}, tmp_path / 'small.pth')
+    init = dict(type='Pretrained', checkpoint=str(tmp_path / 'small.pth')) if way == 'init_cfg' else None
+    large = MODELS.build(dict(options, window_size=12, init_cfg=init))
+    index = large.state_dict()[table.replace('bias_table', 'index')].clone()
+    large.init_weights() if way == 'init_cfg' else large.load_state_dict(small.state_dict())
+    grid = small.state_dict()[table].t().view(1, 2, 13, 13)
+    expected = F.interpolate(grid, size=(23, 23), mode='bicubic').flatten(2)[0].t()
+    torch.testing.assert_close(large.state_dict()[table], expected)
+    assert torch.equal(large.state_dict()[table.replace('bias_table', 'index')], index)
+    assert all(torch.equal(value, state[key]) for key, value in small.state_dict().items())
+    large.eval()(torch.randn(1, 3, 96, 96))
+
+
+@torch.no_grad()
+def test_published_classifiers_of_384_pixels_convert() -> None:
+    """Windows of 12 and maps of 96 are read from the tensors; the logits are the published formulation's."""
+    image = torch.randn(1, 3, 384, 384)
+    state = random_swin([1, 1, 2, 2], (1, 1, 0, 0), (9, 16, 49, 49), image=384, window=12)
+    swin = dict(type='mmgate.AgentSwin', depths=(1, 1, 2, 2), blocks=(1, 1, 0, 0), window_size=12, pad_small_map=False)
+    cswin = dict(type='mmgate.AgentCSwin', splits=(None, None, 12, None), **SMALL)
+    for options, published, logits in (
+        (swin, state, pooled_logits(state, agent_swin(state, image, [1, 1, 2, 2], (9, 16, 49, 49), 12, False)[-1])),
+        (cswin, cstate := random_cswin(True, image=384), published_cswin(cstate, image, (1, 2, 12, 12))),
+    ):
+        backbone = dict(options, pretrain_img_size=384, out_indices=(3,))
+        width, classes = published['head.weight'].shape[1], len(published['head.bias'])
+        model = dict(type='mmgate.Classifier', backbone=backbone, in_channels=width, num_classes=classes)
+        built = MODELS.build(model).eval()
+        converted = convert_classifier({'model': published})
+        keys = built.load_state_dict({k.replace('head.fc', 'head'): v for k, v in converted.items()}, strict=False)
+        assert not keys.unexpected_keys and all(key.endswith('relative_position_index') for key in keys.missing_keys)
+        torch.testing.assert_close(built(image), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_no_square_grid_keeps_its_shape() -> None:
+    """Loading it then names the shape, in the place of a guess."""
+    odd = torch.randn(1, 24, 8)
+    assert resize_grid(odd, (6, 6)) is odd
+    half = torch.randn(2, 5, 3).half()
+    assert resize_axis(half, 1, 9).dtype == torch.float16 and resize_axis(half, 1, 9).shape == (2, 9, 3)
+    x = torch.randn(2, 5, 3, dtype=torch.float64)
+    expected = torch.einsum('ij,ajb->aib', interpolation_matrix(5, 9, x), x)
+    torch.testing.assert_close(resize_axis(x, 1, 9), expected)
