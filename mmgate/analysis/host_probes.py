@@ -71,7 +71,9 @@ def tokens(module: Any, x: Tensor) -> Readings:
 
     def attention() -> Tensor:
         query, key, _ = module.qkv(x).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        return (query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)).softmax(-1)
+        # a qk_scale is handed on as what the host's product divides by
+        given = getattr(module.scaled_dot_product_attention, 'keywords', {}).get('scale')
+        return (query / (query.shape[-1] ** 0.5 if given is None else given) @ key.transpose(-1, -2)).softmax(-1)
 
     return dict(attention=attention)
 

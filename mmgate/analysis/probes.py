@@ -196,7 +196,8 @@ def _window_bias(module: Any, x: Tensor, mask: Tensor | None) -> Tensor:
 @probes('mmdet.ShiftWindowMSA', 'mmseg.ShiftWindowMSA', reads=('geometry',))
 def window_geometry(module: Any, query: Tensor, hw_shape: tuple[int, int]) -> Readings:
     """Read ``(height, width, window, shift)``: where the windows of the attention inside lie."""
-    return dict(geometry=lambda: torch.tensor([*hw_shape, module.window_size, module.shift_size]))
+    shift = module.shift_at(hw_shape) if hasattr(module, 'shift_at') else module.shift_size
+    return dict(geometry=lambda: torch.tensor([*hw_shape, module.window_size, shift]))
 
 
 @probes('mmdet.SpatialReductionAttention', 'mmseg.EfficientMultiheadAttention', reads=('geometry',))

@@ -123,6 +123,8 @@ def _readable(model: nn.Module) -> Iterator[tuple[str, str, Any, tuple[str, ...]
             continue
         if is_alone(module):
             host, _, name = path.rpartition('.')
+            if getattr(model.get_submodule(host), 'over_channels', False):
+                continue
             yield path, host, partial(gate_in_host, name), found[1]
         else:
             yield path, path, *found

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from mmengine.dist import get_rank
 from mmengine.hooks import Hook
+from mmengine.runner import IterBasedTrainLoop
 from torch import Tensor, nn
 
 from mmgate.registry import HOOKS
@@ -40,6 +41,12 @@ class ReproducibleHook(Hook):
                 'mmgate.ReproducibleHook: workers that are kept go on with their random numbers from epoch to epoch, '
                 'which a resumed run cannot know: --cfg-options train_dataloader.persistent_workers=False.'
             )
+        workers = runner.train_dataloader.num_workers
+        if isinstance(runner.train_loop, IterBasedTrainLoop) and not workers:
+            raise ConfigError(
+                'mmgate.ReproducibleHook: in a loop of iterations the data must come from workers, or its random '
+                "numbers mix with the model's: --cfg-options train_dataloader.num_workers=1."
+            )
 
     def before_train_epoch(self, runner: Any) -> None:
         """Seed what the loader draws from."""
@@ -69,7 +76,7 @@ class FiniteHook(Hook):
     """
 
     def __init__(self) -> None:
-        self._finite: list[tuple[str, Tensor]] = []
+        self._finite: list[tuple[str, Tensor]] | None = None  # outside of steps nothing is noted
         self._handles: list[Any] = []
 
     def before_train(self, runner: Any) -> None:
@@ -81,16 +88,17 @@ class FiniteHook(Hook):
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Forget the step before."""
-        self._finite.clear()
+        self._finite = []
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Look at the losses."""
+        seen, self._finite = self._finite or [], None
         bad = [name for name, value in (outputs or {}).items() if not all(t.isfinite().all() for t in _tensors(value))]
         if not bad:
             return
-        first = next((name for name, finite in self._finite if not finite), None)
+        first = next((name for name, finite in seen if not finite), None)
         where = f'the first layer whose output was not finite is {first}' if first else 'every layer was finite'
         raise ConfigError(
             f'{", ".join(bad)} is not finite at iteration {runner.iter + 1}; {where}. The last checkpoint is '
@@ -105,8 +113,8 @@ class FiniteHook(Hook):
 
     def _watch(self, name: str) -> Any:
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            for tensor in _tensors(output):
-                self._finite.append((name, tensor.detach().isfinite().all()))
+            if self._finite is not None:
+                self._finite += [(name, tensor.detach().isfinite().all()) for tensor in _tensors(output)]
 
         return look
 

@@ -9,17 +9,20 @@ or never took the safe one.
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import os.path as osp
 import pickle
+import re
 import zipfile
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from mmengine.logging import HistoryBuffer
+from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmgate.models.checkpoint_file import download
@@ -28,6 +31,8 @@ from .preflight import ConfigError
 
 TRUST = 'MMGATE_TRUST_CHECKPOINT'
 HOW_TO_TRUST = f'If you trust whoever made it, pass --trust-checkpoint, or set {TRUST}=1'
+PLAIN_CALLS = {'dict', 'float', 'list', 'set', 'tuple'}
+NOT_PLAIN = (ast.Import, ast.ImportFrom, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 SLACK = 64 << 20  # bytes that a checkpoint may be larger inside than outside: torch does not compress
 ALLOWED = {
     'collections': {'Counter', 'OrderedDict', 'defaultdict', 'deque'},
@@ -37,7 +42,7 @@ ALLOWED = {
     'pathlib': {'Path', 'PosixPath', 'PurePosixPath'},
     'argparse': {'Namespace'},
     'types': {'SimpleNamespace'},
-    'numpy': {'dtype', 'ndarray'},
+    'numpy': {'ndarray'},
     'torch': {'Size', 'device'},
     'torch._utils': {
         '_rebuild_parameter',
@@ -68,7 +73,8 @@ def load_checkpoint_file(filename: str, map_location: Any = None) -> Any:
 
     Raises:
         FileNotFoundError: There is no such file.
-        UntrustedCheckpoint: It asks for a function that is on no list, or is a zip bomb (unless trusted).
+        UntrustedCheckpoint: It asks for a function that is on no list, holds a config that calls some, or is a zip bomb
+            or a TorchScript archive (unless trusted).
         ConfigError: It cannot be read, most often because it is cut short.
     """
     path = osp.expanduser(filename)
@@ -78,10 +84,10 @@ def load_checkpoint_file(filename: str, map_location: Any = None) -> Any:
         return _load_safetensors(path)
     trusted = os.environ.get(TRUST, '') not in ('', '0')
     if not trusted:
-        _refuse_bombs(path)
+        _refuse_other_formats(path)
     options: dict[str, Any] = {} if trusted else dict(pickle_module=_SAFE_PICKLE)
     try:
-        return torch.load(path, map_location=map_location, weights_only=False, **options)
+        checkpoint = torch.load(path, map_location=map_location, weights_only=False, **options)
     except (UntrustedCheckpoint, MemoryError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:  # torch and pickle raise a dozen kinds
@@ -90,6 +96,9 @@ def load_checkpoint_file(filename: str, map_location: Any = None) -> Any:
             f'checkpoint {filename} cannot be read ({reason}); it may be cut short. Copy or download it again, or take '
             'an earlier one.'
         ) from error
+    if not trusted:
+        _refuse_configs_that_run(checkpoint)
+    return checkpoint
 
 
 def load_checkpoint_url(filename: str, map_location: Any = None) -> Any:
@@ -129,17 +138,42 @@ def register_safe_loader() -> None:
     CheckpointLoader.register_scheme(('http://', 'https://'), load_checkpoint_url, force=True)
 
 
-class _SafeUnpickler(pickle.Unpickler):
+_PythonUnpickler: Any = pickle._Unpickler  # the one in C has no instructions that could be refused
+
+
+class _SafeUnpickler(_PythonUnpickler):
+    """Calls what is listed, and changes nothing but fresh objects."""
+
+    dispatch = dict(_PythonUnpickler.dispatch)
+
     def find_class(self, module: str, name: str) -> Any:
         module = OLD_NAMES.get(module, module)
         if name in REPLACED.get(module, {}):
             return REPLACED[module][name]
         dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
-        storage = module in ('torch', 'torch.storage') and name.endswith('Storage')
-        numpy_dtype = module == 'numpy.dtypes' and name.endswith('DType')
-        if dtype or storage or numpy_dtype or name in ALLOWED.get(module, ()):  # a name with dots is in none
+        if dtype or name in ALLOWED.get(module, ()):  # a name with dots is in none
             return super().find_class(module, name)
         _refuse(f'asks for {module}.{name}')
+
+    def load_build(self) -> None:
+        state, found = self.stack[-1], self.stack[-2]
+        if isinstance(found, np.dtype):  # its state holds flags and addresses of numpy's; the name has said all
+            if not isinstance(state, tuple) or state[1:2] not in (('<',), ('|',), ('=',)):
+                _refuse('holds numbers of another byte order')
+            self.stack.pop()
+        elif isinstance(found, (type, FunctionType, BuiltinFunctionType, ModuleType)):
+            _refuse(f'changes {found!r}')
+        else:
+            super().load_build()
+
+    def load_binpersid(self) -> None:
+        reference = self.stack[-1]
+        if isinstance(reference, tuple) and reference[:1] in (('module',), (b'module',)):
+            _refuse('brings the source of a module')
+        super().load_binpersid()
+
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.BINPERSID[0]] = load_binpersid
 
 
 # what torch.load asks of a pickle module
@@ -150,11 +184,24 @@ _SAFE_PICKLE = SimpleNamespace(
 )
 
 
-def _statistic(owner: Any, name: str) -> Callable[..., Any]:
-    """Stand for ``getattr``, with which a HistoryBuffer names its statistics."""
-    if owner is not HistoryBuffer or name.startswith('_'):
-        _refuse(f'asks for the attribute {name} of {owner!r}')
-    return getattr(owner, name)
+class _OneCycle:
+    """In the place of mmengine's OneCycleParamScheduler, which is asked for its annealing functions alone."""
+
+
+def _attribute(owner: Any, name: str) -> Callable[..., Any]:
+    """Stand for ``getattr``: a HistoryBuffer names its statistics by it, OneCycleLR its annealing."""
+    if owner is HistoryBuffer and not name.startswith('_'):
+        return getattr(HistoryBuffer, name)
+    if owner is _OneCycle and name in ('_annealing_cos', '_annealing_linear'):
+        return getattr(OneCycleParamScheduler, name)
+    _refuse(f'asks for the attribute {name} of {owner!r}')
+
+
+def _dtype(name: str, align: bool = False, copy: bool = False) -> np.dtype:
+    """Stand for numpy's dtype: numbers and strings, no objects and no structures."""
+    if not isinstance(name, str) or not re.fullmatch(r'[<|=]?(?:[biufcSU]\d+|\?|b1)', name):
+        _refuse(f'asks numpy for the type {name!r}')
+    return np.dtype(name)
 
 
 def _empty_array(kind: Any, shape: Any, dtype: Any) -> np.ndarray:
@@ -173,7 +220,9 @@ def _scalar(dtype: np.dtype, content: Any = None) -> Any:
 
 _NUMPY: dict[str, Callable[..., Any]] = {'_reconstruct': _empty_array, 'scalar': _scalar}
 REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
-    'builtins': {'getattr': _statistic},
+    'builtins': {'getattr': _attribute},
+    'numpy': {'dtype': _dtype},
+    'mmengine.optim.scheduler.param_scheduler': {'OneCycleParamScheduler': _OneCycle},
     'numpy.core.multiarray': _NUMPY,
     'numpy._core.multiarray': _NUMPY,
 }
@@ -186,16 +235,53 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def _refuse_bombs(path: str) -> None:
+def _refuse_other_formats(path: str) -> None:
+    """Refuse what torch.load would not give to the unpickler, or could not hold in memory."""
+    with open(path, 'rb') as file:
+        head = file.read(2)
     if not zipfile.is_zipfile(path):
+        if head[:1] != b'\x80' and head != b'PK':  # torch unpacks tar archives; a zip without its end is cut short
+            raise ConfigError(f'{path} is no checkpoint of torch; it starts with {head!r}.')
         return
     with zipfile.ZipFile(path) as file:
         inside = sum(member.file_size for member in file.infolist())
+        scripted = any(member.filename.rpartition('/')[2] == 'constants.pkl' for member in file.infolist())
+    if scripted:
+        raise UntrustedCheckpoint(f'{path} is a TorchScript archive: code, and no checkpoint. {HOW_TO_TRUST}.')
     if inside > osp.getsize(path) + SLACK:
         raise UntrustedCheckpoint(
             f'checkpoint {path} has {osp.getsize(path):,} bytes and unpacks into {inside:,}; torch writes none like '
             f'that. {HOW_TO_TRUST}.'
         )
+
+
+def _refuse_configs_that_run(checkpoint: Any) -> None:
+    """Refuse configs with more than values: mmengine runs their text when it resumes, and in its inferencers."""
+    if not isinstance(checkpoint, dict):
+        return
+    meta, hub = (checkpoint.get(key) or {} for key in ('meta', 'message_hub'))
+    info = hub.get('runtime_info') if isinstance(hub, dict) else None
+    for place in (meta, info):
+        for key in ('config', 'cfg'):
+            text = place.get(key) if isinstance(place, dict) else None
+            if isinstance(text, str) and not _is_plain(text):
+                _refuse(f'holds a config, {key}, with calls or imports in it')
+
+
+def _is_plain(text: str) -> bool:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return True  # nothing that could run
+    calls = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if id(node) in calls and not (isinstance(node, ast.Name) and node.id in PLAIN_CALLS):
+            return False
+        if isinstance(node, NOT_PLAIN) or (isinstance(node, ast.Name) and node.id.startswith('__')):
+            return False
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PLAIN_CALLS:
+            return False  # another function under a plain name
+    return True
 
 
 def _load_safetensors(path: str) -> dict[str, torch.Tensor]:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any
 
 from mmengine.fileio import LocalBackend, register_backend
@@ -59,7 +58,8 @@ def remove_after_saving(runner: Any) -> None:
     """Let the checkpoint hooks of a Runner remove old checkpoints once the new one is written, and not before."""
     for hook in runner.hooks:
         if isinstance(hook, CheckpointHook):
-            hook._save_checkpoint_with_step = partial(_save_then_remove, hook, hook._save_checkpoint_with_step)
+            for name in ('_save_checkpoint_with_step', '_save_best_checkpoint'):
+                setattr(hook, name, partial(_save_then_remove, hook, getattr(hook, name)))
 
 
 def last_whole_checkpoint(work_dir: str) -> tuple[str | None, str | None]:
@@ -73,7 +73,7 @@ def last_whole_checkpoint(work_dir: str) -> tuple[str | None, str | None]:
     """
     note = Path(work_dir, 'last_checkpoint')
     named = note.read_text().strip() if note.is_file() else ''
-    if named and _is_whole(Path(named)):
+    if named and ('://' in named or _is_whole(Path(named))):  # what lies in an object store is mmengine's to read
         return named, None
     others = [path for path in Path(work_dir).glob('*.pth') if NUMBERED.fullmatch(path.name)]
     if not named and not (note.is_file() and others):
@@ -129,20 +129,34 @@ def _umask() -> int:
     return mask
 
 
+class _RemoveLater:
+    """A file backend that notes what it is to remove."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend = backend
+        self.late: list[tuple[str, str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    def remove(self, path: str) -> None:
+        self.late.append(('remove', path))
+
+    def rmtree(self, path: str) -> None:
+        self.late.append(('rmtree', path))
+
+
 def _save_then_remove(hook: CheckpointHook, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     backend = hook.file_backend
-    late: list[tuple[str, str]] = []
+    if isinstance(backend, _RemoveLater):  # the best one is saved by way of the other
+        return save(*args, **kwargs)
     # mmengine removes first; a disk that is full by then would leave a run without any checkpoint
-    delayed = dict(remove=partial(_later, late, 'remove'), rmtree=partial(_later, late, 'rmtree'))
-    rest = {name: getattr(backend, name) for name in ('join_path', 'isfile', 'isdir', 'exists')}
-    hook.file_backend = SimpleNamespace(**rest, **delayed)
+    hook.file_backend = noted = _RemoveLater(backend)
     try:
         save(*args, **kwargs)
     finally:
         hook.file_backend = backend
-    for method, path in late:
-        getattr(backend, method)(path)
-
-
-def _later(late: list[tuple[str, str]], method: str, path: str) -> None:
-    late.append((method, path))
+    for method, path in noted.late:
+        if path not in (hook.last_ckpt, getattr(hook, 'best_ckpt_path', None)):  # a name without a number
+            getattr(backend, method)(path)
+    return None

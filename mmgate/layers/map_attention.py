@@ -119,7 +119,8 @@ class MapAttention(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         resized = self.adopt(state_dict, prefix)
         if resized:
-            print_log(f'{prefix}: {", ".join(resized)} resized to a map of {self.map_size}', logger='current')
+            name = prefix.rstrip('.') or type(self).__name__
+            print_log(f'{name}: {", ".join(resized)} resized to a map of {self.map_size}', logger='current')
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @property

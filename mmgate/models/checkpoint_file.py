@@ -97,7 +97,7 @@ def tensors(checkpoint: Any) -> State:
         ValueError: There are no tensors where they are expected.
     """
     top: Mapping[str, Any] = checkpoint if isinstance(checkpoint, Mapping) else {}
-    places = [place for place in PLACES if place in top]
+    places = [place for place in PLACES if top.get(place)]
     if len(places) > 1:
         print_log(f'The checkpoint holds {", ".join(places)}: reading {places[0]}', logger='current')
     state = top[places[0]] if places else top

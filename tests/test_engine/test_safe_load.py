@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import tarfile
 import zipfile
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 import torch
 from mmengine.config import ConfigDict
 from mmengine.logging import MessageHub
+from mmengine.registry import PARAM_SCHEDULERS
 from mmengine.runner.checkpoint import CheckpointLoader, load_checkpoint
 from torch import nn
 
@@ -65,6 +67,113 @@ def test_code_does_not_run(attack: str, place: str, legacy: bool, tmp_path: Path
     with pytest.raises(UntrustedCheckpoint, match='it was not loaded. If you trust whoever made it, pass --trust-ch'):
         CheckpointLoader.load_checkpoint(str(tmp_path / 'evil.pth'), map_location='cpu')
     assert not marker(tmp_path).exists()
+
+
+class Writes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_script_is_no_checkpoint(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.script(Writes()), str(tmp_path / 'script.pth'))
+    with pytest.raises(UntrustedCheckpoint, match='TorchScript'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'script.pth'))
+
+
+def test_an_archive_is_no_checkpoint(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / 'old.pth', 'w') as file:
+        file.add(__file__, 'pickle')
+    with pytest.raises(ConfigError, match='no checkpoint of torch'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'old.pth'))
+
+
+@pytest.mark.parametrize('place', ['meta.config', 'meta.cfg', 'message_hub.runtime_info.cfg'])
+@pytest.mark.parametrize(
+    'text, runs',
+    [
+        ("model = dict(type='X', a=[1, -2.5, None], b=float('inf'))\nlr = 1e-3\nx = dict(y=lr)", False),
+        ("__import__('os').system('true')", True),
+        ('import os', True),
+        ('x = ().__class__.__base__', True),
+        ("dict = eval\nx = dict('1')", True),
+        ('x = (lambda: 1)()', True),
+        ('x = [open for open in [1]]', False),
+        ('not python (', False),
+    ],
+    ids=['plain', 'call', 'import', 'attribute', 'renamed', 'lambda', 'names', 'text'],
+)
+def test_a_config_may_only_hold_values(text: str, runs: bool, place: str, tmp_path: Path) -> None:
+    """mmengine runs it as Python where it resumes, and in its inferencers."""
+    content: Any = text
+    for key in reversed(place.split('.')):
+        content = {key: content}
+    torch.save(content, tmp_path / 'a.pth')
+    if runs:
+        with pytest.raises(UntrustedCheckpoint, match='holds a config'):
+            CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+    else:
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+def change(found: Any, state: Any) -> bytes:
+    """Return a pickle that changes an object found by its name."""
+    module, name = found.__module__, found.__qualname__
+    return b'\x80\x02c' + f'{module}\n{name}\n'.encode() + pickle.dumps(state, 2)[2:-1] + b'b.'
+
+
+def in_zip(path: Path, data: bytes) -> None:
+    torch.save({}, path)
+    with zipfile.ZipFile(path) as file:
+        members = {member: file.read(member) for member in file.namelist()}
+    with zipfile.ZipFile(path, 'w') as file:
+        for member, content in members.items():
+            file.writestr(member, data if member.endswith('data.pkl') else content)
+
+
+@pytest.mark.parametrize(
+    'found', [Path, OrderedDict, torch._utils._rebuild_parameter], ids=lambda found: found.__name__
+)
+def test_nothing_that_is_there_is_changed(found: Any, tmp_path: Path) -> None:
+    in_zip(tmp_path / 'a.pth', change(found, (None, {'marked': 1})))
+    with pytest.raises(UntrustedCheckpoint, match='changes'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+    assert not hasattr(found, 'marked')
+
+
+@pytest.mark.parametrize('name', ['UntypedStorage', 'storage.UntypedStorage'])
+def test_no_storage_at_an_address(name: str, tmp_path: Path) -> None:
+    module, _, leaf = f'torch.{name}'.rpartition('.')
+    made = b'\x80\x04c' + f'{module}\n{leaf}\n'.encode() + b'K\x08\x85}\x8c\tallocatorJAAAAs\x92.'
+    in_zip(tmp_path / 'a.pth', made)
+    with pytest.raises(ConfigError):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+@pytest.mark.parametrize('dtype', ['object', [('a', 'O')], [('a', 'i4')]], ids=str)
+def test_no_objects_in_arrays(dtype: Any, tmp_path: Path) -> None:
+    torch.save(np.zeros(1, dtype), tmp_path / 'a.pth')
+    with pytest.raises(UntrustedCheckpoint, match='asks numpy for the type'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+@pytest.mark.parametrize(
+    'kind', ['OneCycleLR', 'CosineAnnealingLR', 'MultiStepLR', 'PolyLR', 'LinearLR', 'ReduceOnPlateauLR']
+)
+def test_schedulers_come_back(kind: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = dict(
+        OneCycleLR=dict(eta_max=0.1, total_steps=9),
+        CosineAnnealingLR=dict(T_max=9),
+        MultiStepLR=dict(milestones=[3]),
+        ReduceOnPlateauLR=dict(monitor='loss'),
+    ).get(kind, {})
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1, momentum=0.9)
+    scheduler = PARAM_SCHEDULERS.build(dict(type=kind, optimizer=optimizer, **options))
+    torch.save(scheduler.state_dict(), tmp_path / 'a.pth')
+    loaded = CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+    scheduler.load_state_dict(loaded)
+    optimizer.step()
+    if kind != 'ReduceOnPlateauLR':
+        scheduler.step()
 
 
 def test_raw_pickles_are_no_way_around(tmp_path: Path) -> None:

@@ -91,6 +91,20 @@ def test_old_checkpoints_go_once_the_new_one_is_there(tmp_path: Path) -> None:
     assert (tmp_path / 'last_checkpoint').read_text().endswith('epoch_2.pth')
 
 
+def test_one_name_for_all_is_kept(tmp_path: Path) -> None:
+    hook = CheckpointHook(interval=1, max_keep_ckpts=1, filename_tmpl='latest.pth')
+    runner = runner_with(hook, tmp_path, lambda folder, name, *_, **__: Path(folder, name).write_bytes(b'x'))
+    remove_after_saving(runner)
+    for step in (1, 2, 3):
+        hook._save_checkpoint_with_step(runner, step, meta={})
+    assert (tmp_path / 'latest.pth').is_file()
+
+
+def test_object_stores_are_mmengines(tmp_path: Path) -> None:
+    (tmp_path / 'last_checkpoint').write_text('s3://bucket/epoch_3.pth')
+    assert last_whole_checkpoint(str(tmp_path)) == ('s3://bucket/epoch_3.pth', None)
+
+
 def written(folder: Path, name: str, time: int, *, whole: bool = True) -> Path:
     path = folder / name
     torch.save(dict(state_dict={}), path)
@@ -155,7 +169,7 @@ def test_finite_hook_names_the_layer(layer: str | None) -> None:
     ids=['seed', 'workers'],
 )
 def test_reproducible_hook_refuses(seed: int | None, keeps: bool, error: str) -> None:
-    loader = SimpleNamespace(persistent_workers=keeps)
-    runner = SimpleNamespace(_randomness_cfg=dict(seed=seed), train_dataloader=loader)
+    loader = SimpleNamespace(persistent_workers=keeps, num_workers=1)
+    runner = SimpleNamespace(_randomness_cfg=dict(seed=seed), train_dataloader=loader, train_loop=None)
     with pytest.raises(ConfigError, match=error):
         ReproducibleHook().before_train(runner)

@@ -132,7 +132,7 @@ def test_cost_is_linear_in_the_tokens(kind: type[LinearAttention]) -> None:
 
 @every_layer
 def test_registered_half_autocast_and_starts(kind: type[LinearAttention]) -> None:
-    layer: Any = MODELS.build(dict(type=kind.__name__, embed_dims=C, num_heads=HEADS, **LAYERS[kind]))
+    layer: Any = MODELS.build(dict(type=f'mmgate.{kind.__name__}', embed_dims=C, num_heads=HEADS, **LAYERS[kind]))
     x = torch.randn(2, 20, C)
     exact = layer(x, (4, 5))
     with torch.autocast('cpu', torch.bfloat16):

@@ -119,8 +119,8 @@ def _import_late(host: nn.Module) -> None:
 def _adapter(gate: type, host: type) -> Adapter | None:
     path = f'.{full_name(host)}'
     names = [name for _, name in _ADAPTERS if isinstance(name, str) and path.endswith(f'.{name}')]
-    keys: list[type | str] = [host, *names]
-    pairs = ((base, key) for key in keys for base in gate.__mro__)
+    keys: list[type | str] = [host, *sorted(set(names), key=len, reverse=True)]
+    pairs = ((base, key) for base in gate.__mro__ for key in keys)
     return next((_ADAPTERS[pair] for pair in pairs if pair in _ADAPTERS), None)
 
 

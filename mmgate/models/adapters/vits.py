@@ -32,7 +32,8 @@ class GatedLeAttention(LeAttention):
         x = self.norm(x)
         joint = self.qkv(x).unflatten(-1, (self.num_heads, 3, self.key_dim))
         query, key, value = joint.permute(3, 0, 2, 1, 4)  # (B, H, N, d)
-        bias = self.attention_biases[:, self.attention_bias_idxs] if self.training else self.ab
+        # the host keeps the biases in evaluation and drops them for training
+        bias = self.ab if hasattr(self, 'ab') else self.attention_biases[:, self.attention_bias_idxs]
         return attend_in_host(self.gate, (query, key, value), (x, x, x), self.proj, bias[None].to(query.dtype))
 
 
@@ -61,6 +62,7 @@ class GatedXCA(XCA):
     """
 
     gate: PLuGAttention
+    over_channels = True  # there is no map of tokens to look at
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the channels of ``(B, N, C)`` tokens."""

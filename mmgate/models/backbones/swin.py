@@ -37,12 +37,15 @@ class UnshiftedWhole(ShiftWindowMSA):
     def forward(self, query: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend over ``(B, H W, C)`` tokens of a map of ``hw_shape``."""
         shift = self.shift_size
-        if max(hw_shape) <= self.window_size:
-            self.shift_size = 0
+        self.shift_size = self.shift_at(hw_shape)
         try:
             return super().forward(query, hw_shape)
         finally:
             self.shift_size = shift
+
+    def shift_at(self, hw_shape: tuple[int, int]) -> int:
+        """Return by how much the windows of a map of ``hw_shape`` are shifted."""
+        return 0 if max(hw_shape) <= self.window_size else self.shift_size
 
 
 adapts(MapAttention, UnshiftedWhole, like=ShiftWindowMSA)
