@@ -9,7 +9,7 @@ DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_sh
 DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
 	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
 
-.PHONY: setup demo demo-seg demo-backbones demo-pretrain report test test-originals lint bench
+.PHONY: setup demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals lint bench
 export PYTHON VENV
 
 setup:
@@ -33,6 +33,10 @@ report: setup
 
 test: setup lint
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow"
+
+# What takes longer: every architecture of the zoos, twenty kills, listings of further GPUs, a wheel elsewhere.
+test-slow: setup
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow
 
 # The suite beside OpenMMLab's own packages, in an environment of its own; SUITE=... for a part of it.
 SUITE ?= tests

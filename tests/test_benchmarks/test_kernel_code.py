@@ -83,7 +83,7 @@ def test_plug_by_pairs_of_heads(code: dict) -> None:
     assert forward['shared'] <= SHARED[90] / 3 * 1024  # three programs a multiprocessor
 
 
-@pytest.mark.parametrize('capability', [89, 120])
+@pytest.mark.parametrize('capability', [89, pytest.param(120, marks=pytest.mark.slow)])
 def test_plug_by_pairs_of_heads_before_and_after_hopper(tmp_path: Path, capability: int) -> None:
     arguments = ('--op', 'plug_attention', '--dim', '32', '--dtype', 'bf16', '--capability', str(capability))
     for row in run_tool(tmp_path / 'rows.json', *arguments):
@@ -121,7 +121,7 @@ def test_hazards_of_warpgroup_products(listing: tuple[str, ...], expected: int) 
     assert len(hazards([(16 * index, text) for index, text in enumerate(listing)])) == expected
 
 
-@pytest.mark.parametrize('capability', [89, 120])
+@pytest.mark.parametrize('capability', [89, pytest.param(120, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('dtype, bias', [('fp32', '0'), ('bf16', '2')], ids=['float32', 'full_bias'])
 def test_the_widest_plug_fits_the_smallest_shared_memory(
     tmp_path: Path, dtype: str, bias: str, capability: int
@@ -131,7 +131,7 @@ def test_the_widest_plug_fits_the_smallest_shared_memory(
     assert len(rows) == 3 and all(row['shared'] <= SHARED[capability] * 1024 for row in rows)
 
 
-@pytest.mark.parametrize('capability', [80, 89])
+@pytest.mark.parametrize('capability', [89, pytest.param(80, marks=pytest.mark.slow)])
 def test_sampler_where_floats_are_added_one_by_one(tmp_path: Path, capability: int) -> None:
     """One channel of a piece a lane: reductions are of neighbouring floats, and no barrier is in the loop."""
     arguments = ('--op', 'ms_deform_attn', '--dim', '32', '64', '--dtype', 'fp32', '--capability', str(capability))

@@ -130,6 +130,16 @@ def test_efficiency_of_two_backbones(
     assert {row['metric'] for row in rows} == {'throughput', 'peak memory'}
     assert cli.main(tool('plot_efficiency').main, [configs['pvt'], '--sizes', '8', '--out', str(tmp_path)]) == 2
     assert 'sides of 32 pixels or more' in capsys.readouterr().err
+    assert cli.main(tool('plot_efficiency').main, [configs['pvt'], configs['pvt'], '--out', str(tmp_path)]) == 2
+
+
+def test_efficiency_of_what_rules_gate(configs: dict[str, str], tmp_path: Path) -> None:
+    rule = dict(type='SDPAGatedMultiheadAttention', path='backbone.layers.*.*.*.attn')
+    (tmp_path / 'gated.py').write_text(
+        f"_base_ = {configs['pvt']!r}\nmodel = dict(type='mmgate.Gated', host='mmdet.MaskRCNN', attention={rule!r})"
+    )
+    built = tool('plot_efficiency').backbone(cli.read_config(str(tmp_path / 'gated.py')))
+    assert any(type(module).__name__.startswith('SDPAGated') for module in built.modules())
 
 
 def test_refusal_names_what_the_model_has(

@@ -41,6 +41,8 @@ def main(argv: list[str]) -> None:
         raise ConfigError('--device cuda: torch sees no GPU here.')
     MMLogger.get_current_instance().setLevel('ERROR')
     builds = {Path(path).stem: partial(backbone, cli.read_config(path)) for path in args.configs}
+    if len(builds) < len(args.configs):
+        raise ConfigError('two configs have one file name, by which they are told apart; copy one to another name.')
     options = dict(batch=args.batch, repetitions=args.repetitions, device=args.device, autocast=args.autocast)
     mode = 'forward+backward' if args.train else 'forward'
     rows = with_throughput(benchmark_models('backbones', builds, args.sizes, modes=[mode], **options), args.batch)
@@ -52,13 +54,14 @@ def main(argv: list[str]) -> None:
 
 
 def backbone(cfg: Config) -> nn.Module:
-    """Return a config's backbone with the weights that it starts from."""
+    """Return a config's backbone, with the gates of its rules and without weights to fetch, which cost no time."""
     init_default_scope(cfg.get('default_scope') or 'mmdet')
-    found = deepcopy(cfg.model.get('backbone'))
-    if found is None:
+    model = deepcopy(cfg.model)
+    if model.get('backbone') is None:
         raise ConfigError(f'{cfg.filename} has no model.backbone.')
-    found.init_cfg = None  # weights cost no time, and a URL would be fetched
-    built: nn.Module = MODELS.build(found)
+    model.backbone.init_cfg = None
+    built: nn.Module = MODELS.build(model) if 'attention' in model else MODELS.build(model.backbone)
+    built = getattr(built, 'backbone', built)
     built.init_weights()
     return built
 
