@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.visformer import Attention as VisformerAttention
 
 from mmgate import swap_attention
+from mmgate.analysis.recording import readable, record
 from mmgate.models.adapters import mmpretrain as mmpretrain_adapters
 
 C, HEADS = 32, 4
@@ -147,3 +149,18 @@ def test_the_wrong_scale_of_a_host_is_told() -> None:
     warned.cache_clear()
     swap_attention(nn.ModuleDict(dict(layer=layer)), dict(PLUG, path='layer.attn'))
     assert warned.cache_info().misses == 1
+
+
+@pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
+@pytest.mark.parametrize('name', ['tinyvit', 'xcit'])
+def test_recording_does_not_disturb(name: str, training: bool) -> None:
+    """XCiT's channels attend to each other: there is no map of tokens to read."""
+    model = gated(vanilla(name))
+    model.train(training)
+    plain = call(model, name)
+    with record(model, ('gate',)) if name != 'xcit' else nullcontext() as recording:
+        torch.testing.assert_close(call(model, name), plain, rtol=0, atol=0)
+    if name == 'xcit':
+        assert not any('gate' in names for names in readable(model).values())
+    else:
+        assert recording
