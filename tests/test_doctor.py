@@ -52,7 +52,7 @@ def test_exit_status_of_what_disagrees(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip('triton')
+    pytest.importorskip('triton', minversion='3.2')
     if torch.cuda.is_available():
         pytest.skip('the kernels are compiled here')
     keep(monkeypatch, 'ms_deform_attn', 'torch', 'triton')

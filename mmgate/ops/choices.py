@@ -130,6 +130,7 @@ def note(key: str, name: str) -> None:
     store_of_run = _store()
     if store_of_run is not None and torch.distributed.get_rank() == 0:
         store_of_run.set(f'mmgate/{key}', name)
+        store_of_run.add(f'mmgate/{key}/told', 1)
 
 
 def carry(answers: Mapping[str, str]) -> None:
@@ -145,10 +146,10 @@ def follows() -> bool:
 def told(key: str) -> str | None:
     """Return what the first process of the run has decided so far; never waits, as it may never meet the class."""
     store_of_run = _store()
-    name = f'mmgate/{key}'
-    if store_of_run is None or not store_of_run.check([name]):
+    # to ask whether a key is there the stores of torch 2.1 have no way but to wait; a counter answers at once
+    if store_of_run is None or not store_of_run.add(f'mmgate/{key}/told', 0):
         return None
-    return store_of_run.get(name).decode()
+    return store_of_run.get(f'mmgate/{key}').decode()
 
 
 def _store() -> Any:
