@@ -58,10 +58,10 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
             relevance = roll_back(relevance, weights if len(geometry) >= 4 else weights[0], geometry)
         return relevance / relevance.sum()
     over_image = {path: readings for path, readings in recording.items() if 'decoder' not in path}  # there: queries
-    placed = [weights for weights, _ in _placed(over_image) if weights.shape[-1] == weights.shape[-2]]
-    if any(len(weights) > 1 for weights in placed):  # of one image: these are windows, nobody knows where
+    square = [weights for weights, _ in _placed(over_image) if weights.shape[-1] == weights.shape[-2]]
+    if any(len(weights) > 1 for weights in square):  # of one image: these are windows, nobody knows where
         raise ConfigError('the attention lies in windows of which this host does not tell where they are.')
-    maps = [weights[0] for weights in placed]
+    maps = [weights[0] for weights in square]
     for tokens in (0, 1):
         plain = [x for x in maps if factors(x.shape[-1] - tokens, size) and x.shape == maps[0].shape]
         shape = factors(plain[0].shape[-1] - tokens, size) if plain else None
