@@ -24,6 +24,7 @@ from .batch import count_accumulation, enable_auto_accumulate, enable_auto_scale
 from .choices_hook import BackendChoicesHook
 from .classes import check_classes
 from .distributed import prepare_processes
+from .gate_hooks import own_model
 from .hooks import DataError, LoadReportHook, name_broken_files
 from .options import merge_options
 from .preflight import ConfigError, check_amp, check_checkpoint, check_data, check_packages, check_pretrained, remedy
@@ -267,8 +268,7 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
         runner.register_hook(BackendChoicesHook())
     check_backends(runner.model)
     if trains:
-        model = getattr(runner.model, 'module', runner.model)
-        check_classes(model, runner.train_dataloader.dataset)
+        check_classes(own_model(runner.model), runner.train_dataloader.dataset)
     return runner
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from mmgate.registry import HOOKS
 
+from .gate_hooks import own_model
 from .preflight import ConfigError
 
 
@@ -81,8 +82,7 @@ class FiniteHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Watch every module that has no children."""
-        model = getattr(runner.model, 'module', runner.model)
-        for name, module in model.named_modules():
+        for name, module in own_model(runner.model).named_modules():
             if not any(module.children()):
                 self._handles.append(module.register_forward_hook(self._watch(name)))
 

@@ -1,9 +1,8 @@
 """Checkpoints from strangers: mmengine's loaders for files and web addresses, without running what a pickle asks for.
 
 A pickle may call any function by its name. torch's safe loader refuses all but tensors; what mmengine puts beside them
-(optimizer states, the message hub's histories with numpy arrays) is on the list below, and nothing else is called. An
-unpickler of our own holds the list, because torch's takes one only since 2.4, and mmengine falls back to the unsafe way
-or never took the safe one.
+(optimizer states, the message hub's histories with numpy arrays) is on the list below, and nothing else is called.
+mmengine falls back to the unsafe way or never took the safe one.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ import os
 import os.path as osp
 import pickle
 import re
-import zipfile
 from collections.abc import Callable
-from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from importlib import import_module
+from typing import Any
 
 import numpy as np
-import torch
 from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmgate.models.checkpoint_file import download
+from mmgate.models.guarded_pickle import GuardedUnpickler, UnsafeCheckpoint, load_pickled, refuse
+from mmgate.models.safetensors_file import read_safetensors
 
 from .preflight import ConfigError
 
@@ -33,25 +32,15 @@ TRUST = 'MMGATE_TRUST_CHECKPOINT'
 HOW_TO_TRUST = f'If you trust whoever made it, pass --trust-checkpoint, or set {TRUST}=1'
 PLAIN_CALLS = {'dict', 'float', 'list', 'set', 'tuple'}
 NOT_PLAIN = (ast.Import, ast.ImportFrom, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
-SLACK = 64 << 20  # bytes that a checkpoint may be larger inside than outside: torch does not compress
 ALLOWED = {
-    'collections': {'Counter', 'OrderedDict', 'defaultdict', 'deque'},
-    'builtins': {'complex', 'dict', 'float', 'frozenset', 'int', 'list', 'set', 'slice', 'str', 'tuple', 'bool'},
-    '_codecs': {'encode'},
+    'collections': {'Counter', 'defaultdict', 'deque'},
+    'builtins': {'complex', 'dict', 'float', 'frozenset', 'int', 'list', 'set', 'slice', 'tuple', 'bool'},
     'datetime': {'date', 'datetime', 'timedelta'},
     'pathlib': {'Path', 'PosixPath', 'PurePosixPath'},
     'argparse': {'Namespace'},
     'types': {'SimpleNamespace'},
     'numpy': {'ndarray'},
-    'torch': {'Size', 'device'},
-    'torch._utils': {
-        '_rebuild_parameter',
-        '_rebuild_parameter_with_state',
-        '_rebuild_sparse_tensor',
-        '_rebuild_tensor',
-        '_rebuild_tensor_v2',
-        '_rebuild_tensor_v3',
-    },
+    'torch._utils': {'_rebuild_parameter_with_state', '_rebuild_sparse_tensor'},
     'torch.nn.parameter': {'Parameter'},
     'torch.serialization': {'_get_layout'},
     'mmengine.config.config': {'ConfigDict'},
@@ -65,11 +54,14 @@ class UntrustedCheckpoint(ConfigError):
 
 
 def load_checkpoint_file(filename: str, map_location: Any = None) -> Any:
-    """Load a checkpoint from a file without running code in it; a ``.safetensors`` file as a state dict.
+    """Load a checkpoint from a file without running code in it.
 
     Args:
         filename: Path.
-        map_location: As :func:`torch.load` takes it.
+        map_location: As :func:`torch.load` takes it; what a ``.safetensors`` file holds comes on the CPU.
+
+    Returns:
+        What the file holds; of a ``.safetensors`` file its ``state_dict`` and ``meta``.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -80,24 +72,27 @@ def load_checkpoint_file(filename: str, map_location: Any = None) -> Any:
     path = osp.expanduser(filename)
     if not osp.isfile(path):
         raise FileNotFoundError(f'{filename} can not be found.')
-    if path.endswith('.safetensors'):
-        return _load_safetensors(path)
     trusted = os.environ.get(TRUST, '') not in ('', '0')
-    if not trusted:
-        _refuse_other_formats(path)
-    options: dict[str, Any] = {} if trusted else dict(pickle_module=_SAFE_PICKLE)
     try:
-        checkpoint = torch.load(path, map_location=map_location, weights_only=False, **options)
-    except (UntrustedCheckpoint, MemoryError, torch.cuda.OutOfMemoryError):
-        raise
-    except Exception as error:  # torch and pickle raise a dozen kinds
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if path.endswith('.safetensors'):
+            checkpoint = read_safetensors(path)
+        else:
+            checkpoint = load_pickled(path, None if trusted else _SafeUnpickler, map_location)
+        if not trusted:
+            _refuse_configs_that_run(checkpoint)
+    except UnsafeCheckpoint as error:
+        raise UntrustedCheckpoint(
+            f'checkpoint {filename} {error}, which no checkpoint of mmengine does and which may run code of whoever '
+            f'made the file, or fill the memory; it was not loaded. {HOW_TO_TRUST}; it is then loaded as pickle does, '
+            'code and all.'
+        ) from error
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+    except ValueError as error:
         raise ConfigError(
-            f'checkpoint {filename} cannot be read ({reason}); it may be cut short. Copy or download it again, or take '
+            f'checkpoint {filename} cannot be read ({error}); it may be cut short. Copy or download it again, or take '
             'an earlier one.'
         ) from error
-    if not trusted:
-        _refuse_configs_that_run(checkpoint)
     return checkpoint
 
 
@@ -138,50 +133,35 @@ def register_safe_loader() -> None:
     CheckpointLoader.register_scheme(('http://', 'https://'), load_checkpoint_url, force=True)
 
 
-_PythonUnpickler: Any = pickle._Unpickler  # the one in C has no instructions that could be refused
+class _SafeUnpickler(GuardedUnpickler):
+    """Calls what is listed."""
 
+    dispatch = dict(GuardedUnpickler.dispatch)
 
-class _SafeUnpickler(_PythonUnpickler):
-    """Calls what is listed, and changes nothing but fresh objects."""
-
-    dispatch = dict(_PythonUnpickler.dispatch)
-
-    def find_class(self, module: str, name: str) -> Any:
+    def find_other(self, module: str, name: str) -> Any:
         module = OLD_NAMES.get(module, module)
         if name in REPLACED.get(module, {}):
             return REPLACED[module][name]
-        dtype = module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype)
-        if dtype or name in ALLOWED.get(module, ()):  # a name with dots is in none
-            return super().find_class(module, name)
-        _refuse(f'asks for {module}.{name}')
+        if name in ALLOWED.get(module, ()):  # a name with dots is in none
+            return getattr(import_module(module), name)
+        refuse(f'asks for {module}.{name}')
 
     def load_build(self) -> None:
         state, found = self.stack[-1], self.stack[-2]
         if isinstance(found, np.dtype):  # its state holds flags and addresses of numpy's; the name has said all
             if not isinstance(state, tuple) or state[1:2] not in (('<',), ('|',), ('=',)):
-                _refuse('holds numbers of another byte order')
+                refuse('holds numbers of another byte order')
             self.stack.pop()
-        elif isinstance(found, (type, FunctionType, BuiltinFunctionType, ModuleType)):
-            _refuse(f'changes {found!r}')
         else:
             super().load_build()
 
-    def load_binpersid(self) -> None:
-        reference = self.stack[-1]
-        if isinstance(reference, tuple) and reference[:1] in (('module',), (b'module',)):
-            _refuse('brings the source of a module')
-        super().load_binpersid()
+    def load_reduce(self) -> None:
+        if self.stack[-2] is HistoryBuffer:  # mmengine's are made empty; nested lists would become a huge array
+            refuse('calls HistoryBuffer')
+        super().load_reduce()
 
     dispatch[pickle.BUILD[0]] = load_build
-    dispatch[pickle.BINPERSID[0]] = load_binpersid
-
-
-# what torch.load asks of a pickle module
-_SAFE_PICKLE = SimpleNamespace(
-    __name__='mmgate.engine.safe_load',
-    Unpickler=_SafeUnpickler,
-    load=lambda file, **kwargs: _SafeUnpickler(file, **kwargs).load(),
-)
+    dispatch[pickle.REDUCE[0]] = load_reduce
 
 
 class _OneCycle:
@@ -194,65 +174,53 @@ def _attribute(owner: Any, name: str) -> Callable[..., Any]:
         return getattr(HistoryBuffer, name)
     if owner is _OneCycle and name in ('_annealing_cos', '_annealing_linear'):
         return getattr(OneCycleParamScheduler, name)
-    _refuse(f'asks for the attribute {name} of {owner!r}')
+    refuse(f'asks for the attribute {name} of {owner!r}')
 
 
 def _dtype(name: str, align: bool = False, copy: bool = False) -> np.dtype:
     """Stand for numpy's dtype: numbers and strings, no objects and no structures."""
     if not isinstance(name, str) or not re.fullmatch(r'[<|=]?(?:[biufcSU]\d+|\?|b1)', name):
-        _refuse(f'asks numpy for the type {name!r}')
+        refuse(f'asks numpy for the type {name!r}')
     return np.dtype(name)
 
 
 def _empty_array(kind: Any, shape: Any, dtype: Any) -> np.ndarray:
     """Stand for numpy's function that makes the array whose content follows: it is always empty at first."""
     if kind is not np.ndarray or tuple(shape) != (0,):
-        _refuse(f'asks numpy for an array of shape {shape} out of nothing')
+        refuse(f'asks numpy for an array of shape {shape} out of nothing')
     return np.ndarray(shape, dtype)
 
 
 def _scalar(dtype: np.dtype, content: Any = None) -> Any:
     """Stand for numpy's function that makes a scalar of its bytes."""
     if not isinstance(dtype, np.dtype) or dtype.hasobject or not isinstance(content, bytes):
-        _refuse('asks numpy for a scalar of an object')
+        refuse('asks numpy for a scalar of an object')
     return np.frombuffer(content, dtype)[0]
+
+
+def _text(value: Any = '') -> str:
+    """Stand for ``str``: of nested lists it would make a text of any length."""
+    if not isinstance(value, str):
+        refuse('asks for the text of an object')
+    return value
+
+
+def _bytes(text: str, encoding: str) -> bytes:
+    """Stand for ``_codecs.encode``, by which pickle's older protocols spell bytes."""
+    if not isinstance(text, str) or encoding != 'latin1':
+        refuse(f'asks for the encoding {encoding}')
+    return text.encode(encoding)
 
 
 _NUMPY: dict[str, Callable[..., Any]] = {'_reconstruct': _empty_array, 'scalar': _scalar}
 REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
-    'builtins': {'getattr': _attribute},
+    'builtins': {'getattr': _attribute, 'str': _text},
+    '_codecs': {'encode': _bytes},
     'numpy': {'dtype': _dtype},
     'mmengine.optim.scheduler.param_scheduler': {'OneCycleParamScheduler': _OneCycle},
     'numpy.core.multiarray': _NUMPY,
     'numpy._core.multiarray': _NUMPY,
 }
-
-
-def _refuse(what: str) -> NoReturn:
-    raise UntrustedCheckpoint(
-        f'the checkpoint {what}, which no checkpoint of mmengine does and which may run code of whoever made the file; '
-        f'it was not loaded. {HOW_TO_TRUST}; it is then loaded as pickle does, code and all.'
-    )
-
-
-def _refuse_other_formats(path: str) -> None:
-    """Refuse what torch.load would not give to the unpickler, or could not hold in memory."""
-    with open(path, 'rb') as file:
-        head = file.read(2)
-    if not zipfile.is_zipfile(path):
-        if head[:1] != b'\x80' and head != b'PK':  # torch unpacks tar archives; a zip without its end is cut short
-            raise ConfigError(f'{path} is no checkpoint of torch; it starts with {head!r}.')
-        return
-    with zipfile.ZipFile(path) as file:
-        inside = sum(member.file_size for member in file.infolist())
-        scripted = any(member.filename.rpartition('/')[2] == 'constants.pkl' for member in file.infolist())
-    if scripted:
-        raise UntrustedCheckpoint(f'{path} is a TorchScript archive: code, and no checkpoint. {HOW_TO_TRUST}.')
-    if inside > osp.getsize(path) + SLACK:
-        raise UntrustedCheckpoint(
-            f'checkpoint {path} has {osp.getsize(path):,} bytes and unpacks into {inside:,}; torch writes none like '
-            f'that. {HOW_TO_TRUST}.'
-        )
 
 
 def _refuse_configs_that_run(checkpoint: Any) -> None:
@@ -265,7 +233,7 @@ def _refuse_configs_that_run(checkpoint: Any) -> None:
         for key in ('config', 'cfg'):
             text = place.get(key) if isinstance(place, dict) else None
             if isinstance(text, str) and not _is_plain(text):
-                _refuse(f'holds a config, {key}, with calls or imports in it')
+                refuse(f'holds a config, {key}, with calls or imports in it')
 
 
 def _is_plain(text: str) -> bool:
@@ -282,15 +250,3 @@ def _is_plain(text: str) -> bool:
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PLAIN_CALLS:
             return False  # another function under a plain name
     return True
-
-
-def _load_safetensors(path: str) -> dict[str, torch.Tensor]:
-    try:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-    except ModuleNotFoundError as error:
-        raise ConfigError(f'{path} needs a package that is not installed: pip install safetensors.') from error
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ConfigError(f'checkpoint {path} cannot be read ({error}); copy or download it again.') from error

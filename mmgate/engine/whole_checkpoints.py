@@ -6,7 +6,6 @@ import os
 import os.path as osp
 import re
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,7 +16,7 @@ from mmengine.fileio import LocalBackend, register_backend
 from mmengine.fileio.io import backend_instances
 from mmengine.hooks import CheckpointHook
 
-from .preflight import ConfigError
+from .preflight import ConfigError, check_checkpoint
 
 NUMBERED = re.compile(r'(epoch|iter)_(\d+)\.pth')
 
@@ -89,14 +88,11 @@ def last_whole_checkpoint(work_dir: str) -> tuple[str | None, str | None]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether a checkpoint was written to its end, where a zip file has its directory; folders are of sharded runs."""
-    if path.is_dir():
-        return any(path.iterdir())
-    if not path.is_file():
+    try:
+        check_checkpoint(str(path), sharded=True)
+    except ConfigError:
         return False
-    with path.open('rb') as file:
-        old_format = file.read(1) == b'\x80'
-    return old_format or zipfile.is_zipfile(path)
+    return True
 
 
 @contextmanager

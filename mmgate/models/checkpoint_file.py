@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path, PurePosixPath
-from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlparse
 
@@ -17,15 +15,13 @@ from mmengine.logging import print_log
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor
 
+from .guarded_pickle import GuardedUnpickler, UnsafeCheckpoint, load_pickled
+from .safetensors_file import read_safetensors
+
 State = dict[str, Tensor]
 # the averaged weights first: those are what CSwin's authors, with agents and without, start from and evaluate
 PLACES = ('state_dict_ema', 'state_dict', 'model')
 TO_DO = 'point init_cfg.checkpoint at a file that you have, or start from scratch with init_cfg=None'
-_PLAIN = {
-    ('collections', 'OrderedDict'),
-    *(('torch._utils', f'_rebuild_{kind}') for kind in ('tensor', 'tensor_v2', 'parameter')),
-    *(('torch', name) for name in ('Size', 'device')),
-}
 
 
 class _Unread:
@@ -40,18 +36,9 @@ class _Unread:
         return self
 
 
-class _TensorUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        known = (module, name) in _PLAIN or (module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype))
-        return super().find_class(module, name) if known else _Unread
-
-
-# what torch.load asks of a pickle module
-_TENSORS_ONLY = SimpleNamespace(
-    __name__='mmgate.models.checkpoint_file',
-    Unpickler=_TensorUnpickler,
-    load=lambda file, **kwargs: _TensorUnpickler(file, **kwargs).load(),
-)
+class _TensorUnpickler(GuardedUnpickler):
+    def find_other(self, module: str, name: str) -> Any:
+        return _Unread
 
 
 def read_checkpoint(source: str) -> Any:
@@ -68,7 +55,8 @@ def read_checkpoint(source: str) -> Any:
     Raises:
         FileNotFoundError: There is no such file.
         ConnectionError: It cannot be downloaded.
-        ValueError: It is no checkpoint, or cut short.
+        ImportError: It is a ``.safetensors`` file, and safetensors is not installed.
+        ValueError: It is no checkpoint, cut short, or made to run code or to fill the memory.
     """
     scheme = urlparse(source).scheme if '://' in source else ''
     if scheme in ('http', 'https'):
@@ -81,11 +69,14 @@ def read_checkpoint(source: str) -> Any:
         what = 'is a folder' if file.is_dir() else f'does not exist (looked for {file.absolute()})'
         raise FileNotFoundError(f'checkpoint {source} {what}; {TO_DO}.')
     try:
-        return torch.load(file, map_location='cpu', pickle_module=_TENSORS_ONLY, weights_only=False)
-    except Exception as error:  # torch and pickle raise a dozen kinds
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if file.suffix == '.safetensors':
+            return read_safetensors(file)
+        return load_pickled(file, _TensorUnpickler, map_location='cpu')
+    except UnsafeCheckpoint as error:
+        raise ValueError(f'{file} {error}, which no checkpoint of a training does; it was not loaded.') from error
+    except ValueError as error:
         raise ValueError(
-            f'{file} cannot be read as a torch checkpoint ({reason}); it may be cut short, or a web page that was '
+            f'{file} cannot be read as a torch checkpoint ({error}); it may be cut short, or a web page that was '
             f'saved in its place. Delete it and download {source} again, or {TO_DO}.'
         ) from error
 

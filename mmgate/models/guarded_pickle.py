@@ -1,0 +1,164 @@
+"""torch's checkpoint files, read by an unpickler that runs nothing and holds no more than the file does.
+
+A pickle may call any function by its name, change what it finds, and declare tensors of any size. torch's own safe
+loader takes a list of allowed names only since 2.4, and some of its versions believe the declared sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tarfile
+import zipfile
+from collections.abc import Callable
+from math import prod
+from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+SLACK = 64 << 20  # bytes that a file may hold more inside than outside: torch does not compress
+_CALLED = {
+    ('collections', 'OrderedDict'),
+    ('torch', 'Size'),
+    ('torch', 'device'),
+    ('torch._utils', '_rebuild_parameter'),
+}
+
+_PythonUnpickler: Any = pickle._Unpickler  # the one in C has no instructions that could be refused
+
+
+class UnsafeCheckpoint(ValueError):
+    """A checkpoint asks for what may run code or fill the memory; the message is what it does, as "calls os.system"."""
+
+
+def refuse(what: str) -> NoReturn:
+    """Raise :class:`UnsafeCheckpoint`."""
+    raise UnsafeCheckpoint(what)
+
+
+class GuardedUnpickler(_PythonUnpickler):
+    """Makes tensors that fit into the file, and changes nothing but fresh objects.
+
+    A subclass says in :meth:`find_other` what any other name stands for.
+    """
+
+    dispatch = dict(_PythonUnpickler.dispatch)
+    sizes: dict[str, int] | None = None  # bytes of a zip's members, by their names below its folder
+    total = 0  # bytes of the file
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what stands for a name, without importing a module that is not known."""
+        if module == 'torch._utils' and name in _REBUILT:
+            return _REBUILT[name]
+        if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in _CALLED:
+            return super().find_class(module, name)
+        return self.find_other(module, name)
+
+    def find_other(self, module: str, name: str) -> Any:
+        """Return what stands for any other name."""
+        refuse(f'asks for {module}.{name}')
+
+    def load_build(self) -> None:
+        """Change an object, which must not be one that was there."""
+        found = self.stack[-2]
+        if isinstance(found, (type, FunctionType, BuiltinFunctionType, ModuleType)):
+            refuse(f'changes {found!r}')
+        super().load_build()
+
+    def load_binpersid(self) -> None:
+        """Refer to a storage of the file; torch believes the size that is declared here."""
+        reference = self.stack[-1]
+        if isinstance(reference, tuple) and reference[:1] in (('module',), (b'module',)):
+            refuse('brings the source of a module')
+        _, kind, key, _, count = reference[:5]
+        declared = int(count) * torch._utils._element_size(kind.dtype)
+        self._declared[key] = declared
+        there = self.total if self.sizes is None else self.sizes.get(f'data/{key}', 0)
+        if declared < 0 or (sum(self._declared.values()) if self.sizes is None else declared) > there:
+            refuse(f'declares {declared:,} bytes where it has {there:,}')
+        super().load_binpersid()
+
+    def load(self) -> Any:
+        """Read one pickle."""
+        self._declared: dict[Any, int] = {}
+        return super().load()
+
+    def load_bytearray8(self) -> None:
+        """Refuse what Python fills with zeros before it reads."""
+        refuse('holds a bytearray')
+
+    dispatch[pickle.BUILD[0]] = load_build
+    dispatch[pickle.BINPERSID[0]] = load_binpersid
+    dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
+
+
+def load_pickled(
+    path: str | os.PathLike[str], unpickler: type[GuardedUnpickler] | None, map_location: Any = None
+) -> Any:
+    """Return what a file of ``torch.save`` holds.
+
+    Args:
+        path: File.
+        unpickler: What reads it; None for pickle's own, which runs what the file asks for.
+        map_location: As :func:`torch.load` takes it.
+
+    Raises:
+        UnsafeCheckpoint: It asks for what the unpickler refuses, is a TorchScript archive or a zip bomb, or declares
+            tensors that it does not hold.
+        ValueError: It cannot be read; the message is the reason.
+    """
+    options: dict[str, Any] = {}
+    if unpickler is not None:
+        limits = dict(sizes=_checked_members(path), total=os.path.getsize(path))
+        limited: Any = type(unpickler.__name__, (unpickler,), limits)
+        # what torch.load asks of a pickle module
+        options['pickle_module'] = SimpleNamespace(
+            __name__=__name__, Unpickler=limited, load=lambda file, **kwargs: limited(file, **kwargs).load()
+        )
+    try:
+        return torch.load(path, map_location=map_location, weights_only=False, **options)
+    except (UnsafeCheckpoint, MemoryError, torch.cuda.OutOfMemoryError):
+        raise
+    except Exception as error:  # torch and pickle raise a dozen kinds
+        raise ValueError((str(error).splitlines() or [type(error).__name__])[0]) from error
+
+
+def _checked_members(path: str | os.PathLike[str]) -> dict[str, int] | None:
+    """Return the sizes of a zip's members, None for torch's old format; refuse what would get past the unpickler."""
+    with open(path, 'rb') as file:
+        head = file.read(2)
+    if head != b'PK':
+        if head[:1] != b'\x80' or tarfile.is_tarfile(path):  # torch unpacks those
+            raise ValueError(f'no checkpoint of torch; it starts with {head!r}')
+        return None
+    if not zipfile.is_zipfile(path):  # cut short: torch says so
+        return {}
+    with zipfile.ZipFile(path) as archive:
+        sizes = {member.filename.partition('/')[2]: member.file_size for member in archive.infolist()}
+        inside, outside = sum(member.file_size for member in archive.infolist()), os.path.getsize(path)
+    if 'constants.pkl' in sizes:
+        refuse('is a TorchScript archive, which is code')
+    if inside > outside + SLACK:
+        refuse(f'has {outside:,} bytes and unpacks into {inside:,}')
+    return sizes
+
+
+def _within_storage(rebuild: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a function of torch's that makes a tensor of a storage, refusing one that reaches beyond."""
+
+    def checked(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Tensor:
+        width, there = torch._utils._element_size(storage.dtype), storage._untyped_storage.nbytes()
+        last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
+        # a stride of 0 repeats what is there, which the first copy would write out
+        if prod(size) and ((last + 1) * width > there or prod(size) * width > there + SLACK):
+            refuse(f'declares a tensor of shape {tuple(size)} in a storage of {there:,} bytes')
+        return rebuild(storage, offset, size, stride, *rest)
+
+    return checked
+
+
+_REBUILT = {name: _within_storage(getattr(torch._utils, name)) for name in ('_rebuild_tensor', '_rebuild_tensor_v2')}
