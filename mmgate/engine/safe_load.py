@@ -34,6 +34,7 @@ PLAIN_CALLS = {'dict', 'float', 'list', 'set', 'tuple'}
 NOT_PLAIN = (ast.Import, ast.ImportFrom, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 ALLOWED = {
     'collections': {'Counter', 'defaultdict', 'deque'},
+    # no str: of nested lists it makes a text of any length
     'builtins': {'complex', 'dict', 'float', 'frozenset', 'int', 'list', 'set', 'slice', 'tuple', 'bool'},
     'datetime': {'date', 'datetime', 'timedelta'},
     'pathlib': {'Path', 'PosixPath', 'PurePosixPath'},
@@ -198,13 +199,6 @@ def _scalar(dtype: np.dtype, content: Any = None) -> Any:
     return np.frombuffer(content, dtype)[0]
 
 
-def _text(value: Any = '') -> str:
-    """Stand for ``str``: of nested lists it would make a text of any length."""
-    if not isinstance(value, str):
-        refuse('asks for the text of an object')
-    return value
-
-
 def _bytes(text: str, encoding: str) -> bytes:
     """Stand for ``_codecs.encode``, by which pickle's older protocols spell bytes."""
     if not isinstance(text, str) or encoding != 'latin1':
@@ -214,7 +208,7 @@ def _bytes(text: str, encoding: str) -> bytes:
 
 _NUMPY: dict[str, Callable[..., Any]] = {'_reconstruct': _empty_array, 'scalar': _scalar}
 REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
-    'builtins': {'getattr': _attribute, 'str': _text},
+    'builtins': {'getattr': _attribute},
     '_codecs': {'encode': _bytes},
     'numpy': {'dtype': _dtype},
     'mmengine.optim.scheduler.param_scheduler': {'OneCycleParamScheduler': _OneCycle},

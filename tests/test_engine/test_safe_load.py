@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import os
 import pickle
 import tarfile
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from mmengine.config import ConfigDict
-from mmengine.logging import MessageHub
+from mmengine.logging import HistoryBuffer, MessageHub
 from mmengine.registry import PARAM_SCHEDULERS
 from mmengine.runner.checkpoint import CheckpointLoader, load_checkpoint
 from torch import nn
@@ -46,6 +47,8 @@ ATTACKS: dict[str, Callable[[Path], Any]] = {
     'open': lambda tmp: Calls(open, str(marker(tmp)), 'w'),
     'getattr': lambda tmp: Calls(getattr, dict, 'fromkeys'),
     'torch_load': lambda tmp: Calls(torch.load, str(tmp / 'other.pth')),
+    'doubled': lambda tmp: Calls(codecs.encode, b'ab', 'hex'),
+    'history': lambda tmp: Calls(HistoryBuffer, [[1], [2]], [1, 1]),
     'huge_array': lambda tmp: Calls(np.zeros(1).__reduce__()[0], np.ndarray, (1 << 40,), b'b'),
 }
 
@@ -138,6 +141,14 @@ def test_nothing_that_is_there_is_changed(found: Any, tmp_path: Path) -> None:
     with pytest.raises(UntrustedCheckpoint, match='changes'):
         CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
     assert not hasattr(found, 'marked')
+
+
+def test_no_text_of_nested_lists(tmp_path: Path) -> None:
+    """Each list holds the one before twice, so that the text doubles with each."""
+    lists = b']q\0' + b''.join(b'](h%ch%ceq%c' % (i, i, i + 1) for i in range(9))
+    in_zip(tmp_path / 'a.pth', b'\x80\x04' + lists + b'cbuiltins\nstr\nh\x09\x85R.')
+    with pytest.raises(UntrustedCheckpoint, match='asks for builtins.str'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
 
 
 @pytest.mark.parametrize('name', ['UntypedStorage', 'storage.UntypedStorage'])
