@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from conftest import ROOT, skip_unless_readable
 from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
+from mmgate.analysis.structure import build_structure
 
 CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if not {'_base_', 'studies'} & set(path.parts))
 ONE, THREE = dict(epochs=12, drops=[8, 11]), dict(epochs=36, drops=[27, 33])
@@ -135,6 +137,37 @@ def check_backbone(cfg: Config, name: str) -> None:
     kind = cfg.model.backbone.type.removeprefix('mmgate.')
     expected = () if classifies else AGENTS.get(kind, ())
     assert tuple(cfg.model.backbone.get('agent_nums', ())) == expected
+
+
+BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'agent/mask_rcnn/agent-mask-rcnn_swin-t_ms-crop-1x_coco',
+        'agent/cascade_mask_rcnn/agent-cascade-mask-rcnn_swin-t_ms-crop-3x_coco',
+        'agent/upernet/agent-upernet_swin-t_8xb2-160k_ade20k-512x512',
+        'saga/mask_rcnn/saga-mask-rcnn_swin-t_ms-crop-1x_coco',
+        'saga/upernet/saga-upernet_swin-t_8xb2-160k_ade20k-512x512',
+    ],
+    ids=lambda name: name.rpartition('/')[2],
+)
+def test_what_does_not_decay_in_swin(name: str) -> None:
+    """Norms, position tables and agent attention's six biases; everything else does, convolutions' biases included."""
+    cfg = Config.fromfile(ROOT / f'configs/{name}.py')
+    model = build_structure(cfg)
+    groups = build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
+    decay = {id(parameter): group['weight_decay'] for group in groups for parameter in group['params']}
+    kinds = set()
+    for key, parameter in model.backbone.named_parameters():
+        leaf = key.rpartition('.')[2]
+        table = leaf in (*BIASES, 'relative_position_bias_table', 'position_encoding')
+        spared = table or 'norm' in key
+        kinds |= {leaf} if table else set()
+        assert decay[id(parameter)] == (0.0 if spared else cfg.optim_wrapper.optimizer.weight_decay), key
+    expected = set(BIASES) if name.startswith('agent') else {'position_encoding'}
+    assert kinds == expected | {'relative_position_bias_table'}
 
 
 @pytest.mark.parametrize(

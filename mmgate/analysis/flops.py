@@ -53,7 +53,7 @@ def count_macs(model: nn.Module, *inputs: Any, run: Callable[..., Any] | None = 
     """Count ``model(*inputs)``, or ``run(*inputs)``, in evaluation mode and without gradients."""
     if not CAN_REGISTER and any(isinstance(module, PLuGMultiScaleDeformableAttention) for module in model.modules()):
         print_log('below torch 2.4 the sampling of gated deformable attention is not counted', 'current', WARNING)
-    training = model.training
+    modes = [(module, module.training) for module in model.modules()]
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     counter = FlopCounterMode(display=False, custom_mapping=RULES)
     try:
@@ -67,7 +67,8 @@ def count_macs(model: nn.Module, *inputs: Any, run: Callable[..., Any] | None = 
         model.__dict__.pop('forward', None)
         for parameter in trainable:
             parameter.requires_grad_()
-        model.train(training)
+        for module, training in modes:
+            module.training = training
     counts = {name: sum(by_op.values()) // 2 for name, by_op in counter.get_flop_counts().items()}
     by_module = {
         name: _of(module, f'{type(model).__name__}.{name}', counts) for name, module in model.named_children()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -72,6 +73,21 @@ def test_layers_by_hand() -> None:
     counted = count_macs(saga, x, (6, 8))
     assert counted.macs == n * c * 7 * c + 2 * n * d * c + 25 * n * c
     assert counted.parameters == sum(p.numel() for p in saga.parameters()) and saga.training
+
+
+@pytest.mark.parametrize('fails', [False, True], ids=['counted', 'failed'])
+def test_counting_leaves_the_model_as_it_was(fails: bool) -> None:
+    """What is frozen stays so, what is trained is, and each module keeps its mode, after an error, too."""
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)).train()
+    model[0].requires_grad_(False)
+    model[1].eval()
+    x = torch.zeros(2, 7 if fails else 8)
+    with pytest.raises(RuntimeError) if fails else nullcontext():
+        counted = count_macs(model, x, run=lambda x: model[3](model[0](x)))
+        assert counted.macs == 2 * 6 * (8 + 4) and counted.parameters == 6 + 6 + 6 * 4 + 4
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True, True, True]
+    assert [module.training for module in model.modules()] == [True, True, False, True, True]
+    assert 'forward' not in vars(model)
 
 
 @pytest.mark.skipif(TORCH < (2, 4), reason='torch 2.3 counts by module only what is called through it')

@@ -6,6 +6,7 @@ import json
 import shutil
 import zlib
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -15,6 +16,7 @@ from mmengine.registry import init_default_scope
 from mmseg.datasets import BaseSegDataset
 from pycocotools.coco import COCO
 
+from mmgate.datasets import drawing, shapes
 from mmgate.datasets.drawing import CLASSES
 from mmgate.datasets.outlines import outlines
 from mmgate.datasets.shapes import DIFFICULTIES, render, write_shapes
@@ -68,6 +70,46 @@ def test_hard_images_have_more_smaller_hidden_objects_and_things_that_are_none()
     assert stray[1] > 5 * stray[0] and stray[1] > 0.02
     for scene in hard:
         assert (scene.masks.sum(0) <= 1).all(), 'two objects share a pixel'
+
+
+@pytest.mark.parametrize('difficulty', DIFFICULTIES)
+def test_masks_are_what_is_seen(monkeypatch: pytest.MonkeyPatch, difficulty: str) -> None:
+    """Every surface in a colour of its own, so that the image says whose a pixel is; the later object lies on top."""
+    levels = np.array([0, 85, 170, 255])  # so far apart that noise changes none
+    labels: list[int] = []
+    full: dict[int, np.ndarray] = {}
+
+    def texture(rng: np.random.Generator, label: int, size: int) -> np.ndarray:
+        labels.append(label)
+        return np.full((size, size, 3), levels[list(np.unravel_index(len(labels), (4, 4, 4)))], float)
+
+    def shape_mask(*args: Any) -> np.ndarray:
+        full[len(labels) + 1] = drawing.shape_mask(*args)
+        return full[len(labels) + 1]
+
+    monkeypatch.setattr(shapes, 'texture', texture)
+    monkeypatch.setattr(shapes, 'shape_mask', shape_mask)
+    monkeypatch.setattr(shapes, 'background', lambda rng, size: np.zeros((size, size, 3)))
+    hidden = 0
+    for index in range(20):
+        labels.clear()
+        full.clear()
+        scene = render(index, difficulty=difficulty)
+        nearest = np.abs(scene.image[..., None].astype(int) - levels).argmin(-1)
+        seen = np.ravel_multi_index(tuple(np.moveaxis(nearest, -1, 0)), (4, 4, 4))
+        owners = []
+        for mask, label in zip(scene.masks, scene.labels, strict=True):
+            (owner,) = np.unique(seen[mask])
+            np.testing.assert_array_equal(seen == owner, mask)
+            assert labels[owner - 1] == label and not (mask & ~full[owner]).any()
+            assert mask.sum() >= max(DIFFICULTIES[difficulty].min_visible * full[owner].sum(), 40)
+            hidden += mask.sum() < full[owner].sum()
+            owners.append(owner)
+        assert owners == sorted(owners)
+        rest = set(np.unique(seen)) - {0, *owners}
+        assert not rest & set(full), 'an object without a mask'
+        assert difficulty == 'hard' or not rest, 'plain images have no fragments'
+    assert hidden > 3
 
 
 def test_folders_of_releases_without_difficulty_are_known_again(root: Path, tmp_path: Path) -> None:

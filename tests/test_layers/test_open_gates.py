@@ -1,0 +1,307 @@
+"""Forward passes with an open gate, position embeddings and masks, held against the equations written out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmgate.layers import (
+    DifferentialGatedMultiheadAttention,
+    DifferentialMultiheadAttention,
+    PLuGAttention,
+    PLuGMultiheadAttention,
+    PLuGMultiScaleDeformableAttention,
+    SDPAGatedAttention,
+    SDPAGatedMultiheadAttention,
+)
+from mmgate.layers.plug import GRANULARITIES
+
+B, N, M, C, H = 2, 5, 7, 16, 4
+D = C // H
+LEVELS, POINTS = [(4, 6), (2, 3)], 3
+
+
+def opened(module: nn.Module) -> Any:
+    """Give every parameter, the gate's included, a value of its own."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return module.double()
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def sample(level: Tensor, x: float, y: float) -> Tensor:
+    """Bilinear sample of a ``(h, w, d)`` map at pixel coordinates, zeros outside."""
+    out = torch.zeros(level.shape[-1], dtype=torch.float64)
+    left, top = math.floor(x), math.floor(y)
+    for row in (top, top + 1):
+        for column in (left, left + 1):
+            if 0 <= row < level.shape[0] and 0 <= column < level.shape[1]:
+                out += (1 - abs(y - row)) * (1 - abs(x - column)) * level[row, column]
+    return out
+
+
+GATED: dict[str, dict[str, Any]] = {
+    **{name: dict(granularity=name) for name in GRANULARITIES},
+    'tanh': dict(activation='tanh'),
+    'no_residual': dict(residual=False, init='paper'),
+    'post_softmax': dict(position='post_softmax'),
+    'post_softmax_no_residual': dict(position='post_softmax', residual=False),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('columns', [2, 4], ids=['points', 'boxes'])
+@pytest.mark.parametrize('options', GATED.values(), ids=GATED)
+def test_deformable_plug(options: dict[str, Any], columns: int) -> None:
+    """Eq. 8 to 12 and Deformable DETR's Eq. 3, a query, a head, a level and a point at a time."""
+    layer = opened(PLuGMultiScaleDeformableAttention(C, H, 2, POINTS, batch_first=True, dropout=0.0, **options))
+    query, query_pos, identity, value = random(B, N, C), random(B, N, C), random(B, N, C), random(B, 30, C)
+    points = torch.rand(B, N, 2, columns, dtype=torch.float64)
+    mask = torch.zeros(B, 30, dtype=torch.bool)
+    mask[1, -4:] = True
+    actual = layer(
+        query,
+        value=value,
+        identity=identity,
+        query_pos=query_pos,
+        key_padding_mask=mask,
+        reference_points=points,
+        spatial_shapes=torch.tensor(LEVELS),
+        level_start_index=torch.tensor([0, 24]),
+    )
+
+    z = query + query_pos
+    values = (value @ layer.value_proj.weight.T + layer.value_proj.bias).masked_fill(mask[..., None], 0)
+    maps = [part.view(B, h, w, H, D) for part, (h, w) in zip(values.split([24, 6], 1), LEVELS, strict=True)]
+    offsets = (z @ layer.sampling_offsets.weight.T + layer.sampling_offsets.bias).view(B, N, H, 2, POINTS, 2)
+    logits = (z @ layer.attention_weights.weight.T + layer.attention_weights.bias).view(B, N, H, 2, POINTS)
+    of = dict(zip(('head', 'level', 'point'), (H, 2, POINTS), strict=True))
+    shape = [size if name in options.get('granularity', 'head_level') else 1 for name, size in of.items()]
+    r = (z @ layer.gate_proj.weight.T + layer.gate_proj.bias).view(B, N, *shape)
+    (a, c), (b, e) = layer.gml.weight, layer.gml.bias
+    gate = (a * r + b) * (c * r + e)
+    gate = gate.tanh() if 'activation' in options else gate
+    factor = (gate + options.get('residual', True)).expand_as(logits)
+    before = 'position' not in options
+    weights = (logits * factor if before else logits).flatten(3).softmax(-1).view_as(logits)
+    weights = weights if before else weights * factor
+
+    heads = torch.zeros(B, N, H, D, dtype=torch.float64)
+    for i, j, head, level, point in torch.cartesian_prod(*map(torch.arange, (B, N, H, 2, POINTS))).tolist():
+        height, width = LEVELS[level]
+        dx, dy = offsets[i, j, head, level, point].tolist()
+        x, y, *size = points[i, j, level].tolist()
+        if size:  # offsets are in halves of the box's sides, shared out among the points
+            x, y = x + dx / POINTS * size[0] / 2, y + dy / POINTS * size[1] / 2
+        else:  # in pixels of the level
+            x, y = x + dx / width, y + dy / height
+        sampled = sample(maps[level][i, :, :, head], x * width - 0.5, y * height - 0.5)
+        heads[i, j, head] += weights[i, j, head, level, point] * sampled
+    expected = heads.flatten(2) @ layer.output_proj.weight.T + layer.output_proj.bias + identity
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+class Call:
+    """The inputs of a call of mmcv's attention with a position embedding and both masks, and its projections."""
+
+    def __init__(self, layer: Any) -> None:
+        self.query, self.key, self.value = random(B, N, C), random(B, M, C), random(B, M, C)
+        self.query_pos, self.key_pos, self.identity = random(B, N, C), random(B, M, C), random(B, N, C)
+        padding = torch.zeros(B, M, dtype=torch.bool)
+        padding[1, -3:] = True
+        self.options = dict(query_pos=self.query_pos, key_pos=self.key_pos, identity=self.identity)
+        self.options.update(key_padding_mask=padding, attn_mask=random(N, M))
+        self.bias = self.options['attn_mask'] + torch.zeros(B, 1, 1, M).masked_fill(padding[:, None, None], -math.inf)
+        # positions belong to queries and keys, not to values
+        self.inputs = (self.query + self.query_pos, self.key + self.key_pos, self.value)
+        weights, biases = layer.attn.in_proj_weight.chunk(3), layer.attn.in_proj_bias.chunk(3)
+        parts = zip(self.inputs, weights, biases, strict=True)
+        self.q, self.k, self.v = (split(x @ w.T + b) for x, w, b in parts)
+
+    def run(self, layer: nn.Module) -> Tensor:
+        return layer(self.query, self.key, self.value, **self.options)
+
+    def finish(self, layer: Any, heads: Tensor) -> Tensor:
+        """The output projection, without the identity."""
+        out = layer.attn.out_proj
+        return heads.transpose(1, 2).flatten(2) @ out.weight.T + out.bias
+
+
+def split(x: Tensor, heads: int = H) -> Tensor:
+    return x.view(len(x), -1, heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+def linear(module: nn.Linear, x: Tensor) -> Tensor:
+    return x @ module.weight.T + module.bias
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('backend', ['torch', 'chunked'])
+@pytest.mark.parametrize(
+    'options',
+    [
+        {},
+        dict(heads='per_head'),
+        dict(ratio=0.5),
+        dict(activation='hardtanh'),
+        dict(activation='softsign'),
+        dict(position='post_softmax'),
+        dict(residual=False, init='paper'),
+    ],
+    ids=str,
+)
+def test_dense_plug(options: dict[str, Any], backend: str) -> None:
+    """Eq. 1 to 7; Eq. 17 behind the softmax."""
+    layer = opened(PLuGMultiheadAttention(C, H, batch_first=True, backend=backend, **options))
+    call = Call(layer)
+    gate_heads = H if 'heads' in options else 1
+    rq, rk = (
+        split(linear(p, x), gate_heads)
+        for p, x in zip((layer.attn.gate_q_proj, layer.attn.gate_k_proj), call.inputs, strict=False)
+    )
+    assert rq.shape[-1] == options.get('ratio', 1) * D
+    r = rq @ rk.mT / rq.shape[-1] ** 0.5
+    (a, c), (b, e) = layer.attn.gml.weight, layer.attn.gml.bias
+    squash = {'hardtanh': lambda x: x.clamp(-1, 1), 'softsign': lambda x: x / (1 + x.abs())}
+    factor = squash.get(options.get('activation', 'tanh'), torch.tanh)((a * r + b) * (c * r + e))
+    factor = factor + options.get('residual', True)
+    logits = call.q @ call.k.mT / D**0.5
+    if 'position' in options:
+        weights = (logits + call.bias).softmax(-1) * factor
+    else:
+        weights = (logits * factor + call.bias).softmax(-1)  # a masked pair stays masked
+    torch.testing.assert_close(call.run(layer), call.identity + call.finish(layer, weights @ call.v))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('form', ['multiplicative', 'additive'])
+@pytest.mark.parametrize('act', ['sigmoid', 'silu', 'ns_sigmoid'])
+@pytest.mark.parametrize('position', ['G1', 'G2', 'G3', 'G4', 'G5'])
+def test_sdpa_gate(position: str, act: str, form: str) -> None:
+    """With a scale that is not the default; each position reads its own input."""
+    options = dict(position=position, act=act, form=form, scale=1.7)
+    layer = opened(SDPAGatedMultiheadAttention(C, H, batch_first=True, **options))
+    call = Call(layer)
+    source = call.inputs[{'G1': 0, 'G2': 2, 'G3': 1, 'G4': 0, 'G5': 0}[position]]
+    score = source @ layer.attn.gate_weight.T + layer.attn.gate_bias
+    score = {
+        'sigmoid': 1 / (1 + (-score).exp()),
+        'silu': score / (1 + (-score).exp()),
+        'ns_sigmoid': 0.5 + 0.5 / (1 + (-score).exp()),
+    }[act]
+
+    def gated(x: Tensor, at: str) -> Tensor:
+        s = 1.7 * (score if at == 'G5' else split(score))
+        return x if at != position else x * s if form == 'multiplicative' else x + s
+
+    logits = gated(call.q, 'G4') @ gated(call.k, 'G3').mT / D**0.5
+    heads = gated((logits + call.bias).softmax(-1) @ gated(call.v, 'G2'), 'G1')
+    expected = call.identity + gated(call.finish(layer, heads), 'G5')
+    torch.testing.assert_close(call.run(layer), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('shared', [False, True], ids=['head_specific', 'head_shared'])
+@pytest.mark.parametrize('granularity', ['elementwise', 'headwise'])
+def test_sdpa_granularity(granularity: str, shared: bool) -> None:
+    layer = opened(SDPAGatedMultiheadAttention(C, H, batch_first=True, granularity=granularity, head_shared=shared))
+    call = Call(layer)
+    score = call.inputs[0] @ layer.attn.gate_weight.T + layer.attn.gate_bias  # (B, N, heads * channels)
+    score = score.sigmoid().view(B, N, 1 if shared else H, D if granularity == 'elementwise' else 1)
+    heads = (call.q @ call.k.mT / D**0.5 + call.bias).softmax(-1) @ call.v * score.transpose(1, 2)
+    torch.testing.assert_close(call.run(layer), call.identity + call.finish(layer, heads))
+
+
+def normed(heads: Tensor, weight: Tensor) -> Tensor:
+    return heads / (heads.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('residual', ['query', 'input', 'none'])
+def test_differential_gate(residual: str) -> None:
+    """M-DGSA: ``g A+ - (1 - g) A-``, each stream of half a head's width."""
+    layer = opened(DifferentialGatedMultiheadAttention(C, H, batch_first=True, residual=residual, lambda_init=0.6))
+    call = Call(layer)
+    plus, minus = (
+        (q @ k.mT / (D / 2) ** 0.5 + call.bias).softmax(-1)
+        for q, k in zip(call.q.chunk(2, -1), call.k.chunk(2, -1), strict=True)
+    )
+    gate = linear(layer.attn.gate_proj, call.inputs[0]).sigmoid().transpose(1, 2)[..., None]
+    heads = normed((gate * plus - (1 - gate) * minus) @ call.v, layer.attn.head_norm.weight) * 0.4
+    added = {'query': call.q.transpose(1, 2).flatten(2), 'input': call.inputs[0], 'none': 0}[residual]
+    torch.testing.assert_close(call.run(layer), call.identity + call.finish(layer, heads) + added)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    'options, start',
+    [(dict(depth=3), 0.8 - 0.6 * math.exp(-0.6)), (dict(lambda_init=0.5), 0.5), (dict(learnable=False), 0.2)],
+    ids=str,
+)
+def test_differential_transformer(options: dict[str, Any], start: float) -> None:
+    layer = opened(DifferentialMultiheadAttention(C, H, batch_first=True, **options))
+    call, attn = Call(layer), layer.attn
+    first, second = (
+        (q @ k.mT / (D / 2) ** 0.5 + call.bias).softmax(-1) @ call.v
+        for q, k in zip(call.q.chunk(2, -1), call.k.chunk(2, -1), strict=True)
+    )
+    weight = start
+    if options.get('learnable', True):
+        weight = math.exp(attn.lambda_q1 @ attn.lambda_k1) - math.exp(attn.lambda_q2 @ attn.lambda_k2) + start
+    heads = normed(first - weight * second, attn.head_norm.weight) * (1 - start)
+    torch.testing.assert_close(call.run(layer), call.identity + call.finish(layer, heads))
+
+
+MASKS = {
+    'bool': (torch.arange(N)[:, None] < torch.arange(M) - 2, torch.arange(M)[None] >= torch.tensor([[M], [4]])),
+    'float': (torch.linspace(-2, 2, N * M).view(N, M).double(), torch.linspace(-1, 1, B * M).view(B, M).double()),
+    'per_head': (
+        (torch.arange(B * H * N * M) % 5 == 1).view(B * H, N, M),
+        torch.arange(M)[None] >= torch.tensor([[5], [M]]),
+    ),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('average', [True, False], ids=['averaged', 'by_head'])
+@pytest.mark.parametrize('masks', MASKS)
+@pytest.mark.parametrize(
+    'kind, options', [(PLuGAttention, {}), (SDPAGatedAttention, dict(init='identity', act='silu'))]
+)
+def test_both_masks_and_the_weights_are_torchs(kind: type, options: dict[str, Any], masks: str, average: bool) -> None:
+    """With a closed gate, so that torch's own module is the reference."""
+    attn_mask, padding = MASKS[masks]
+    vanilla = opened(nn.MultiheadAttention(C, H, batch_first=True))
+    gated = kind(C, H, batch_first=True, **options).double()
+    gated.load_state_dict(vanilla.state_dict(), strict=False)
+    inputs = (random(B, N, C), random(B, M, C), random(B, M, C))
+    call = dict(attn_mask=attn_mask, key_padding_mask=padding, need_weights=True, average_attn_weights=average)
+    expected, actual = vanilla(*inputs, **call), gated(*inputs, **call)
+    assert actual[1].shape == ((B, N, M) if average else (B, H, N, M))
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-8)
+    for left_out in ('attn_mask', 'key_padding_mask'):
+        assert not torch.allclose(gated(*inputs, **{**call, left_out: None})[0], actual[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('kind', [PLuGAttention, SDPAGatedAttention])
+def test_a_row_that_the_masks_kill_together(kind: type) -> None:
+    """Neither mask hides all keys of the second image's first query, both do."""
+    layer = opened(kind(C, H, batch_first=True))
+    attn_mask = torch.zeros(N, M, dtype=torch.bool)
+    attn_mask[0, :4] = True
+    padding = torch.arange(M)[None] >= torch.tensor([[M], [4]])
+    call = dict(attn_mask=attn_mask, key_padding_mask=padding, need_weights=True)
+    output, weights = layer(random(B, N, C), random(B, M, C), random(B, M, C), **call)
+    torch.testing.assert_close(output[1, 0], layer.out_proj.bias)
+    assert output.isfinite().all() and not weights[1, 0].any()
+    torch.testing.assert_close(F.normalize(weights[0], p=1, dim=-1), weights[0])

@@ -1,0 +1,140 @@
+"""What the flags of the command lines make of a config, and a run that goes on from a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+from test_end_to_end import CONFIG
+
+from mmgate.datasets.shapes import write_shapes
+from mmgate.engine import cli
+from mmgate.engine.preflight import ConfigError
+
+SMALL = """
+default_scope = '{scope}'
+model = dict(type='M', layers=[dict(width=1), dict(width=2)])
+optim_wrapper = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1))
+param_scheduler = [dict(type='LinearLR', end=10), dict(type='MultiStepLR', milestones=[3])]
+test_evaluator = {evaluator}
+"""
+METRIC = "dict(type='IoUMetric')"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    torch.save({}, 'x.pth')
+    return tmp_path
+
+
+def config_of(
+    monkeypatch: pytest.MonkeyPatch, command: str, *argv: str, scope: str = 'mmseg', evaluator: str = METRIC
+) -> Config:
+    """Return the config that the command would build a runner from."""
+    Path('config.py').write_text(SMALL.format(scope=scope, evaluator=evaluator))
+    seen: list[Config] = []
+
+    def stop(cfg: Config, *, trains: bool) -> None:
+        assert trains == (command == 'train')
+        seen.append(cfg)
+        raise ConfigError('seen')
+
+    monkeypatch.setattr(cli, 'build_runner', stop)
+    assert cli.main(getattr(cli, command), ['config.py', *argv]) == 2
+    return seen[0]
+
+
+def test_without_flags_nothing_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config_of(monkeypatch, 'train')
+    assert cfg.optim_wrapper.type == 'OptimWrapper' and cfg.param_scheduler[0].end == 10
+    assert not cfg.get('resume') and not cfg.get('load_from') and cfg.launcher == 'none'
+    assert cfg.work_dir == './work_dirs/config'
+    cfg = config_of(monkeypatch, 'test', 'x.pth')
+    assert cfg.load_from == 'x.pth' and cfg.test_evaluator == dict(type='IoUMetric')
+
+
+def test_amp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, 'check_amp', lambda cfg: None)  # as on a GPU
+    wrapper = config_of(monkeypatch, 'train', '--amp').optim_wrapper
+    assert (wrapper.type, wrapper.loss_scale) == ('AmpOptimWrapper', 'dynamic')
+    assert wrapper.optimizer == dict(type='SGD', lr=0.1)
+
+
+def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config_of(monkeypatch, 'train', '--resume', 'x.pth')
+    assert cfg.resume is True and cfg.load_from == 'x.pth'
+    cfg = config_of(monkeypatch, 'train', '--resume')
+    assert cfg.resume is True and cfg.load_from is None
+
+
+def test_indices_of_lists(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config_of(
+        monkeypatch,
+        'train',
+        '--cfg-options',
+        'param_scheduler.0.end=7',
+        'model.layers.1.width=5',
+        'model.layers.1.new=a',
+    )
+    assert [scheduler.type for scheduler in cfg.param_scheduler] == ['LinearLR', 'MultiStepLR']
+    assert cfg.param_scheduler[0].end == 7
+    assert cfg.model.layers == [dict(width=1), dict(width=5, new='a')]
+    assert cli.main(cli.train, ['config.py', '--cfg-options', 'param_scheduler.2.end=7']) == 2
+
+
+def test_lists_of_values(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config_of(monkeypatch, 'train', '--cfg-options', 'param_scheduler.1.milestones=[4,5]', 'a=1,2')
+    assert cfg.param_scheduler[1].milestones == [4, 5] and list(cfg.a) == [1, 2]
+
+
+@pytest.mark.parametrize('evaluator', [METRIC, f'[{METRIC}, {METRIC}]'], ids=['one', 'list'])
+def test_label_maps_of_every_evaluator(folder: Path, monkeypatch: pytest.MonkeyPatch, evaluator: str) -> None:
+    cfg = config_of(monkeypatch, 'test', 'x.pth', '--out', 'maps', evaluator=evaluator)
+    found = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
+    assert found == [dict(type='IoUMetric', output_dir='maps', keep_results=True)] * evaluator.count('IoU')
+
+
+@pytest.mark.parametrize('evaluator', ["[dict(type='CocoMetric', ann_file='{file}')]", "dict(ann_file='{file}')"])
+def test_files_of_every_evaluator_are_looked_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], evaluator: str
+) -> None:
+    absent = evaluator.format(file='absent.json')
+    Path('config.py').write_text(SMALL.format(scope='mmdet', evaluator=absent))
+    assert cli.main(cli.test, ['config.py', 'x.pth']) == 2
+    assert 'test_evaluator.ann_file: absent.json does not exist' in capsys.readouterr().err
+    (folder / 'absent.json').touch()
+    config_of(monkeypatch, 'test', 'x.pth', scope='mmdet', evaluator=absent)
+
+
+def test_predictions_of_a_detector_need_a_pickle(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path('config.py').write_text(SMALL.format(scope='mmdet', evaluator=METRIC))
+    assert cli.main(cli.test, ['config.py', 'x.pth', '--out', 'out.json']) == 2
+    assert '--out out.json: predictions are dumped into a .pkl or .pickle file' in capsys.readouterr().err
+
+
+def test_a_run_goes_on_from_a_file_with_a_list_of_evaluators(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another work dir, from the epoch behind the file's."""
+    write_shapes(folder / 'data/shapes', num_train=4, num_val=2, size=64)
+    monkeypatch.setenv('TRITON_INTERPRET', '0')
+    metric = "dict(type='CocoMetric', ann_file='data/shapes/annotations/instances_val.json', metric='bbox')"
+    lists = f'val_evaluator = test_evaluator = [{metric}, {metric[:-1]}, prefix="again")]\n'
+    Path('config.py').write_text(CONFIG.replace('EPOCHS', '1') + lists)
+
+    def run(command: str, *argv: str) -> int:
+        name = '_'.join(argv[-1:]).replace('/', '_')
+        options = [f'experiment_name={command}{name}', f'visualizer.name={command}{name}']
+        return cli.main(getattr(cli, command), ['config.py', *argv, '--cfg-options', *options])
+
+    assert run('train', '--work-dir', 'first') == 0
+    Path('config.py').write_text(CONFIG.replace('EPOCHS', '2') + lists)
+    assert run('train', '--resume', 'first/epoch_1.pth', '--work-dir', 'second') == 0
+    assert not Path('second/epoch_1.pth').exists()
+    meta = torch.load('second/epoch_2.pth', weights_only=False)['meta']
+    assert (meta['epoch'], meta['iter']) == (2, 2 * torch.load('first/epoch_1.pth', weights_only=False)['meta']['iter'])
+    assert 'resumed epoch: 1' in next(Path('second').glob('*/*.log')).read_text()
+    assert run('test', 'second/epoch_2.pth', '--work-dir', 'tested') == 0
+    scores = next(Path('tested').glob('*/*.json')).read_text()
+    assert 'coco/bbox_mAP' in scores and 'again/bbox_mAP' in scores
