@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -43,6 +45,15 @@ def skip_unless_readable(path: str | Path) -> None:
 def needs_host(path: str | Path) -> bool:
     """Return whether a config inherits mmpretrain's."""
     return 'classification' in Path(path).parts
+
+
+def tool(name: str) -> ModuleType:
+    """Return a tool of ``tools/analysis_tools`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f'tools/analysis_tools/{name}.py')
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def values_and_gradients(

@@ -1,6 +1,8 @@
 # PLuG in a small Deformable DETR with box refinement on hard shapes: where, which start, with and without the residual.
 # Data: python tools/dataset_converters/make_shapes.py data/shapes_hard --difficulty hard --num-train 800 --num-val 200 --num-objects 0
 # Run:  python tools/analysis_tools/study.py configs/studies/deformable_detr_shapes.py
+_base_ = '_base_/shapes_detection.py'
+
 runs = dict(
     vanilla='configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py',
     plug='configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py',
@@ -11,17 +13,11 @@ runs = dict(
 seeds = [0, 1, 2, 3, 4]
 metric = 'coco/bbox_mAP'
 options = {
-    'train_dataloader.dataset.data_root': 'data/shapes_hard/',
-    'val_dataloader.dataset.data_root': 'data/shapes_hard/',
-    'test_dataloader.dataset.data_root': 'data/shapes_hard/',
-    'val_evaluator.ann_file': 'data/shapes_hard/annotations/instances_val.json',
-    'test_evaluator.ann_file': 'data/shapes_hard/annotations/instances_val.json',
     'model.backbone.base_channels': 32,
     'model.neck.in_channels': [64, 128, 256],
     'train_cfg.max_epochs': 8,
     'train_cfg.val_interval': 4,
-    'param_scheduler.1.milestones': [7],
-    'default_hooks.logger.interval': 50}
+    'param_scheduler.1.milestones': [7]}
 budgets = dict(
     gpu=dict({
         'model.backbone.base_channels': 64,
@@ -29,10 +25,4 @@ budgets = dict(
         'train_cfg.max_epochs': 48,
         'train_cfg.val_interval': 12,
         'param_scheduler.1.end': 48,
-        'param_scheduler.1.milestones': [40]}),
-    check=dict({
-        'train_cfg.max_epochs': 1,
-        'train_cfg.val_interval': 1,
-        'train_dataloader.dataset.indices': 16,
-        'val_dataloader.dataset.indices': 8,
-        'test_dataloader.dataset.indices': 8}))
+        'param_scheduler.1.milestones': [40]}))

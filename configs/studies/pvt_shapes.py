@@ -1,6 +1,8 @@
 # The attention of a small PVT in Mask R-CNN on hard shapes: softmax, agents, SAGA with and without its parts, focused.
 # Data: python tools/dataset_converters/make_shapes.py data/shapes_hard --difficulty hard --num-train 800 --num-val 200 --num-objects 0
 # Run:  python tools/analysis_tools/study.py configs/studies/pvt_shapes.py
+_base_ = '_base_/shapes_detection.py'
+
 runs = dict(
     softmax='configs/vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
     agent='configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
@@ -12,26 +14,14 @@ runs = dict(
 seeds = [0, 1, 2]
 metric = 'coco/segm_mAP'
 options = {
-    'train_dataloader.dataset.data_root': 'data/shapes_hard/',
-    'val_dataloader.dataset.data_root': 'data/shapes_hard/',
-    'test_dataloader.dataset.data_root': 'data/shapes_hard/',
-    'val_evaluator.ann_file': 'data/shapes_hard/annotations/instances_val.json',
-    'test_evaluator.ann_file': 'data/shapes_hard/annotations/instances_val.json',
     'train_cfg.max_epochs': 6,
     'train_cfg.val_interval': 3,
     'param_scheduler.1.end': 6,
     'param_scheduler.1.T_max': 6,
-    'default_hooks.checkpoint.interval': 1,
-    'default_hooks.logger.interval': 50}
+    'default_hooks.checkpoint.interval': 1}
 budgets = dict(
     gpu=dict({
         'train_cfg.max_epochs': 36,
         'train_cfg.val_interval': 12,
         'param_scheduler.1.end': 36,
-        'param_scheduler.1.T_max': 36}),
-    check=dict({
-        'train_cfg.max_epochs': 1,
-        'train_cfg.val_interval': 1,
-        'train_dataloader.dataset.indices': 16,
-        'val_dataloader.dataset.indices': 8,
-        'test_dataloader.dataset.indices': 8}))
+        'param_scheduler.1.T_max': 36}))

@@ -50,30 +50,16 @@ SUITES = {
 }
 
 
-def benchmark_backbones(
-    suite: str,
-    sizes: Sequence[int],
-    *,
-    batch: int = 1,
-    repetitions: int = 3,
-    modes: Sequence[str] = MODES,
-    device: str = 'cpu',
-    autocast: bool = False,
-) -> Iterator[Row]:
+def benchmark_backbones(suite: str, sizes: Sequence[int], **options: Any) -> Iterator[Row]:
     """Measure a suite of backbones on square images; the first of the suite is the peer.
 
     Args:
         suite: A key of :data:`SUITES`.
         sizes: Sides of the images, in pixels.
-        batch: Images at a time.
-        repetitions: Measurements a row is the median of, after one that warms up.
-        modes: ``'forward'``, ``'forward+backward'`` or both.
-        device: Where to measure.
-        autocast: Under ``torch.autocast`` to bfloat16, as mixed precision trains.
+        options: Of :func:`benchmark_models`.
     """
     builds = {name: partial(_build, name) for name in SUITES[suite]}
-    options: dict[str, Any] = dict(repetitions=repetitions, modes=modes, device=device, autocast=autocast)
-    yield from benchmark_models(f'backbones {suite}', builds, sizes, batch=batch, **options)
+    yield from benchmark_models(f'backbones {suite}', builds, sizes, **options)
 
 
 def benchmark_models(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .dense import DenseAttention
 from .gate_alone import attend_in_host
+from .positions import resize_axis
 
 
 class GatedRelativeAttention(nn.Module):
@@ -55,7 +55,6 @@ class GatedRelativeAttention(nn.Module):
 
 def _distances(table: Tensor, size: int) -> Tensor:
     """Return the entries ``(size, size, d)`` for positions i of queries and j of keys: that of distance i - j."""
-    if len(table) != 2 * size - 1:
-        table = F.interpolate(table.t()[None], size=2 * size - 1, mode='linear')[0].t()
+    table = resize_axis(table, 0, 2 * size - 1)
     positions = torch.arange(size, device=table.device)
     return table[positions[:, None] - positions + size - 1]

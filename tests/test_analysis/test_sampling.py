@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, tool
 from mmengine.config import Config
 from torch import nn
 
@@ -28,14 +27,6 @@ from mmgate.registry import HOOKS
 DEMO = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 COCO = ROOT.parent / 'shared/data/coco_sample/val2017'
 SHAPES = torch.tensor([[4, 6], [2, 3]])
-
-
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f'tools/analysis_tools/{name}.py')
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope='module')

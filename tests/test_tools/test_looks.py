@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import json
 import shutil
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, tool
 from mmengine.config import Config
 
 import mmgate  # noqa: F401
@@ -36,14 +34,6 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         text = Config.fromfile(str(ROOT / 'configs' / config)).pretty_text
         (root / f'{name}.py').write_text(text.replace('data/shapes/', f'{root}/shapes/'))
     return {name: str(root / f'{name}.py') for name in CONFIGS}
-
-
-def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f'tools/analysis_tools/{name}.py')
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def draw(name: str, config: str, out: Path, *options: str) -> list[dict[str, str]]:
@@ -178,6 +168,7 @@ def test_report_draws_every_pair_and_trains_only_what_is_missing(
             log.parent.mkdir(parents=True)
             log.write_text('{"loss": 1, "time": 0.5}\n{"mIoU": 9, "coco/bbox_mAP": 0.5, "step": 1}')
             (work_dir / 'last_checkpoint').write_text(str(work_dir / 'epoch_1.pth'))
+            (work_dir / Path(command[2]).name).write_text('train_cfg = dict(max_epochs=1)')
         else:
             out = Path(command[command.index('--out') + 1])
             out.mkdir(parents=True)
@@ -198,5 +189,8 @@ def test_report_draws_every_pair_and_trains_only_what_is_missing(
     page = (tmp_path / 'a/index.html').read_text()
     assert page.count('<img') == len(drawn) and page.count('<table') == 3
     calls.clear()
+    stopped = tmp_path / 'runs' / Path(report.DETR).stem / Path(report.DETR).name
+    stopped.write_text('train_cfg = dict(max_epochs=2)')
     assert cli.main(report.main, [*arguments, str(tmp_path / 'b')]) == 0
-    assert len(calls) == len(drawn)
+    assert [call[2] for call in calls if call[0] == '-m'] == [report.DETR] and '--resume' in calls[0] + calls[1]
+    assert len(calls) == len(drawn) + 1

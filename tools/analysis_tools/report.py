@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mmengine.config import Config
+
 import mmgate  # noqa: F401
 from mmgate.analysis.gallery import Section, write_gallery
 from mmgate.analysis.runs import choose_metric, read_run
@@ -88,13 +90,23 @@ def main(argv: list[str]) -> None:
 
 
 def checkpoint_of(config: str, work_dirs: Path, options: list[str]) -> str:
-    """Return a config's last checkpoint, trained first if there is none."""
+    """Return a config's last checkpoint, trained first if there is none, or to its end if it was stopped."""
     work_dir = work_dirs / Path(config).stem
     last = work_dir / 'last_checkpoint'
-    if not last.is_file():
-        extra = ['--cfg-options', *options] if options else []
+    if not is_trained(work_dir, Path(config).name):
+        extra = ['--resume'] * last.is_file() + ['--cfg-options'] * bool(options) + options
         run(['-m', 'mmgate.tools.train', config, '--work-dir', str(work_dir), *extra])
     return last.read_text().strip()
+
+
+def is_trained(work_dir: Path, config: str) -> bool:
+    """Return whether a work dir's last checkpoint is that of the last epoch or iteration of the config kept there."""
+    last, kept = work_dir / 'last_checkpoint', work_dir / config
+    if not (last.is_file() and kept.is_file()):
+        return False
+    loop = Config.fromfile(kept).train_cfg
+    number = Path(last.read_text().strip()).stem.rpartition('_')[2]
+    return number.isdigit() and int(number) >= (loop.get('max_epochs') or loop.max_iters)
 
 
 def drawn(title: str, text: str, command: list[str], out: Path) -> Section:

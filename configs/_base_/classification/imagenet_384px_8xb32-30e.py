@@ -13,14 +13,8 @@ train_dataloader = dict(batch_size=32, dataset=dict(pipeline=train_pipeline))
 val_dataloader = dict(batch_size=32, dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
 optim_wrapper = dict(optimizer=dict(lr=1e-5, weight_decay=1e-8))
-param_scheduler = [
-    dict(
-        type='LinearLR',
-        start_factor=1e-3,
-        by_epoch=True,
-        end=5,
-        convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', eta_min=1e-7, by_epoch=True, begin=5)
-]
+param_scheduler = _base_.param_scheduler
+param_scheduler[0].end = param_scheduler[1].begin = 5
+param_scheduler[1].eta_min = 1e-7
 train_cfg = dict(max_epochs=30)
 auto_scale_lr = dict(base_batch_size=256)

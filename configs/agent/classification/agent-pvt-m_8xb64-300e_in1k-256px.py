@@ -9,13 +9,4 @@ train_dataloader = dict(batch_size=64, dataset=dict(pipeline=train_pipeline))
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
 optim_wrapper = dict(optimizer=dict(lr=5e-4))
-param_scheduler = [
-    dict(
-        type='LinearLR',
-        start_factor=1e-3,
-        by_epoch=True,
-        end=5,
-        convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', eta_min=1e-5, by_epoch=True, begin=5)
-]
 auto_scale_lr = dict(base_batch_size=512)

@@ -12,13 +12,6 @@ train_dataloader = dict(batch_size=64, dataset=dict(pipeline=train_pipeline))
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
 optim_wrapper = dict(optimizer=dict(lr=5e-4))
-param_scheduler = [
-    dict(
-        type='LinearLR',
-        start_factor=1e-3,
-        by_epoch=True,
-        end=20,
-        convert_to_iter_based=True),
-    dict(type='CosineAnnealingLR', eta_min=5e-6, by_epoch=True, begin=20)
-]
+param_scheduler = _base_.param_scheduler
+param_scheduler[1].eta_min = 5e-6
 auto_scale_lr = dict(base_batch_size=512)

@@ -7,11 +7,8 @@ custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
 model = dict(
     data_preprocessor=dict(
-        type='mmpretrain.ClsDataPreprocessor',
-        num_classes=10,
         mean=[125.307, 122.961, 113.8575],
-        std=[51.5865, 50.847, 51.255],
-        to_rgb=False))
+        std=[51.5865, 50.847, 51.255]))
 train_dataloader = dict(batch_size=128)
 val_dataloader = dict(batch_size=128)
 test_dataloader = dict(batch_size=128)

@@ -7,11 +7,9 @@ custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
 model = dict(
     data_preprocessor=dict(
-        type='mmpretrain.ClsDataPreprocessor',
         num_classes=100,
         mean=[129.304, 124.070, 112.434],
-        std=[68.170, 65.392, 70.418],
-        to_rgb=False),
+        std=[68.170, 65.392, 70.418]),
     head=dict(num_classes=100))
 train_dataloader = dict(batch_size=128)
 val_dataloader = dict(batch_size=128)

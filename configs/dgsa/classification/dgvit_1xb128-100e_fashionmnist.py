@@ -7,9 +7,6 @@ custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
 model = dict(
     data_preprocessor=dict(
-        type='mmpretrain.ClsDataPreprocessor',
-        num_classes=10,
         mean=[72.94, 72.94, 72.94],
-        std=[90.02, 90.02, 90.02],
-        to_rgb=False),
+        std=[90.02, 90.02, 90.02]),
     backbone=dict(img_size=28))

@@ -7,8 +7,5 @@ custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
 model = dict(
     data_preprocessor=dict(
-        type='mmpretrain.ClsDataPreprocessor',
-        num_classes=10,
         mean=[111.61, 113.16, 120.57],
-        std=[50.50, 51.26, 50.24],
-        to_rgb=False))
+        std=[50.50, 51.26, 50.24]))

@@ -7,11 +7,8 @@ custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 
 model = dict(
     data_preprocessor=dict(
-        type='mmpretrain.ClsDataPreprocessor',
-        num_classes=10,
         mean=[79.7, 79.7, 79.7],
-        std=[90.8, 90.8, 90.8],
-        to_rgb=False),
+        std=[90.8, 90.8, 90.8]),
     backbone=dict(embed_dims=64, num_layers=4, num_heads=4, patch_size=8),
     head=dict(in_channels=64))
 optim_wrapper = dict(optimizer=dict(lr=1e-3))
