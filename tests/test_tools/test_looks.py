@@ -165,7 +165,7 @@ def test_report_draws_every_pair_and_trains_only_what_is_missing(
         if command[:2] == ['-m', 'mmgate.tools.train']:
             work_dir = Path(command[command.index('--work-dir') + 1])
             log = work_dir / '20260101_000000/vis_data/scalars.json'
-            log.parent.mkdir(parents=True)
+            log.parent.mkdir(parents=True, exist_ok=True)
             log.write_text('{"loss": 1, "time": 0.5}\n{"mIoU": 9, "coco/bbox_mAP": 0.5, "step": 1}')
             (work_dir / 'last_checkpoint').write_text(str(work_dir / 'epoch_1.pth'))
             (work_dir / Path(command[2]).name).write_text('train_cfg = dict(max_epochs=1)')
