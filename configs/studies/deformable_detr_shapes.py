@@ -15,9 +15,9 @@ metric = 'coco/bbox_mAP'
 options = {
     'model.backbone.base_channels': 32,
     'model.neck.in_channels': [64, 128, 256],
-    'train_cfg.max_epochs': 8,
-    'train_cfg.val_interval': 4,
-    'param_scheduler.1.milestones': [7]}
+    'train_cfg.max_epochs': 5,
+    'train_cfg.val_interval': 2,
+    'param_scheduler.1.milestones': [4]}
 budgets = dict(
     gpu=dict({
         'model.backbone.base_channels': 64,
