@@ -23,7 +23,7 @@ from .backends import check_backends
 from .batch import count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
 from .choices_hook import BackendChoicesHook
 from .classes import check_classes
-from .distributed import prepare_processes
+from .distributed import explained_failures, prepare_processes
 from .gate_hooks import own_model
 from .hooks import DataError, LoadReportHook, name_broken_files
 from .options import merge_options
@@ -96,7 +96,8 @@ def train(argv: list[str]) -> None:
     for note in (*notes, count_accumulation(runner, cfg)):
         if note:
             runner.logger.info(note)
-    runner.train()
+    with explained_failures(runner):
+        runner.train()
 
 
 def test(argv: list[str]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -11,7 +14,7 @@ import torch
 from mmengine._strategy import FSDPStrategy as MMEngineFSDPStrategy
 from mmengine.config import Config
 from mmengine.device import get_device
-from mmengine.dist import is_distributed
+from mmengine.dist import get_rank, is_distributed
 from mmengine.optim import BaseOptimWrapper
 from mmengine.registry import STRATEGIES as MMENGINE_STRATEGIES
 from mmengine.registry import Registry
@@ -23,8 +26,11 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from .gate_hooks import own_model
 from .preflight import ConfigError
+from .sync_batch_norm import DistributedDataParallelOnCPU
 
+LOST = ('Connection closed by peer', 'Connection reset by peer', 'Broken pipe', 'NCCL communicator was aborted')
 STRATEGIES = Registry('strategy', parent=MMENGINE_STRATEGIES, scope='mmgate', locations=['mmgate.engine.distributed'])
 
 
@@ -111,6 +117,34 @@ def prepare_processes(cfg: Config) -> None:
         _wrap_without_devices(cfg)
 
 
+@contextmanager
+def explained_failures(runner: Any) -> Iterator[None]:
+    """Turn what torch says of several processes into one message.
+
+    Raises:
+        ConfigError: Another process ended, or parameters took no part in the loss.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        message = str(error)
+        if any(sign in message for sign in LOST):
+            raise ConfigError(
+                f'another process of this run has ended, so process {get_rank()} ends, too; its own message, or that '
+                f'of its machine, says why. --resume goes on from the last checkpoint. ({message.splitlines()[0]})'
+            ) from error
+        if 'Expected to have finished reduction in the prior iteration' not in message:
+            raise
+        found = re.search(r'did not receive grad for rank \d+: ([\d ]+)', message)
+        names = [name for name, value in own_model(runner.model).named_parameters() if value.requires_grad]
+        unused = [names[int(number)] for number in found[1].split()] if found else []
+        raise ConfigError(
+            f'{len(unused) or "some"} parameters take no part in the loss ({", ".join(unused[:3])}'
+            f'{", ..." * (len(unused) > 3)}), and the processes wait for their gradients: --cfg-options '
+            'find_unused_parameters=True, or freeze them.'
+        ) from error
+
+
 def _connect(cfg: Config) -> None:
     if is_distributed():
         return
@@ -132,7 +166,8 @@ def _check_sharding() -> None:
 
 
 def _wrap_without_devices(cfg: Config) -> None:
-    plain = dict(type='MMDistributedDataParallel', broadcast_buffers=False, device_ids=None)
+    ours = f'mmgate.{DistributedDataParallelOnCPU.__name__}'
+    plain = dict(type=ours, broadcast_buffers=False, device_ids=None)
     if cfg.get('runner_type') == 'FlexibleRunner':
         strategy = cfg.get('strategy') or dict(type='DDPStrategy')
         if strategy['type'] == 'DDPStrategy':
@@ -140,8 +175,7 @@ def _wrap_without_devices(cfg: Config) -> None:
             cfg.strategy = dict(strategy, model_wrapper=dict(wrapper, device_ids=None))
     elif cfg.get('model_wrapper_cfg') is None:
         cfg.model_wrapper_cfg = dict(plain, find_unused_parameters=cfg.get('find_unused_parameters', False))
-    elif cfg.model_wrapper_cfg.get('type', plain['type']) in (
-        'MMDistributedDataParallel',
-        'MMSeparateDistributedDataParallel',
-    ):
+    elif cfg.model_wrapper_cfg.get('type', 'MMDistributedDataParallel') == 'MMDistributedDataParallel':
+        cfg.model_wrapper_cfg.update(type=ours, device_ids=None)
+    elif cfg.model_wrapper_cfg.type == 'MMSeparateDistributedDataParallel':
         cfg.model_wrapper_cfg.device_ids = None

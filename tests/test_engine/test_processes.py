@@ -1,4 +1,4 @@
-"""Two processes on a CPU: DDP and FSDP train alike, and FSDP resumes."""
+"""Two processes on a CPU: they train as one does, DDP and FSDP train alike, and FSDP resumes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from conftest import ROOT
 from mmengine.config import Config
 from torch import Tensor
 
+from mmgate.engine import cli
 from mmgate.engine.distributed import prepare_processes
 from mmgate.engine.preflight import ConfigError
 
@@ -43,6 +44,15 @@ class TwoLayers(BaseModel):
 
     def forward(self, inputs, target, mode):
         return dict(loss=mse_loss(self.second(self.norm(self.first(inputs)).tanh()), target))
+
+
+@MODELS.register_module()
+class Synchronised(TwoLayers):
+    def __init__(self):
+        super().__init__()
+        # a bias before it would have no gradient but rounding, which Adam blows up
+        self.first = torch.nn.Linear(6, 9, bias=False)
+        self.norm, self.unused = torch.nn.SyncBatchNorm(9), torch.nn.Linear(1, 1)
 """
 CONFIG = """
 custom_imports = dict(imports=['components'])
@@ -90,6 +100,15 @@ for name, options, resume in (
     assert cli.main(cli.train, [*argv, '--cfg-options', *options]) == 0, name
     torch.distributed.barrier()  # the next run may look for what the first process of this one writes last
 """
+AS_ONE = """
+import mmgate
+from mmgate.engine import cli
+
+argv = ['config.py', '--launcher', 'pytorch', '--cfg-options', 'model.type=Synchronised']
+found = [*argv, 'find_unused_parameters=True', 'experiment_name=found', '--work-dir', 'two']
+assert cli.main(cli.train, found) == 0
+assert cli.main(cli.train, [*argv, 'experiment_name=lost', '--work-dir', 'lost']) == 2
+"""
 
 
 def shards_on_a_cpu() -> bool:
@@ -118,6 +137,21 @@ def project(tmp_path: Path) -> Path:
 def weights(folder: Path) -> dict[str, Tensor]:
     state = torch.load(folder / 'epoch_4.pth', weights_only=False)['state_dict']
     return {key.removeprefix('module.'): value for key, value in state.items()}  # so mmengine's DDPStrategy saves
+
+
+def test_two_processes_train_as_one(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a batch norm over both, a parameter that takes no part, clipping and accumulation."""
+    (project / 'as_one.py').write_text(AS_ONE)
+    result = torchrun(project, 'as_one.py')
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert 'error: 2 parameters take no part in the loss (unused.weight, unused.bias), and' in result.stderr
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    options = ['model.type=Synchronised', 'train_dataloader.batch_size=6']
+    assert cli.main(cli.train, ['config.py', '--work-dir', 'one', '--cfg-options', *options]) == 0
+    one, two = weights(project / 'one'), weights(project / 'two')
+    assert 'norm.running_var' in one and one['norm.num_batches_tracked'] == 16
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow
