@@ -7,6 +7,7 @@ and touches nothing on disk.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import os.path as osp
 import sys
@@ -30,17 +31,37 @@ from .options import merge_options
 from .preflight import ConfigError, check_amp, check_checkpoint, check_data, check_packages, check_pretrained, remedy
 from .safe_load import add_trust_option
 from .switches import enable_amp, enable_tta, enable_visualization, is_classification, is_segmentation
-from .whole_checkpoints import last_whole_checkpoint, remove_after_saving, write_whole_files
+from .whole_checkpoints import (
+    checkpoint_folders,
+    keep_quiet_when_full,
+    last_whole_checkpoint,
+    remove_after_saving,
+    write_whole_files,
+)
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
     """Run a command and turn what the user can mend into one message on stderr (MMGATE_TRACEBACK=1: a traceback).
 
     Returns:
-        0, or 2 after an error in the input.
+        0, 2 after an error in the input or a full disk, 130 after Ctrl-C.
     """
     try:
         command(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        if os.environ.get('MMGATE_TRACEBACK'):
+            raise
+        print('interrupted', file=sys.stderr)
+        return 130
+    except OSError as error:
+        if error.errno not in FULL or os.environ.get('MMGATE_TRACEBACK'):
+            raise
+        print(
+            f'error: {error}. What was saved before is untouched; make room, and go on with --resume.', file=sys.stderr
+        )
+        return 2
     except ConfigError as error:
         if os.environ.get('MMGATE_TRACEBACK'):
             raise
@@ -81,7 +102,7 @@ def train(argv: list[str]) -> None:
         enable_auto_scale_lr(cfg)
     if args.resume == 'auto':
         cfg.resume = True
-        cfg.load_from, warning = last_whole_checkpoint(cfg.work_dir)
+        cfg.load_from, warning = last_whole_checkpoint(cfg.work_dir, *checkpoint_folders(cfg))
         notes.append(warning)
     elif args.resume is not None:
         cfg.resume, cfg.load_from = True, args.resume
@@ -259,6 +280,7 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
         runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
         name_broken_files(runner)
         remove_after_saving(runner)
+        keep_quiet_when_full(runner.logger)
         # The runners build these when the loop starts, too late for a typo in a component's arguments.
         if isinstance(runner, FlexibleRunner):
             runner.model = runner.strategy.build_model(runner.model)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import os.path as osp
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,13 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from mmengine.fileio import LocalBackend, register_backend
+from mmengine.config import Config
+from mmengine.fileio import FileClient, LocalBackend, register_backend
 from mmengine.fileio.io import backend_instances
 from mmengine.hooks import CheckpointHook
 
 from .preflight import ConfigError, check_checkpoint
 
-NUMBERED = re.compile(r'(epoch|iter)_(\d+)\.pth')
+INTERRUPTED = 'interrupted.pth'  # what SaveOnInterruptHook writes
+SAVED = re.compile(rf'(epoch|iter)_\d+\.pth|{re.escape(INTERRUPTED)}')
 
 
 class WholeFileBackend(LocalBackend):
@@ -47,10 +51,23 @@ class WholeFileBackend(LocalBackend):
 
 
 def write_whole_files() -> None:
-    """Let mmengine write local files by :class:`WholeFileBackend` from here on."""
+    """Let mmengine write local files by :class:`WholeFileBackend` from here on, by ``file_client_args``, too."""
+    FileClient.register_backend('disk', WholeFileBackend, force=True)
     register_backend('local', WholeFileBackend, force=True, prefixes='')
     for key in [key for key, backend in backend_instances.items() if type(backend) is LocalBackend]:
         del backend_instances[key]
+
+
+def keep_quiet_when_full(logger: logging.Logger) -> None:
+    """Let log files that cannot be written be so without a traceback a line; what is to be saved says it once."""
+    for handler in logger.handlers:
+        if isinstance(handler, logging.FileHandler):
+            setattr(handler, 'handleError', partial(_handle, handler))  # noqa: B010  mypy knows it as a method
+
+
+def _handle(handler: logging.Handler, record: logging.LogRecord) -> None:
+    if not isinstance(sys.exc_info()[1], OSError):
+        logging.Handler.handleError(handler, record)
 
 
 def remove_after_saving(runner: Any) -> None:
@@ -61,33 +78,44 @@ def remove_after_saving(runner: Any) -> None:
                 setattr(hook, name, partial(_save_then_remove, hook, getattr(hook, name)))
 
 
-def last_whole_checkpoint(work_dir: str) -> tuple[str | None, str | None]:
+def last_whole_checkpoint(work_dir: str, *folders: str) -> tuple[str | None, str | None]:
     """Return the checkpoint that a run goes on from, and a warning if it is not the last one that was written.
 
     Args:
         work_dir: Of the run. What its ``last_checkpoint`` names counts, if it is whole; else the youngest that is.
+        *folders: Where the run's checkpoints lie, if not there (:func:`checkpoint_folders`).
 
     Raises:
         ConfigError: There are checkpoints, and all of them are cut short.
     """
     note = Path(work_dir, 'last_checkpoint')
     named = note.read_text().strip() if note.is_file() else ''
-    if named and ('://' in named or _is_whole(Path(named))):  # what lies in an object store is mmengine's to read
+    if named and _is_whole(named):  # what lies in an object store is mmengine's to read
         return named, None
-    others = [path for path in Path(work_dir).glob('*.pth') if NUMBERED.fullmatch(path.name)]
+    places = dict.fromkeys(Path(folder).absolute() for folder in (work_dir, *folders, osp.dirname(named) or work_dir))
+    others = [path for place in places for path in place.glob('*.pth') if SAVED.fullmatch(path.name)]
     if not named and not (note.is_file() and others):
         return None, None
     whole = sorted(filter(_is_whole, others), key=lambda path: path.stat().st_mtime_ns)
     what = f'{named} is {"cut short" if osp.exists(named) else "gone"}' if named else f'{note} is empty'
     if not whole:
         raise ConfigError(
-            f'{what}, and there is no other whole checkpoint in {work_dir}. Train without --resume, or into another '
-            '--work-dir.'
+            f'{what}, and there is no other whole checkpoint in {", ".join(map(str, places))}. Train without --resume, '
+            'or into another --work-dir.'
         )
     return str(whole[-1]), f'{what}; the run goes on from {whole[-1]}.'
 
 
-def _is_whole(path: Path) -> bool:
+def checkpoint_folders(cfg: Config) -> list[str]:
+    """Return the local folders other than the work dir into which a config's checkpoint hooks write."""
+    hooks = [*(cfg.get('default_hooks') or {}).values(), *(cfg.get('custom_hooks') or [])]
+    saving = [hook for hook in hooks if hook and str(hook.get('type')).endswith('CheckpointHook')]
+    roots = [str(hook['out_dir']) for hook in saving if hook.get('out_dir')]
+    run = osp.basename(cfg.work_dir.rstrip('/'))  # mmengine gives every run a folder there
+    return [osp.join(root, run) for root in roots if '://' not in root]
+
+
+def _is_whole(path: str | Path) -> bool:
     try:
         check_checkpoint(str(path), sharded=True)
     except ConfigError:
@@ -98,6 +126,10 @@ def _is_whole(path: Path) -> bool:
 @contextmanager
 def _replacing(filepath: str | Path, mode: str, **options: Any) -> Iterator[IO[Any]]:
     path = Path(osp.realpath(filepath))  # a link stays one
+    if path.exists() and not path.is_file():  # a device or a pipe
+        with path.open(mode, **options) as file:
+            yield file
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, new = tempfile.mkstemp(dir=path.parent, prefix=f'.{path.name}-')

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from mmengine.fileio import LocalBackend, get_file_backend, put, register_backend
+from mmengine.config import Config
+from mmengine.fileio import FileClient, LocalBackend, get_file_backend, put, register_backend
 from mmengine.fileio.io import backend_instances
 from mmengine.hooks import CheckpointHook
 from torch import nn
@@ -19,7 +20,12 @@ from torch import nn
 from mmgate.engine import whole_checkpoints
 from mmgate.engine.fault_hooks import FiniteHook, ReproducibleHook
 from mmgate.engine.preflight import ConfigError
-from mmgate.engine.whole_checkpoints import last_whole_checkpoint, remove_after_saving, write_whole_files
+from mmgate.engine.whole_checkpoints import (
+    checkpoint_folders,
+    last_whole_checkpoint,
+    remove_after_saving,
+    write_whole_files,
+)
 
 
 @pytest.fixture
@@ -28,6 +34,10 @@ def whole_files() -> Any:
     yield
     register_backend('local', LocalBackend, force=True, prefixes='')
     backend_instances.clear()
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, 'No space left on device')
 
 
 @pytest.mark.parametrize('cached', [False, True], ids=['new', 'cached'])
@@ -42,9 +52,6 @@ def test_mmengine_writes_by_renaming(cached: bool, tmp_path: Path, monkeypatch: 
     put(b'new', str(tmp_path / 'a.pth'))
     assert (tmp_path / 'real/a.pth').read_bytes() == b'new' and (tmp_path / 'a.pth').is_symlink()
 
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, 'No space left on device')
-
     monkeypatch.setattr(whole_checkpoints.os, 'fsync', full)
     with pytest.raises(ConfigError, match=r'a.pth cannot be written \(No space left.*untouched'):
         put(b'newer', str(tmp_path / 'a.pth'))
@@ -52,6 +59,24 @@ def test_mmengine_writes_by_renaming(cached: bool, tmp_path: Path, monkeypatch: 
     assert sorted(path.name for path in tmp_path.rglob('*')) == ['a.pth', 'a.pth', 'real']
     register_backend('local', LocalBackend, force=True, prefixes='')
     backend_instances.clear()
+
+
+def test_the_old_clients_write_by_renaming(whole_files: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FileClient(backend='disk')
+    client.put(b'old', str(tmp_path / 'a.pth'))
+    monkeypatch.setattr(whole_checkpoints.os, 'replace', full)
+    with pytest.raises(ConfigError, match='untouched'):
+        FileClient.infer_client(None, str(tmp_path)).put(b'new', str(tmp_path / 'a.pth'))
+    assert (tmp_path / 'a.pth').read_bytes() == b'old'
+
+
+def test_a_pipe_stays_one(whole_files: None, tmp_path: Path) -> None:
+    """So does a device; as root, renaming would put a file in the place of /dev/null."""
+    os.mkfifo(tmp_path / 'pipe')
+    reader = os.open(tmp_path / 'pipe', os.O_RDONLY | os.O_NONBLOCK)
+    put(b'content', str(tmp_path / 'pipe'))
+    assert os.read(reader, 99) == b'content' and (tmp_path / 'pipe').is_fifo()
+    os.close(reader)
 
 
 def test_permissions_are_those_of_a_file(whole_files: None, tmp_path: Path) -> None:
@@ -133,6 +158,27 @@ def test_the_youngest_whole_checkpoint_is_found(tmp_path: Path) -> None:
         written(tmp_path, name, 9, whole=False)
     with pytest.raises(ConfigError, match='there is no other whole checkpoint'):
         last_whole_checkpoint(folder)
+
+
+@pytest.mark.parametrize('root', ['elsewhere', '/absolute'], ids=['relative', 'absolute'])
+def test_checkpoints_of_a_run_elsewhere(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mmengine's hook adds the run's name to its out_dir; the note is in the work dir."""
+    monkeypatch.chdir(tmp_path)
+    root = f'{tmp_path}{root}' if root.startswith('/') else root
+    hooks = dict(default_hooks=dict(checkpoint=dict(type='CheckpointHook', out_dir=root), logger=None))
+    remote = [dict(type='CheckpointHook', out_dir='s3://bucket')]
+    folders = checkpoint_folders(Config(dict(hooks, custom_hooks=remote, work_dir='work/run/')))
+    assert folders == [f'{root}/run']
+    (tmp_path / 'work/run').mkdir(parents=True)
+    Path(root, 'run').mkdir(parents=True)
+    older = written(Path(root, 'run'), 'interrupted.pth', 10)
+    last = written(Path(root, 'run'), 'epoch_11.pth', 11, whole=False)
+    for note in (str(last), ''):
+        Path('work/run/last_checkpoint').write_text(note)
+        found, warning = last_whole_checkpoint('work/run', *folders)
+        assert found == str(older.absolute()) and warning
+    Path('work/run/last_checkpoint').write_text(str(last))
+    assert last_whole_checkpoint('work/run')[0] == found  # beside what the note names
 
 
 class Overflows(nn.Module):
