@@ -22,6 +22,7 @@ HOOKS = Registry(
         'mmgate.engine.choices_hook',
         'mmgate.engine.fault_hooks',
         'mmgate.engine.gate_hooks',
+        'mmgate.engine.interrupt_hook',
         'mmgate.engine.speed_hooks',
     ],
 )

@@ -27,6 +27,7 @@ from .classes import check_classes
 from .distributed import explained_failures, prepare_processes
 from .gate_hooks import own_model
 from .hooks import DataError, LoadReportHook, name_broken_files
+from .interrupt_hook import SaveOnInterruptHook, shield_loaders
 from .options import merge_options
 from .preflight import ConfigError, check_amp, check_checkpoint, check_data, check_packages, check_pretrained, remedy
 from .safe_load import add_trust_option
@@ -281,6 +282,8 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
         name_broken_files(runner)
         remove_after_saving(runner)
         keep_quiet_when_full(runner.logger)
+        if trains and any(isinstance(hook, SaveOnInterruptHook) for hook in runner.hooks):
+            shield_loaders(runner)  # an iteration-based loop may start its workers when it is built
         # The runners build these when the loop starts, too late for a typo in a component's arguments.
         if isinstance(runner, FlexibleRunner):
             runner.model = runner.strategy.build_model(runner.model)

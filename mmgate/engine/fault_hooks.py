@@ -25,10 +25,12 @@ class ReproducibleHook(Hook):
 
     mmengine saves no state of the random generators, so that dropout and drop path go on differently after a resume.
     The hook seeds them at every step. A resumed run then ends with the same weights, bit for bit, on the same machine,
-    if its loader does not keep its workers (``persistent_workers=False``): kept ones draw on from epoch to epoch.
+    if its loader does not keep its workers (``persistent_workers=False``): kept ones draw on from epoch to epoch. In a
+    loop of iterations the workers read what was trained once more, to draw what they drew.
 
     Raises:
-        ConfigError: The config has no ``randomness=dict(seed=...)``, or the loader keeps its workers.
+        ConfigError: The config has no ``randomness=dict(seed=...)``, the loader keeps its workers, or a loop of
+            iterations has none or does not go through its data again.
     """
 
     priority = 'VERY_HIGH'
@@ -42,12 +44,27 @@ class ReproducibleHook(Hook):
                 'mmgate.ReproducibleHook: workers that are kept go on with their random numbers from epoch to epoch, '
                 'which a resumed run cannot know: --cfg-options train_dataloader.persistent_workers=False.'
             )
-        workers = runner.train_dataloader.num_workers
-        if isinstance(runner.train_loop, IterBasedTrainLoop) and not workers:
+        loop = runner.train_loop
+        if not isinstance(loop, IterBasedTrainLoop):
+            return
+        if not runner.train_dataloader.num_workers:
             raise ConfigError(
                 'mmgate.ReproducibleHook: in a loop of iterations the data must come from workers, or its random '
                 "numbers mix with the model's: --cfg-options train_dataloader.num_workers=1."
             )
+        if getattr(loop, 'fast_forward_on_resume', False):
+            raise ConfigError(
+                'mmgate.ReproducibleHook: the data must go on where it was: --cfg-options '
+                'train_cfg.fast_forward_on_resume=False.'
+            )
+        batches = loop.dataloader_iterator
+        if hasattr(batches, 'skip_iter'):  # newer than 0.10.7, it leaves out in the sampler what workers drew for
+
+            def read(count: int) -> None:
+                for _ in range(count):
+                    next(batches)
+
+            batches.skip_iter = read
 
     def before_train_epoch(self, runner: Any) -> None:
         """Seed what the loader draws from."""
@@ -56,6 +73,16 @@ class ReproducibleHook(Hook):
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Seed what the model draws from."""
         self._seed(runner, runner.iter, 0)
+
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Seed what a loader without workers draws the next batch from."""
+        self._seed(runner, runner.iter, 2)
+
+    def after_left_out(self, runner: Any) -> None:
+        """Seed as after the last batch that an interrupted run has trained."""
+        self._seed(runner, runner.iter - 1, 2)
 
     @staticmethod
     def _seed(runner: Any, step: int, kind: int) -> None:
