@@ -63,19 +63,16 @@ class SaveOnInterruptHook(Hook):
         self._meta: dict[str, Any] = {}
         self._trained: dict[str, int] = {}
 
-    def before_run(self, runner: Any) -> None:
-        """Keep the loaders' workers from ending before the run does."""
-        for loop in (runner.train_loop, runner.val_loop):
-            if loop is not None:
-                shield_workers(loop.dataloader)
-
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Note where in the epoch a resumed run was."""
         if getattr(runner, '_resume', False):
             self._trained = checkpoint.get('meta', {}).get(KEY) or {}
 
     def before_train(self, runner: Any) -> None:
-        """Listen, and leave out what an interrupted epoch has trained."""
+        """Listen, shield the loaders' workers, and leave out what an interrupted epoch has trained."""
+        for loop in (runner.train_loop, runner.val_loop):
+            if loop is not None:
+                shield_workers(loop.dataloader)
         self._asked, self._process = None, os.getpid()
         self._group = distributed.new_group(backend='gloo') if is_distributed() else None
         self._before = {number: signal.signal(number, self._note) for number in self.signals}
