@@ -62,7 +62,7 @@ class DistributedDataParallelOnCPU(MMDistributedDataParallel):
     """mmengine's wrapper, which takes models with torch's SyncBatchNorm on CPUs, too; arguments are mmengine's."""
 
     def __init__(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        for layer in module.modules():
-            if type(layer) is nn.SyncBatchNorm:  # the class alone changes: it may be known to others already
-                layer.__class__ = SyncBatchNormOnCPU
+        synchronised: list[Any] = [layer for layer in module.modules() if type(layer) is nn.SyncBatchNorm]
+        for layer in synchronised:
+            layer.__class__ = SyncBatchNormOnCPU  # alone: the layer may be known to others already
         super().__init__(module, *args, **kwargs)
