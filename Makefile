@@ -9,7 +9,7 @@ DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_sh
 DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
 	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
 
-.PHONY: setup demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals lint bench
+.PHONY: setup demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals mutants lint bench dist audit
 export PYTHON VENV
 
 setup:
@@ -44,9 +44,22 @@ test-originals:
 	@VENV=$(VENV)-originals tools/dev/setup_env.sh originals
 	@$(VENV)-originals/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(strip $(SUITE))
 
+# A sample of small changes, each against the tests that concern it; SEED=1 for another. tests/README.md has the score.
+SEED ?= 0
+mutants: setup
+	@$(PY) tools/dev/mutants.py --seed $(SEED)
+
 lint: setup
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
 
 bench: setup
 	@$(PY) tools/analysis_tools/benchmark_ops.py --op ms_deform_attn --device cpu
+
+# The wheel, the source archive, a bill of materials and their checksums, in dist.
+dist: setup
+	@$(PY) tools/dev/dist.py
+
+# Known vulnerabilities of the packages in this environment; asks the package index.
+audit: setup
+	@$(PY) tools/dev/audit.py

@@ -1,4 +1,4 @@
-"""A project of someone else, trained and tested from its own folder."""
+"""A project of someone else, trained and tested from its own folder, beside the checkout and beside the wheel."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -23,12 +25,34 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(project: Path, tool: str, *arguments: str) -> subprocess.CompletedProcess:
-    paths = [str(project), *filter(None, [os.environ.get('PYTHONPATH')])]
+@pytest.fixture(scope='module', params=['checkout', 'wheel'])
+def python(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """This interpreter, or one of an environment with the released wheel and every package of this one but mmgate."""
+    if request.param == 'checkout':
+        return sys.executable
+    folder = tmp_path_factory.mktemp('clean')
+    dist = [sys.executable, str(ROOT / 'tools/dev/dist.py'), '--no-bom', '--out', str(folder / 'dist')]
+    subprocess.run(dist, check=True, capture_output=True)
+    venv.create(folder / 'env', with_pip=False)
+    there = str(folder / 'env/bin/python')
+    (packages,) = (folder / 'env').glob('lib/python*/site-packages')
+    # an editable mmgate is known by a file of that folder, which is read of a site's own folders alone
+    site = Path(sysconfig.get_paths()['purelib'])
+    helpers = [path.read_text() for path in site.glob('torchvision_on_cpu.pth')]
+    (packages / 'needed.pth').write_text('\n'.join([str(site), *helpers]))
+    pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check', '--python', there, 'install', '-q']
+    wheels = map(str, (folder / 'dist').glob('*.whl'))
+    subprocess.run([*pip, '--no-deps', '--no-index', *wheels], check=True, capture_output=True)
+    return there
+
+
+def run(python: str, project: Path, *arguments: str) -> subprocess.CompletedProcess:
+    # what was tested is on the path in the checkout's case alone
+    others = os.environ.get('PYTHONPATH') if python == sys.executable else None
     return subprocess.run(
-        [sys.executable, '-W', 'ignore', '-m', f'mmgate.tools.{tool}', *arguments],
+        [python, '-W', 'ignore', *arguments],
         cwd=project,
-        env=dict(os.environ, PYTHONPATH=os.pathsep.join(paths)),
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, [str(project), others]))),
         capture_output=True,
         text=True,
         timeout=300,
@@ -36,20 +60,24 @@ def run(project: Path, tool: str, *arguments: str) -> subprocess.CompletedProces
 
 
 @pytest.mark.slow
-def test_train_and_test(project: Path) -> None:
+def test_train_and_test(project: Path, python: str) -> None:
     config, work = 'configs/mine_r18_shapes.py', project / 'work'
-    training = run(project, 'train', config, '--work-dir', str(work))
+    found = run(python, project, '-c', 'import mmgate, sys; print(mmgate.__file__, sys.prefix)').stdout.split()[-2:]
+    assert (Path(found[0]).parents[1] == ROOT) == (python == sys.executable)
+    assert python == sys.executable or found[0].startswith(found[1])
+    training = run(python, project, '-m', 'mmgate.tools.train', config, '--work-dir', str(work))
     assert training.returncode == 0, training.stderr[-3000:]
     state = torch.load(work / 'epoch_1.pth', map_location='cpu', weights_only=False)['state_dict']
     assert {'neck.pooling.mix.weight', 'neck.pooling.temperature.weight'} <= set(state)
     assert 'decoder.layers.0.cross_attn.gml.weight' in state
-    testing = run(project, 'test', config, str(work / 'epoch_1.pth'))
+    testing = run(python, project, '-m', 'mmgate.tools.test', config, str(work / 'epoch_1.pth'))
     assert testing.returncode == 0, testing.stderr[-3000:]
     assert 'bbox_mAP' in testing.stdout + testing.stderr
 
 
 @pytest.mark.slow
-def test_a_wrong_option_of_its_gate_is_named(project: Path) -> None:
-    result = run(project, 'train', 'configs/mine_r18_shapes.py', '--cfg-options', 'model.attention.0.strenght=1')
+def test_a_wrong_option_of_its_gate_is_named(project: Path, python: str) -> None:
+    arguments = ['configs/mine_r18_shapes.py', '--cfg-options', 'model.attention.0.strenght=1']
+    result = run(python, project, '-m', 'mmgate.tools.train', *arguments)
     assert result.returncode != 0
     assert 'mine.gate.Tempered has no option strenght; it has' in result.stderr and 'Traceback' not in result.stderr

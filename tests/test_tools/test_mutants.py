@@ -1,0 +1,114 @@
+"""The sample of small changes: what it leaves out, where it is tried, and that every file has tests for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from conftest import ROOT
+
+DEV = ROOT / 'tools/dev'
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DEV / f'{name}.py')
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope='module')
+def mutants() -> ModuleType:
+    pytest.importorskip('cosmic_ray', reason='needs cosmic-ray: the extra "mutants"')
+    for name in ('covering', 'trees'):
+        load(name)
+    return load('mutants')
+
+
+def test_every_module_has_tests() -> None:
+    covering = load('covering')
+    for package in ('layers', 'ops', 'models', 'engine'):
+        for path in (ROOT / 'mmgate' / package).rglob('*.py'):
+            tests = covering.tests_of(path.relative_to(ROOT / 'mmgate').as_posix())
+            kernel = 'kernel' in path.name or path.name in ('triton.py', 'blocks.py', 'triton_backend.py')
+            assert (tests is None) == ((package == 'ops' and kernel) or path.parts[-2:] == ('engine', '__init__.py')), (
+                path
+            )
+            for test in covering.files(tests or ()):
+                assert (ROOT / test).is_file(), f'{path}: {test}'
+    assert covering.commands(('a', 'b', 'c:x or y', 'd')) == [
+        ['tests/a.py', 'tests/b.py'],
+        ['tests/c.py', '-k', 'x or y'],
+        ['tests/d.py'],
+    ]
+
+
+CODE = '''
+from __future__ import annotations
+
+Size = int
+
+
+def area(height: int | None, *, width: Size = 3, **options: float) -> int | float:
+    """Return 2 + 2."""
+    if height is None or not width > 1:
+        return 0
+    return height * width + sum(v for v in {**options}.values())
+'''
+
+
+def test_only_what_runs_is_changed(mutants: ModuleType, tmp_path: Path) -> None:
+    found = mutants.changes('x.py', CODE)
+    lines = CODE.splitlines()
+    places = {(lines[place.line - 1].strip(), lines[place.line - 1][place.column]) for place in found}
+    header = lines[6]
+    assert (header, '3') in places and not {(header, '|'), (header, '*')} & places
+    assert {('return 0', '0'), ('return height * width + sum(v for v in {**options}.values())', '+')} <= places
+    assert not any('Return 2' in line for line, _ in places)
+    product = next(p for p in found if lines[p.line - 1][p.column] == '*')
+    assert lines[product.line - 1][product.column - 2 : product.column + 3] == 't * w'
+    (tmp_path / 'layers').mkdir()
+    (tmp_path / 'layers/area.py').write_text(CODE)
+    chosen = mutants.sample(tmp_path, 20, seed=3)
+    assert chosen == mutants.sample(tmp_path, 20, seed=3) != mutants.sample(tmp_path, 20, seed=4)
+    assert len(chosen) == len({place for place, _ in chosen}) == 5  # a quarter, for want of other packages
+
+
+def test_a_copy_is_changed_and_changed_back(
+    mutants: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, test = (
+        'def double(x):\n    return x + x\n',
+        'import runpy\n\ndouble = runpy.run_path("mmgate/layers/double.py")["double"]\n',
+    )
+    passing, failing = test + 'def test_it():\n    assert double(2) == 4\n', test + 'def test_it():\n    double(1)\n'
+    monkeypatch.setattr(mutants, 'ROOT', tmp_path)
+    monkeypatch.setattr(mutants, 'tests_of', lambda module: ('test_double',))
+    for name, content in {
+        'mmgate/layers/double.py': code,
+        'tests/test_double.py': passing,
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    ((place, change),) = [
+        (place, change)
+        for place, listed in mutants.changes('layers/double.py', code).items()
+        for change in listed
+        if change.operator.endswith('Add_Sub')
+    ]
+    row = mutants.attempt(tmp_path, place, change, 60.0)
+    assert (
+        row['outcome'] == 'killed'
+        and 'test_it' in row['by']
+        and row['diff'] == ['-    return x + x', '+    return x - x']
+    )
+    (tmp_path / 'tests/test_double.py').write_text(failing)
+    again = mutants.attempt(tmp_path, place, change, 60.0)
+    assert again['outcome'] == 'survived' and again['key'] != row['key']
+    assert (tmp_path / 'mmgate/layers/double.py').read_text() == code
+    page = mutants.summary([row, again], 2, 0)
+    assert '1 of 2 changes killed, 50 %' in page and page.count('Survived: ') == 1

@@ -1,0 +1,112 @@
+"""Which tests concern which module: what ``make mutants`` runs for a change in it, the likeliest to see it first.
+
+The first pattern that matches a path below ``mmgate`` counts; names are those of files below ``tests``, with a pytest
+``-k`` expression behind a colon where a part of a file is enough.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatch
+
+LAYERS, OPS, MODELS, ENGINE = (f'test_{name}/test_' for name in ('layers', 'ops', 'models', 'engine'))
+DENSE = (f'{LAYERS}open_gates', f'{LAYERS}dense', f'{LAYERS}dropout', f'{LAYERS}start')
+MAPS = (f'{LAYERS}map_attention', f'{LAYERS}dropout', f'{MODELS}swapped_rates')
+PUBLISHED = f'{MODELS}backbones:published or vanilla or own_checkpoint or refused or downloads or message'
+SWAPS = (f'{MODELS}gated:not identity and not parameters', f'{MODELS}adapters', f'{MODELS}swapped_rates')
+
+COVERING: dict[str, tuple[str, ...]] = {
+    'layers/agent*.py': (*MAPS, f'{MODELS}backbones:cache or published', f'{LAYERS}start', f'{MODELS}resolutions'),
+    'layers/saga.py': (*MAPS, f'{LAYERS}start', f'{MODELS}resolutions'),
+    'layers/map_attention.py': (*MAPS, f'{MODELS}backbones:vanilla', f'{MODELS}resolutions'),
+    'layers/linear/*': (f'{LAYERS}linear', f'{LAYERS}map_attention', f'{MODELS}linear_backbones'),
+    'layers/cross_window.py': (f'{MODELS}cswin', *MAPS),
+    'layers/stripes.py': (f'{MODELS}cswin', f'{MODELS}linear_backbones'),
+    'layers/positions.py': (f'{MODELS}resolutions',),
+    'layers/token_ffn.py': (f'{LAYERS}dropout', f'{LAYERS}start', f'{MODELS}backbones:scratch'),
+    'layers/token_attention.py': (f'{MODELS}swapped_rates', f'{MODELS}classification', f'{MODELS}vit_hosts'),
+    'layers/window.py': (f'{MODELS}swapped_rates', f'{MODELS}hosts:dense', f'{LAYERS}map_attention:windows'),
+    'layers/*window.py': (f'{MODELS}pretrain_hosts',),
+    'layers/relative_positions.py': (f'{MODELS}pretrain_hosts:sam', f'{MODELS}project_hosts'),
+    'layers/swiglu.py': (f'{MODELS}dgvit',),
+    'layers/start.py': (f'{LAYERS}start',),
+    'layers/gate_alone.py': (f'{MODELS}swapped_rates', f'{MODELS}adapters'),
+    'layers/gml.py': (f'{LAYERS}plug', f'{LAYERS}open_gates', f'{LAYERS}start'),
+    'layers/plug.py': (f'{LAYERS}plug', f'{LAYERS}open_gates', f'{LAYERS}dropout', f'{LAYERS}start'),
+    'layers/ms_deform_attn.py': (f'{LAYERS}plug', f'{LAYERS}ungated_deformable', f'{LAYERS}open_gates', DENSE[2]),
+    'layers/*': (*DENSE, f'{MODELS}adapters'),
+    'ops/agent_attention.py': (*MAPS, f'{MODELS}resolutions'),
+    'ops/gated_linear_attention.py': MAPS,
+    'ops/linear_attention.py': (f'{OPS}linear_attention', f'{LAYERS}linear'),
+    'ops/differential_attention.py': DENSE,
+    'ops/masks.py': (*DENSE, f'{MODELS}swapped_rates'),
+    'ops/library.py': (f'{OPS}library', f'{OPS}ms_deform_attn', f'{OPS}dispatch'),
+    'ops/repaid.py': (f'{OPS}repaid',),
+    'ops/ms_deform_attn/*': (f'{OPS}ms_deform_attn', f'{OPS}dispatch', f'{LAYERS}plug'),
+    'ops/plug_attention/*': (f'{OPS}plug_attention', *DENSE, f'{OPS}dispatch'),
+    'ops/*': (f'{OPS}dispatch', f'{ENGINE}choices_hook'),
+    'models/adapters/mmpretrain.py': (f'{MODELS}swapped_rates', f'{MODELS}pretrain_hosts', f'{MODELS}vit_hosts'),
+    'models/adapters/projects.py': (f'{MODELS}project_hosts',),
+    'models/adapters/relative.py': (f'{MODELS}pretrain_hosts:sam', f'{MODELS}project_hosts'),
+    'models/adapters/vits.py': (f'{MODELS}vit_hosts',),
+    'models/adapters/timm.py': (f'{MODELS}vit_hosts',),
+    'models/adapters/held.py': (f'{MODELS}vit_hosts', f'{MODELS}project_hosts'),
+    'models/adapters/swin.py': (f'{MODELS}swapped_rates', f'{MODELS}hosts:dense'),
+    'models/adapters/*': SWAPS,
+    'models/backbones/cswin*': (f'{MODELS}cswin', f'{MODELS}presets:cswin', f'{MODELS}resolutions'),
+    'models/backbones/dgvit.py': (f'{MODELS}dgvit',),
+    'models/backbones/linear.py': (f'{MODELS}linear_backbones', f'{MODELS}presets:swin'),
+    'models/backbones/fitting.py': (f'{MODELS}resolutions', PUBLISHED),
+    'models/backbones/pretrained.py': (PUBLISHED, f'{MODELS}resolutions'),
+    'models/backbones/*': (f'{MODELS}presets', f'{MODELS}swapped_rates:backbones', f'{MODELS}backbones'),
+    'models/matching/*': (f'{MODELS}matching',),
+    'models/guarded_pickle.py': (f'{MODELS}guarded_pickle', f'{ENGINE}safe_load'),
+    'models/safetensors_file.py': ('test_tools/test_publish', f'{MODELS}guarded_pickle'),
+    'models/checkpoint_file.py': (PUBLISHED, f'{MODELS}backbones:code'),
+    'models/convert.py': (PUBLISHED, f'{MODELS}backbones:converter'),
+    'models/convert_classifier.py': (f'{MODELS}classification', f'{MODELS}resolutions:classifiers'),
+    'models/deit.py': (f'{MODELS}classification',),
+    'models/classifier.py': (f'{MODELS}backbones:parameters', f'{MODELS}resolutions'),
+    'models/*': (*SWAPS, f'{MODELS}gated:identity'),
+    'engine/cli.py': ('test_tools/test_flags', f'{ENGINE}preflight', 'test_tools/test_command_line'),
+    'engine/switches.py': ('test_tools/test_flags', f'{ENGINE}preflight', f'{ENGINE}classification_tools'),
+    'engine/preflight.py': (f'{ENGINE}preflight', 'test_tools/test_flags', f'{ENGINE}options'),
+    'engine/backends.py': ('test_tools/test_command_line', f'{MODELS}triton_backends'),
+    'engine/fault_hooks.py': (f'{ENGINE}whole_checkpoints', f'{ENGINE}hooks', 'test_tools/test_command_line'),
+    'engine/gate_hooks.py': ('test_analysis/test_sampling', 'test_analysis/test_gates'),
+    'engine/distributed.py': (f'{ENGINE}processes',),
+    'engine/model_index.py': ('test_tools/test_names', 'test_metafiles'),
+    'engine/publish.py': ('test_tools/test_publish',),
+    'engine/sync_batch_norm.py': (f'{ENGINE}processes',),
+    'engine/hooks.py': (f'{ENGINE}hooks', 'test_tools/test_command_line'),
+    'engine/*': (),  # the file of its name
+}
+# kernels, how they are launched, and what has no code
+LEFT_OUT = ('ops/*/*kernel*.py', 'ops/*/triton.py', 'ops/*/blocks.py', 'ops/triton_backend.py', 'engine/__init__.py')
+
+
+def tests_of(module: str) -> tuple[str, ...] | None:
+    """Return the tests for ``module``, a path below ``mmgate``; None for kernels and what has no code."""
+    if any(fnmatch(module, pattern) for pattern in LEFT_OUT):
+        return None
+    for pattern, tests in COVERING.items():
+        if fnmatch(module, pattern):
+            stem = module.rpartition('/')[2].removesuffix('.py')
+            return tests or (f'{ENGINE}{stem}',)
+    return None
+
+
+def files(tests: tuple[str, ...]) -> list[str]:
+    """Return the files of entries of the table, from the root of the tree."""
+    return [f'tests/{test.partition(":")[0]}.py' for test in tests]
+
+
+def commands(tests: tuple[str, ...]) -> list[list[str]]:
+    """Return pytest's arguments for entries of the table: whole files together, parts of files each by itself."""
+    listed: list[list[str]] = []
+    for test, file in zip(tests, files(tests), strict=True):
+        expression = test.partition(':')[2]
+        if expression or not listed or '-k' in listed[-1]:
+            listed.append([file, *(['-k', expression] if expression else [])])
+        else:
+            listed[-1].append(file)
+    return listed

@@ -1,0 +1,284 @@
+"""Try small changes of the code against the tests that concern them: which survive says what no test notices.
+
+cosmic-ray knows the changes: other operators and numbers, conditions turned round, loops left out, decorators removed.
+Places are drawn by a seed, as many from each package, and at each place one of its changes; what means nothing when the
+code runs, annotations, is left out. The tree itself is not touched: a copy is. What was tried is written down at once,
+and not tried again unless its code or its tests have changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from itertools import islice
+from pathlib import Path
+from typing import NoReturn
+
+from cosmic_ray.ast import ast_nodes, get_ast
+from cosmic_ray.mutating import mutate_code
+from cosmic_ray.plugins import get_operator, operator_names
+from covering import commands, files, tests_of
+from trees import ROOT, copy_tree
+
+PACKAGES = ('layers', 'ops', 'models', 'engine')
+PYTEST = ('-x', '-q', '-p', 'no:cacheprovider', '-m', 'not slow')
+# What every test run needs is imported once; none of it imports mmgate.
+PRELOADED = (
+    'pytest',
+    'torch',
+    'mmcv.ops',
+    'mmdet.models',
+    'mmdet.datasets',
+    'mmseg.models',
+    'mmseg.datasets',
+    'mmpretrain.models',
+)
+SETTINGS = {'PYTHONDONTWRITEBYTECODE': '1', 'OMP_NUM_THREADS': '1', 'TRITON_INTERPRET': '1'}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a file may be changed: its path below ``mmgate``, line and column."""
+
+    module: str
+    line: int
+    column: int
+
+
+@dataclass(frozen=True)
+class Change:
+    """One of cosmic-ray's operators at one of its occurrences in a file."""
+
+    operator: str
+    occurrence: int
+
+
+def main() -> None:
+    """Draw a sample, try it and report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--sample', type=int, default=60, help='how many changes, shared out among the packages')
+    parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument(
+        '--timeout', type=float, default=240, help="seconds for one change's tests; later counts as killed"
+    )
+    parser.add_argument('--out', type=Path, default=ROOT / 'work_dirs/mutants', help='folder for what was tried')
+    parser.add_argument('--list', action='store_true', help='print the sample and try nothing')
+    args = parser.parse_args()
+    chosen = sample(ROOT / 'mmgate', args.sample, args.seed)
+    if args.list:
+        for place, change in chosen:
+            print(
+                f'{place.module}:{place.line}:{place.column} {change.operator} {" ".join(tests_of(place.module) or ())}'
+            )
+        return
+    preload()
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = args.out / 'tried.jsonl'
+    known = {row['key']: row for row in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
+    with tempfile.TemporaryDirectory(prefix='mutants-') as folder:
+        copy_tree(Path(folder))
+        rows = []
+        for number, (place, change) in enumerate(chosen, 1):
+            row = known.get(key_of(place, change)) or attempt(Path(folder), place, change, args.timeout)
+            if row['key'] not in known:
+                with log.open('a') as file:
+                    file.write(json.dumps(row) + '\n')
+            rows.append(row)
+            where = f'{place.module}:{place.line}'
+            print(f'{number:3} {row["outcome"]:8} {row["seconds"]:5.0f} s  {where} {change.operator}', flush=True)
+    report = summary(rows, args.sample, args.seed)
+    (args.out / f'seed{args.seed}.md').write_text(report)
+    print(report)
+
+
+def preload() -> None:
+    """Import the packages that tests need, so that each run of them is a fork that need not."""
+    os.environ.update(SETTINGS)
+    sys.dont_write_bytecode = True
+    for name in PRELOADED:
+        with suppress(ImportError):  # mmpretrain is not everywhere
+            import_module(name)
+    assert 'mmgate' not in sys.modules
+
+
+def sample(package: Path, number: int, seed: int) -> list[tuple[Place, Change]]:
+    """Return ``number`` places, as many from each of :data:`PACKAGES`, with a change at each, in a random order."""
+    draw = random.Random(seed)
+    chosen = []
+    for name in PACKAGES:
+        places: dict[Place, list[Change]] = {}
+        for path in sorted((package / name).rglob('*.py')):
+            module = path.relative_to(package).as_posix()
+            if tests_of(module) is not None:
+                places.update(changes(module, path.read_text()))
+        ordered = sorted(places, key=lambda place: (place.module, place.line, place.column))
+        draw.shuffle(ordered)
+        drawn = (draw_change(draw, (package / place.module).read_text(), places[place], place) for place in ordered)
+        chosen += list(islice(filter(None, drawn), number // len(PACKAGES)))
+    draw.shuffle(chosen)
+    return chosen
+
+
+def draw_change(draw: random.Random, code: str, possible: list[Change], place: Place) -> tuple[Place, Change] | None:
+    """Return one of the changes that are possible at a place and leave code that Python reads, or None."""
+    for change in draw.sample(possible, len(possible)):
+        try:
+            ast.parse(mutate_code(code, get_operator(change.operator)(), change.occurrence))
+        except SyntaxError:
+            continue
+        return place, change
+    return None
+
+
+def changes(module: str, code: str) -> dict[Place, list[Change]]:
+    """Return what cosmic-ray can change in a file, by place, without what means nothing when the code runs."""
+    found: dict[Place, list[Change]] = {}
+    tree, (unread, operands) = get_ast(code), spans(code)
+    nodes = list(ast_nodes(tree))
+    for name in operator_names():
+        kind = get_operator(name)
+        if kind.arguments():
+            continue
+        operator = kind()
+        positions = (position[0] for node in nodes for position in operator.mutation_positions(node))
+        for occurrence, position in enumerate(positions):
+            if any(start <= position < end for start, end in unread):
+                continue
+            if 'BinaryOperator' in name and not any(start <= position < end for start, end in operands):
+                continue  # the star of keyword-only arguments and of unpacking
+            found.setdefault(Place(module, *position), []).append(Change(name, occurrence))
+    return found
+
+
+def spans(code: str) -> tuple[list[tuple], list[tuple]]:
+    """Return from where to where annotations reach, and what lies between the operands of binary operators."""
+    annotations, between = [], []
+    for node in ast.walk(ast.parse(code)):
+        for annotation in (getattr(node, 'annotation', None), getattr(node, 'returns', None)):
+            if annotation is not None:
+                start = (annotation.lineno, annotation.col_offset)
+                annotations.append((start, (annotation.end_lineno, annotation.end_col_offset)))
+        if isinstance(node, ast.BinOp):
+            start = (node.left.end_lineno, node.left.end_col_offset)
+            between.append((start, (node.right.lineno, node.right.col_offset)))
+    return annotations, between
+
+
+def key_of(place: Place, change: Change) -> str:
+    """Return what names an attempt: the change, the file's code and its tests'."""
+    read = [f'mmgate/{place.module}', *files(tests_of(place.module) or ())]
+    state = repr((place, change)).encode() + b''.join((ROOT / name).read_bytes() for name in read)
+    return hashlib.sha256(state).hexdigest()[:16]
+
+
+def attempt(tree: Path, place: Place, change: Change, timeout: float) -> dict:
+    """Change one place of the copy, run its tests until one fails, and change it back."""
+    path = tree / 'mmgate' / place.module
+    before = path.read_text()
+    after = mutate_code(before, get_operator(change.operator)(), change.occurrence)
+    assert after is not None
+    started, outcome, failed = time.monotonic(), 'survived', ''
+    try:
+        path.write_text(after)
+        for arguments in commands(tests_of(place.module) or ()):
+            left = timeout - (time.monotonic() - started)
+            status, output = run(arguments, tree, left)
+            if status not in (0, 5):  # 5: all of its tests are skipped or deselected here
+                outcome, failed = ('timeout' if status is None else 'killed'), first_failure(output)
+                break
+    finally:
+        path.write_text(before)
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm='')
+    diff = [line for line in lines if line[:1] in '+-' and line[:3] not in ('+++', '---')]
+    return dict(
+        key=key_of(place, change),
+        **asdict(place),
+        **asdict(change),
+        outcome=outcome,
+        seconds=round(time.monotonic() - started, 1),
+        by=failed,
+        diff=diff,
+    )
+
+
+def run(arguments: list[str], tree: Path, timeout: float) -> tuple[int | None, str]:
+    """Return the status and output of pytest in a fork of this process, or None and '' if it took too long."""
+    with tempfile.TemporaryFile('w+') as output:
+        child = os.fork()
+        if not child:
+            _test(arguments, tree, output.fileno())
+        deadline = time.monotonic() + timeout
+        while not (ended := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.killpg(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+                return None, ''
+            time.sleep(0.1)
+        output.seek(0)
+        return os.waitstatus_to_exitcode(ended[1]), output.read()
+
+
+def _test(arguments: list[str], tree: Path, output: int) -> NoReturn:
+    """Become a test run of a tree; what it starts belongs to its group."""
+    status = 1
+    try:
+        os.setsid()
+        for stream in (1, 2):
+            os.dup2(output, stream)
+        sys.stdout = sys.stderr = os.fdopen(1, 'w', closefd=False)  # whatever they were
+        os.chdir(tree)
+        os.environ['PYTHONPATH'] = str(tree)
+        sys.path.insert(0, str(tree))
+        import pytest
+
+        status = int(pytest.main([*PYTEST, *arguments]))
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
+
+
+def first_failure(output: str) -> str:
+    """Return what pytest calls the failing test, or its last words where it could not start one."""
+    failures = [line for line in output.splitlines() if line.startswith(('FAILED', 'ERROR'))]
+    return (failures or output.strip().splitlines()[-1:] or [''])[0][:200]
+
+
+def summary(rows: list[dict], asked: int, seed: int) -> str:
+    """Return the score and the survivors as a page."""
+    outcomes = Counter(row['outcome'] for row in rows)
+    killed = outcomes['killed'] + outcomes['timeout']
+    lines = [
+        f'`make mutants` (`--sample {asked} --seed {seed}`): {killed} of {len(rows)} changes killed, '
+        f'{100 * killed / max(len(rows), 1):.0f} % ({outcomes["timeout"]} of them by running out of time).',
+        '',
+    ]
+    for package in PACKAGES:
+        own = [row['outcome'] != 'survived' for row in rows if row['module'].startswith(package)]
+        lines.append(f'- {package}: {sum(own)} of {len(own)}')
+    for row in rows:
+        if row['outcome'] == 'survived':
+            lines += [
+                '',
+                f'Survived: mmgate/{row["module"]}:{row["line"]}, {row["operator"]}',
+                '```',
+                *row['diff'],
+                '```',
+            ]
+    return '\n'.join(lines) + '\n'
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,20 @@
+"""Copies of the checkout, for what must not write into it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def copy_tree(target: Path, source: Path = ROOT) -> None:
+    """Copy what git knows of ``source``, or would know, links as links."""
+    listed = ['git', 'ls-files', '-coz', '--exclude-standard']
+    names = subprocess.run(listed, cwd=source, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split('\0')):
+        if os.path.lexists(source / name):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source / name, target / name, follow_symlinks=False)
