@@ -100,8 +100,8 @@ class GatingModulation(nn.Module):
         self.bias.copy_(self.bias.new_tensor(start))
 
     def forward(self, r: Tensor) -> Tensor:
-        """Return the gate, of the shape of ``r``."""
-        gate = self._modulate(r)
+        """Return the gate, of the shape of ``r``, in no less than float32: products of factors leave half precision."""
+        gate = self._modulate(r.float() if r.dtype.itemsize < 4 else r)
         activation = ACTIVATIONS[self.activation]
         return gate if activation is None else activation(gate)
 
@@ -110,8 +110,9 @@ class GatingModulation(nn.Module):
             return r
         if self.variant == 'mlp':
             hidden = F.relu(r[..., None] * self.hidden_weight + self.hidden_bias)  # (..., 4)
-            factors = F.linear(hidden, self.weight.view(2, MLP_WIDTH), self.bias)
-            return factors[..., 0] * factors[..., 1]
+            weight, bias = self.weight.view(2, MLP_WIDTH).to(hidden.dtype), self.bias.to(hidden.dtype)
+            first, second = F.linear(hidden, weight, bias).to(hidden.dtype).unbind(-1)
+            return first * second
         if self.variant == 'single':
             return self.weight * r + self.bias
         a, c = self.weight

@@ -22,7 +22,8 @@ def attention_map(
     position: str = 'pre_softmax',
 ) -> Tensor:
     """Return the attention weights ``(B, H, N, M)`` of :func:`plug_attention`."""
-    logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5  # (B, H, N, M)
+    # scaled before the product, which is beyond half precision from 65,504 on
+    logits = query * query.shape[-1] ** -0.5 @ key.transpose(-1, -2)  # (B, H, N, M)
     factor = gate_factor(gate_query, gate_key, modulation, residual)
     if position == 'pre_softmax':
         logits = logits * factor
@@ -35,8 +36,7 @@ def gate_factor(gate_query: Tensor, gate_key: Tensor, modulation: Modulation, re
 
     In bfloat16 the sum has four values for all G of less than 0.015, where gates start.
     """
-    raw = gate_query @ gate_key.transpose(-1, -2) / gate_query.shape[-1] ** 0.5
-    gate = modulation(raw)
+    gate = modulation(gate_query * gate_query.shape[-1] ** -0.5 @ gate_key.transpose(-1, -2))
     gate = gate.float() if gate.dtype.itemsize < 4 else gate
     return 1 + gate if residual else gate
 

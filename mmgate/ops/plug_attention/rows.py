@@ -119,7 +119,7 @@ class _Chunks:
         if a.dtype == self.dtype:
             torch.baddbmm(out.flatten(0, 1), a, b, beta=0, alpha=scale, out=out.flatten(0, 1))
         else:
-            out.copy_((a @ b).view_as(out)).mul_(scale)
+            out.copy_((a * scale @ b).view_as(out))  # in this order: the product may leave half precision
         return out
 
     def copy(self, buffer: int, source: Tensor) -> Tensor:
