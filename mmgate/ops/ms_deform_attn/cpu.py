@@ -104,10 +104,11 @@ def _chunks(value: Tensor, level_start_index: Tensor, weights: Tensor) -> Iterat
         raise ValueError(f'value {tuple(value.shape)} has more than 2^31 rows; use a smaller batch or backend="torch".')
     image = torch.arange(batch).repeat_interleave(queries)
     head = torch.arange(heads).view(1, -1, 1, 1)
+    starts = level_start_index.clamp(max=tokens - 1)  # where a last level is empty
     step = max(1, CHUNK // max(1, heads * levels * points * 4))
     for start in range(0, batch * queries, step):
         part = slice(start, start + step)
-        first = (image[part].view(-1, 1, 1, 1) * tokens + level_start_index.view(1, 1, -1, 1)) * heads + head
+        first = (image[part].view(-1, 1, 1, 1) * tokens + starts.view(1, 1, -1, 1)) * heads + head
         yield part, first.to(torch.int32)
 
 

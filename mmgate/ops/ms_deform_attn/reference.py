@@ -23,11 +23,12 @@ def sample(
     b = torch.arange(batch, device=value.device).view(-1, 1, 1, 1, 1)
     h = torch.arange(heads, device=value.device).view(-1, 1, 1)
 
+    starts = level_start_index.clamp(max=value.shape[1] - 1)[:, None]  # where a last level is empty
     output = weights.new_zeros(batch, queries, heads, dim)
     for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):
         x, y = corner[..., 0] + dx, corner[..., 1] + dy  # (B, Q, H, L, P)
         inside = (x >= 0) & (x < size[..., 0]) & (y >= 0) & (y < size[..., 1])
-        index = level_start_index[:, None] + torch.where(inside, y * size[..., 0] + x, 0).long()
+        index = starts + torch.where(inside, y * size[..., 0] + x, 0).long()
         fx = fraction[..., 0] if dx else 1 - fraction[..., 0]
         fy = fraction[..., 1] if dy else 1 - fraction[..., 1]
         bilinear = torch.where(inside, fx * fy, 0)
