@@ -130,7 +130,7 @@ def polaformer(module: Any, x: Tensor, hw_shape: Any = None, **_: Any) -> Readin
         key = module.split_heads(key / F.softplus(module.focus_scale))
         keys = polarity_features(key, 1 + module.alpha * module.power.sigmoid())
         same, opposite = module.split_heads(value).chunk(2, -1)
-        maps = [key_value_map(torch.cat(k, -1), v) for k, v in ((keys, same), (keys[::-1], opposite))]
+        maps = [key_value_map(torch.cat(k, -1).to(v.dtype), v) for k, v in ((keys, same), (keys[::-1], opposite))]
         return torch.cat(maps, -1)
 
     return dict(kv=kv, gate_out=lambda: module.gate_out(x))

@@ -12,6 +12,8 @@ import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, nn
 
+from mmgate.ops.layout import broadcasts_to, check_layout
+from mmgate.ops.library import is_exporting
 from mmgate.ops.masks import merge_masks
 
 KEEP_ALL = dict(type='Dropout', drop_prob=0.0)  # mmcv's default
@@ -135,16 +137,30 @@ class DenseAttention(nn.MultiheadAttention):
 
         Returns:
             The output, and the weights ``(B, N, M)`` or ``(B, H, N, M)`` if ``need_weights``, else None.
+
+        Raises:
+            TypeError: An input is no tensor.
+            ValueError: Inputs or masks of a wrong shape or dtype.
         """
         if is_causal and attn_mask is None:
             raise ValueError('is_causal needs attn_mask, as in torch.nn.MultiheadAttention.')
-        if query.dim() != 3:
-            raise ValueError(f'query must be batched, (N, B, C) or (B, N, C), got {tuple(query.shape)}.')
+        of_query, of_key = ('B N', 'B M') if self.batch_first else ('N B', 'M B')
+        check_layout(
+            ('query', query, f'{of_query} {self.qdim}'),
+            ('key', key, f'{of_key} {self.kdim}'),
+            ('value', value, f'{of_key} {self.vdim}'),
+        )
         if not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         inputs = (query, key, value)
         q, k, v = self.project(inputs)
         bias, dead = merge_masks(attn_mask, key_padding_mask, query.shape[0], self.num_heads, q.dtype)
+        full = (*q.shape[:3], k.shape[2])
+        if bias is not None and not is_exporting() and not broadcasts_to(bias.shape, full):
+            raise ValueError(
+                f'attn_mask and key_padding_mask must fit (B, H, N, M) = {tuple(full)}, got '
+                f'{" and ".join(str(tuple(m.shape)) for m in (attn_mask, key_padding_mask) if m is not None)}.'
+            )
         heads = self.attend(q, k, v, inputs, bias)
         if dead is not None:
             heads = heads.masked_fill(dead, 0.0)

@@ -10,6 +10,8 @@ from mmcv.cnn.bricks.drop import build_dropout
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
+from mmgate.ops.layout import check_layout
+
 
 class MapAttention(nn.Module):
     """Self-attention over the tokens of an H x W map; a subclass mixes them in :meth:`mix`.
@@ -76,7 +78,12 @@ class MapAttention(nn.Module):
         """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``; ``identity``, if given, is added (PVT).
 
         Without ``hw_shape`` (ViT) the map is that of pre-training, or else a square.
+
+        Raises:
+            TypeError: ``x`` is no tensor.
+            ValueError: ``x`` has another shape, or its tokens do not make the map.
         """
+        check_layout(('x', x, f'B N {self.embed_dims}'), ('identity', identity, f'B N {self.embed_dims}'), filled='N')
         height, width = self._square(x.shape[1]) if hw_shape is None else (int(hw_shape[0]), int(hw_shape[1]))
         if x.shape[1] != self.class_tokens + height * width:
             extra = f' and {self.class_tokens} class token' if self.class_tokens else ''

@@ -8,6 +8,7 @@ from typing import Any
 from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention
 from torch import Tensor
 
+from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.ms_deform_attn import check_backend, ms_deform_attn
 from mmgate.registry import MODELS
 
@@ -84,7 +85,7 @@ class MultiScaleDeformableAttention(MMCVMultiScaleDeformableAttention):
             Of the shape of ``query``.
 
         Raises:
-            ValueError: ``reference_points``, ``spatial_shapes`` or ``level_start_index`` missing or of a wrong shape.
+            ValueError: ``reference_points``, ``spatial_shapes`` or ``level_start_index`` missing, or a wrong shape.
         """
         if reference_points is None or spatial_shapes is None or level_start_index is None:
             raise ValueError(
@@ -95,6 +96,7 @@ class MultiScaleDeformableAttention(MMCVMultiScaleDeformableAttention):
             identity = kwargs['residual']
         value = query if value is None else value
         identity = query if identity is None else identity
+        self._check(query, value, identity, query_pos, key_padding_mask)
         query = query if query_pos is None else query + query_pos
         if not self.batch_first:
             query, value = query.transpose(0, 1), value.transpose(0, 1)
@@ -120,3 +122,24 @@ class MultiScaleDeformableAttention(MMCVMultiScaleDeformableAttention):
         if not self.batch_first:
             output = output.transpose(0, 1)
         return self.dropout(output) + identity
+
+    def _check(
+        self,
+        query: Tensor,
+        value: Tensor,
+        identity: Tensor,
+        query_pos: Tensor | None,
+        key_padding_mask: Tensor | None,
+    ) -> None:
+        of_query, of_value = ('B Q', 'B S') if self.batch_first else ('Q B', 'S B')
+        check_layout(
+            ('query', query, f'{of_query} {self.embed_dims}'),
+            ('value', value, f'{of_value} {self.embed_dims}'),
+            one_dtype=False,
+        )
+        for name, x in dict(identity=identity, query_pos=query_pos).items():
+            if x is not None and not broadcasts_to(x.shape, query.shape):
+                raise ValueError(f'{name} must be of the shape of query, {tuple(query.shape)}, got {tuple(x.shape)}.')
+        shape = (value.shape[0], value.shape[1]) if self.batch_first else (value.shape[1], value.shape[0])
+        if key_padding_mask is not None and not broadcasts_to(key_padding_mask.shape, shape):
+            raise ValueError(f'key_padding_mask must be (B, S) = {shape}, got {tuple(key_padding_mask.shape)}.')

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .layout import check_layout
+
 
 def agent_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, agents: Tensor, bias1: Tensor | None, bias2: Tensor | None, scale: float
@@ -37,7 +39,7 @@ def agent_attention(
     Args:
         q: Queries ``(B, H, N, d)``.
         k: Keys ``(B, H, M, d)``.
-        v: Values ``(B, H, M, d)``.
+        v: Values ``(B, H, M, e)``, most often e = d.
         agents: Agent tokens ``(B, H, n, d)``.
         bias1: Added to the logits of agents and keys, broadcastable to ``(B, H, n, M)``.
         bias2: Added to the logits of queries and agents, broadcastable to ``(B, H, N, n)``.
@@ -45,10 +47,22 @@ def agent_attention(
         dropout: Probability of dropping an attention weight, in both.
 
     Returns:
-        ``(B, H, N, d)`` in the dtype of ``v``.
+        ``(B, H, N, e)`` in the dtype of ``v``.
+
+    Raises:
+        ValueError: Shapes or dtypes that do not go together, no keys or no agents.
 
     Source: Agent attention, Eq. 5.
     """
+    check_layout(
+        ('q', q, 'B H N d'),
+        ('k', k, 'B H M d'),
+        ('v', v, 'B H M e'),
+        ('agents', agents, 'B H n d'),
+        ('bias1', bias1, 'B|1 H|1 n|1 M|1'),
+        ('bias2', bias2, 'B|1 H|1 N|1 n|1'),
+        filled='M d n',
+    )
     agent_v = F.scaled_dot_product_attention(agents, k, v, attn_mask=bias1, dropout_p=dropout, scale=scale)
     return F.scaled_dot_product_attention(q, agents, agent_v, attn_mask=bias2, dropout_p=dropout, scale=scale)
 

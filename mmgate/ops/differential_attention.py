@@ -10,11 +10,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .layout import check_layout
+
 
 def differential_streams(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, *, dropout: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """Return ``A+ V`` and ``A- V``, ``(B, H, N, d)`` each; arguments as :func:`differential_attention`."""
+    """Return ``A+ V`` and ``A- V``, ``(B, H, N, d)`` each; arguments as :func:`differential_attention`.
+
+    Raises:
+        ValueError: Shapes or dtypes that do not go together, an odd d, or no keys.
+    """
+    check_layout(
+        ('query', query, 'B H N d'),
+        ('key', key, 'B H M d'),
+        ('value', value, 'B H M e'),
+        ('bias', bias, 'B|1 H|1 N|1 M|1'),
+        filled='M d',
+    )
+    if query.shape[-1] % 2:
+        raise ValueError(f'query must have an even d, half of it for each stream, got {tuple(query.shape)}.')
     # Queries of width d with the other stream at 0 give the same logits, and keep to the fused kernels, which need
     # queries and values of one width.
     q_plus, q_minus = query.chunk(2, -1)
@@ -40,8 +55,12 @@ def differential_attention(
         bias: Added to both streams' logits.
         dropout: Probability of dropping an attention weight.
 
+    Raises:
+        ValueError: As :func:`differential_streams`, or a gate of another shape.
+
     Source: M-DGSA, section 4.2.
     """
+    check_layout(('query', query, 'B H N d'), ('gate', gate, 'B H N 1'))
     plus, minus = differential_streams(query, key, value, bias, dropout=dropout)
     return gate * plus - (1 - gate) * minus
 

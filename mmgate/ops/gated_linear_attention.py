@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .layout import check_layout
+
 
 def gated_linear_attention_reference(
     q: Tensor, k: Tensor, v: Tensor, gate_k: Tensor | None, gate_v: Tensor | None
@@ -43,8 +45,19 @@ def gated_linear_attention(
     Returns:
         ``(B, H, N, d)``.
 
+    Raises:
+        ValueError: Shapes or dtypes that do not go together, or no keys.
+
     Source: SAGA, Eq. 6 and 8.
     """
+    check_layout(
+        ('q', q, 'B H N d'),
+        ('k', k, 'B H M d'),
+        ('v', v, 'B H M e'),
+        ('gate_k', gate_k, 'B|1 H|1 M|1 d|1'),
+        ('gate_v', gate_v, 'B|1 H|1 M|1 e|1'),
+        filled='M d',
+    )
     k = k if gate_k is None else k * gate_k
     v = v if gate_v is None else v * gate_v
     # Before the product, because a sum over many tokens leaves half precision; on both factors, because 1 / N of one

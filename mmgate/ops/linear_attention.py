@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .layout import check_kinds, check_layout
+
 EPS = 1e-6  # keeps a query that agrees with no key from dividing by 0
+EPS_HALF = 2**-12  # the same in half precision, in whose range the inverse, a gradient, has to be
 
 
 def key_value_map(k: Tensor, v: Tensor) -> Tensor:
@@ -33,11 +36,31 @@ def kernel_attention(
         norm_q: Features of the queries in the denominator, where those above are rotated; ``q`` by default.
         norm_k: Of the keys, likewise.
 
+    Features may be of a wider dtype than the values, as powers have to be.
+
+    Raises:
+        ValueError: Shapes that do not go together, or no keys.
+
     Source: Transformers are RNNs (Katharopoulos et al., 2020), Eq. 5.
     """
-    norm_q, norm_k = q if norm_q is None else norm_q, k if norm_k is None else norm_k
-    total = (_wide(norm_q) * _wide(norm_k).mean(-2, keepdim=True)).sum(-1, keepdim=True)
-    return (_wide(q @ key_value_map(k, v)) / (total + EPS)).to(v.dtype)
+    check_layout(
+        ('q', q, 'B H N d'),
+        ('k', k, 'B H M d'),
+        ('v', v, 'B H M e'),
+        ('norm_q', norm_q, 'B H N f'),
+        ('norm_k', norm_k, 'B H M f'),
+        filled='M d f',
+        one_dtype=False,
+    )
+    norm_q, norm_k = _wide(q if norm_q is None else norm_q), _wide(k if norm_k is None else norm_k)
+    if v.dtype == torch.float16:
+        # The weights do not depend on the features' lengths; brought to 1 where they are more, products stay in range.
+        long_q = norm_q.detach().abs().amax(-1, keepdim=True).clamp(min=1)
+        long_k = norm_k.detach().abs().amax((-2, -1), keepdim=True).clamp(min=1)
+        q, k, norm_q, norm_k = q / long_q, k / long_k, norm_q / long_q, norm_k / long_k
+    total = (norm_q * norm_k.mean(-2, keepdim=True)).sum(-1, keepdim=True)
+    total = total.clamp(min=EPS_HALF) if v.dtype == torch.float16 else total + EPS
+    return (_wide(q.to(v.dtype) @ key_value_map(k.to(v.dtype), v)) / total).to(v.dtype)
 
 
 def kernel_attention_reference(
@@ -52,10 +75,16 @@ def kernel_attention_reference(
 def hydra_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return ``q̂ * sum_N(k̂ * v)`` of ``(B, N, C)``: as many heads as channels, the lengths taken over all of them.
 
+    Raises:
+        ValueError: Shapes or dtypes that do not go together.
+
     Source: Hydra attention (Bolya et al., 2022), Eq. 8.
     """
-    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    return q * (k * v).sum(-2, keepdim=True)
+    check_layout(('q', q, 'B N C'), ('k', k, 'B M C'), ('v', v, 'B M C'))
+    q, k = _unit(q), _unit(k)
+    # a sum over many tokens may leave half precision
+    total = (k * v).sum(-2, keepdim=True, dtype=torch.promote_types(v.dtype, torch.float32))
+    return (q * total).to(v.dtype)
 
 
 def hydra_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -68,8 +97,12 @@ def hydra_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return ``softmax_d(Q) (softmax_N(K)^T V)``.
 
+    Raises:
+        ValueError: Shapes or dtypes that do not go together.
+
     Source: Efficient attention (Shen et al., 2021), Eq. 4 and 5.
     """
+    check_layout(('q', q, 'B H N d'), ('k', k, 'B H M d'), ('v', v, 'B H M e'))
     return q.softmax(-1) @ (k.softmax(-2).transpose(-1, -2) @ v)
 
 
@@ -81,11 +114,15 @@ def efficient_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def linear_angular_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return ``V / 2 + Q̂ (K̂^T V) / pi``, every token and head brought to length 1.
 
+    Raises:
+        ValueError: Shapes or dtypes that do not go together, or no tokens.
+
     Source: Castling-ViT (You et al., 2023), the linear term of the angular kernel.
     """
-    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    check_layout(('q', q, 'B H N d'), ('k', k, 'B H N d'), ('v', v, 'B H N e'), filled='N')
+    q, k = _unit(q), _unit(k)
     tokens = _wide(q @ key_value_map(k, v)) * (k.shape[-2] / math.pi)
-    return F.normalize(_wide(v) / 2 + tokens, dim=-1).to(v.dtype)
+    return _unit(_wide(v) / 2 + tokens, v.dtype)
 
 
 def linear_angular_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -113,12 +150,15 @@ def polarity_features(x: Tensor, power: Tensor) -> tuple[Tensor, Tensor]:
         x: ``(B, H, N, d)``.
         power: More than 1, broadcastable to ``x``.
 
+    Returns:
+        Both in no less than float32: powers of what 16 bits hold leave their range.
+
     Source: PolaFormer (Meng et al., 2025), section 3.
     """
     # Where x is 0 the gradient of 0^p with respect to p, 0 log 0, would be no number.
     wide = _wide(x)
     positive, negative = (part.clamp(min=EPS) ** power * (part > 0) for part in (wide, -wide))
-    return positive.to(x.dtype), negative.to(x.dtype)
+    return positive, negative
 
 
 def polarity_attention(q: Tensor, k: Tensor, v: Tensor, power: Tensor) -> Tensor:
@@ -130,8 +170,21 @@ def polarity_attention(q: Tensor, k: Tensor, v: Tensor, power: Tensor) -> Tensor
         v: Values ``(B, H, N, d)``, ``d`` even.
         power: Of the features, see :func:`polarity_features`.
 
+    Raises:
+        ValueError: Shapes that do not go together, an odd d, or no tokens.
+
     Source: PolaFormer, section 3.
     """
+    check_layout(
+        ('q', q, 'B H N d'),
+        ('k', k, 'B H M d'),
+        ('v', v, 'B H M e'),
+        ('power', power, 'B|1 H|1 N|1 d|1'),
+        filled='M d',
+        one_dtype=False,
+    )
+    if v.shape[-1] % 2:
+        raise ValueError(f'v must have an even number of channels, half for each polarity, got {tuple(v.shape)}.')
     (q_plus, q_minus), (k_plus, k_minus) = polarity_features(q, power), polarity_features(k, power)
     same, opposite = v.chunk(2, -1)
     keys = torch.cat([k_plus, k_minus], -1)
@@ -162,8 +215,12 @@ def inline_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = N
     The products are scaled by ``scale / N``, ``1 / sqrt(d)`` by default. Unlike a quotient, the difference maps no two
     queries to the same weights.
 
+    Raises:
+        ValueError: Shapes or dtypes that do not go together, or no tokens.
+
     Source: Bridging the divide: reconsidering softmax and linear attention (Han et al., 2024), Eq. 5.
     """
+    check_layout(('q', q, 'B H N d'), ('k', k, 'B H M d'), ('v', v, 'B H M e'), filled='M d')
     # Q cov(K, V) + mean(V): centring first keeps what the difference would cancel out of half precision.
     mean = v.mean(-2, keepdim=True)
     covariance = key_value_map(k - k.mean(-2, keepdim=True), v - mean)
@@ -180,8 +237,12 @@ def inline_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, scale: float 
 def rank_augmented_keys(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
     """Return keys weighted by their attention from the mean query: ``alpha_j k_j`` with ``sum(alpha) = N``.
 
+    Raises:
+        ValueError: Shapes or dtypes that do not go together, no queries or no keys.
+
     Source: Breaking the low-rank dilemma of linear attention (Fan et al., 2024), section 3.
     """
+    check_layout(('q', q, 'B H N d'), ('k', k, 'B H M d'), filled='N M d')
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     weights = (q.mean(-2, keepdim=True) @ k.transpose(-1, -2) * scale).softmax(-1)  # (B, H, 1, N)
     return k * (weights * k.shape[-2]).transpose(-1, -2)
@@ -195,8 +256,16 @@ def rotate(x: Tensor, hw_shape: tuple[int, int], base: float = 10_000.0) -> Tens
         hw_shape: Height and width of the map.
         base: The slowest angle is ``1 / base`` of the fastest, to the power ``1 - 4 / d``.
 
+    Raises:
+        ValueError: The tokens do not make the map, or d is no multiple of 4.
+
     Source: RoFormer (Su et al., 2021), over two axes as in MLLA (Han et al., 2024).
     """
+    check_kinds(dict(x=x))
+    if x.dim() < 2 or x.shape[-2] != hw_shape[0] * hw_shape[1] or x.shape[-1] % 4:
+        raise ValueError(
+            f'x must be (..., {hw_shape[0]} * {hw_shape[1]}, d) with d a multiple of 4, got {tuple(x.shape)}.'
+        )
     pairs = x.shape[-1] // 4  # an axis
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
     speeds = base ** -(torch.arange(pairs, device=x.device, dtype=kind) / pairs)
@@ -208,6 +277,19 @@ def rotate(x: Tensor, hw_shape: tuple[int, int], base: float = 10_000.0) -> Tens
     cosine, sine = angles.cos(), angles.sin()
     even, odd = _wide(x).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], -1).flatten(-2).to(x.dtype)
+
+
+def _unit(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``x`` at length 1, in ``dtype`` or its own.
+
+    In half precision torch's 1e-12 would be 0, and the gradient of a token at 0, its inverse, infinite; there a token
+    shorter than 1e-4 is 0 and gets no gradient.
+    """
+    dtype, wide = x.dtype if dtype is None else dtype, _wide(x)
+    if dtype != torch.float16:
+        return F.normalize(wide, dim=-1).to(dtype)
+    length = wide.norm(dim=-1, keepdim=True)
+    return (wide * torch.where(length > 1e-4, 1 / length.clamp(min=1e-4), 0)).to(dtype)
 
 
 def _wide(x: Tensor) -> Tensor:

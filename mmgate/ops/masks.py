@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .layout import broadcasts_to
+
 
 def merge_masks(
     attn_mask: Tensor | None, key_padding_mask: Tensor | None, batch: int, heads: int, dtype: torch.dtype
@@ -33,7 +35,7 @@ def merge_masks(
             attn_mask = attn_mask[None, None]
         elif attn_mask.dim() == 3 and attn_mask.shape[0] == batch * heads:
             attn_mask = attn_mask.unflatten(0, (batch, heads))
-        elif attn_mask.dim() != 4:
+        elif attn_mask.dim() != 4 or not broadcasts_to(attn_mask.shape[:2], (batch, heads)):
             raise ValueError(
                 f'attn_mask must be (N, M), (B * H, N, M) or (B, H, N, M) with B={batch}, H={heads}, '
                 f'got {tuple(attn_mask.shape)}.'
@@ -43,6 +45,10 @@ def merge_masks(
         if key_padding_mask.dim() != 2 or key_padding_mask.shape[0] != batch:
             raise ValueError(f'key_padding_mask must be (B, M) with B={batch}, got {tuple(key_padding_mask.shape)}.')
         padding = _additive(key_padding_mask[:, None, None], dtype)
+        if bias is not None and not broadcasts_to(padding.shape[-1:], bias.shape[-1:]):
+            raise ValueError(
+                f'key_padding_mask {tuple(key_padding_mask.shape)} and attn_mask {tuple(bias.shape)} differ in keys.'
+            )
         bias = padding if bias is None else bias + padding
     if bias is None:
         return None, None

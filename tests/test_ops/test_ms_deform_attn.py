@@ -177,6 +177,24 @@ def test_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
         ms_deform_attn(*make_inputs('two_levels'), backend='torch')
 
 
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_an_empty_last_level_is_passed_over(backend: str) -> None:
+    value, _, _, locations, logits = make_inputs('two_levels')
+    start, shapes = torch.tensor([0, 30]), torch.tensor([(5, 6), (0, 4)])
+    actual = ms_deform_attn(value, shapes, start, locations, logits, backend=backend)
+    weights = logits.flatten(-2).softmax(-1).view_as(logits)
+    first = cpu.sample(value, shapes[:1], start[:1], locations[..., :1, :, :], weights[..., :1, :])
+    torch.testing.assert_close(actual, first)
+
+
+@pytest.mark.parametrize('backend', BACKENDS)
+def test_no_points_and_no_channels(backend: str) -> None:
+    value, shapes, start, locations, logits = make_inputs('two_levels')
+    output = ms_deform_attn(value, shapes, start, locations[..., :0, :], logits[..., :0], backend=backend)
+    assert torch.equal(output, torch.zeros(2, 5, 8, dtype=torch.float64))
+    assert ms_deform_attn(value[..., :0], shapes, start, locations, logits, backend=backend).shape == (2, 5, 0)
+
+
 def with_input(number: int, value: Tensor) -> list[Tensor]:
     inputs = make_inputs('two_levels', gate=(2, 2, 1))
     inputs[number] = value
@@ -192,10 +210,25 @@ def with_input(number: int, value: Tensor) -> list[Tensor]:
         (lambda: with_input(1, torch.tensor([(4, 6), (2, 2)])), {}, 'value has 30 tokens, but .* hold 28'),
         (lambda: with_input(1, torch.tensor([(5, 6)])), {}, r'spatial_shapes must be \(2, 2\)'),
         (lambda: with_input(3, torch.rand(2, 5, 2, 2, 3)), {}, 'sampling_locations must be'),
+        (lambda: with_input(2, torch.tensor([0, 25])), {}, r'level_start_index \[0, 25\] .* reaches beyond the 30'),
+        (lambda: with_input(5, torch.rand(2, 5, 3, 2, 1)), {}, 'gate .* does not broadcast'),
+        (lambda: with_input(0, torch.ones(2, 30, 2, 4).long()), {}, 'value must be floating point'),
         (lambda: with_input(0, torch.rand(2, 30, 8)), {}, r'value must be \(B, S, H, D\)'),
         (lambda: with_input(0, torch.rand(2, 30, 4, 4)), {}, 'differ in batch or heads'),
     ],
-    ids=['unknown_backend', 'impossible_backend', 'position', 'areas', 'levels', 'locations', 'value', 'heads'],
+    ids=[
+        'unknown_backend',
+        'impossible_backend',
+        'position',
+        'areas',
+        'levels',
+        'locations',
+        'starts',
+        'gate',
+        'integers',
+        'value',
+        'heads',
+    ],
 )
 def test_bad_input(arguments, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):

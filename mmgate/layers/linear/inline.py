@@ -50,9 +50,9 @@ class InLineAttention(LinearAttention):
         """Attend in every head and add the neighbourhood."""
         heads = inline_attention(*(self.split_heads(t) for t in (q, k, v)), scale=self.scale)
         out = self.merge_heads(heads)
-        if self.local is None:
-            return out
         batch = len(x)
+        if self.local is None or not batch:  # no group of a convolution
+            return out
         weight = self.local(x.mean(1)[..., None]).view(batch * self.embed_dims, 1, KERNEL, KERNEL)
         images = (
             v[:, self.class_tokens :].transpose(1, 2).reshape(1, batch * self.embed_dims, *hw_shape)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from ..dispatch import Backend, find, select
+from ..layout import broadcasts_to, check_integer, check_kinds
 from ..library import is_compiling, is_exporting, outside_graphs
 from . import cpu, grid_sample, mmcv, reference, triton
 from .problems import PROBLEMS
@@ -63,15 +63,18 @@ def ms_deform_attn(
         ``(B, Q, H * D)`` in the dtype of ``value``. Weights are formed in float32 for 16-bit inputs.
 
     Raises:
-        ValueError: Shapes that do not go together, an unknown option or a backend that cannot run here.
+        TypeError: An argument is no tensor.
+        ValueError: Shapes, dtypes or devices that do not go together, an unknown option or a backend that cannot run
+            here; on the CPU also levels that do not lie within the values.
 
     Source: Deformable DETR (arXiv 2010.04159), Eq. 3; PLuG attention, Eq. 8 to 12.
     """
     _check(value, spatial_shapes, level_start_index, sampling_locations, logits, gate, position)
     if reference_points is not None:
+        check_kinds(dict(logits=logits, reference_points=reference_points), one_dtype=False)
         reference_points = _checked_reference(reference_points, logits)
-    if not value.shape[1]:  # no level has a pixel
-        return value.sum(1).flatten(1)[:, None].expand(-1, logits.shape[1], -1)
+    if not all(value.shape[1:]) or not logits.shape[-1]:  # no level has a pixel, or there are no channels or points
+        return value[:, :0].sum(1).flatten(1)[:, None].expand(-1, logits.shape[1], -1)
     inputs = (value, spatial_shapes, level_start_index, sampling_locations, logits)
     arguments = (*inputs, gate, residual, position, reference_points)
     return select('ms_deform_attn', BACKENDS, value, backend, PROBLEMS, arguments).run(*arguments)
@@ -88,6 +91,10 @@ def _check(
 ) -> None:
     if position not in POSITIONS:
         raise ValueError(f'position={position!r} is unknown; choose one of {", ".join(POSITIONS)}.')
+    tensors = dict(value=value, sampling_locations=sampling_locations, logits=logits, gate=gate)
+    check_kinds(tensors, one_dtype=False)
+    check_integer('spatial_shapes', spatial_shapes, value)
+    check_integer('level_start_index', level_start_index, value)
     if value.dim() != 4 or logits.dim() != 5:
         raise ValueError(
             f'value must be (B, S, H, D) and logits (B, Q, H, L, P), '
@@ -107,17 +114,27 @@ def _check(
             f'logits have {levels} levels, so spatial_shapes must be ({levels}, 2) and level_start_index ({levels},), '
             f'got {tuple(spatial_shapes.shape)} and {tuple(level_start_index.shape)}.'
         )
-    if gate is not None and torch.broadcast_shapes(gate.shape, logits.shape) != logits.shape:
+    if gate is not None and not broadcasts_to(gate.shape, logits.shape):
         raise ValueError(f'gate {tuple(gate.shape)} does not broadcast to the logits {tuple(logits.shape)}.')
     # Reading the sizes would stall a GPU and break a compiled graph; there the host layer has to be right.
     if not is_compiling() and not is_exporting() and spatial_shapes.device.type == 'cpu':
-        areas = int(spatial_shapes.prod(-1).sum())
-        if areas != tokens:
-            raise ValueError(f'value has {tokens} tokens, but spatial_shapes {spatial_shapes.tolist()} hold {areas}.')
+        _check_levels(spatial_shapes.tolist(), level_start_index.tolist(), tokens)
+
+
+def _check_levels(sizes: list[list[int]], starts: list[int], tokens: int) -> None:
+    areas = [height * width for height, width in sizes]
+    if any(height < 0 or width < 0 for height, width in sizes):
+        raise ValueError(f'spatial_shapes must not be negative, got {sizes}.')
+    if sum(areas) != tokens:
+        raise ValueError(f'value has {tokens} tokens, but spatial_shapes {sizes} hold {sum(areas)}.')
+    if any(start < 0 or start + area > tokens for start, area in zip(starts, areas, strict=True)):
+        raise ValueError(
+            f'level_start_index {starts} with spatial_shapes {sizes} reaches beyond the {tokens} tokens of value.'
+        )
 
 
 def _checked_reference(reference_points: Tensor, logits: Tensor) -> Tensor:
-    columns = reference_points.shape[-1]
+    columns = reference_points.shape[-1] if reference_points.dim() else 0
     expected = (*logits.shape[:2], logits.shape[3], columns)
     if columns not in (2, 4):
         raise ValueError(f'reference_points must have 2 or 4 columns, got {columns}.')

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..dispatch import Backend, find, select
+from ..layout import broadcasts_to, check_kinds
 from ..library import outside_graphs
 from . import chunked, reference, triton
 from .problems import PROBLEMS
@@ -59,7 +60,9 @@ def plug_attention(
         ``(B, H, N, e)``.
 
     Raises:
-        ValueError: Shapes that do not go together, an unknown backend or one that cannot run here.
+        TypeError: An argument is no tensor.
+        ValueError: Shapes, dtypes or devices that do not go together, no channels, or a backend that is unknown or
+            cannot run here.
 
     Source: PLuG attention, Eq. 2 to 7, Eq. 17 for ``'post_softmax'``.
     """
@@ -75,6 +78,8 @@ def _check(
 ) -> None:
     if position not in POSITIONS:
         raise ValueError(f'position={position!r} is unknown; choose one of {", ".join(POSITIONS)}.')
+    check_kinds(dict(query=query, key=key, value=value, gate_query=gate_query, gate_key=gate_key))
+    check_kinds(dict(query=query, bias=bias), one_dtype=False)
     if query.dim() != 4 or key.dim() != 4 or gate_query.dim() != 4:
         raise ValueError(
             'query must be (B, H, N, d), key (B, H, M, d) and gate_query (B, H or 1, N, g), '
@@ -87,7 +92,7 @@ def _check(
         raise ValueError(f'gate_query must have 1 head or the {heads} of query, got {gate_heads}.')
     for name, x, expected in (
         ('key', key, (batch, heads, columns, dim)),
-        ('value', value, (batch, heads, columns, value.shape[-1])),
+        ('value', value, (batch, heads, columns, *value.shape[-1:])),
         ('gate_query', gate_query, (batch, gate_heads, rows, width)),
         ('gate_key', gate_key, (batch, gate_heads, columns, width)),
     ):
@@ -96,10 +101,12 @@ def _check(
                 f'{name} must be {expected} beside query {tuple(query.shape)}, key {tuple(key.shape)} and gate_query '
                 f'{tuple(gate_query.shape)}, got {tuple(x.shape)}. Expand what is to be shared; only bias broadcasts.'
             )
+    if not dim or not width:
+        raise ValueError(
+            f'query and gate_query need a channel, got {tuple(query.shape)} and {tuple(gate_query.shape)}.'
+        )
     full = (batch, heads, rows, columns)
-    if bias is not None and (
-        bias.dim() > 4 or any(n not in (1, m) for n, m in zip(reversed(bias.shape), reversed(full), strict=False))
-    ):
+    if bias is not None and not broadcasts_to(bias.shape, full):
         raise ValueError(f'bias {tuple(bias.shape)} does not broadcast to (B, H, N, M) = {full}.')
 
 

@@ -1,0 +1,98 @@
+"""Checks of an operator's arguments: each tensor against its layout, with one message that names what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from .library import autocast_dtype, is_exporting
+
+
+def check_layout(*arguments: tuple[str, Tensor | None, str], filled: str = '', one_dtype: bool = True) -> None:
+    """Refuse tensors that do not go together.
+
+    Args:
+        *arguments: Name, tensor (None is passed over) and layout, axes between blanks such as ``'B H N d'``.
+            Axes of one letter have one size; ``'H|1'`` may have size 1 instead, and a number stands for itself. Where
+            all axes may be 1, the tensor broadcasts and leading ones may be missing.
+        filled: Axes that must not be empty.
+        one_dtype: Whether all are of one dtype; under autocast, which converts them, they need not be.
+
+    Raises:
+        TypeError: An argument is no tensor.
+        ValueError: A shape, dtype or device does not fit; the message names the argument.
+    """
+    if is_exporting():  # sizes are symbols there
+        return
+    check_kinds({name: x for name, x, _ in arguments}, one_dtype=one_dtype)
+    sizes: dict[str, tuple[int, str]] = {}
+    for name, x, layout in arguments:
+        if x is not None:
+            _check_sizes(name, x, layout, sizes)
+    for axis in filled.split():
+        if axis in sizes and not sizes[axis][0]:
+            raise ValueError(f'{sizes[axis][1]} is empty: its axis {axis} must be 1 or more.')
+
+
+def _check_sizes(name: str, x: Tensor, layout: str, sizes: dict[str, tuple[int, str]]) -> None:
+    axes = layout.split()
+    broadcasts = all(axis.endswith('|1') for axis in axes)
+    missing = len(axes) - x.dim()
+    if missing < 0 or (missing and not broadcasts):
+        raise ValueError(f'{name} must be ({", ".join(axes)}), got {tuple(x.shape)}.')
+    for axis, size in zip(axes[missing:], x.shape, strict=True):
+        letter, _, one = axis.partition('|')
+        if one and size == 1:
+            continue
+        expected, owner = (int(letter), '') if letter.isdigit() else sizes.setdefault(letter, (size, name))
+        if size != expected:
+            reason = f' with {letter} = {expected} as in {owner}' if owner else ''
+            raise ValueError(f'{name} must be ({", ".join(axes)}){reason}, got {tuple(x.shape)}.')
+
+
+def check_kinds(tensors: Mapping[str, Tensor | None], *, one_dtype: bool = True) -> None:
+    """Refuse what are no tensors of real numbers on one device.
+
+    Args:
+        tensors: By name; None is passed over.
+        one_dtype: See :func:`check_layout`.
+
+    Raises:
+        TypeError: An argument is no tensor.
+        ValueError: A dtype or device does not fit.
+    """
+    first: tuple[str, Tensor] | None = None
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f'{name} must be a tensor, got {type(x).__name__}.')
+        if not x.is_floating_point():
+            raise ValueError(f'{name} must be floating point, got {x.dtype}.')
+        first = first or (name, x)
+        if x.device != first[1].device:
+            raise ValueError(f'{name} is on {x.device}, {first[0]} on {first[1].device}; move one to the other.')
+        if one_dtype and x.dtype != first[1].dtype and autocast_dtype(x.device.type) is None:
+            raise ValueError(f'{name} is {x.dtype}, {first[0]} is {first[1].dtype}; convert one to the other.')
+
+
+def broadcasts_to(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Return whether a tensor of ``shape`` can be expanded to ``full``."""
+    return len(shape) <= len(full) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(full), strict=False))
+
+
+def check_integer(name: str, x: Tensor, like: Tensor) -> None:
+    """Refuse what are no whole numbers on the device of ``like``.
+
+    Raises:
+        TypeError: ``x`` is no tensor.
+        ValueError: Its dtype or device does not fit.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f'{name} must be a tensor, got {type(x).__name__}.')
+    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
+        raise ValueError(f'{name} must be integer, got {x.dtype}.')
+    if x.device != like.device:
+        raise ValueError(f'{name} is on {x.device}, the values on {like.device}; move one to the other.')

@@ -1,0 +1,197 @@
+"""Numbers of every family of attention: 16 bits, saturation, company in a batch, the same again."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from conftest import half_on_cpu
+from families import DEFORMABLE, DENSE, FAMILIES, MAP, C, build, call
+from torch import Tensor, nn
+
+LOGITS = 1e4
+HW = (4, 4)
+every_family = pytest.mark.parametrize('name', FAMILIES)
+PRECISIONS = {
+    'float32': (torch.float32, False),
+    'bfloat16': (torch.bfloat16, False),
+    'float16': (torch.float16, False),
+    'autocast': (torch.float32, True),
+}
+every_precision = pytest.mark.parametrize(
+    'precision', [pytest.param(p, marks=half_on_cpu if p == 'float16' else ()) for p in PRECISIONS]
+)
+# gates through these saturate at a number; others grow with what they read
+SATURATING = ('sdpa_g1', 'sdpa_g5', 'dgsa', 'saga', 'plug', 'plug_paper', 'plug_per_head', 'plug_deformable_tanh')
+
+
+def step(layer: nn.Module, precision: str, hw_shape: tuple[int, int] = HW) -> dict[str, Tensor]:
+    """Return the output and every gradient of a step of a copy of ``layer``."""
+    dtype, autocast = PRECISIONS[precision]
+    layer = copy.deepcopy(layer).to(dtype)
+    x = torch.randn(2, hw_shape[0] * hw_shape[1], C, generator=torch.Generator().manual_seed(3)).to(dtype)
+    x.requires_grad_()
+    with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+        output = call(layer, hw_shape)(x)
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(4))
+    (output.float() * noise).mean().backward()
+    gradients = {key: p.grad for key, p in layer.named_parameters() if p.grad is not None}
+    return {'output': output.detach(), 'x': x.grad, **gradients}
+
+
+def assert_finite(results: dict[str, Tensor]) -> None:
+    wrong = [name for name, value in results.items() if not value.isfinite().all()]
+    assert not wrong, f'not finite: {", ".join(wrong)}'
+
+
+@torch.no_grad()
+def saturate(name: str, layer: Any) -> None:
+    """Scale the projections so that the largest logit, or product of features, is 1e4, and gates are at their ends."""
+    x = torch.randn(2, HW[0] * HW[1], C, generator=torch.Generator().manual_seed(3))
+    if name in DENSE:
+        query, key, _ = layer.project((x, x, x))
+        factor = (LOGITS / (query @ key.mT / query.shape[-1] ** 0.5).abs().max()) ** 0.5
+        layer.in_proj_weight[: 2 * C] *= factor
+        layer.in_proj_bias[: 2 * C] *= factor
+    elif name in MAP:
+        query, key = layer.qkv(x)[..., : 2 * C].chunk(2, -1)
+        factor = (LOGITS / (layer.split_heads(query) @ layer.split_heads(key).mT).abs().max()) ** 0.5
+        layer.qkv.weight[: 2 * C] *= factor
+        layer.qkv.bias[: 2 * C] *= factor
+    else:
+        nn.init.normal_(layer.attention_weights.weight)
+        layer.attention_weights.weight *= LOGITS / layer.attention_weights(x).abs().max()
+    factor = 1e3 if name in SATURATING else 3.0
+    for key, parameter in layer.named_parameters():
+        if key.startswith(('gate_q_proj', 'gate_k_proj')):
+            parameter *= factor**0.5  # of which a product is taken
+        elif key.startswith(('gate_weight', 'gate_proj', 'gate_k', 'gate_v')):
+            parameter *= factor
+        elif key == 'power':
+            parameter[:, ::2], parameter[:, 1::2] = 20.0, -20.0
+
+
+@every_precision
+@every_family
+def test_a_step_is_finite(name: str, precision: str) -> None:
+    assert_finite(step(build(name), precision))
+
+
+@every_precision
+@every_family
+def test_large_logits_and_saturated_gates_stay_finite(name: str, precision: str) -> None:
+    layer = build(name)
+    saturate(name, layer)
+    assert_finite(step(layer, precision))
+
+
+@pytest.mark.parametrize('precision', ['float32', pytest.param('float16', marks=half_on_cpu), 'autocast'])
+@every_family
+def test_tokens_at_zero_stay_finite(name: str, precision: str) -> None:
+    """As padding leaves them, without biases: lengths and sums by which linear attentions divide."""
+    layer = build(name)
+    for key, parameter in layer.named_parameters():
+        if key.endswith('bias') and not key.startswith(('gml', 'sampling_offsets')):
+            nn.init.zeros_(parameter)
+    dtype, autocast = PRECISIONS[precision]
+    layer = layer.to(dtype)
+    x = torch.randn(2, 16, C).to(dtype)
+    x[0], x[1, 5:] = 0, 0
+    x.requires_grad_()
+    with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
+        output = call(layer, HW)(x)
+    output.float().mean().backward()
+    assert_finite(
+        {'output': output, 'x': x.grad, **{k: p.grad for k, p in layer.named_parameters() if p.grad is not None}}
+    )
+
+
+@torch.no_grad()
+@every_family
+def test_an_image_does_not_depend_on_its_company(name: str) -> None:
+    run = call(build(name), (5, 3))
+    x = torch.randn(3, 15, C)
+    x[2] *= 100  # loud company
+    together = run(x)
+    for i in range(3):
+        torch.testing.assert_close(together[i : i + 1], run(x[i : i + 1]), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('name', DENSE)
+def test_masked_keys_do_not_count(name: str) -> None:
+    """An image of 6 tokens beside a larger one: what stands in the padding makes no difference."""
+    layer = build(name)
+    query, key = torch.randn(2, 4, C), torch.randn(2, 9, C)
+    mask = torch.zeros(2, 9, dtype=torch.bool)
+    mask[0, 6:] = True
+    key[0, 6:] = 1e3
+    together, _ = layer(query, key, key, key_padding_mask=mask)
+    alone, _ = layer(query[:1], key[:1, :6], key[:1, :6])
+    torch.testing.assert_close(together[:1], alone, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('name', DEFORMABLE)
+def test_padded_levels_do_not_count(name: str) -> None:
+    """Levels of 4 x 3 and 2 x 3 beside padding to 6 x 5 and 4 x 5, reference points scaled to it."""
+    layer: Any = build(name)
+    nn.init.normal_(layer.sampling_offsets.weight, std=0.3)
+    small, large = [(4, 3), (2, 3)], [(6, 5), (4, 5)]
+    query, points = torch.randn(1, 7, C), torch.rand(1, 7, 1, 2).expand(-1, -1, 2, -1)
+    maps = [torch.randn(1, *size, C) for size in small]
+    padded, masks = [], []
+    for x, (height, width) in zip(maps, large, strict=True):
+        full, mask = torch.full((1, height, width, C), 1e3), torch.ones(1, height, width, dtype=torch.bool)
+        full[:, : x.shape[1], : x.shape[2]], mask[:, : x.shape[1], : x.shape[2]] = x, False
+        padded.append(full.flatten(1, 2))
+        masks.append(mask.flatten(1))
+
+    def attend(values: list[Tensor], sizes: list[tuple[int, int]], points: Tensor, **mask: Tensor) -> Tensor:
+        shapes = torch.tensor(sizes)
+        areas = shapes.prod(1)
+        return layer(
+            query,
+            value=torch.cat(values, 1),
+            reference_points=points,
+            spatial_shapes=shapes,
+            level_start_index=areas.cumsum(0) - areas,
+            **mask,
+        )
+
+    alone = attend([x.flatten(1, 2) for x in maps], small, points)
+    share = torch.tensor([[width / full_width, height / full_height] for (height, width), (full_height, full_width)
+                          in zip(small, large, strict=True)])  # fmt: skip
+    together = attend(padded, large, points * share, key_padding_mask=torch.cat(masks, 1))
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize('deterministic', [False, True], ids=['as_it_is', 'deterministic_algorithms'])
+@every_family
+def test_the_same_seed_gives_the_same_steps(name: str, deterministic: bool) -> None:
+    def losses() -> list[float]:
+        torch.manual_seed(5)
+        layer = build(name).train()
+        for module in layer.modules():
+            if hasattr(module, 'attn_drop') and name in ('agent', 'agent_static', 'cross_window'):
+                module.attn_drop = 0.2
+            elif isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.2
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        found = []
+        for _ in range(3):
+            loss = call(layer, HW)(torch.randn(2, 16, C)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss.detach()))
+        return found
+
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        first, second = losses(), losses()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert first == second and len(set(first)) == 3
