@@ -7,6 +7,7 @@ and touches nothing on disk.
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import os
 import os.path as osp
@@ -17,16 +18,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from mmengine.config import Config, DictAction
-from mmengine.registry import RUNNERS, init_default_scope
+from mmengine.registry import OPTIMIZERS, RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
 
 from .backends import check_backends
 from .batch import count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
 from .choices_hook import BackendChoicesHook
 from .classes import check_classes
+from .data_checks import check_metrics
+from .data_errors import DataError, explained_run, watch_data
 from .distributed import explained_failures, prepare_processes
 from .gate_hooks import own_model
-from .hooks import DataError, LoadReportHook, name_broken_files
+from .hooks import LoadReportHook
 from .interrupt_hook import SaveOnInterruptHook, shield_loaders
 from .options import merge_options
 from .preflight import ConfigError, check_amp, check_checkpoint, check_data, check_packages, check_pretrained, remedy
@@ -118,7 +121,7 @@ def train(argv: list[str]) -> None:
     for note in (*notes, count_accumulation(runner, cfg)):
         if note:
             runner.logger.info(note)
-    with explained_failures(runner):
+    with explained_failures(runner), explained_run():
         runner.train()
 
 
@@ -162,7 +165,8 @@ def test(argv: list[str]) -> None:
         else:
             from mmdet.evaluation import DumpDetResults as Dump
         runner.test_evaluator.metrics.append(Dump(out_file_path=args.out))
-    runner.test()
+    with explained_run():
+        runner.test()
 
 
 class _Options(DictAction):
@@ -222,13 +226,22 @@ def load_config(args: argparse.Namespace) -> Config:
 
 
 def _check_shape(cfg: Config) -> None:
-    """Refuse plain values where only a dict will do, before anything reads inside."""
+    """Refuse plain values where only a dict will do, and text for a number, before anything reads inside."""
     loaders = [f'{split}_dataloader' for split in ('train', 'val', 'test')]
     for key in ('model', 'optim_wrapper', 'optim_wrapper.optimizer', *loaders):
         parent, _, leaf = key.rpartition('.')
         value = (cfg.get(parent) or {}).get(leaf) if parent else cfg.get(key)
         if isinstance(value, (str, int, float)):
             raise ConfigError(f'{key} must be a dict, got {value!r}; for one entry of it, give {key}.NAME=VALUE.')
+    numbers = {'train_cfg': ('max_epochs', 'max_iters'), 'optim_wrapper.optimizer': ('lr', 'weight_decay')}
+    numbers.update({loader: ('batch_size', 'num_workers') for loader in loaders})
+    for key, leaves in numbers.items():
+        node: Any = cfg
+        for part in key.split('.'):
+            node = node.get(part) or {}
+        for leaf in leaves:
+            if isinstance(node.get(leaf), str):
+                raise ConfigError(f'{key}.{leaf} must be a number, got {node[leaf]!r}.')
 
 
 def read_config(config: str) -> Config:
@@ -279,7 +292,9 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
     write_whole_files()
     with _buildable():
         runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
-        name_broken_files(runner)
+        if trains:
+            _check_optimizer(cfg)
+        watch_data(runner)
         remove_after_saving(runner)
         keep_quiet_when_full(runner.logger)
         if trains and any(isinstance(hook, SaveOnInterruptHook) for hook in runner.hooks):
@@ -289,7 +304,10 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
             runner.model = runner.strategy.build_model(runner.model)
         elif trains:
             runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
-        _ = (runner.train_loop, runner.val_loop) if trains else runner.test_loop
+        loops = [runner.train_loop, runner.val_loop] if trains else [runner.test_loop]
+        for loop in loops:
+            if hasattr(loop, 'evaluator'):
+                check_metrics(loop.evaluator.metrics, loop.dataloader.dataset, 'the data to evaluate on')
     if not any(isinstance(hook, BackendChoicesHook) for hook in runner.hooks):
         runner.register_hook(BackendChoicesHook())
     check_backends(runner.model)
@@ -298,13 +316,28 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
     return runner
 
 
+def _check_optimizer(cfg: Config) -> None:
+    """Refuse an optimizer that is not registered, which mmengine takes for None."""
+    kind = ((cfg.get('optim_wrapper') or {}).get('optimizer') or {}).get('type')
+    if not isinstance(kind, str):
+        return
+    with OPTIMIZERS.switch_scope_and_registry(None) as registry:
+        known = registry.get(kind)
+    if known is None:
+        near = difflib.get_close_matches(kind, [*registry.module_dict, *OPTIMIZERS.module_dict], n=1)
+        raise ConfigError(
+            f'optim_wrapper.optimizer.type: {kind} is not in the optimizer registry.'
+            + (f' Did you mean {near[0]!r}?' if near else '')
+        )
+
+
 @contextmanager
 def _buildable() -> Iterator[None]:
     try:
         yield
     except ConfigError:
         raise
-    except (TypeError, KeyError, ValueError, OSError, AssertionError, ImportError, NotImplementedError) as error:
+    except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise ConfigError(

@@ -1,21 +1,16 @@
-"""What a run says about what it read: how much of a checkpoint fitted, and which file was broken."""
+"""What a run says about the checkpoint that it read: how much of it fitted."""
 
 from __future__ import annotations
 
 import logging
-import os.path as osp
 from typing import Any
 
-from mmengine.dataset import Compose
 from mmengine.hooks import Hook
 from mmengine.model import BaseTTAModel, is_model_wrapper
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .preflight import ConfigError
-
-_IMAGES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp')
 
 
 class LoadReportHook(Hook):
@@ -103,64 +98,3 @@ def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 def _first(keys: list[str]) -> str:
     return ', '.join(keys[:3]) + (f' and {len(keys) - 3} more' if len(keys) > 3 else '')
-
-
-class DataError(ConfigError):
-    """A file of the data set cannot be read; the message names it."""
-
-
-class FileNamingCompose(Compose):
-    """A data set's pipeline that raises :class:`DataError` with the file's name where an image is broken.
-
-    Args:
-        pipeline: The pipeline, whose transforms are shared.
-    """
-
-    def __init__(self, pipeline: Compose) -> None:
-        self.transforms = pipeline.transforms
-
-    def __call__(self, data: dict[str, Any]) -> dict[str, Any] | None:
-        """Apply the transforms; any error that no broken file explains stays as it is."""
-        files = {key: value for key, value in data.items() if key.endswith('_path') and isinstance(value, str)}
-        try:
-            return super().__call__(data)
-        except Exception as error:
-            for key, path in files.items():
-                reason = _unreadable(path, error)
-                if reason:
-                    raise DataError(f'{key} {path} {reason}.') from error
-            raise
-
-
-def name_broken_files(runner: Any) -> None:
-    """Make every data loader that ``runner`` is going to build name the files that it cannot read."""
-    build = runner.build_dataloader
-
-    def build_dataloader(*args: Any, **kwargs: Any) -> Any:
-        loader = build(*args, **kwargs)
-        _replace_pipelines(loader.dataset)
-        return loader
-
-    runner.build_dataloader = build_dataloader  # an iteration-based loop starts its workers when it is built
-
-
-def _replace_pipelines(dataset: Any) -> None:
-    if type(getattr(dataset, 'pipeline', None)) is Compose:
-        dataset.pipeline = FileNamingCompose(dataset.pipeline)
-    for inner in [getattr(dataset, 'dataset', None), *(getattr(dataset, 'datasets', None) or ())]:
-        if inner is not None:
-            _replace_pipelines(inner)
-
-
-def _unreadable(path: str, error: Exception) -> str | None:
-    """Return why ``path`` is broken; None if it is sound or cannot be told."""
-    if not osp.isfile(path):
-        return 'does not exist' if isinstance(error, FileNotFoundError) and '://' not in path else None
-    if not path.lower().endswith(_IMAGES):
-        return None
-    try:
-        with Image.open(path) as image:
-            image.load()
-    except Exception as broken:
-        return f'is no image that can be read ({type(broken).__name__}); replace it or take it out of the annotations'
-    return None

@@ -15,7 +15,8 @@ from PIL import Image
 from torch import nn
 
 from mmgate.engine import cli
-from mmgate.engine.hooks import DataError, FileNamingCompose, LoadReportHook, name_broken_files
+from mmgate.engine.data_errors import DataError, FileNamingCompose, watch_data
+from mmgate.engine.hooks import LoadReportHook
 from mmgate.engine.preflight import ConfigError
 
 
@@ -126,7 +127,7 @@ def test_the_command_prints_one_line(
 
     def command(argv: list[str]) -> None:
         runner = SimpleNamespace(build_dataloader=torch.utils.data.DataLoader)
-        name_broken_files(runner)
+        watch_data(runner)
         data = torch.utils.data.ConcatDataset([Images([images['good.png'], images['cut.png']])])
         list(runner.build_dataloader(data, batch_size=1, num_workers=workers))
 

@@ -1,0 +1,304 @@
+"""What is wrong with the data of a run, said by file: while data sets are built, and when a sample is met.
+
+Nothing is decoded beforehand, so that a start costs the same for ten images and for a million.
+"""
+
+from __future__ import annotations
+
+import json
+import os.path as osp
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from mmengine.dataset import Compose
+from PIL import Image
+from torch import Tensor, nn
+
+from .data_checks import check_dataset, check_names, lacks
+from .gate_hooks import own_model
+from .preflight import ConfigError
+
+_IMAGES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp')
+_BY_INDEX = ('CrossEntropyLoss', 'LabelSmoothLoss')  # read a label as an index, unless they are of sigmoids
+_BUGS = (
+    AttributeError,
+    ImportError,
+    KeyError,
+    NameError,
+    NotImplementedError,
+    TypeError,
+)  # of a transform, not of data
+_RUNNING = {
+    'Cannot find valid image after': 'no image of the training data got through the pipeline: its transforms dropped '
+    'one after the other. Look at what drops samples (LoadImageFromFile.ignore_empty, FilterAnnotations), and at the '
+    'images and annotations that they meet',
+    'Expected more than 1 value per channel when training': 'a batch norm met one number a channel, a batch of one '
+    'image and a map of one pixel. Use larger images or a larger train_dataloader.batch_size, with '
+    'train_dataloader.drop_last=True where the last batch is what is left over',
+}
+
+
+class DataError(ConfigError):
+    """A file of the data set cannot be used; the message names it."""
+
+
+class FileNamingCompose(Compose):
+    """A data set's pipeline that raises :class:`DataError` with the file's name where a sample cannot be used.
+
+    Args:
+        pipeline: The pipeline, whose transforms are shared.
+        check: Called with what the pipeline returns; returns the key of the file to blame and why, or None.
+    """
+
+    def __init__(self, pipeline: Compose, check: Callable[[dict[str, Any]], tuple[str, str] | None] | None = None):
+        self.transforms, self.check = pipeline.transforms, check
+
+    def __call__(self, data: dict[str, Any]) -> dict[str, Any] | None:
+        """Apply the transforms; an error of their own code stays as it is."""
+        files = {key: value for key, value in data.items() if key.endswith('_path') and isinstance(value, str)}
+        sample: dict[str, Any] | None = data
+        for transform in self.transforms:
+            try:
+                sample = transform(sample)
+            except Exception as error:
+                for key, path in files.items():
+                    reason = _unreadable(path, error)
+                    if reason:
+                        raise DataError(f'{key} {path} {reason}.') from error
+                if not files or isinstance(error, _BUGS):
+                    raise
+                key, path = next(iter(files.items()))
+                raise DataError(
+                    f'{key} {path}: {type(transform).__name__} cannot take it or its annotation: '
+                    f'{type(error).__name__}: {error}'
+                ) from error
+            if sample is None:
+                return None
+        blamed = self.check(sample) if self.check and sample else None
+        if blamed:
+            key, reason = blamed
+            raise DataError(f'{key} {files.get(key, "")} {reason}')
+        return sample
+
+
+class LabelCheck:
+    """Whether the labels of a training sample are those of a model's classes.
+
+    Args:
+        classes: How many the model predicts.
+        ignored: The label of what is no class.
+    """
+
+    def __init__(self, classes: int, ignored: int | None = None) -> None:
+        self.classes, self.ignored = classes, ignored
+
+    def __call__(self, sample: dict[str, Any]) -> tuple[str, str] | None:
+        """Return the file to blame and why, or None."""
+        data = sample.get('data_samples')
+        labels, key = getattr(data, 'gt_label', None), 'img_path'
+        if hasattr(data, 'gt_sem_seg'):
+            labels, key = data.gt_sem_seg.data, 'seg_map_path'
+            if labels.dim() == 3 and labels.shape[0] != 1:
+                return key, (
+                    f'is no map of labels: its shape is {tuple(labels.shape)}, where one channel (a grey or a palette '
+                    'PNG) with the number of the class in each pixel is needed; convert its colours to numbers.'
+                )
+        if not isinstance(labels, Tensor) or not labels.numel() or int(labels.max()) < self.classes:
+            return None
+        wrong = labels[(labels >= self.classes) & (labels != (-1 if self.ignored is None else self.ignored))]
+        if not wrong.numel():
+            return None
+        ignored = '' if self.ignored is None else f' and {self.ignored} for what is ignored'
+        return key, (
+            f'has the label {int(wrong[0])}, but the model has {self.classes} classes, from 0 on{ignored}. '
+            'Correct the labels, raise num_classes with the classes of the data, or set reduce_zero_label where labels '
+            'count from 1.'
+        )
+
+
+class SameSizeCollate:
+    """Collates a batch; names the files of images that cannot be stacked.
+
+    Args:
+        collate: What makes a batch of samples.
+        padded_to: Height and width to which mmseg's data preprocessor pads, if it is one; what is larger has to be of
+            one size.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], padded_to: tuple[int, int] | None) -> None:
+        self.collate, self.padded_to = collate, padded_to
+
+    def __call__(self, batch: list[Any]) -> Any:
+        """Collate, and look at the sizes where that fails or is going to."""
+        if self.padded_to is not None:
+            self._refuse_sizes(batch)
+            self._refuse_maps(batch)
+        try:
+            return self.collate(batch)
+        except RuntimeError:
+            self._refuse_sizes(batch)
+            raise
+
+    def _refuse_sizes(self, batch: list[Any]) -> None:
+        height, width = self.padded_to or (0, 0)
+        sizes: dict[tuple[int, int], str] = {}
+        for size, path in _sizes(batch):
+            sizes.setdefault((max(size[0], height), max(size[1], width)), f'{path} is {size[1]} x {size[0]}')
+        if len(sizes) > 1:
+            padded = f', and data_preprocessor.size pads to {width} x {height} only' if self.padded_to else ''
+            raise DataError(
+                f'images of one batch differ in size: {", ".join(list(sizes.values())[:2])}{padded}. Let the pipeline '
+                'resize or crop them to one size (Resize, RandomCrop).'
+            )
+
+    @staticmethod
+    def _refuse_maps(batch: list[Any]) -> None:
+        """Refuse maps of labels of which some, not all, have another size than their image; they cannot be stacked."""
+        wrong = []
+        for sample in batch:
+            labels = getattr(sample.get('data_samples'), 'gt_sem_seg', None) if isinstance(sample, dict) else None
+            if labels is not None and tuple(labels.shape) != tuple(sample['inputs'].shape[-2:]):
+                wrong.append((sample, labels))
+        if wrong and len(wrong) < len(batch):
+            sample, labels = wrong[0]
+            raise DataError(
+                f'seg_map_path {sample["data_samples"].metainfo.get("seg_map_path", "")} is a map of '
+                f'{labels.shape[1]} x {labels.shape[0]} for an image of {sample["inputs"].shape[-1]} x '
+                f'{sample["inputs"].shape[-2]} (after the pipeline). Give it the size of its image.'
+            )
+
+
+def _sizes(batch: list[Any]) -> Iterator[tuple[tuple[int, int], str]]:
+    for sample in batch:
+        image = sample.get('inputs') if isinstance(sample, dict) else None
+        if isinstance(image, Tensor) and image.dim() == 3:
+            meta = getattr(sample.get('data_samples'), 'metainfo', {})
+            yield (image.shape[1], image.shape[2]), str(meta.get('img_path', 'one'))
+
+
+def watch_data(runner: Any) -> None:
+    """Make every data loader that ``runner`` is going to build check its data set, and name the files at fault."""
+    build = runner.build_dataloader
+
+    def build_dataloader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {split: getattr(runner, f'_{split}_dataloader', None) for split in ('train', 'val', 'test')}
+        split = next((name for name, value in given.items() if value is not None and value == dataloader), '')
+        where = f'{split}_dataloader' if split else 'a data loader'
+        try:
+            loader = build(dataloader, *args, **kwargs)
+        except ConfigError:
+            raise
+        except Exception as error:
+            explained = _explain(error, where)
+            if explained is None:
+                raise
+            raise ConfigError(f'{where}: {explained}.') from error
+        check_dataset(loader.dataset, where)
+        trains = split == 'train'
+        _replace_pipelines(loader.dataset, label_check(runner.model) if trains else None)
+        if trains and callable(getattr(loader, 'collate_fn', None)):
+            loader.collate_fn = SameSizeCollate(loader.collate_fn, _padded_to(runner.model))
+        return loader
+
+    runner.build_dataloader = build_dataloader  # an iteration-based loop starts its workers when it is built
+
+
+def label_check(model: Any) -> LabelCheck | None:
+    """Return what labels of a segmentor or a classifier have to be, None where any label can be trained."""
+    model = own_model(model)
+    head = getattr(model, 'decode_head', None) or getattr(model, 'head', None)
+    head = head[-1] if isinstance(head, nn.ModuleList) else head
+    classes = getattr(head, 'num_classes', None)
+    if not isinstance(head, nn.Module) or not isinstance(classes, int):
+        return None
+    of_classes = [
+        m for name in ('loss_cls', 'loss_decode', 'loss_module') if (m := getattr(head, name, None)) is not None
+    ]
+    losses = [m for one in of_classes for m in one.modules() if type(m).__name__ in _BY_INDEX]
+    if not losses or any(getattr(loss, 'use_sigmoid', False) for loss in losses):
+        return None  # by sigmoids a label beyond the classes means none of them
+    return LabelCheck(classes, getattr(head, 'ignore_index', None))
+
+
+def _padded_to(model: Any) -> tuple[int, int] | None:
+    preprocessor = getattr(own_model(model), 'data_preprocessor', None)
+    size = getattr(preprocessor, 'size', None)
+    return (int(size[-2]), int(size[-1])) if type(preprocessor).__name__ == 'SegDataPreProcessor' and size else None
+
+
+def _replace_pipelines(dataset: Any, check: LabelCheck | None) -> None:
+    if type(getattr(dataset, 'pipeline', None)) is Compose:
+        dataset.pipeline = FileNamingCompose(dataset.pipeline, check)
+    for inner in [getattr(dataset, 'dataset', None), *(getattr(dataset, 'datasets', None) or ())]:
+        if inner is not None:
+            _replace_pipelines(inner, check)
+
+
+@contextmanager
+def explained_run() -> Iterator[None]:
+    """Turn errors of a run that only data or batch size can mend into one message."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        for sign, meaning in _RUNNING.items():
+            if sign in str(error):
+                raise ConfigError(f'{meaning}.') from error
+        raise
+
+
+def _explain(error: BaseException, where: str) -> str | None:
+    """Return what a data set stumbled over while it read its annotations; None if that is not what it did.
+
+    Raises:
+        ConfigError: Its classes are what is wrong.
+    """
+    frames = list(_frames(error))
+    dataset = next((f.f_locals.get('self') for f in frames if f.f_code.co_name == 'full_init'), None)
+    if dataset is None:
+        return None
+    name, place = type(dataset).__name__, _place(dataset)
+    if any(frame.f_code.co_name == '_serialize_data' for frame in frames):
+        check_names(dataset, where)
+        return lacks(dataset)
+    if isinstance(error, json.JSONDecodeError):
+        return f'{place} is no whole JSON file ({error}); copy or write it again'
+    annotation = next((f.f_locals['ann'] for f in reversed(frames) if isinstance(f.f_locals.get('ann'), dict)), {})
+    which = f' (annotation {annotation["id"]})' if 'id' in annotation else ''
+    reason = f'key {error} is missing' if isinstance(error, KeyError) else f'{type(error).__name__}: {error}'
+    return f'{name} cannot read {place}{which}: {reason}'
+
+
+def _frames(error: BaseException) -> Iterator[FrameType]:
+    """Yield the frames that an error passed, then those of the error that it replaced."""
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+    if error.__context__ is not None:
+        yield from _frames(error.__context__)
+
+
+def _place(dataset: Any) -> str:
+    prefixes = getattr(dataset, 'data_prefix', None)
+    folders = [str(value) for value in prefixes.values() if value] if isinstance(prefixes, dict) else []
+    ann_file = getattr(dataset, 'ann_file', '')
+    return str(ann_file) if ann_file and not osp.isdir(ann_file) else ', '.join(folders) or 'its folder'
+
+
+def _unreadable(path: str, error: Exception) -> str | None:
+    """Return why ``path`` is broken; None if it is sound or cannot be told."""
+    if not osp.isfile(path):
+        return 'does not exist' if isinstance(error, FileNotFoundError) and '://' not in path else None
+    if not path.lower().endswith(_IMAGES):
+        return None
+    try:
+        with Image.open(path) as image:
+            image.load()
+            width, height = image.size
+    except Exception as broken:
+        return f'is no image that can be read ({type(broken).__name__}); replace it or take it out of the annotations'
+    return f'has {width} x {height} pixels, too few for the pipeline; take it out' if 1 in (width, height) else None
