@@ -7,7 +7,6 @@ and touches nothing on disk.
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import os
 import os.path as osp
@@ -18,13 +17,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from mmengine.config import Config, DictAction
-from mmengine.registry import OPTIMIZERS, RUNNERS, init_default_scope
+from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
 
 from .backends import check_backends
 from .batch import count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
 from .choices_hook import BackendChoicesHook
 from .classes import check_classes
+from .config_checks import check_optimizer, check_shape
 from .data_checks import check_metrics
 from .data_errors import DataError, explained_run, watch_data
 from .distributed import explained_failures, prepare_processes
@@ -218,30 +218,11 @@ def load_config(args: argparse.Namespace) -> Config:
     cfg = read_config(args.config)
     if args.cfg_options:
         merge_options(cfg, args.cfg_options)
-    _check_shape(cfg)
+    check_shape(cfg)
     cfg.launcher = args.launcher
     name = osp.splitext(osp.basename(cfg.filename))[0]
     cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('./work_dirs', name)
     return cfg
-
-
-def _check_shape(cfg: Config) -> None:
-    """Refuse plain values where only a dict will do, and text for a number, before anything reads inside."""
-    loaders = [f'{split}_dataloader' for split in ('train', 'val', 'test')]
-    for key in ('model', 'optim_wrapper', 'optim_wrapper.optimizer', *loaders):
-        parent, _, leaf = key.rpartition('.')
-        value = (cfg.get(parent) or {}).get(leaf) if parent else cfg.get(key)
-        if isinstance(value, (str, int, float)):
-            raise ConfigError(f'{key} must be a dict, got {value!r}; for one entry of it, give {key}.NAME=VALUE.')
-    numbers = {'train_cfg': ('max_epochs', 'max_iters'), 'optim_wrapper.optimizer': ('lr', 'weight_decay')}
-    numbers.update({loader: ('batch_size', 'num_workers') for loader in loaders})
-    for key, leaves in numbers.items():
-        node: Any = cfg
-        for part in key.split('.'):
-            node = node.get(part) or {}
-        for leaf in leaves:
-            if isinstance(node.get(leaf), str):
-                raise ConfigError(f'{key}.{leaf} must be a number, got {node[leaf]!r}.')
 
 
 def read_config(config: str) -> Config:
@@ -293,7 +274,7 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
     with _buildable():
         runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
         if trains:
-            _check_optimizer(cfg)
+            check_optimizer(cfg)
         watch_data(runner)
         remove_after_saving(runner)
         keep_quiet_when_full(runner.logger)
@@ -314,21 +295,6 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
     if trains:
         check_classes(own_model(runner.model), runner.train_dataloader.dataset)
     return runner
-
-
-def _check_optimizer(cfg: Config) -> None:
-    """Refuse an optimizer that is not registered, which mmengine takes for None."""
-    kind = ((cfg.get('optim_wrapper') or {}).get('optimizer') or {}).get('type')
-    if not isinstance(kind, str):
-        return
-    with OPTIMIZERS.switch_scope_and_registry(None) as registry:
-        known = registry.get(kind)
-    if known is None:
-        near = difflib.get_close_matches(kind, [*registry.module_dict, *OPTIMIZERS.module_dict], n=1)
-        raise ConfigError(
-            f'optim_wrapper.optimizer.type: {kind} is not in the optimizer registry.'
-            + (f' Did you mean {near[0]!r}?' if near else '')
-        )
 
 
 @contextmanager

@@ -14,22 +14,17 @@ from typing import Any
 
 from mmengine.dataset import Compose
 from PIL import Image
-from torch import Tensor, nn
+from torch import nn
 
 from .data_checks import check_dataset, check_names, lacks
 from .gate_hooks import own_model
 from .preflight import ConfigError
+from .sample_checks import DataError, LabelCheck, SameSizeCollate
 
 _IMAGES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp')
 _BY_INDEX = ('CrossEntropyLoss', 'LabelSmoothLoss')  # read a label as an index, unless they are of sigmoids
-_BUGS = (
-    AttributeError,
-    ImportError,
-    KeyError,
-    NameError,
-    NotImplementedError,
-    TypeError,
-)  # of a transform, not of data
+# of a transform's code, not of data
+_BUGS = (AttributeError, ImportError, KeyError, NameError, NotImplementedError, TypeError)
 _RUNNING = {
     'Cannot find valid image after': 'no image of the training data got through the pipeline: its transforms dropped '
     'one after the other. Look at what drops samples (LoadImageFromFile.ignore_empty, FilterAnnotations), and at the '
@@ -38,10 +33,6 @@ _RUNNING = {
     'image and a map of one pixel. Use larger images or a larger train_dataloader.batch_size, with '
     'train_dataloader.drop_last=True where the last batch is what is left over',
 }
-
-
-class DataError(ConfigError):
-    """A file of the data set cannot be used; the message names it."""
 
 
 class FileNamingCompose(Compose):
@@ -81,101 +72,6 @@ class FileNamingCompose(Compose):
             key, reason = blamed
             raise DataError(f'{key} {files.get(key, "")} {reason}')
         return sample
-
-
-class LabelCheck:
-    """Whether the labels of a training sample are those of a model's classes.
-
-    Args:
-        classes: How many the model predicts.
-        ignored: The label of what is no class.
-    """
-
-    def __init__(self, classes: int, ignored: int | None = None) -> None:
-        self.classes, self.ignored = classes, ignored
-
-    def __call__(self, sample: dict[str, Any]) -> tuple[str, str] | None:
-        """Return the file to blame and why, or None."""
-        data = sample.get('data_samples')
-        labels, key = getattr(data, 'gt_label', None), 'img_path'
-        if hasattr(data, 'gt_sem_seg'):
-            labels, key = data.gt_sem_seg.data, 'seg_map_path'
-            if labels.dim() == 3 and labels.shape[0] != 1:
-                return key, (
-                    f'is no map of labels: its shape is {tuple(labels.shape)}, where one channel (a grey or a palette '
-                    'PNG) with the number of the class in each pixel is needed; convert its colours to numbers.'
-                )
-        if not isinstance(labels, Tensor) or not labels.numel() or int(labels.max()) < self.classes:
-            return None
-        wrong = labels[(labels >= self.classes) & (labels != (-1 if self.ignored is None else self.ignored))]
-        if not wrong.numel():
-            return None
-        ignored = '' if self.ignored is None else f' and {self.ignored} for what is ignored'
-        return key, (
-            f'has the label {int(wrong[0])}, but the model has {self.classes} classes, from 0 on{ignored}. '
-            'Correct the labels, raise num_classes with the classes of the data, or set reduce_zero_label where labels '
-            'count from 1.'
-        )
-
-
-class SameSizeCollate:
-    """Collates a batch; names the files of images that cannot be stacked.
-
-    Args:
-        collate: What makes a batch of samples.
-        padded_to: Height and width to which mmseg's data preprocessor pads, if it is one; what is larger has to be of
-            one size.
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any], padded_to: tuple[int, int] | None) -> None:
-        self.collate, self.padded_to = collate, padded_to
-
-    def __call__(self, batch: list[Any]) -> Any:
-        """Collate, and look at the sizes where that fails or is going to."""
-        if self.padded_to is not None:
-            self._refuse_sizes(batch)
-            self._refuse_maps(batch)
-        try:
-            return self.collate(batch)
-        except RuntimeError:
-            self._refuse_sizes(batch)
-            raise
-
-    def _refuse_sizes(self, batch: list[Any]) -> None:
-        height, width = self.padded_to or (0, 0)
-        sizes: dict[tuple[int, int], str] = {}
-        for size, path in _sizes(batch):
-            sizes.setdefault((max(size[0], height), max(size[1], width)), f'{path} is {size[1]} x {size[0]}')
-        if len(sizes) > 1:
-            padded = f', and data_preprocessor.size pads to {width} x {height} only' if self.padded_to else ''
-            raise DataError(
-                f'images of one batch differ in size: {", ".join(list(sizes.values())[:2])}{padded}. Let the pipeline '
-                'resize or crop them to one size (Resize, RandomCrop).'
-            )
-
-    @staticmethod
-    def _refuse_maps(batch: list[Any]) -> None:
-        """Refuse maps of labels of which some, not all, have another size than their image; they cannot be stacked."""
-        wrong = []
-        for sample in batch:
-            labels = getattr(sample.get('data_samples'), 'gt_sem_seg', None) if isinstance(sample, dict) else None
-            if labels is not None and tuple(labels.shape) != tuple(sample['inputs'].shape[-2:]):
-                wrong.append((sample, labels))
-        if wrong and len(wrong) < len(batch):
-            sample, labels = wrong[0]
-            raise DataError(
-                f'seg_map_path {sample["data_samples"].metainfo.get("seg_map_path", "")} is a map of '
-                f'{labels.shape[1]} x {labels.shape[0]} for an image of {sample["inputs"].shape[-1]} x '
-                f'{sample["inputs"].shape[-2]} (after the pipeline). Give it the size of its image.'
-            )
-
-
-def _sizes(batch: list[Any]) -> Iterator[tuple[tuple[int, int], str]]:
-    for sample in batch:
-        image = sample.get('inputs') if isinstance(sample, dict) else None
-        if isinstance(image, Tensor) and image.dim() == 3:
-            meta = getattr(sample.get('data_samples'), 'metainfo', {})
-            yield (image.shape[1], image.shape[2]), str(meta.get('img_path', 'one'))
 
 
 def watch_data(runner: Any) -> None:
@@ -266,7 +162,9 @@ def _explain(error: BaseException, where: str) -> str | None:
         return lacks(dataset)
     if isinstance(error, json.JSONDecodeError):
         return f'{place} is no whole JSON file ({error}); copy or write it again'
-    annotation = next((f.f_locals['ann'] for f in reversed(frames) if isinstance(f.f_locals.get('ann'), dict)), {})
+    annotation: dict[str, Any] = next(
+        (f.f_locals['ann'] for f in reversed(frames) if isinstance(f.f_locals.get('ann'), dict)), {}
+    )
     which = f' (annotation {annotation["id"]})' if 'id' in annotation else ''
     reason = f'key {error} is missing' if isinstance(error, KeyError) else f'{type(error).__name__}: {error}'
     return f'{name} cannot read {place}{which}: {reason}'
