@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import assert_same, values_and_gradients
+from conftest import assert_same, half_on_cpu, values_and_gradients
 
 from mmgate.layers import GatingModulation
 from mmgate.ops import plug_attention
@@ -65,3 +65,22 @@ def test_values_of_another_width(channels: int, monkeypatch: pytest.MonkeyPatch)
     runs = [values_and_gradients(partial(attend, backend=b), tensors, range(5)) for b in ('chunked', 'torch')]
     assert runs[0]['output'].shape == (2, 4, 5, channels)
     assert_same(*runs, rtol=1e-9, atol=1e-12)
+
+
+@half_on_cpu
+@pytest.mark.parametrize('position', ['pre_softmax', 'post_softmax'])
+@pytest.mark.parametrize('chunk', [1 << 21, 8], ids=['whole', 'chunks'])
+def test_products_beyond_half_precision(chunk: int, position: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """64 channels of 35 and 36 have the logit 10,080 and, before it is scaled, the product 80,640."""
+    from mmgate.ops.plug_attention import chunked
+
+    monkeypatch.setattr(chunked, 'CHUNK', chunk)
+    query, key = torch.full((1, 1, 4, 64), 35.0), torch.full((1, 1, 4, 64), 36.0)
+    query[:, :, 1::2] *= -1
+    tensors = [x.half() for x in (query, key, torch.randn(1, 1, 4, 64), query, key)]
+    modulation = GatingModulation(activation='tanh').half()
+    attend = partial(plug_attention, modulation=modulation, position=position)
+    half = values_and_gradients(attend, tensors, range(5))
+    assert all(x.isfinite().all() for x in half.values())
+    exact = plug_attention(*(x.double() for x in tensors), modulation=modulation.double(), position=position)
+    torch.testing.assert_close(half['output'].double(), exact, rtol=0.01, atol=0.01)

@@ -262,7 +262,7 @@ MISTAKES = {
         'boxes',
         'a batch norm met one number a channel.*larger train_dataloader.batch_size',
         f'train_dataloader = dict(batch_size=1, dataset=dict({UNFLIPPED}))',
-        small_things,
+        replaced(IMAGE, np.zeros((1, 1, 3), np.uint8)),
     ),
     'images_of_every_kind': Mistake('boxes', None, damage=every_kind_of_image),
     # maps of labels
@@ -276,7 +276,7 @@ MISTAKES = {
         'maps', f'{MAP} is a map of 32 x 32 for an image of 64 x 64', damage=replaced(MAP, np.ones((32, 32), np.uint8))
     ),
     'map_in_colours': Mistake(
-        'maps', f'{MAP} is no map of labels.*grey or palette', damage=replaced(MAP, np.full((64, 64, 3), 2, np.uint8))
+        'maps', f'{MAP} is no map of labels.*grey or a palette', damage=replaced(MAP, np.full((64, 64, 3), 2, np.uint8))
     ),
     'label_out_of_range': Mistake(
         'maps',
