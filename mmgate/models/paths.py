@@ -14,7 +14,7 @@ def path_regex(pattern: str) -> re.Pattern[str]:
     return re.compile(''.join({'**': '.*', '*': '[^.]*'}.get(part, re.escape(part)) for part in parts))
 
 
-def modules_at(model: nn.Module, patterns: Sequence[str], *, each: bool = True) -> dict[str, nn.Module]:
+def modules_at(model: nn.Module, patterns: Sequence[str], *, each: bool) -> dict[str, nn.Module]:
     """Return the modules that the patterns match by name; of one and another inside it the outer alone.
 
     Args:

@@ -31,9 +31,9 @@ SHAPES = torch.tensor([[4, 6], [2, 3]])
 
 @pytest.fixture(scope='module')
 def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The demo's config over three small images."""
+    """The demo's config over four small images."""
     root = tmp_path_factory.mktemp('demo')
-    write_shapes(root / 'shapes', num_train=1, num_val=2, size=64)
+    write_shapes(root / 'shapes', num_train=1, num_val=3, size=64)
     text = Config.fromfile(str(ROOT / DEMO)).pretty_text.replace('data/shapes/', f'{root}/shapes/')
     (root / 'small.py').write_text(text)
     return str(root / 'small.py')
@@ -127,11 +127,11 @@ def test_hooks_write_to_the_visualizer(demo: str, tmp_path: Path) -> None:
     cfg = Config.fromfile(demo)
     cfg.work_dir, cfg.train_cfg.max_epochs, cfg.train_cfg.val_interval = str(tmp_path), 1, 1
     cfg.train_dataloader.update(num_workers=0, persistent_workers=False)
-    cfg.val_dataloader.update(num_workers=0, persistent_workers=False)
+    cfg.val_dataloader.update(num_workers=0, persistent_workers=False, batch_size=1)
     cfg.train_dataloader.dataset.filter_cfg = None
     cfg.custom_hooks = [
         dict(type='mmgate.GateStatisticsHook', interval=1),
-        dict(type='mmgate.SamplingPointsHook', images=1),
+        dict(type='mmgate.SamplingPointsHook', images=2),
     ]
     cfg.launcher, cfg.experiment_name, cfg.visualizer.name = 'none', 'hooks', 'hooks'  # instances are global
     runner = cli.build_runner(cfg, trains=True)
@@ -142,5 +142,5 @@ def test_hooks_write_to_the_visualizer(demo: str, tmp_path: Path) -> None:
     prefix = 'gate/encoder.layers.0.self_attn'
     assert scalars[f'{prefix}/mean'] == 0 and scalars[f'{prefix}/sparsity'] == 1
     assert {f'{prefix}/std', f'{prefix}/grad_norm', 'gate/decoder.layers.1.cross_attn/mean'} <= set(scalars)
-    assert len(list(tmp_path.glob('*/vis_data/vis_image/sampling_points_*.png'))) == 1
+    assert len(list(tmp_path.glob('*/vis_data/vis_image/sampling_points_*.png'))) == 2
     assert not any(module._forward_hooks for module in runner.model.modules())

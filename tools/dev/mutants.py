@@ -3,7 +3,7 @@
 cosmic-ray knows the changes: other operators and numbers, conditions turned round, loops left out, decorators removed.
 Places are drawn by a seed, as many from each package, and at each place one of its changes; what means nothing when the
 code runs, annotations, is left out. The tree itself is not touched: a copy is. What was tried is written down at once,
-and not tried again unless its code or its tests have changed.
+and not tried again unless its code or its tests have changed, so that a run that was interrupted goes on.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument('--sample', type=int, default=60, help='how many changes, shared out among the packages')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument(
-        '--timeout', type=float, default=240, help="seconds for one change's tests; later counts as killed"
+        '--timeout', type=float, default=240, help="seconds for one change's tests, then it is undecided"
     )
     parser.add_argument('--out', type=Path, default=ROOT / 'work_dirs/mutants', help='folder for what was tried')
     parser.add_argument('--list', action='store_true', help='print the sample and try nothing')
@@ -88,12 +88,12 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / 'tried.jsonl'
     known = {row['key']: row for row in map(json.loads, log.read_text().splitlines())} if log.exists() else {}
-    with tempfile.TemporaryDirectory(prefix='mutants-') as folder:
+    rows: list[dict] = []
+    with tempfile.TemporaryDirectory(prefix='mutants-') as folder, suppress(KeyboardInterrupt):
         copy_tree(Path(folder))
-        rows = []
         for number, (place, change) in enumerate(chosen, 1):
             row = known.get(key_of(place, change)) or attempt(Path(folder), place, change, args.timeout)
-            if row['key'] not in known:
+            if row['key'] not in known and row['outcome'] != 'timeout':
                 with log.open('a') as file:
                     file.write(json.dumps(row) + '\n')
             rows.append(row)
@@ -259,15 +259,16 @@ def first_failure(output: str) -> str:
 def summary(rows: list[dict], asked: int, seed: int) -> str:
     """Return the score and the survivors as a page."""
     outcomes = Counter(row['outcome'] for row in rows)
-    killed = outcomes['killed'] + outcomes['timeout']
+    decided = outcomes['killed'] + outcomes['survived']
     lines = [
-        f'`make mutants` (`--sample {asked} --seed {seed}`): {killed} of {len(rows)} changes killed, '
-        f'{100 * killed / max(len(rows), 1):.0f} % ({outcomes["timeout"]} of them by running out of time).',
+        f'`make mutants` (`--sample {asked} --seed {seed}`): {outcomes["killed"]} of {decided} changes killed, '
+        f'{100 * outcomes["killed"] / max(decided, 1):.0f} %; {outcomes["timeout"]} more ran out of time undecided, '
+        f'{asked - len(rows)} were not tried.',
         '',
     ]
     for package in PACKAGES:
-        own = [row['outcome'] != 'survived' for row in rows if row['module'].startswith(package)]
-        lines.append(f'- {package}: {sum(own)} of {len(own)}')
+        own = Counter(row['outcome'] for row in rows if row['module'].startswith(package))
+        lines.append(f'- {package}: {own["killed"]} of {own["killed"] + own["survived"]}')
     for row in rows:
         if row['outcome'] == 'survived':
             lines += [
