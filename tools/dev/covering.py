@@ -76,6 +76,8 @@ COVERING: dict[str, tuple[str, ...]] = {
     'engine/gate_hooks.py': ('test_analysis/test_sampling', 'test_analysis/test_gates'),
     'engine/distributed.py': (f'{ENGINE}processes',),
     'engine/model_index.py': ('test_tools/test_names', 'test_metafiles'),
+    'engine/*_checks.py': (f'{ENGINE}preflight', 'test_tools/test_flags', 'test_tools/test_mistakes'),
+    'engine/data_errors.py': (f'{ENGINE}hooks', 'test_tools/test_mistakes'),
     'engine/publish.py': ('test_tools/test_publish',),
     'engine/sync_batch_norm.py': (f'{ENGINE}processes',),
     'engine/hooks.py': (f'{ENGINE}hooks', 'test_tools/test_command_line'),
