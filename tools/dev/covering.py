@@ -68,7 +68,12 @@ COVERING: dict[str, tuple[str, ...]] = {
     'models/paths.py': (f'{MODELS}gated:not identity and not parameters', f'{ENGINE}speed_hooks'),
     'models/classifier.py': (f'{MODELS}backbones:parameters', f'{MODELS}resolutions'),
     'models/*': (*SWAPS, f'{MODELS}gated:identity'),
-    'engine/cli.py': ('test_tools/test_flags', f'{ENGINE}preflight', 'test_tools/test_command_line', f'{ENGINE}interrupt_hook'),
+    'engine/cli.py': (
+        'test_tools/test_flags',
+        f'{ENGINE}preflight',
+        'test_tools/test_command_line',
+        f'{ENGINE}interrupt_hook',
+    ),
     'engine/switches.py': ('test_tools/test_flags', f'{ENGINE}preflight', f'{ENGINE}classification_tools'),
     'engine/preflight.py': (f'{ENGINE}preflight', 'test_tools/test_flags', f'{ENGINE}options'),
     'engine/backends.py': ('test_tools/test_command_line', f'{MODELS}triton_backends'),
