@@ -92,7 +92,10 @@ def test_a_step_in_bfloat16_is_finite(name: str) -> None:
     assert gradients and not wrong, f'not finite: {", ".join(wrong)}'
 
 
-@pytest.mark.parametrize('deterministic', [False, True], ids=['as_it_is', 'deterministic_algorithms'])
+@pytest.mark.parametrize(
+    'deterministic',
+    [pytest.param(False, id='as_it_is', marks=pytest.mark.slow), pytest.param(True, id='deterministic_algorithms')],
+)
 @every_host
 def test_the_same_seed_gives_the_same_losses(name: str, deterministic: bool) -> None:
     def run() -> list[float]:

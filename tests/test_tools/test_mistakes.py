@@ -324,6 +324,14 @@ MISTAKES = {
     'photo_of_one_pixel': Mistake('folders', '1 x 1', damage=replaced(FIRST_IMAGE, np.zeros((1, 1, 3), np.uint8))),
 }
 
+# by a test of one function, or by a neighbour above
+TRIED_ELSEWHERE = {
+    *('gate_option_misspelt', 'host_misspelt', 'metric_misspelt', 'fewer_classes', 'start_from_nothing'),
+    *('no_data', 'no_annotations', 'no_images_folder', 'image_corrupt', 'map_corrupt', 'photo_corrupt'),
+    *('photo_of_one_pixel', 'photos_of_several_sizes', 'map_of_16_bits'),
+}
+assert not TRIED_ELSEWHERE - set(MISTAKES)
+
 
 @pytest.fixture(scope='module')
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -350,7 +358,9 @@ def make(mistake: Mistake) -> None:
         mistake.damage()
 
 
-@pytest.mark.parametrize('name', MISTAKES)
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=pytest.mark.slow if name in TRIED_ELSEWHERE else ()) for name in MISTAKES]
+)
 def test_one_message_says_what_to_change(project: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     mistake = MISTAKES[name]
     make(mistake)
