@@ -52,6 +52,8 @@ class GuardedUnpickler(_PythonUnpickler):
         """Return what stands for a name, without importing a module that is not known."""
         if module == 'torch._utils' and name in _REBUILT:
             return _REBUILT[name]
+        if (module, name) in _WITH_ATTRIBUTES:
+            return _WITH_ATTRIBUTES[module, name]
         if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) in _CALLED:
@@ -162,3 +164,20 @@ def _within_storage(rebuild: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _REBUILT = {name: _within_storage(getattr(torch._utils, name)) for name in ('_rebuild_tensor', '_rebuild_tensor_v2')}
+
+
+class _Kind:
+    """In the place of torch.Tensor, which would make memory of any size."""
+
+
+def _without_attributes(rebuild: Callable[..., Tensor], kind: Any, arguments: Any, state: Any) -> Tensor:
+    """Stand for torch's function that makes a tensor with attributes, as FSDP leaves some; loading needs none."""
+    if rebuild not in _REBUILT.values() or kind is not _Kind:
+        refuse(f'asks for a tensor of kind {kind!r} by {rebuild!r}')
+    return rebuild(*arguments)
+
+
+_WITH_ATTRIBUTES: dict[tuple[str, str], Any] = {
+    ('torch', 'Tensor'): _Kind,
+    ('torch._tensor', '_rebuild_from_type_v2'): _without_attributes,
+}

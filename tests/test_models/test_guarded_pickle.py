@@ -85,6 +85,15 @@ def test_a_tensor_that_fits_is_loaded(write: Callable[..., None], load: Callable
 
 
 @LOADERS
+def test_a_tensor_with_attributes_is_loaded(load: Callable[[str], Any], tmp_path: Path) -> None:
+    """FSDP's optimizer states are some."""
+    tensor = torch.arange(3.0)
+    tensor.note = 'of FSDP'  # type: ignore[attr-defined]
+    torch.save(dict(weight=tensor), tmp_path / 'a.pth')
+    assert torch.equal(load(str(tmp_path / 'a.pth'))['weight'], tensor)
+
+
+@LOADERS
 @pytest.mark.parametrize('write', [zipped, legacy])
 @pytest.mark.parametrize(
     'declared',
@@ -110,6 +119,10 @@ PICKLES = {
     'class': (b'\x80\x02ccollections\nOrderedDict\n}X\x06\x00\x00\x00markedK\x01sb.', 'changes <class'),
     'function': (b'\x80\x02ctorch._utils\n_rebuild_parameter\n}X\x06\x00\x00\x00markedK\x01sb.', 'changes <function'),
     'tensors': (b'\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x06\x00\x00\x00markedK\x01sb.', 'changes <function'),
+    'kind': (
+        b'\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(ctorch\nSize\nctorch\nTensor\n)}tR.',
+        'asks for a tensor of',
+    ),
     'source': (b'\x80\x02(X\x06\x00\x00\x00moduleNNNtQ.', 'brings the source of a module'),
 }
 
