@@ -57,3 +57,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_it_is_short() -> None:
     assert len((ROOT / 'README.md').read_text().splitlines()) < 150
+
+
+def test_every_test_file_has_its_promise() -> None:
+    """On the page that says which promise is held by which file; its links are checked with the others."""
+    page = ROOT / 'tests/README.md'
+    linked = {(page.parent / link).resolve() for link in re.findall(r'\]\(([^)#:\s]+)\)', page.read_text())}
+    tests = {path.resolve() for path in (ROOT / 'tests').rglob('test_*.py') if 'downstream_project' not in path.parts}
+    assert sorted(str(path.relative_to(ROOT)) for path in tests - linked) == [], 'add a row to tests/README.md'
