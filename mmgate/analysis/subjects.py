@@ -106,8 +106,12 @@ def subjects(args: argparse.Namespace) -> list[Subject]:
 
 
 def load_subject(config: str, checkpoint: str, device: str = 'cpu') -> Subject:
+    """Return the model of a config file with a checkpoint's weights, on ``device``, in eval mode."""
+    return build_subject(cli.read_config(config), checkpoint, device)
+
+
+def build_subject(cfg: Config, checkpoint: str, device: str = 'cpu') -> Subject:
     """Return a config's model with a checkpoint's weights, on ``device``, in eval mode."""
-    cfg = cli.read_config(config)
     init_default_scope(cfg.get('default_scope') or 'mmdet')
     if checkpoint != UNTRAINED:
         check_checkpoint(checkpoint, sharded=False)

@@ -169,7 +169,7 @@ def test(argv: list[str]) -> None:
         runner.test()
 
 
-class _Options(DictAction):
+class Options(DictAction):
     """mmengine's, with a message for an option without a value."""
 
     def __call__(
@@ -193,7 +193,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=_Options,
+        action=Options,
         help='override settings: key=value, nested keys by dots, lists as key="[a,b]"',
     )
     add_trust_option(parser)

@@ -20,7 +20,7 @@ case $SET in
     MMCV=onedl-mmcv==2.3.6
     MMCV_OBJECTS=78 # translation units of the CPU build; only used to say how far it is
     BUILD=("setuptools>=80,<81" wheel packaging ninja psutil numpy)
-    PACKAGES=('.[mm,pretrain,triton,dev,mutants,release]')
+    PACKAGES=('.[mm,pretrain,triton,deploy,dev,mutants,release]')
     ;;
   originals)
     TORCH=${TORCH:-2.1.2} VENV=${VENV:-.venv-originals}

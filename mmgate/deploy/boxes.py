@@ -1,0 +1,106 @@
+"""From dense heads to boxes, in batches of a fixed number: what mmdet does image by image and of any number.
+
+Layout: boxes (B, N, 4) as (x1, y1, x2, y2) in pixels of the input; scores (B, N), -1 where a place is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from mmdet.models.dense_heads import AnchorHead, RPNHead
+from torch import Tensor
+
+from mmgate.engine.preflight import ConfigError
+
+from .nms import class_offsets, nms
+
+
+class Boxes(NamedTuple):
+    """Boxes ``(B, N, 4)``, their scores ``(B, N)``, and labels ``(B, N)``, or levels where there is one class."""
+
+    boxes: Tensor
+    scores: Tensor
+    labels: Tensor
+
+
+def candidates(
+    head: AnchorHead, scores: Sequence[Tensor], deltas: Sequence[Tensor], sizes: Tensor, cfg: Mapping[str, Any]
+) -> Boxes:
+    """Return the best ``nms_pre`` boxes of each level, as mmdet's ``predict_by_feat`` finds them.
+
+    Args:
+        head: A RetinaNet's head or an RPN's; labels of the latter are levels.
+        scores: Logits ``(B, A * C, h, w)`` of each level.
+        deltas: ``(B, A * 4, h, w)`` of each level.
+        sizes: ``(B, 2)``, height and width of the images without padding.
+        cfg: The head's ``test_cfg``.
+    """
+    proposes = isinstance(head, RPNHead)
+    priors = head.prior_generator.grid_priors(
+        [level.shape[-2:] for level in scores], dtype=scores[0].dtype, device=scores[0].device
+    )
+    found = []
+    for number, (logits, delta, prior) in enumerate(zip(scores, deltas, priors, strict=True)):
+        channels = head.cls_out_channels
+        logits = logits.permute(0, 2, 3, 1).reshape(logits.shape[0], -1, channels)
+        score = logits.sigmoid() if head.use_sigmoid_cls else logits.softmax(-1)[..., :-1]
+        classes = score.shape[-1]
+        score = score.flatten(1)
+        score = torch.where(score > cfg.get('score_thr', 0.0), score, -1.0)
+        count = cfg.get('nms_pre', -1)
+        if count > 0:  # padded by as many, so that the number does not depend on the level's size
+            score, index = F.pad(score, (0, count), value=-1.0).topk(count)
+            index = torch.where(score > 0, index, 0)
+        else:
+            index = torch.arange(score.shape[1], device=score.device).expand_as(score)
+        place = index // classes
+        delta = delta.permute(0, 2, 3, 1).reshape(delta.shape[0], -1, 4)
+        delta = delta.gather(1, place[..., None].expand(-1, -1, 4))
+        boxes = decode(head.bbox_coder, prior[place], delta, sizes)
+        found.append(Boxes(boxes, score, torch.full_like(index, number) if proposes else index % classes))
+    boxes, score, labels = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
+    smallest = cfg.get('min_bbox_size', -1)
+    if smallest >= 0:
+        sides = boxes[..., 2:] - boxes[..., :2]
+        score = torch.where((sides > smallest).all(-1), score, -1.0)
+    return Boxes(boxes, score, labels)
+
+
+def decode(coder: Any, priors: Tensor, deltas: Tensor, sizes: Tensor) -> Tensor:
+    """Return boxes ``(B, N, 4)`` from priors and deltas of that shape, cut at the images' edges."""
+    boxes = coder.decode(priors.reshape(-1, 4), deltas.reshape(-1, 4)).view(deltas.shape)
+    return cut(boxes, sizes) if coder.clip_border else boxes
+
+
+def cut(boxes: Tensor, sizes: Tensor) -> Tensor:
+    """Cut boxes ``(B, N, 4)`` at the edges of images of ``sizes`` ``(B, 2)`` as (height, width)."""
+    return torch.minimum(boxes.clamp(min=0), sizes.flip(-1).repeat(1, 2)[:, None].to(boxes.dtype))
+
+
+def best(found: Boxes, cfg: Mapping[str, Any], count: int) -> Boxes:
+    """Return the ``count`` best boxes after non-maximum suppression, class by class unless ``cfg`` says otherwise.
+
+    Args:
+        found: What there is.
+        cfg: mmdet's ``nms``: type, iou_threshold, class_agnostic.
+        count: ``max_per_img``.
+
+    Raises:
+        ConfigError: Another kind of suppression, which ONNX has no operator for.
+    """
+    unknown = set(cfg) - {'type', 'iou_threshold', 'class_agnostic', 'split_thr'}
+    if cfg.get('type', 'nms') != 'nms' or unknown:
+        raise ConfigError(
+            f"nms={dict(cfg)} cannot be exported: ONNX has the operator of dict(type='nms', iou_threshold=...) alone. "
+            'Set that in test_cfg by --cfg-options.'
+        )
+    boxes, scores, labels = found
+    apart = boxes if cfg.get('class_agnostic') else class_offsets(boxes, labels)
+    index, scores = nms(apart, scores, cfg['iou_threshold'], count)
+    index = index.clamp(max=boxes.shape[1] - 1)  # where there are fewer boxes than places
+    empty = scores <= 0
+    boxes = boxes.gather(1, index[..., None].expand(-1, -1, 4)).masked_fill(empty[..., None], 0.0)
+    return Boxes(boxes, scores, labels.gather(1, index).masked_fill(empty, -1))

@@ -1,0 +1,139 @@
+"""A network as a program of torch.export, of any batch and, where the model allows, any size."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from mmengine.logging import print_log
+from torch import Tensor
+
+from mmgate.engine.preflight import ConfigError
+
+from .formats import writing
+from .network import Network
+from .pooling import matrix_pooling
+from .sampling import sampled_by
+from .sizes import readable_sizes
+
+MAX_BATCH = 64
+OLDEST = (2, 9)
+DIVISOR = 32  # of sides, where a backbone wants one
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What was written down.
+
+    Attributes:
+        program: The program.
+        divisor: Of the sides of images that it takes; 0 where it takes those of one size alone.
+        size: Height and width of the images that it was written from.
+    """
+
+    program: Any
+    divisor: int
+    size: tuple[int, int]
+
+    @property
+    def takes(self) -> str:
+        """What it takes, in words."""
+        if not self.divisor:
+            return f'images of {self.size[0]} x {self.size[1]} pixels'
+        return 'images of any size' if self.divisor == 1 else f'images whose sides are multiples of {self.divisor}'
+
+
+def check_torch() -> None:
+    """Refuse a torch whose export is not up to whole detectors.
+
+    Raises:
+        ConfigError: With what to do.
+    """
+    found = tuple(int(part) for part in torch.__version__.split('.')[:2])
+    if found < OLDEST:
+        raise ConfigError(
+            f'exporting needs torch {OLDEST[0]}.{OLDEST[1]} or newer, this is {torch.__version__}: export from an '
+            'environment of the maintained forks, which loads the same configs and checkpoints.'
+        )
+
+
+def capture(
+    network: Network, inputs: Sequence[Tensor], *, format: str, msda: str = 'gather', fixed_size: bool = False
+) -> Captured:
+    """Write a network down.
+
+    Args:
+        network: What to write.
+        inputs: Of a batch; the values do not matter, the sizes do where the model takes no others.
+        format: One of :data:`mmgate.deploy.formats.FORMATS`.
+        msda: How deformable attention is written, one of :data:`mmgate.deploy.sampling.SAMPLERS`.
+        fixed_size: Whether to take images of this size alone without trying others.
+
+    Raises:
+        ConfigError: The model cannot be written down even for one size.
+    """
+    check_torch()
+    inputs = tuple(torch.cat([x, x])[:2] if len(x) == 1 else x for x in inputs)  # a batch of one would stay one
+    height, width = (int(side) for side in inputs[0].shape[-2:])
+    tried = [1, DIVISOR] if not (height % DIVISOR or width % DIVISOR) else [1]
+    problem: Exception | None = None
+    for divisor in [0] if fixed_size else [*tried, 0]:
+        try:
+            with _traceable(format, msda):
+                program = torch.export.export(network, inputs, dynamic_shapes=_shapes(network, divisor), strict=False)
+            _check_dynamic(program, divisor)
+            return Captured(program, divisor, (height, width))
+        except ConfigError:
+            raise
+        except Exception as error:  # whatever the exporter stumbles over
+            problem = error
+            what = {0: 'one size', 1: 'any size'}.get(divisor, f'multiples of {divisor} pixels')
+            print_log(f'not to be written for images of {what}: {_first_line(error)}', logger='current')
+    raise ConfigError(f'{type(network.host).__name__} cannot be exported: {_first_line(problem)}') from problem
+
+
+def _check_dynamic(program: Any, divisor: int) -> None:
+    """Refuse a program that settled for sizes that it was not asked to settle for."""
+    names = program.graph_signature.user_inputs
+    shapes = [node.meta['val'].shape for node in program.graph.nodes if node.op == 'placeholder' and node.name in names]
+    sides = [shapes[0][0], *(shapes[0][2:] if divisor else [])]
+    if any(isinstance(side, int) or side.node.expr.is_number for side in sides):
+        raise ValueError(f'the graph took {tuple(shapes[0])} for the only size')
+
+
+def _first_line(error: BaseException | None) -> str:
+    lines = str(error).strip().splitlines()
+    return f'{type(error).__name__}: {lines[0] if lines else ""}'
+
+
+def _shapes(network: Network, divisor: int) -> tuple[Any, ...]:
+    from torch.export import Dim
+
+    batch = Dim('batch', min=1, max=MAX_BATCH)
+    images: dict[int, Any] = {0: batch}
+    if divisor:
+        for axis, name in ((2, 'height'), (3, 'width')):
+            images[axis] = Dim(name, min=32) if divisor == 1 else divisor * Dim(f'{name}_{divisor}', min=1)
+    return tuple(images if name == 'images' else {0: batch} for name in network.inputs)
+
+
+@contextmanager
+def _traceable(format: str, msda: str) -> Iterator[None]:
+    """Let a host be traced: the sizes of its levels are numbers, its attention and pooling plain operators."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    with ExitStack() as stack:
+        for context in (torch.no_grad(), writing(format), sampled_by(msda), readable_sizes(), matrix_pooling()):
+            stack.enter_context(context)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter('ignore')
+        # sides of 1 pixel are as any other: no graph is written for maps of more alone
+        stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=True))
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)

@@ -1,0 +1,123 @@
+"""The command lines of tools/deploy: write a model as a file, evaluate a file, time files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.logging import print_log
+
+from mmgate.analysis.subjects import UNTRAINED, Subject, build_subject
+from mmgate.engine import cli
+from mmgate.engine.options import merge_options
+from mmgate.engine.preflight import ConfigError, check_data
+from mmgate.engine.safe_load import add_trust_option
+
+from . import export as exporting
+from .networks import serve
+from .runtime import Exported
+from .sampling import SAMPLERS
+
+FOLDER = 'work_dirs/deploy'
+
+
+def export(argv: list[str]) -> None:
+    """Write a model as a file and compare what it finds with what PyTorch finds."""
+    parser = _parser('Write a detector or a segmentor as a file, and compare the file with PyTorch on real images')
+    _add_images(parser)
+    parser.add_argument('--format', choices=sorted(exporting.SUFFIXES), default='onnx', help='(default onnx)')
+    parser.add_argument('--out', help='file to write (default: NAME.onnx or NAME.pt2 in work_dirs/deploy)')
+    parser.add_argument(
+        '--msda',
+        choices=sorted(SAMPLERS),
+        default='gather',
+        help="deformable attention as gathered rows (default), as GridSample, or as a node of TensorRT's plug-in; "
+        'TensorRT compiles GridSample in deformable attention wrongly without a word (NVIDIA/TensorRT issue 4813)',
+    )
+    parser.add_argument(
+        '--fixed-size', action='store_true', help="take images of the first one's size alone, without trying others"
+    )
+    args = parser.parse_args(argv)
+    exporting.check_format(args.format, args.msda)
+    subject, batches = _subject(args)
+    suffix = exporting.SUFFIXES[args.format]
+    path = Path(args.out or f'{FOLDER}/{subject.name}{suffix}')
+    if path.suffix != suffix:
+        raise ConfigError(f'--out {path}: a file of --format {args.format} ends with {suffix}.')
+    options = dict(format=args.format, msda=args.msda, fixed_size=args.fixed_size, threshold=args.score_thr)
+    found = exporting.export(subject.model, batches, path, **options)
+    print_log(f'{path} is as PyTorch: {found}', logger='current')
+
+
+def test(argv: list[str]) -> None:
+    """Evaluate an exported file on the test data of a config, by its evaluator."""
+    parser = _parser('Evaluate an exported file on the test data of its config')
+    parser.add_argument('file', help='.onnx or .pt2 file of tools/deploy/export.py')
+    parser.add_argument('--work-dir', help='folder for logs and metrics')
+    args = parser.parse_args(argv)
+    run = Exported(args.file)
+    args.launcher = 'none'
+    cfg = cli.load_config(args)
+    check_data(cfg, ('test',))
+    runner = cli.build_runner(cfg, trains=False)
+    serve(runner.model, run)
+    runner.test()
+
+
+def benchmark(argv: list[str]) -> None:
+    """Time a model in PyTorch, compiled and as exported files."""
+    from mmgate.benchmarks.deployment import PROVIDERS, benchmark_deployment
+    from mmgate.benchmarks.ops import write_csv
+
+    parser = _parser('Time a model in PyTorch, compiled and as exported files, on one real image')
+    _add_images(parser)
+    parser.add_argument('--providers', nargs='+', choices=PROVIDERS, default=PROVIDERS, help='default: all')
+    parser.add_argument('--repetitions', type=int, default=5)
+    parser.add_argument('--threads', type=int, help="torch's and onnxruntime's threads (default: all)")
+    parser.add_argument('--out', help='CSV to write (default: work_dirs/deploy/NAME.csv)')
+    args = parser.parse_args(argv)
+    exporting.check_format('onnx')
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    subject, batches = _subject(args)
+    options = dict(providers=args.providers, repetitions=args.repetitions, threshold=args.score_thr)
+    rows = list(benchmark_deployment(subject.name, subject.model, batches[0], Path(FOLDER), **options))
+    for row in rows:
+        if row.metric == 'time':
+            print(f'{row.provider:18} {row.x:14} {row.y_50:9.1f} ms  x {row.ratio_to_peer:.2f}')
+    out = Path(args.out or f'{FOLDER}/{subject.name}.csv')
+    write_csv(rows, out)
+    print(f'written to {out}')
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument('config', help="config file, or 'package::path' of an installed package's config")
+    parser.add_argument('--cfg-options', nargs='+', action=cli.Options, help='override settings: key=value')
+    return parser
+
+
+def _add_images(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument('checkpoint', help=f"checkpoint file or URL; '{UNTRAINED}' for the model as it is initialised")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument('--images', nargs='+', help='image files to compare on')
+    where.add_argument('--split', default='test', choices=['train', 'val', 'test'], help='of the data (default test)')
+    parser.add_argument('--max-images', type=int, default=4, help='of the split to compare on (default 4)')
+    parser.add_argument('--score-thr', type=float, default=0.05, help='detections are compared above it (default 0.05)')
+    add_trust_option(parser)
+
+
+def _subject(args: argparse.Namespace) -> tuple[Subject, list[dict[str, Any]]]:
+    """Return the model, and its images as batches of one."""
+    if args.max_images < 1:
+        raise ConfigError(f'--max-images {args.max_images}: give 1 or more; an export ends with a comparison.')
+    cfg = cli.read_config(args.config)
+    if args.cfg_options:
+        merge_options(cfg, args.cfg_options)
+    subject = build_subject(cfg, args.checkpoint)
+    batches = list(subject.inputs(args))
+    if not batches:
+        raise ConfigError('there is no image to compare on: the data set is empty.')
+    return subject, batches

@@ -1,0 +1,126 @@
+"""A model as a file, and whether the file finds what the model finds."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from mmengine.logging import print_log
+from torch import Tensor, nn
+
+from mmgate._environment import why_not
+from mmgate.engine.preflight import ConfigError
+
+from .capture import MAX_BATCH, capture, check_torch
+from .compare import Differences, Tolerances, compare
+from .network import Network
+from .networks import network
+from .runtime import Exported, write_package, write_program
+
+PACKAGE = 'aot-inductor'
+SUFFIXES = {'onnx': '.onnx', 'torch-export': '.pt2', PACKAGE: '.pt2'}
+NEEDED = ('onnx', 'onnxscript', 'onnxruntime')
+
+
+def check_format(format: str, msda: str = 'gather') -> None:
+    """Refuse what cannot be written here.
+
+    Raises:
+        ConfigError: torch is too old, a package is missing, or the format has no plug-ins.
+    """
+    check_torch()
+    missing = [name for name in NEEDED if why_not(name)] if format == 'onnx' else []
+    if missing:
+        raise ConfigError(f'--format onnx needs {", ".join(missing)}: pip install "mmgate[deploy]".')
+    if msda == 'plugin' and format != 'onnx':
+        raise ConfigError(f'--msda plugin is a node of TensorRT, for --format onnx alone, not {format}.')
+
+
+def export(
+    model: nn.Module,
+    batches: Sequence[dict[str, Any]],
+    path: Path,
+    *,
+    format: str = 'onnx',
+    msda: str = 'gather',
+    fixed_size: bool = False,
+    threshold: float = 0.05,
+) -> Differences:
+    """Write a model to ``path`` and compare the file with it; a file that differs is removed.
+
+    Args:
+        model: A detector or a segmentor with its weights, in eval mode.
+        batches: Of a data loader, one real image each. Their values are what is compared; the size of the first is the
+            graph's where the model takes no others.
+        path: File to write; folders are made.
+        format: ``'onnx'``, ``'torch-export'`` or ``'aot-inductor'``.
+        msda: One of :data:`mmgate.deploy.sampling.SAMPLERS`. What holds TensorRT's plug-in, which TensorRT alone can
+            run, is compared as a graph that differs in these nodes alone.
+        fixed_size: Whether not to try for images of any size.
+        threshold: Detections are compared above this score.
+
+    Returns:
+        How far the file's results were from the model's.
+
+    Raises:
+        ConfigError: The model cannot be exported, the images show nothing, or the file differs.
+    """
+    check_format(format, msda)
+    options: dict[str, Any] = dict(format=format, fixed_size=fixed_size)
+    write(model, batches[0], path, msda=msda, **options)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = path
+        if msda == 'plugin':
+            runs = Path(folder) / path.name
+            write(model, batches[0], runs, msda='gather', **options)
+        run = Exported(runs)
+        print_log(f'{path} takes {run.notes["takes"]}, up to {MAX_BATCH} at a time', logger='current')
+        try:
+            found = compare(model, network(model), run, _taken(model, batches, run), threshold=threshold)
+            if not found.within(Tolerances()):
+                raise ConfigError(f'the exported model differs from PyTorch and was removed ({path}): {found}.')
+        except ConfigError:
+            path.unlink()
+            raise
+    return found
+
+
+def write(model: nn.Module, batch: dict[str, Any], path: Path, *, format: str, msda: str, fixed_size: bool) -> None:
+    """Write a model to ``path``; arguments as :func:`export`."""
+    net = network(model)
+    graph = 'torch-export' if format == PACKAGE else format
+    captured = capture(net, _feeds(net, batch), format=graph, msda=msda, fixed_size=fixed_size)
+    notes = dict(model=type(model).__name__, inputs=net.inputs, outputs=net.outputs, msda=msda)
+    notes.update(divisor=captured.divisor, size=captured.size, takes=captured.takes)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if format == 'onnx':
+        from .onnx_file import write_onnx
+
+        write_onnx(captured.program, net, path, notes)
+    else:
+        (write_package if format == PACKAGE else write_program)(captured.program, path, notes)
+
+
+def _feeds(net: Network, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+    data = net.host.data_preprocessor(deepcopy(batch), False)
+    return net.feeds(data['inputs'], data['data_samples'])
+
+
+def _taken(model: nn.Module, batches: Sequence[dict[str, Any]], run: Exported) -> Iterator[dict[str, Any]]:
+    """Yield the batches that a file takes, and one of two images, padded to one size if it may be."""
+    taken = []
+    for batch in batches:
+        size = model.data_preprocessor(deepcopy(batch), False)['inputs'].shape[-2:]  # type: ignore[operator]
+        if run.takes(*size):
+            taken.append((size, batch))
+    if len(taken) < len(batches):
+        left = len(batches) - len(taken)
+        print_log(f'{left} of {len(batches)} images are of sizes that it does not take: not compared', logger='current')
+    yield from (batch for _, batch in taken)
+    pads = 'sizes' in run.notes['inputs'] and run.notes['divisor'] == 1
+    pair = [batch for size, batch in taken if pads or size == taken[0][0]][:2]
+    if len(pair) == 2:
+        yield {key: [part for batch in pair for part in batch[key]] for key in pair[0]}

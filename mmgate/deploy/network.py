@@ -1,0 +1,66 @@
+"""What is exported: a module of tensors in and tensors out around a host's model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from mmengine.structures import BaseDataElement
+from torch import Tensor, nn
+
+from mmgate.engine.preflight import ConfigError
+
+
+class Network(nn.Module):
+    """A model from preprocessed images to tensors, with what a graph cannot hold beside it.
+
+    Args:
+        host: The model, in eval mode.
+
+    Attributes:
+        inputs: Names of what :meth:`forward` takes.
+        outputs: Names of what it returns.
+    """
+
+    inputs: ClassVar[tuple[str, ...]] = ('images', 'sizes')
+    outputs: ClassVar[tuple[str, ...]] = ('boxes', 'scores', 'labels')
+
+    def __init__(self, host: nn.Module) -> None:
+        super().__init__()
+        self.host: Any = host
+
+    def feeds(self, images: Tensor, samples: Sequence[BaseDataElement]) -> tuple[Tensor, ...]:
+        """Return the inputs of a batch.
+
+        Args:
+            images: ``(B, 3, H, W)``, normalised and padded by the host's data preprocessor.
+            samples: The host's data samples, whose ``img_shape`` is the image's size without the padding.
+        """
+        shapes = [sample.metainfo['img_shape'][:2] for sample in samples]
+        return images, torch.tensor(shapes, dtype=torch.int64, device=images.device)
+
+    def serve(self, run: Any) -> None:
+        """Let ``run``, a function of :attr:`inputs` that returns :attr:`outputs`, answer for the host's network.
+
+        The host's own code does the rest, so that its tools test what was exported.
+        """
+        host = self.host
+
+        def predict(batch_inputs: Tensor, batch_data_samples: Any, rescale: bool = True) -> Any:
+            outputs = run(*self.feeds(batch_inputs, batch_data_samples))
+            results = self.results(outputs, batch_data_samples, rescale)
+            return host.add_pred_to_datasample(batch_data_samples, results)
+
+        host.predict = predict
+
+    def results(self, outputs: Sequence[Tensor], samples: Any, rescale: bool) -> Any:
+        """Return the host's results of a batch from the network's outputs, in pixels of the original images."""
+        raise TypeError(f'{type(self).__name__} has no results; use a subclass.')
+
+
+def refuse(host: nn.Module, reason: str) -> ConfigError:
+    """Return the error that a model cannot be exported."""
+    return ConfigError(
+        f'{type(host).__name__} cannot be exported: {reason}. What can be exported stands in tools/deploy/README.md.'
+    )

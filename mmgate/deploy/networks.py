@@ -1,0 +1,64 @@
+"""Which network stands for which host."""
+
+from __future__ import annotations
+
+import importlib
+from copy import deepcopy
+from typing import Any
+
+from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention
+from torch import nn
+
+from mmgate._environment import available
+from mmgate.engine.preflight import ConfigError
+from mmgate.layers.ms_deform_attn import MultiScaleDeformableAttention
+from mmgate.models import swap_attention
+
+from .network import Network, refuse
+
+# a host package, the module here that knows it, and the module's function that tells a model's network
+FAMILIES = (
+    ('mmdet', 'maskformers', 'mask_former'),
+    ('mmdet', 'detectors', 'detector'),
+    ('mmseg', 'segmentors', 'segmentor'),
+)
+
+
+def network(model: nn.Module) -> Network:
+    """Return the network of tensors around a copy of a model, in eval mode.
+
+    mmcv's deformable attention is swapped for ours, which computes the same and can be written down.
+
+    Raises:
+        ConfigError: The model cannot be exported.
+    """
+    host = deepcopy(model)
+    host.eval()  # some hosts return None from it
+    vanilla = [name for name, module in host.named_modules() if type(module) is MMCVMultiScaleDeformableAttention]
+    if vanilla:
+        swap_attention(host, dict(path=vanilla, type=MultiScaleDeformableAttention))
+    return _around(host)
+
+
+def serve(model: nn.Module, run: Any) -> None:
+    """Let ``run``, a function from the inputs of a model's network to its outputs, answer for the model.
+
+    Raises:
+        ConfigError: The model has no network, or another one than ``run`` was written from.
+    """
+    net = _around(model)
+    if tuple(run.notes['outputs']) != net.outputs:
+        raise ConfigError(
+            f'{run.path} holds a {run.notes["model"]} that returns {", ".join(run.notes["outputs"])}; the config '
+            f'describes a {type(model).__name__} that returns {", ".join(net.outputs)}. Give the config it was made of.'
+        )
+    net.serve(run)
+
+
+def _around(host: nn.Module) -> Network:
+    for package, module, function in FAMILIES:
+        if available(package):
+            found = getattr(importlib.import_module(f'mmgate.deploy.{module}'), function)(host)
+            if found is not None:
+                return found.eval()
+    raise refuse(host, 'it is none of the detectors and segmentors')

@@ -1,0 +1,78 @@
+"""A captured network as an ONNX file of standard operators."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmgate.engine.preflight import ConfigError
+
+from .network import Network
+from .sampling import DOMAIN
+from .translations import OPSET, translations
+
+NOTES = 'mmgate'  # the metadata's key
+
+
+def write_onnx(program: Any, network: Network, path: Path, notes: Mapping[str, Any]) -> None:
+    """Write a program of torch.export to ``path``.
+
+    Args:
+        program: What :func:`mmgate.deploy.capture.capture` returned.
+        network: What it was captured from; its inputs and outputs name the graph's.
+        path: The file.
+        notes: Kept in the file's metadata as JSON.
+
+    Raises:
+        ConfigError: Something of the network has no standard operator.
+    """
+    chatty = logging.getLogger('onnxscript'), logging.getLogger('onnx_ir'), logging.getLogger('torch.onnx')
+    for logger in chatty:
+        logger.setLevel(logging.ERROR)
+    written = torch.onnx.export(
+        program,
+        dynamo=True,
+        verbose=False,
+        optimize=True,
+        opset_version=OPSET,
+        input_names=list(network.inputs),
+        output_names=list(network.outputs),
+        custom_translation_table=translations(),
+    )
+    written.model.graph.sort()  # the optimiser may leave a shared constant behind its first use
+    written.model.metadata_props[NOTES] = json.dumps(notes)
+    written.save(path, external_data=False)
+    _check(path)
+
+
+def _check(path: Path) -> None:
+    """Refuse a file with operators that are not ONNX's; TensorRT's plug-in is there only if it was asked for."""
+    import onnx
+
+    model = onnx.load(path)
+    versions = {entry.domain: entry.version for entry in model.opset_import}
+    foreign = sorted({f'{n.domain}::{n.op_type}' for n in nodes(model.graph) if n.domain not in ('', DOMAIN)})
+    foreign += [f'{function.domain}::{function.name}' for function in model.functions]
+    if versions[''] != OPSET or foreign:
+        path.unlink()
+        found = f'opset {versions[""]}, {", ".join(foreign) or "no operator of others"}'
+        raise ConfigError(
+            f'the graph is to hold operators of opset {OPSET} alone and has: {found}. If MMGATE_MS_DEFORM_ATTN, '
+            'MMGATE_PLUG_ATTENTION or MMGATE_DISPATCH is set, unset it; else this is a fault of mmgate.'
+        )
+    if DOMAIN not in {node.domain for node in nodes(model.graph)}:
+        onnx.checker.check_model(model)
+
+
+def nodes(graph: Any) -> Iterator[Any]:
+    """Yield the nodes of a graph and of the graphs inside them."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for inner in (attribute.g, *attribute.graphs):
+                yield from nodes(inner)

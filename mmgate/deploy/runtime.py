@@ -1,0 +1,113 @@
+"""Exported files as functions of tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmgate.engine.preflight import ConfigError
+
+from .sampling import DOMAIN, PLUGIN
+
+NOTES_FILE = 'mmgate.json'
+
+
+class Exported:
+    """An exported file, called with tensors in the order of its inputs; it returns a tuple of its outputs.
+
+    Args:
+        path: ``.onnx``, or ``.pt2`` of torch.export or AOTInductor.
+        threads: Of onnxruntime; as many as torch's by default.
+
+    Attributes:
+        notes: What the export wrote beside the graph: config, names, sizes.
+
+    Raises:
+        ConfigError: The file is missing, of another kind, not made by tools/deploy/export.py, or for TensorRT alone.
+    """
+
+    def __init__(self, path: str | Path, threads: int | None = None) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise ConfigError(f'exported file {path} does not exist (looked for {self.path.resolve()}).')
+        openers = {'.onnx': self._open_onnx, '.pt2': self._open_program}
+        if self.path.suffix not in openers:
+            raise ConfigError(f'{path} is no exported file: give an .onnx or a .pt2 file of tools/deploy/export.py.')
+        self._run, notes = openers[self.path.suffix](threads or torch.get_num_threads())
+        if not notes:
+            raise ConfigError(f'{path} was not written by tools/deploy/export.py; its inputs are unknown.')
+        self.notes: dict[str, Any] = json.loads(notes)
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs.
+
+        Raises:
+            ConfigError: Images of a size that the graph does not take.
+        """
+        height, width = inputs[0].shape[-2:]
+        if not self.takes(height, width):
+            raise ConfigError(
+                f'{self.path} takes {self.notes["takes"]}, this batch has {height} x {width}. Resize or pad in the '
+                'pipeline or the data_preprocessor (pad_size_divisor), or export with an image of this size.'
+            )
+        return self._run(tuple(x.contiguous() for x in inputs))
+
+    def takes(self, height: int, width: int) -> bool:
+        """Return whether the graph takes images of this size."""
+        divisor = self.notes['divisor']
+        return not (height % divisor or width % divisor) if divisor else [height, width] == self.notes['size']
+
+    def _open_onnx(self, threads: int) -> tuple[Any, str | None]:
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise ConfigError('onnxruntime is missing: pip install "mmgate[deploy]".') from error
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads
+        options.log_severity_level = 3
+        try:
+            session = onnxruntime.InferenceSession(self.path, options, providers=['CPUExecutionProvider'])
+        except Exception as error:
+            if DOMAIN in str(error):
+                raise ConfigError(f'{self.path} has nodes {PLUGIN}, which TensorRT alone can run.') from error
+            raise ConfigError(f'onnxruntime cannot read {self.path}: {error}') from error
+        names = [entry.name for entry in session.get_inputs()]
+
+        def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            arrays = {name: x.detach().cpu().numpy() for name, x in zip(names, inputs, strict=True)}
+            return tuple(torch.from_numpy(output) for output in session.run(None, arrays))
+
+        return run, session.get_modelmeta().custom_metadata_map.get('mmgate')
+
+    def _open_program(self, threads: int) -> tuple[Any, str | None]:
+        with zipfile.ZipFile(self.path) as archive:
+            compiled = any('/aotinductor/' in name for name in archive.namelist())
+        if compiled:
+            package = torch._inductor.aoti_load_package(str(self.path))
+            return lambda inputs: tuple(package(*inputs)), package.get_metadata().get('mmgate')
+        extra = {NOTES_FILE: ''}
+        module = torch.export.load(self.path, extra_files=extra).module()
+
+        def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return tuple(module(*inputs))
+
+        return run, extra[NOTES_FILE]
+
+
+def write_program(program: Any, path: Path, notes: dict[str, Any]) -> None:
+    """Write a program as torch.export keeps it."""
+    torch.export.save(program, path, extra_files={NOTES_FILE: json.dumps(notes)})
+
+
+def write_package(program: Any, path: Path, notes: dict[str, Any]) -> None:
+    """Compile a program by AOTInductor into a package that needs torch alone, or its C++ library."""
+    options = {'aot_inductor.metadata': {'mmgate': json.dumps(notes)}}
+    with torch.no_grad():
+        torch._inductor.aoti_compile_and_package(program, package_path=os.fspath(path), inductor_configs=options)

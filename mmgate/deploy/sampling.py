@@ -1,0 +1,73 @@
+"""How deformable attention is written down: by gathering rows, by GridSample, or as TensorRT's plug-in node.
+
+TensorRT compiles deformable attention of GridSample nodes wrongly and says nothing (NVIDIA/TensorRT issue 4813), so
+gathering is the default.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from mmgate.ops.dispatch import Backend
+from mmgate.ops.ms_deform_attn import grid_sample
+
+package = importlib.import_module('mmgate.ops.ms_deform_attn')  # the function of its name hides it
+DOMAIN, PLUGIN = 'trt.plugins', 'MultiscaleDeformableAttnPlugin_TRT'
+
+
+def gather(
+    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
+) -> Tensor:
+    """Sum weighted rows; arguments as :func:`mmgate.ops.ms_deform_attn.reference.sample`.
+
+    The rows of all corners are gathered by one index, which runtimes do at memory speed, and summed by one product of
+    matrices.
+    """
+    batch, tokens, heads, dim = value.shape
+    queries, levels, points = weights.shape[1], *weights.shape[3:]
+    size = spatial_shapes.flip(-1).to(weights.dtype)[:, None]  # (L, 1, 2) as (width, height)
+    xy = sampling_locations.to(weights.dtype) * size - 0.5
+    corner = xy.floor()
+    fraction = xy - corner
+    head = torch.arange(heads, device=value.device)[:, None, None]
+    image = torch.arange(batch, device=value.device).view(-1, 1, 1, 1, 1)
+    first = (image * tokens + level_start_index[:, None]) * heads + head  # (B, 1, H, L, 1)
+    rows, shares = [], []
+    for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        x, y = corner[..., 0] + dx, corner[..., 1] + dy  # (B, Q, H, L, P)
+        inside = (x >= 0) & (x < size[..., 0]) & (y >= 0) & (y < size[..., 1])
+        rows.append(first + torch.where(inside, y * size[..., 0] + x, 0).long() * heads)
+        fx = fraction[..., 0] if dx else 1 - fraction[..., 0]
+        fy = fraction[..., 1] if dy else 1 - fraction[..., 1]
+        shares.append(weights * torch.where(inside, fx * fy, 0))
+    shape = (batch, queries, heads, 4 * levels * points)
+    index, share = torch.stack(rows, 3).view(shape), torch.stack(shares, 3).view(shape)
+    samples = value.reshape(-1, dim)[index].to(share.dtype)  # (B, Q, H, 4 L P, D)
+    return (share[..., None, :] @ samples).view(batch, queries, heads * dim).to(value.dtype)
+
+
+def plugin(
+    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
+) -> Tensor:
+    """Leave the sum to a node of TensorRT's plug-in; arguments as :func:`gather`. The graph alone knows its result."""
+    sizes = torch.clone(spatial_shapes).to(torch.int32)  # a tensor, whatever stands for one
+    inputs = (value, sizes, level_start_index.to(torch.int32), sampling_locations, weights)
+    shape = (*weights.shape[:3], value.shape[3])  # (B, Q, H, D)
+    return torch.onnx.ops.symbolic(f'{DOMAIN}::{PLUGIN}', inputs, dtype=value.dtype, shape=shape, version=1).flatten(2)
+
+
+SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid_sample.sample, 'plugin': plugin}
+
+
+@contextmanager
+def sampled_by(name: str) -> Iterator[None]:
+    """Let deformable attention sample by one of :data:`SAMPLERS`."""
+    backend = Backend(name, lambda value: None, package._sampled(SAMPLERS[name]), plain=True)
+    with mock.patch.object(package, 'BACKENDS', (backend,)):
+        yield

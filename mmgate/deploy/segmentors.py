@@ -1,0 +1,48 @@
+"""Segmentors of mmseg as networks of tensors: logits over the whole input, of whatever heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmengine.structures import BaseDataElement
+from mmseg.models.segmentors import EncoderDecoder
+from torch import Tensor, nn
+
+from .network import Network, refuse
+
+
+class SegmentationNetwork(Network):
+    """A segmentor up to its logits ``(B, C, H, W)`` over the input; scores, not logits, of Mask2Former.
+
+    Sliding windows, flips, the removal of padding and the resize to the original stay the host's.
+    """
+
+    inputs = ('images',)
+    outputs = ('logits',)
+
+    def forward(self, images: Tensor) -> tuple[Tensor]:
+        """Return the logits of images ``(B, 3, H, W)``."""
+        size = images.shape[-2:]
+        return (self.host.encode_decode(images, [dict(img_shape=size, pad_shape=size, ori_shape=size)]),)
+
+    def feeds(self, images: Tensor, samples: Sequence[BaseDataElement]) -> tuple[Tensor, ...]:
+        """Return the images, in whose padding a segmentor finds classes as anywhere else."""
+        return (images,)
+
+    def serve(self, run: Any) -> None:
+        """Let ``run`` return the logits of whole images, or of windows, as the host's ``test_cfg`` says."""
+        self.host.encode_decode = lambda inputs, batch_img_metas: run(inputs)[0]
+
+
+def segmentor(host: nn.Module) -> Network | None:
+    """Return the network of a segmentor, None for what is none.
+
+    Raises:
+        ConfigError: A segmentor that cannot be exported.
+    """
+    if not isinstance(host, EncoderDecoder):
+        return None
+    if type(host) is not EncoderDecoder:
+        raise refuse(host, 'of the segmentors EncoderDecoder can be')
+    return SegmentationNetwork(host)

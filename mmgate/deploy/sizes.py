@@ -1,0 +1,102 @@
+"""Sizes of feature maps that hosts read as numbers and compute with as tensors, while a graph of any size is written.
+
+mmdet's transformers keep the sizes of their levels in a tensor, loop over it and make grids of what they find. The
+numbers of a tensor are unknown while a graph is written, though the sizes they came from are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+
+class Sizes:
+    """What stands for an integer tensor of sizes: a tensor to operators, numbers to who indexes or unpacks it.
+
+    Args:
+        numbers: Of one axis, or rows of them; they may be symbolic.
+    """
+
+    def __init__(self, numbers: Sequence[Any]) -> None:
+        self.numbers = list(numbers)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The sizes as an int64 tensor of the graph."""
+        if isinstance(self.numbers[0], list):
+            return torch.stack([Sizes(row).tensor for row in self.numbers])
+        return torch.stack([torch.scalar_tensor(number, dtype=torch.int64) for number in self.numbers])
+
+    def tolist(self) -> list[Any]:
+        """Return the numbers."""
+        return self.numbers
+
+    def to(self, *_: Any) -> Sizes:
+        """Return the sizes as they are, whatever device they are asked for on: a graph is written on one."""
+        return self
+
+    def view(self, *shape: int) -> Any:
+        """Return the rows of ``view(-1, n)``; any other shape is the tensor's."""
+        if len(shape) == 2 and shape[0] == -1:
+            width = shape[1]
+            return Sizes([self.numbers[i : i + width] for i in range(0, len(self.numbers), width)])
+        return self.tensor.view(*shape)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, int):
+            return self.numbers[index]
+        return Sizes(self.numbers[index]) if isinstance(index, slice) else self.tensor[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith('__'):  # copying and pickling ask for hooks of theirs
+            raise AttributeError(name)
+        return getattr(self.tensor, name)
+
+    def __mul__(self, other: Any) -> Any:
+        return self.tensor * other
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Join sizes, and let any other function have the tensor."""
+        if function is torch.cat and all(isinstance(part, Sizes) for part in args[0]):
+            return Sizes([number for part in args[0] for number in part])
+        return function(*(_plain(arg) for arg in args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
+
+
+def _plain(argument: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return type(argument)(_plain(part) for part in argument)
+    return argument.tensor if isinstance(argument, Sizes) else argument
+
+
+def linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor:
+    """Return what :func:`torch.linspace` returns, which takes no symbolic number of steps."""
+    if isinstance(steps, int):
+        return _linspace(start, end, steps, **options)
+    last = torch.scalar_tensor(steps - 1, **options).clamp(min=1)  # one step alone is the start
+    span = torch.scalar_tensor(end, **options) - start
+    return start + torch.arange(steps, **options) * (span / last)
+
+
+_linspace = torch.linspace
+
+
+@contextmanager
+def readable_sizes() -> Iterator[None]:
+    """Let mmdet read the sizes of its levels, for which it asks ``torch._shape_as_tensor``, and make grids of them."""
+    shape = mock.patch.object(torch, '_shape_as_tensor', lambda tensor: Sizes(tensor.shape))
+    with shape, mock.patch.object(torch, 'linspace', linspace):
+        yield

@@ -1,0 +1,40 @@
+"""Files of whole models: what they hold, what they take, and that they find what PyTorch finds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from families import FAMILIES, batches, build, exports
+
+from mmgate.deploy.export import SUFFIXES, export
+from mmgate.deploy.runtime import Exported
+
+pytestmark = exports
+SMALL = ('plug-deformable-detr', 'plug-mask2former')  # of the demos
+ANY_SIZE = {name for name in FAMILIES if 'detr' in name or 'dino' in name or 'mask2former' in name}
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp('exported')
+
+
+@pytest.mark.parametrize('format', ['onnx', 'torch-export'])
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=() if name in SMALL else pytest.mark.slow) for name in FAMILIES]
+)
+def test_finds_what_pytorch_finds(name: str, format: str, folder: Path) -> None:
+    if format == 'onnx':
+        onnx = pytest.importorskip('onnx', reason='needs the extra "deploy"')
+        pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
+    path = folder / f'{name}{SUFFIXES[format]}'
+    images = batches(name, folder)
+    found = export(build(name), images, path, format=format)
+    assert found.images == 4  # one by one and both in a batch
+    run = Exported(path)
+    assert run.notes['divisor'] == (1 if name in ANY_SIZE else run.notes['divisor'])
+    if format == 'onnx':
+        model = onnx.load(path)
+        assert [(entry.domain, entry.version) for entry in model.opset_import if entry.domain == ''] == [('', 18)]
+        assert not model.functions and {node.domain for node in model.graph.node} == {''}

@@ -1,0 +1,10 @@
+"""Time a model in PyTorch, compiled and as exported files, in one run: ``python tools/deploy/benchmark.py --help``."""
+
+import sys
+
+import mmgate  # noqa: F401
+from mmgate.deploy.commands import benchmark
+from mmgate.engine import cli
+
+if __name__ == '__main__':
+    sys.exit(cli.main(benchmark))

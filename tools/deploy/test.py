@@ -1,0 +1,10 @@
+"""Evaluate an exported file on the config's test data: ``python tools/deploy/test.py CONFIG FILE --help``."""
+
+import sys
+
+import mmgate  # noqa: F401
+from mmgate.deploy.commands import test
+from mmgate.engine import cli
+
+if __name__ == '__main__':
+    sys.exit(cli.main(test))
