@@ -17,12 +17,14 @@ from mmgate.engine.preflight import ConfigError
 from .formats import writing
 from .network import Network
 from .pooling import matrix_pooling
+from .projections import plain_projections
 from .sampling import sampled_by
 from .sizes import readable_sizes
 
 MAX_BATCH = 64
 OLDEST = (2, 9)
 DIVISOR = 32  # of sides, where a backbone wants one
+LEAST = (33, 65, 129)  # of sides: more than the strides of the last maps
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,13 @@ class Captured:
     Attributes:
         program: The program.
         divisor: Of the sides of images that it takes; 0 where it takes those of one size alone.
+        least: Of those sides.
         size: Height and width of the images that it was written from.
     """
 
     program: Any
     divisor: int
+    least: int
     size: tuple[int, int]
 
     @property
@@ -44,7 +48,8 @@ class Captured:
         """What it takes, in words."""
         if not self.divisor:
             return f'images of {self.size[0]} x {self.size[1]} pixels'
-        return 'images of any size' if self.divisor == 1 else f'images whose sides are multiples of {self.divisor}'
+        sides = 'any sides' if self.divisor == 1 else f'sides that are multiples of {self.divisor}'
+        return f'images of {sides} from {self.least} pixels on'
 
 
 def check_torch() -> None:
@@ -80,13 +85,16 @@ def capture(
     inputs = tuple(torch.cat([x, x])[:2] if len(x) == 1 else x for x in inputs)  # a batch of one would stay one
     height, width = (int(side) for side in inputs[0].shape[-2:])
     tried = [1, DIVISOR] if not (height % DIVISOR or width % DIVISOR) else [1]
+    # below it the smallest maps of a pyramid have one pixel a side, and a graph of many is none of one
+    least = max((side for side in LEAST if side <= min(height, width)), default=min(height, width))
     problem: Exception | None = None
     for divisor in [0] if fixed_size else [*tried, 0]:
         try:
             with _traceable(format, msda):
-                program = torch.export.export(network, inputs, dynamic_shapes=_shapes(network, divisor), strict=False)
+                shapes = _shapes(network, divisor, least)
+                program = torch.export.export(network, inputs, dynamic_shapes=shapes, strict=False)
             _check_dynamic(program, divisor)
-            return Captured(program, divisor, (height, width))
+            return Captured(program, divisor, -(-least // max(divisor, 1)) * divisor, (height, width))
         except ConfigError:
             raise
         except Exception as error:  # whatever the exporter stumbles over
@@ -110,14 +118,14 @@ def _first_line(error: BaseException | None) -> str:
     return f'{type(error).__name__}: {lines[0] if lines else ""}'
 
 
-def _shapes(network: Network, divisor: int) -> tuple[Any, ...]:
+def _shapes(network: Network, divisor: int, least: int) -> tuple[Any, ...]:
     from torch.export import Dim
 
     batch = Dim('batch', min=1, max=MAX_BATCH)
     images: dict[int, Any] = {0: batch}
     if divisor:
         for axis, name in ((2, 'height'), (3, 'width')):
-            images[axis] = Dim(name, min=32) if divisor == 1 else divisor * Dim(f'{name}_{divisor}', min=1)
+            images[axis] = Dim(name, min=least) if divisor == 1 else divisor * Dim(name, min=-(-least // divisor))
     return tuple(images if name == 'images' else {0: batch} for name in network.inputs)
 
 
@@ -126,10 +134,13 @@ def _traceable(format: str, msda: str) -> Iterator[None]:
     """Let a host be traced: the sizes of its levels are numbers, its attention and pooling plain operators."""
     fused = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
-        for context in (torch.no_grad(), writing(format), sampled_by(msda), readable_sizes(), matrix_pooling()):
+        hosts = (sampled_by(msda), readable_sizes(), matrix_pooling(), plain_projections())
+        for context in (torch.no_grad(), writing(format), *hosts):
             stack.enter_context(context)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter('ignore')
+        # fused attention lays its result out as the plain one does not, and a view written for one fails on the other
+        stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
         # sides of 1 pixel are as any other: no graph is written for maps of more alone
         stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=True))
         torch.backends.mha.set_fastpath_enabled(False)

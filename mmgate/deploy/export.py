@@ -94,7 +94,7 @@ def write(model: nn.Module, batch: dict[str, Any], path: Path, *, format: str, m
     graph = 'torch-export' if format == PACKAGE else format
     captured = capture(net, _feeds(net, batch), format=graph, msda=msda, fixed_size=fixed_size)
     notes = dict(model=type(model).__name__, inputs=net.inputs, outputs=net.outputs, msda=msda)
-    notes.update(divisor=captured.divisor, size=captured.size, takes=captured.takes)
+    notes.update(divisor=captured.divisor, least=captured.least, size=captured.size, takes=captured.takes)
     path.parent.mkdir(parents=True, exist_ok=True)
     if format == 'onnx':
         from .onnx_file import write_onnx
@@ -109,8 +109,24 @@ def _feeds(net: Network, batch: dict[str, Any]) -> tuple[Tensor, ...]:
     return net.feeds(data['inputs'], data['data_samples'])
 
 
+def _part(batch: dict[str, Any], divisor: int, least: int) -> dict[str, Any]:
+    """Return a batch with about three quarters of its image each way, and another shape."""
+    part = deepcopy(batch)
+    for number, (image, sample) in enumerate(zip(part['inputs'], part['data_samples'], strict=True)):
+        height, width = (
+            max(int(side * share) // divisor * divisor, least)
+            for side, share in zip(image.shape[1:], (0.75, 0.8), strict=True)
+        )
+        part['inputs'][number] = image[:, :height, :width]
+        sample.set_metainfo(dict(img_shape=(height, width), ori_shape=(height, width), scale_factor=(1.0, 1.0)))
+    return part
+
+
 def _taken(model: nn.Module, batches: Sequence[dict[str, Any]], run: Exported) -> Iterator[dict[str, Any]]:
-    """Yield the batches that a file takes, and one of two images, padded to one size if it may be."""
+    """Yield the batches that a file takes, part of an image if it takes other sizes, and two images as one batch.
+
+    The two are padded to one size if they may be.
+    """
     taken = []
     for batch in batches:
         size = model.data_preprocessor(deepcopy(batch), False)['inputs'].shape[-2:]  # type: ignore[operator]
@@ -120,6 +136,8 @@ def _taken(model: nn.Module, batches: Sequence[dict[str, Any]], run: Exported) -
         left = len(batches) - len(taken)
         print_log(f'{left} of {len(batches)} images are of sizes that it does not take: not compared', logger='current')
     yield from (batch for _, batch in taken)
+    if run.notes['divisor']:
+        yield _part(taken[0][1], run.notes['divisor'], run.notes['least'])
     pads = 'sizes' in run.notes['inputs'] and run.notes['divisor'] == 1
     pair = [batch for size, batch in taken if pads or size == taken[0][0]][:2]
     if len(pair) == 2:

@@ -21,7 +21,7 @@ def adaptive_avg_pool2d(x: Tensor, output_size: Any) -> Tensor:
 
 
 def _means(cells: Any, size: Any, like: Tensor) -> Tensor:
-    """Return the matrix ``(c, s)`` whose row i averages the pixels from ``floor(i s / c)`` to ``ceil((i + 1) s / c)``."""
+    """Return a matrix ``(c, s)`` whose row i averages the pixels from ``floor(i s / c)`` to ``ceil((i + 1) s / c)``."""
     cell = torch.arange(cells, device=like.device)[:, None]
     pixel = torch.arange(size, device=like.device)
     inside = (pixel >= cell * size // cells) & (pixel < -(-(cell + 1) * size // cells))

@@ -61,7 +61,9 @@ class Exported:
     def takes(self, height: int, width: int) -> bool:
         """Return whether the graph takes images of this size."""
         divisor = self.notes['divisor']
-        return not (height % divisor or width % divisor) if divisor else [height, width] == self.notes['size']
+        if not divisor:
+            return [height, width] == self.notes['size']
+        return not (height % divisor or width % divisor) and min(height, width) >= self.notes['least']
 
     def _open_onnx(self, threads: int) -> tuple[Any, str | None]:
         try:

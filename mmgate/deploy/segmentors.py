@@ -12,6 +12,13 @@ from torch import Tensor, nn
 from .network import Network, refuse
 
 
+class _Size(tuple):  # type: ignore[type-arg]
+    """Height and width, symbolic maybe, which data samples copy and symbols do not like to be."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Size:
+        return self
+
+
 class SegmentationNetwork(Network):
     """A segmentor up to its logits ``(B, C, H, W)`` over the input; scores, not logits, of Mask2Former.
 
@@ -23,7 +30,7 @@ class SegmentationNetwork(Network):
 
     def forward(self, images: Tensor) -> tuple[Tensor]:
         """Return the logits of images ``(B, 3, H, W)``."""
-        size = images.shape[-2:]
+        size = _Size(images.shape[-2:])
         return (self.host.encode_decode(images, [dict(img_shape=size, pad_shape=size, ori_shape=size)]),)
 
     def feeds(self, images: Tensor, samples: Sequence[BaseDataElement]) -> tuple[Tensor, ...]:

@@ -82,11 +82,10 @@ class AgentBiases(MapAttention):
 
     def biases(self, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)`` for a map of ``hw_shape``, the class token first."""
-        key = (int(hw_shape[0]), int(hw_shape[1]))
         caches = not self.training and not torch.is_grad_enabled() and not is_compiling()
         if caches:
             self._discard_stale_factors()
-        factors = self._factors.get(key) if caches else None
+        factors = self._factors.get(hw_shape) if caches else None  # sizes of a graph may be symbols, which are no keys
         if factors is None:
             rows, columns = self.ha_bias[0, :, :, 0].transpose(1, 2), self.wa_bias[0, :, 0].transpose(1, 2)
             with _without_autocast(self.an_bias):  # the same factors in and out of autocast
@@ -97,7 +96,7 @@ class AgentBiases(MapAttention):
             if caches:
                 while len(self._factors) >= CACHED_SIZES:
                     self._factors.pop(next(iter(self._factors)))
-                self._factors[key] = factors
+                self._factors[hw_shape] = factors
         (map1, rows1, columns1, resize), (map2, rows2, columns2, _) = factors
         # B1 (H, n, h, w) = map1 (H, n, h, 7) resize (7, w) + rows + columns, the rows as an eighth term of the product
         ones = resize.new_ones(1, resize.shape[1])
@@ -130,22 +129,11 @@ class AgentBiases(MapAttention):
         A bilinear resize is one small matrix an axis, so the axes may come in any order, and what is constant along an
         axis stays so.
         """
-        resize = {
-            (source, target): interpolation_matrix(source, target, block)
-            for source, target in (
-                *((BLOCK, size) for size in hw_shape),
-                *zip(self.map_size, hw_shape, strict=True),
-            )
-        }
+        height, width = (interpolation_matrix(BLOCK, size, block) for size in hw_shape)
+        along = [interpolation_matrix(source, size, block) for source, size in zip(self.map_size, hw_shape, strict=True)]
         block = self._resize_agents(block.flatten(2)).unflatten(-1, (BLOCK, BLOCK))  # (H, n, 7, 7)
         rows, columns = self._resize_agents(rows), self._resize_agents(columns)
-        height, width = hw_shape
-        return (
-            resize[BLOCK, height] @ block,
-            rows @ resize[self.map_size[0], height].t(),
-            columns @ resize[self.map_size[1], width].t(),
-            resize[BLOCK, width].t(),
-        )
+        return height @ block, rows @ along[0].t(), columns @ along[1].t(), width.t()
 
     def _discard_stale_factors(self) -> None:
         """Empty the cache if a parameter is another tensor, was moved, converted or written to, or holds other numbers.

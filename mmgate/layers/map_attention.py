@@ -84,7 +84,7 @@ class MapAttention(nn.Module):
             ValueError: ``x`` has another shape, or its tokens do not make the map.
         """
         check_layout(('x', x, f'B N {self.embed_dims}'), ('identity', identity, f'B N {self.embed_dims}'), filled='N')
-        height, width = self._square(x.shape[1]) if hw_shape is None else (int(hw_shape[0]), int(hw_shape[1]))
+        height, width = self._square(x.shape[1]) if hw_shape is None else tuple(hw_shape)
         if x.shape[1] != self.class_tokens + height * width:
             extra = f' and {self.class_tokens} class token' if self.class_tokens else ''
             raise ValueError(f'{x.shape[1]} tokens do not make a map of {height} x {width}{extra}.')

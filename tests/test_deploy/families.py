@@ -24,6 +24,7 @@ RESNET = dict(depth=18, base_channels=8, init_cfg=None, frozen_stages=-1, norm_c
 PVT = dict(num_layers=(1, 1, 1, 1), init_cfg=None)
 SWIN = dict(depths=(1, 1, 1, 2), init_cfg=None)
 ONE_LAYER = dict(encoder=dict(num_layers=1), decoder=dict(num_layers=2))
+TWO_LEVELS = dict(num_levels=2)
 DETR = dict(backbone=RESNET, neck=dict(in_channels=[16, 32, 64]), **ONE_LAYER)
 PIXELS = dict(pixel_decoder=dict(encoder=dict(num_layers=1)), transformer_decoder=dict(num_layers=2), num_queries=20)
 MASKS = dict(backbone=RESNET, panoptic_head=dict(in_channels=[8, 16, 32, 64], **PIXELS))
@@ -34,7 +35,13 @@ DECODER = 'decode_head.transformer_decoder.layers.*.self_attn'
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     'plug-deformable-detr': (
         'plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py',
-        dict(backbone=dict(base_channels=8), neck=dict(in_channels=[16, 32, 64]), **ONE_LAYER),
+        dict(
+            num_feature_levels=2,
+            backbone=dict(base_channels=8, out_indices=(2, 3)),
+            neck=dict(in_channels=[32, 64], num_outs=2),
+            encoder=dict(num_layers=1, layer_cfg=dict(self_attn_cfg=TWO_LEVELS)),
+            decoder=dict(num_layers=1, layer_cfg=dict(cross_attn_cfg=TWO_LEVELS)),
+        ),
     ),
     'plug-deformable-detr-twostage': (
         'plug/deformable_detr/plug-deformable-detr-refine-twostage_r50_8xb4-50e_coco.py',
@@ -44,7 +51,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         'plug/dino/plug-dino-4scale_r50_8xb2-12e_coco.py',
         dict(num_queries=30, test_cfg=dict(max_per_img=20), **DETR),
     ),
-    'plug-mask2former': ('plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py', {}),
+    'plug-mask2former': (
+        'plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py',
+        dict(decode_head=dict(transformer_decoder=dict(num_layers=1))),
+    ),
     'sdpa-gate-mask2former': (
         'plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py',
         dict(attention=dict(_delete_=True, type='SDPAGatedMultiheadAttention', path=DECODER)),

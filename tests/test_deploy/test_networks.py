@@ -11,6 +11,7 @@ from families import FAMILIES, batches, build
 from mmgate.deploy.compare import compare
 from mmgate.deploy.networks import network
 
+QUICK = ('plug-deformable-detr', 'plug-mask2former', 'agent-retinanet', 'agent-mask-rcnn')
 SIZES = ((96, 128), (160, 96))
 
 
@@ -19,7 +20,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp('images')
 
 
-@pytest.mark.parametrize('name', FAMILIES)
+@pytest.mark.parametrize(
+    'name', [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
 def test_equals_its_host(name: str, folder: Path) -> None:
     model = build(name)
     net = network(model)

@@ -1,0 +1,23 @@
+"""The projections of torch's attention one by one: packed, their layout is asked for, which settles the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> list[Tensor]:
+    """Return query, key and value projected by the thirds of ``w`` ``(3 C, C)`` and ``b`` ``(3 C,)``."""
+    biases = (None,) * 3 if b is None else b.chunk(3)
+    return [F.linear(x, weight, bias) for x, weight, bias in zip((q, k, v), w.chunk(3), biases, strict=True)]
+
+
+@contextmanager
+def plain_projections() -> Iterator[None]:
+    """Let torch's ``multi_head_attention_forward`` project by :func:`project`."""
+    with mock.patch.object(F, '_in_projection_packed', project):
+        yield
