@@ -1,4 +1,4 @@
-"""The projections of torch's attention one by one: packed, their layout is asked for, which settles the batch."""
+"""The projections of torch's attention without questions about layouts, whose answers would settle the batch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,7 +14,8 @@ from torch import Tensor
 def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> list[Tensor]:
     """Return query, key and value projected by the thirds of ``w`` ``(3 C, C)`` and ``b`` ``(3 C,)``."""
     biases = (None,) * 3 if b is None else b.chunk(3)
-    return [F.linear(x, weight, bias) for x, weight, bias in zip((q, k, v), w.chunk(3), biases, strict=True)]
+    inputs = [x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)]  # whose layout is known
+    return [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, w.chunk(3), biases, strict=True)]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from mmgate.layers import PLuGMultiScaleDeformableAttention
 onnx = pytest.importorskip('onnx', reason='needs the extra "deploy"')
 pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
 pytestmark = exports
-NOTES = dict(model='Levels', divisor=1, size=[16, 16], takes='images of any size')
+NOTES = dict(model='Levels', divisor=1, least=1, size=[16, 16], takes='images of any size')
 
 
 class Levels(Network):
