@@ -132,6 +132,8 @@ def _shapes(network: Network, divisor: int, least: int) -> tuple[Any, ...]:
 @contextmanager
 def _traceable(format: str, msda: str) -> Iterator[None]:
     """Let a host be traced: the sizes of its levels are numbers, its attention and pooling plain operators."""
+    from torch.fx.experimental import _config as symbols
+
     fused = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
         hosts = (sampled_by(msda), readable_sizes(), matrix_pooling(), plain_projections())
@@ -142,7 +144,7 @@ def _traceable(format: str, msda: str) -> Iterator[None]:
         # fused attention lays its result out as the plain one does not, and a view written for one fails on the other
         stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
         # sides of 1 pixel are as any other: no graph is written for maps of more alone
-        stack.enter_context(torch.fx.experimental._config.patch(backed_size_oblivious=True))
+        stack.enter_context(symbols.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield

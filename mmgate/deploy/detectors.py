@@ -107,7 +107,9 @@ class AnchorNetwork(BoxNetwork):
         maps = head(self.host.extract_feat(images))
         if len(maps) != 2:
             raise refuse(self.host, f'{type(head).__name__} weights its scores by a further map')
-        return best(candidates(head, *maps, sizes, head.test_cfg), head.test_cfg.nms, head.test_cfg.max_per_img)
+        return best(
+            candidates(head, maps[0], maps[1], sizes, head.test_cfg), head.test_cfg.nms, head.test_cfg.max_per_img
+        )
 
 
 class RoINetwork(BoxNetwork):
@@ -132,7 +134,8 @@ class RoINetwork(BoxNetwork):
         host, roi_head = self.host, self.host.roi_head
         features = host.extract_feat(images)
         cfg = host.rpn_head.test_cfg
-        found = candidates(host.rpn_head, *host.rpn_head(features), sizes, cfg)
+        scores, deltas = host.rpn_head(features)
+        found = candidates(host.rpn_head, scores, deltas, sizes, cfg)
         proposals = best(found, cfg.nms, cfg.max_per_img)
         found = self._classified(features, proposals, sizes)
         cfg = roi_head.test_cfg
@@ -168,7 +171,8 @@ class RoINetwork(BoxNetwork):
         image = torch.arange(batch, device=boxes.device, dtype=boxes.dtype)[:, None, None].expand(-1, count, -1)
         rois = torch.cat([image, boxes], -1).flatten(0, 1)
         levels = extractor.map_roi_levels(rois, len(maps))
-        options = Align(*layer.output_size, layer.sampling_ratio, layer.aligned)
+        height, width = layer.output_size
+        options = Align(height, width, layer.sampling_ratio, layer.aligned)
         return pyramid_roi_align(maps, rois, levels, [each.spatial_scale for each in extractor.roi_layers], options)
 
     def _result(self, outputs: tuple[Tensor, ...], meta: dict[str, Any], rescale: bool) -> InstanceData:

@@ -93,7 +93,7 @@ def write(model: nn.Module, batch: dict[str, Any], path: Path, *, format: str, m
     net = network(model)
     graph = 'torch-export' if format == PACKAGE else format
     captured = capture(net, _feeds(net, batch), format=graph, msda=msda, fixed_size=fixed_size)
-    notes = dict(model=type(model).__name__, inputs=net.inputs, outputs=net.outputs, msda=msda)
+    notes: dict[str, Any] = dict(model=type(model).__name__, inputs=net.inputs, outputs=net.outputs, msda=msda)
     notes.update(divisor=captured.divisor, least=captured.least, size=captured.size, takes=captured.takes)
     path.parent.mkdir(parents=True, exist_ok=True)
     if format == 'onnx':

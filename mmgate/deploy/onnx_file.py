@@ -34,7 +34,7 @@ def write_onnx(program: Any, network: Network, path: Path, notes: Mapping[str, A
     chatty = logging.getLogger('onnxscript'), logging.getLogger('onnx_ir'), logging.getLogger('torch.onnx')
     for logger in chatty:
         logger.setLevel(logging.ERROR)
-    written = torch.onnx.export(
+    written: Any = torch.onnx.export(
         program,
         dynamo=True,
         verbose=False,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ def pyramid_roi_align(
 
 def _node(map_: Tensor, boxes: Tensor, images: Tensor, scale: float, options: Align) -> Tensor:
     """Return the features ``(R, C, h, w)`` of boxes ``(R, 4)`` in images ``(R,)`` from one level: a RoiAlign."""
-    attributes = dict(
+    attributes: dict[str, Any] = dict(
         coordinate_transformation_mode='half_pixel' if options.aligned else 'output_half_pixel',
         output_height=options.height,
         output_width=options.width,

@@ -17,6 +17,8 @@ from torch import Tensor
 from mmgate.ops.dispatch import Backend
 from mmgate.ops.ms_deform_attn import grid_sample
 
+from .sizes import Sizes
+
 package = importlib.import_module('mmgate.ops.ms_deform_attn')  # the function of its name hides it
 DOMAIN, PLUGIN = 'trt.plugins', 'MultiscaleDeformableAttnPlugin_TRT'
 
@@ -62,7 +64,16 @@ def plugin(
     return torch.onnx.ops.symbolic(f'{DOMAIN}::{PLUGIN}', inputs, dtype=value.dtype, shape=shape, version=1).flatten(2)
 
 
-SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid_sample.sample, 'plugin': plugin}
+def grid(
+    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
+) -> Tensor:
+    """Sample each level by ``grid_sample``; arguments as :func:`gather`. Levels lie one after the other."""
+    areas = [height * width for height, width in spatial_shapes.tolist()]
+    starts = Sizes([sum(areas[:level]) for level in range(len(areas))])
+    return grid_sample.sample(value, spatial_shapes, starts, sampling_locations, weights)  # type: ignore[arg-type]
+
+
+SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid, 'plugin': plugin}
 
 
 @contextmanager

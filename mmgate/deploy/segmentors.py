@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .network import Network, refuse
 
 
-class _Size(tuple):  # type: ignore[type-arg]
+class _Size(tuple):
     """Height and width, symbolic maybe, which data samples copy and symbols do not like to be."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Size:

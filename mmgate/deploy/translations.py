@@ -16,8 +16,10 @@ BOOL, INT64 = 9, 7  # onnx.TensorProto's
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """Return the translation table of ``torch.onnx.export``."""
-    from onnxscript.onnx_opset import opset18 as op
+    from onnxscript.onnx_opset import opset18
     from onnxscript.onnx_types import FLOAT
+
+    op: Any = opset18  # its methods are typed for tensors alone, and take numbers
 
     def nms_keep(boxes: FLOAT, scores: FLOAT, iou_threshold: float) -> Any:
         every, threshold = op.Constant(value_int=2**31 - 1), op.Constant(value_float=iou_threshold)

@@ -130,7 +130,8 @@ class AgentBiases(MapAttention):
         axis stays so.
         """
         height, width = (interpolation_matrix(BLOCK, size, block) for size in hw_shape)
-        along = [interpolation_matrix(source, size, block) for source, size in zip(self.map_size, hw_shape, strict=True)]
+        sides = zip(self.map_size, hw_shape, strict=True)
+        along = [interpolation_matrix(source, size, block) for source, size in sides]
         block = self._resize_agents(block.flatten(2)).unflatten(-1, (BLOCK, BLOCK))  # (H, n, 7, 7)
         rows, columns = self._resize_agents(rows), self._resize_agents(columns)
         return height @ block, rows @ along[0].t(), columns @ along[1].t(), width.t()

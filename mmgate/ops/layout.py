@@ -80,7 +80,7 @@ def check_kinds(tensors: Mapping[str, Tensor | None], *, one_dtype: bool = True)
 
 def broadcasts_to(shape: Sequence[int], full: Sequence[int]) -> bool:
     """Return whether a tensor of ``shape`` can be expanded to ``full``."""
-    return len(shape) <= len(full) and all(n in (1, m) for n, m in zip(reversed(shape), reversed(full), strict=False))
+    return len(shape) <= len(full) and all(n in (m, 1) for n, m in zip(reversed(shape), reversed(full), strict=False))
 
 
 def check_integer(name: str, x: Tensor, like: Tensor) -> None:

@@ -37,12 +37,11 @@ def sample(
     grids = (2 * finite - 1).transpose(1, 2).flatten(0, 1)  # (B * H, Q, L, P, 2), -1 and 1 the outer edges
     shares = weights.to(compute).transpose(1, 2).flatten(0, 1)[:, None]  # (B * H, 1, Q, L, P)
     output = maps.new_zeros(batch * heads, dim, queries)
-    sizes = spatial_shapes.tolist()
-    levels = maps.split([height * width for height, width in sizes], -1)
-    for level, (image, size) in enumerate(zip(levels, sizes, strict=True)):
-        if not image.shape[-1]:
+    starts = level_start_index.tolist()
+    for level, (height, width) in enumerate(spatial_shapes.tolist()):
+        if not height * width:
             continue
-        image = image.unflatten(-1, size)
+        image = maps[..., starts[level] : starts[level] + height * width].unflatten(-1, (height, width))
         sampled = F.grid_sample(image, grids[:, :, level], padding_mode='zeros', align_corners=False)
         output = output + (sampled * shares[:, :, :, level]).sum(-1)  # (B * H, D, Q)
     return output.view(batch, heads * dim, queries).transpose(1, 2).to(value.dtype)
