@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import exports
+from exported import exports
 
 from mmgate.deploy import commands
 from mmgate.deploy.export import check_format

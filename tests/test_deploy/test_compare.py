@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from families import batches, build
+from exported import batches, build
 from torch import Tensor, nn
 
 from mmgate.deploy.compare import Differences, Tolerances, compare

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import one_graph
-from families import batches, build, exports
+from exported import batches, build, exports
 from mmengine.registry import MODELS
 from torch import Tensor
 

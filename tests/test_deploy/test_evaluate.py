@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from families import FAMILIES, batches, build, exports
+from exported import FAMILIES, batches, build, exports
 
 from mmgate.datasets.shapes import write_shapes
 from mmgate.deploy.export import export

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from families import FAMILIES, batches, build, exports
+from exported import FAMILIES, batches, build, exports
 
 from mmgate.deploy.export import SUFFIXES, export
 from mmgate.deploy.runtime import Exported

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, batches, build
+from exported import FAMILIES, batches, build
 
 from mmgate.deploy.compare import compare
 from mmgate.deploy.networks import network

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import exports
+from exported import exports
 from torch import Tensor, nn
 from torch.nn import functional as F
 
