@@ -94,6 +94,7 @@ def capture(
                 shapes = _shapes(network, divisor, least)
                 program = torch.export.export(network, inputs, dynamic_shapes=shapes, strict=False)
             _check_dynamic(program, divisor)
+            _view_anything(program)
             return Captured(program, divisor, -(-least // max(divisor, 1)) * divisor, (height, width))
         except ConfigError:
             raise
@@ -111,6 +112,13 @@ def _check_dynamic(program: Any, divisor: int) -> None:
     sides = [shapes[0][0], *(shapes[0][2:] if divisor else [])]
     if any(isinstance(side, int) or side.node.expr.is_number for side in sides):
         raise ValueError(f'the graph took {tuple(shapes[0])} for the only size')
+
+
+def _view_anything(program: Any) -> None:
+    """Turn views into reshapes: what attention is taken apart into may lay its result out otherwise than attention."""
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
 
 
 def _first_line(error: BaseException | None) -> str:
