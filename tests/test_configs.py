@@ -123,6 +123,7 @@ def test_wheel_ships_configs_and_tools(installed: Path) -> None:
     assert (installed / 'mmgate/py.typed').is_file() and (mim / 'model-index.yml').is_file()
 
 
+@pytest.mark.slow  # the configs themselves are built above
 def test_every_config_builds_from_another_project(installed: Path, tmp_path: Path) -> None:
     """As a downstream project inherits them: another folder, the wheel, ``mmgate::``."""
     script = tmp_path / 'build.py'

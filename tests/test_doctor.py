@@ -51,6 +51,7 @@ def test_exit_status_of_what_disagrees(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert 'the output is off by' in capsys.readouterr().out
 
 
+@pytest.mark.slow  # test_dispatch.py has each kernel's small problem
 def test_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip('triton', minversion='3.2')
     if torch.cuda.is_available():

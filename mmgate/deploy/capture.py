@@ -94,7 +94,6 @@ def capture(
                 shapes = _shapes(network, divisor, least)
                 program = torch.export.export(network, inputs, dynamic_shapes=shapes, strict=False)
             _check_dynamic(program, divisor)
-            _view_anything(program)
             return Captured(program, divisor, -(-least // max(divisor, 1)) * divisor, (height, width))
         except ConfigError:
             raise
@@ -114,13 +113,6 @@ def _check_dynamic(program: Any, divisor: int) -> None:
         raise ValueError(f'the graph took {tuple(shapes[0])} for the only size')
 
 
-def _view_anything(program: Any) -> None:
-    """Turn views into reshapes: what attention is taken apart into may lay its result out otherwise than attention."""
-    for node in program.graph.nodes:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
-
-
 def _first_line(error: BaseException | None) -> str:
     lines = str(error).strip().splitlines()
     return f'{type(error).__name__}: {lines[0] if lines else ""}'
@@ -137,6 +129,14 @@ def _shapes(network: Network, divisor: int, least: int) -> tuple[Any, ...]:
     return tuple(images if name == 'images' else {0: batch} for name in network.inputs)
 
 
+def plain_attention() -> Any:
+    """Keep attention from its fused kernels, whose result lies in memory as the plain one's does not.
+
+    A view that is written for one fails on the other, so what takes a program apart needs this as what writes it does.
+    """
+    return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
+
+
 @contextmanager
 def _traceable(format: str, msda: str) -> Iterator[None]:
     """Let a host be traced: the sizes of its levels are numbers, its attention and pooling plain operators."""
@@ -149,8 +149,7 @@ def _traceable(format: str, msda: str) -> Iterator[None]:
             stack.enter_context(context)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter('ignore')
-        # fused attention lays its result out as the plain one does not, and a view written for one fails on the other
-        stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
+        stack.enter_context(plain_attention())
         # sides of 1 pixel are as any other: no graph is written for maps of more alone
         stack.enter_context(symbols.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
         torch.backends.mha.set_fastpath_enabled(False)

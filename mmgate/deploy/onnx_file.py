@@ -12,6 +12,7 @@ import torch
 
 from mmgate.engine.preflight import ConfigError
 
+from .capture import plain_attention
 from .network import Network
 from .sampling import DOMAIN
 from .translations import OPSET, translations
@@ -34,20 +35,33 @@ def write_onnx(program: Any, network: Network, path: Path, notes: Mapping[str, A
     chatty = logging.getLogger('onnxscript'), logging.getLogger('onnx_ir'), logging.getLogger('torch.onnx')
     for logger in chatty:
         logger.setLevel(logging.ERROR)
-    written: Any = torch.onnx.export(
-        program,
-        dynamo=True,
-        verbose=False,
-        optimize=True,
-        opset_version=OPSET,
-        input_names=list(network.inputs),
-        output_names=list(network.outputs),
-        custom_translation_table=translations(),
-    )
+    with plain_attention():
+        written: Any = torch.onnx.export(
+            program,
+            dynamo=True,
+            verbose=False,
+            optimize=True,
+            opset_version=OPSET,
+            input_names=list(network.inputs),
+            output_names=list(network.outputs),
+            custom_translation_table=translations(),
+        )
+    _keep_constants(written.model.graph)
     written.model.graph.sort()  # the optimiser may leave a shared constant behind its first use
     written.model.metadata_props[NOTES] = json.dumps(notes)
     written.save(path, external_data=False)
     _check(path)
+
+
+def _keep_constants(graph: Any) -> None:
+    """Make initializers of the constants that the optimiser leaves without a node that they came from."""
+    inputs = set(graph.inputs)
+    for node in graph.all_nodes():
+        for value in node.inputs:
+            if value is None or value in inputs or value.name in graph.initializers:
+                continue
+            if value.producer() is None and value.const_value is not None:
+                graph.register_initializer(value)
 
 
 def _check(path: Path) -> None:

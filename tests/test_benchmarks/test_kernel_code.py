@@ -121,7 +121,8 @@ def test_hazards_of_warpgroup_products(listing: tuple[str, ...], expected: int) 
     assert len(hazards([(16 * index, text) for index, text in enumerate(listing)])) == expected
 
 
-@pytest.mark.parametrize('capability', [89, pytest.param(120, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('capability', [89, 120])
 @pytest.mark.parametrize('dtype, bias', [('fp32', '0'), ('bf16', '2')], ids=['float32', 'full_bias'])
 def test_the_widest_plug_fits_the_smallest_shared_memory(
     tmp_path: Path, dtype: str, bias: str, capability: int
@@ -152,6 +153,7 @@ def test_loops_are_counted_by_their_rounds() -> None:
     assert kernel_code._in_flight(inner) == 1.5  # two are waited for together, then one
 
 
+@pytest.mark.slow
 def test_launches_compile() -> None:
     """Of sizes that are 1, too, which Triton makes constants of."""
     kernels = compile_by('tests/compile_launches.py', '80', '90', '120').split()
