@@ -69,22 +69,33 @@ def export(
         ConfigError: The model cannot be exported, the images show nothing, or the file differs.
     """
     check_format(format, msda)
-    options: dict[str, Any] = dict(format=format, fixed_size=fixed_size)
-    write(model, batches[0], path, msda=msda, **options)
+    options: dict[str, Any] = dict(format=format, msda=msda, fixed_size=fixed_size)
+    while True:
+        write(model, batches[0], path, **options)
+        try:
+            return _compared(model, batches, path, options, threshold)
+        except Exception as error:
+            sizes = Exported(path).notes['divisor'] if msda != 'plugin' else 0
+            path.unlink()
+            if not sizes:
+                raise
+            print_log(f'the graph of any size does not hold, one size is written: {error}', logger='current')
+            options['fixed_size'] = True
+
+
+def _compared(
+    model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, options: dict[str, Any], threshold: float
+) -> Differences:
     with tempfile.TemporaryDirectory() as folder:
         runs = path
-        if msda == 'plugin':
+        if options['msda'] == 'plugin':
             runs = Path(folder) / path.name
-            write(model, batches[0], runs, msda='gather', **options)
+            write(model, batches[0], runs, **{**options, 'msda': 'gather'})
         run = Exported(runs)
         print_log(f'{path} takes {run.notes["takes"]}, up to {MAX_BATCH} at a time', logger='current')
-        try:
-            found = compare(model, network(model), run, _taken(model, batches, run), threshold=threshold)
-            if not found.within(Tolerances()):
-                raise ConfigError(f'the exported model differs from PyTorch and was removed ({path}): {found}.')
-        except ConfigError:
-            path.unlink()
-            raise
+        found = compare(model, network(model), run, _taken(model, batches, run), threshold=threshold)
+    if not found.within(Tolerances()):
+        raise ConfigError(f'the exported model differs from PyTorch and was removed ({path}): {found}.')
     return found
 
 

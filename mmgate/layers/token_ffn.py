@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.ops.library import is_exporting
+
 from .start import OwnStart
 
 CHUNK = 1 << 21  # hidden numbers that exist at a time in inference
@@ -45,7 +47,7 @@ class TokenFFN(OwnStart, nn.Module):
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
         """Return ``identity`` (``x`` by default) plus the network's output for ``(B, N, C)`` tokens."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or is_exporting():  # a graph of chunks is one of a single size
             out = self._network(x)
         else:
             rows = max(1, CHUNK // self.layers[0].out_channels)
