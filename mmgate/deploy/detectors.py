@@ -101,15 +101,14 @@ class AnchorNetwork(BoxNetwork):
         if not isinstance(host.bbox_head, AnchorHead):
             raise refuse(host, f'its {type(host.bbox_head).__name__} is no head over anchors')
 
-    def forward(self, images: Tensor, sizes: Tensor) -> Boxes:
+    def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
         """Return boxes, scores and labels of images ``(B, 3, H, W)`` of ``sizes`` ``(B, 2)`` within the padding."""
         head = self.host.bbox_head
         maps = head(self.host.extract_feat(images))
         if len(maps) != 2:
             raise refuse(self.host, f'{type(head).__name__} weights its scores by a further map')
-        return best(
-            candidates(head, maps[0], maps[1], sizes, head.test_cfg), head.test_cfg.nms, head.test_cfg.max_per_img
-        )
+        found = candidates(head, maps[0], maps[1], sizes, head.test_cfg)
+        return tuple(best(found, head.test_cfg.nms, head.test_cfg.max_per_img))  # a file knows no class of ours
 
 
 class RoINetwork(BoxNetwork):
