@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .data_checks import innermost, listed
 from .preflight import ConfigError
 
 _HEADS = ('auxiliary_head', 'bbox_head', 'decode_head', 'head', 'mask_head', 'panoptic_head', 'query_head')
@@ -27,14 +28,15 @@ def check_classes(model: nn.Module, dataset: Any) -> None:
     classes = meta.get('classes')
     if not classes or isinstance(classes, str) or hasattr(model, 'language_model'):
         return
-    name = type(_innermost(dataset)).__name__
+    inner = next(innermost(dataset))
+    name = type(inner).__name__
     for where, setting, predicted, labelled in _counts(model, meta):
         found = f'{where} ({type(model.get_submodule(where)).__name__}) predicts {predicted} classes'
-        known = f'the training data ({name}) labels {len(labelled)}: {_listed(labelled)}'
+        known = f'the training data ({name}) labels {len(labelled)}: {listed(labelled, 4)}'
         if predicted >= len(labelled):
             if predicted > len(labelled):
                 warnings.warn(f'{found}, but {known}. Set model.{where}.{setting}={len(labelled)}.', stacklevel=2)
-        elif predicted == len(labelled) - 1 and getattr(_innermost(dataset), 'reduce_zero_label', False):
+        elif predicted == len(labelled) - 1 and getattr(inner, 'reduce_zero_label', False):
             # Label 0 is dropped: right if the list has a name for it, wrong if not, which the names do not tell.
             warnings.warn(f'{found}, but {known}, of which reduce_zero_label drops one if it is listed.', stacklevel=2)
         else:
@@ -66,16 +68,3 @@ def _counts(model: nn.Module, meta: dict[str, Any]) -> Iterator[tuple[str, str, 
             continue  # one channel and a threshold tell two classes apart
         of_things = leaf in ('bbox_head', 'mask_head', 'query_head') and things is not None
         yield where, 'num_classes', predicted, things if of_things else meta['classes']
-
-
-def _innermost(dataset: Any) -> Any:
-    while True:
-        inner = getattr(dataset, 'dataset', None) or next(iter(getattr(dataset, 'datasets', None) or ()), None)
-        if inner is None:
-            return dataset
-        dataset = inner
-
-
-def _listed(classes: Any) -> str:
-    names = [str(name) for name in classes]
-    return ', '.join(names if len(names) <= 4 else [*names[:3], '...', names[-1]])

@@ -14,10 +14,15 @@ from .preflight import ConfigError
 LARGEST_FILE = 32 << 20  # bytes of an annotation file that is read once more for its categories; a third of a second
 
 
-def innermost(dataset: Any) -> Iterator[Any]:
-    """Yield the data sets inside wrappers such as RepeatDataset and ConcatDataset, or the data set itself."""
+def wrapped(dataset: Any) -> list[Any]:
+    """Return the data sets that a wrapper such as RepeatDataset or ConcatDataset holds; none of a plain data set."""
     inner = [getattr(dataset, 'dataset', None), *(getattr(dataset, 'datasets', None) or ())]
-    found = [one for one in inner if one is not None]
+    return [one for one in inner if one is not None]
+
+
+def innermost(dataset: Any) -> Iterator[Any]:
+    """Yield the data sets inside wrappers, or the data set itself."""
+    found = wrapped(dataset)
     for one in found:
         yield from innermost(one)
     if not found:
@@ -90,9 +95,9 @@ def _check_categories(dataset: Any, classes: list[str], where: str) -> None:
     ann_file, labels = str(dataset.ann_file), dict(dataset.cat2label)
     if not labels:
         found = _categories(ann_file)
-        has = f', which has {_listed([str(c.get("name")) for c in found])}' if found else ''
+        has = f', which has {listed([str(c.get("name")) for c in found])}' if found else ''
         raise ConfigError(
-            f'{where}: none of the classes ({_listed(classes)}) is a category of {ann_file}{has}. Set '
+            f'{where}: none of the classes ({listed(classes)}) is a category of {ann_file}{has}. Set '
             'metainfo=dict(classes=(...)) to the names in the file, spelt as there.'
         )
     names = {labels[c['id']]: str(c.get('name')) for c in _categories(ann_file) if c.get('id') in labels}
@@ -103,7 +108,7 @@ def _check_categories(dataset: Any, classes: list[str], where: str) -> None:
         warnings.warn(
             f'{where}: labels follow the order of the categories in {ann_file}, where label {wrong} is '
             f'{names[wrong]!r}; metainfo.classes calls it {classes[wrong]!r}. List the classes as the file does, '
-            f'without those that it does not have: {_listed([names[label] for label in sorted(names)])}.',
+            f'without those that it does not have: {listed([names[label] for label in sorted(names)])}.',
             stacklevel=2,
         )
 
@@ -120,5 +125,7 @@ def _categories(ann_file: str) -> list[dict[str, Any]]:
     return [category for category in found if isinstance(category, dict)]
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ', '.join(names if len(names) <= 8 else [*names[:7], '...', names[-1]])
+def listed(names: Sequence[Any], most: int = 8) -> str:
+    """Return names in one line: all of them, or the first ones and the last."""
+    texts = [str(name) for name in names]
+    return ', '.join(texts if len(texts) <= most else [*texts[: most - 1], '...', texts[-1]])

@@ -16,7 +16,7 @@ from mmengine.dataset import Compose
 from PIL import Image
 from torch import nn
 
-from .data_checks import check_dataset, check_names, lacks
+from .data_checks import check_dataset, check_names, lacks, wrapped
 from .gate_hooks import own_model
 from .preflight import ConfigError
 from .sample_checks import DataError, LabelCheck, SameSizeCollate
@@ -127,9 +127,8 @@ def _padded_to(model: Any) -> tuple[int, int] | None:
 def _replace_pipelines(dataset: Any, check: LabelCheck | None) -> None:
     if type(getattr(dataset, 'pipeline', None)) is Compose:
         dataset.pipeline = FileNamingCompose(dataset.pipeline, check)
-    for inner in [getattr(dataset, 'dataset', None), *(getattr(dataset, 'datasets', None) or ())]:
-        if inner is not None:
-            _replace_pipelines(inner, check)
+    for inner in wrapped(dataset):
+        _replace_pipelines(inner, check)
 
 
 @contextmanager
