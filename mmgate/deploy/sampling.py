@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmgate.ops.dispatch import Backend
 from mmgate.ops.ms_deform_attn import grid_sample
+from mmgate.ops.ms_deform_attn.reference import corners
 
 from .sizes import Sizes
 
@@ -33,24 +34,16 @@ def gather(
     """
     batch, tokens, heads, dim = value.shape
     queries, levels, points = weights.shape[1], *weights.shape[3:]
-    size = spatial_shapes.flip(-1).to(weights.dtype)[:, None]  # (L, 1, 2) as (width, height)
-    xy = sampling_locations.to(weights.dtype) * size - 0.5
-    corner = xy.floor()
-    fraction = xy - corner
     head = torch.arange(heads, device=value.device)[:, None, None]
     image = torch.arange(batch, device=value.device).view(-1, 1, 1, 1, 1)
     first = (image * tokens + level_start_index[:, None]) * heads + head  # (B, 1, H, L, 1)
     rows, shares = [], []
-    for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        x, y = corner[..., 0] + dx, corner[..., 1] + dy  # (B, Q, H, L, P)
-        inside = (x >= 0) & (x < size[..., 0]) & (y >= 0) & (y < size[..., 1])
-        rows.append(first + torch.where(inside, y * size[..., 0] + x, 0).long() * heads)
-        fx = fraction[..., 0] if dx else 1 - fraction[..., 0]
-        fy = fraction[..., 1] if dy else 1 - fraction[..., 1]
-        shares.append(weights * torch.where(inside, fx * fy, 0))
+    for index, bilinear in corners(spatial_shapes, sampling_locations.to(weights.dtype)):
+        rows.append(first + index * heads)
+        shares.append(weights * bilinear)
     shape = (batch, queries, heads, 4 * levels * points)
-    index, share = torch.stack(rows, 3).view(shape), torch.stack(shares, 3).view(shape)
-    samples = value.reshape(-1, dim)[index].to(share.dtype)  # (B, Q, H, 4 L P, D)
+    row, share = torch.stack(rows, 3).view(shape), torch.stack(shares, 3).view(shape)
+    samples = value.reshape(-1, dim)[row].to(share.dtype)  # (B, Q, H, 4 L P, D)
     return (share[..., None, :] @ samples).view(batch, queries, heads * dim).to(value.dtype)
 
 
