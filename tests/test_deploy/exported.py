@@ -28,6 +28,7 @@ TWO_LEVELS = dict(num_levels=2)
 DETR = dict(backbone=RESNET, neck=dict(in_channels=[16, 32, 64]), **ONE_LAYER)
 PIXELS = dict(pixel_decoder=dict(encoder=dict(num_layers=1)), transformer_decoder=dict(num_layers=2), num_queries=20)
 MASKS = dict(backbone=RESNET, panoptic_head=dict(in_channels=[8, 16, 32, 64], **PIXELS))
+UNSURE = dict(test_cfg=dict(object_mask_thr=0.02, iou_thr=0.1))  # untrained queries are on the panoptic map too
 RPN = dict(test_cfg=dict(rpn=dict(nms_pre=100, max_per_img=50), rcnn=dict(max_per_img=20)))
 DECODER = 'decode_head.transformer_decoder.layers.*.self_attn'
 
@@ -64,7 +65,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         dict(attention=dict(_delete_=True, type='DifferentialGatedMultiheadAttention', path=DECODER)),
     ),
     'plug-mask2former-instance': ('plug/mask2former/plug-mask2former_r50_8xb2-lsj-50e_coco.py', MASKS),
-    'plug-mask2former-panoptic': ('plug/mask2former/plug-mask2former_r50_8xb2-lsj-50e_coco-panoptic.py', MASKS),
+    'plug-mask2former-panoptic': (
+        'plug/mask2former/plug-mask2former_r50_8xb2-lsj-50e_coco-panoptic.py',
+        dict(**MASKS, **UNSURE),
+    ),
     'agent-retinanet': ('agent/retinanet/agent-retinanet_pvt-t_1x_coco.py', dict(backbone=PVT)),
     'saga-retinanet': ('saga/retinanet/saga-retinanet_pvt-t_1x_coco.py', dict(backbone=PVT)),
     'agent-mask-rcnn': ('agent/mask_rcnn/agent-mask-rcnn_pvt-t_1x_coco.py', dict(backbone=PVT, **RPN)),
@@ -85,6 +89,7 @@ SIZE = 128
 # layers that start alike everywhere
 LAST = ('retina_cls', 'rpn_cls', 'fc_cls', 'cls_branches', 'cls_embed', 'conv_seg')
 LAST += ('attention_weights.weight', 'sampling_offsets.weight')
+SURE = 0.3  # of a softmax over many classes, for some to stand out
 
 
 def config(name: str) -> Config:
@@ -114,7 +119,8 @@ def build(name: str) -> nn.Module:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if any(part in key for part in LAST):
-                parameter.copy_(torch.randn_like(parameter) * (0.05 if parameter.dim() > 1 else 0.5))
+                spread = SURE if 'cls_embed' in key else 0.05
+                parameter.copy_(torch.randn_like(parameter) * (spread if parameter.dim() > 1 else 0.5))
             elif 'gml' in key or ('reg_branches' in key and parameter.dim() > 1):
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     for module in model.modules():  # as after training: no batch has been seen yet
