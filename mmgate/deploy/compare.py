@@ -66,6 +66,10 @@ class Differences:
         return ', '.join(parts + self.missing[:3])
 
 
+class NothingFound(ConfigError):
+    """PyTorch finds nothing in the images, so that any file would pass."""
+
+
 def compare(
     model: nn.Module, network: Network, run: Any, batches: Iterable[dict[str, Any]], *, threshold: float = 0.05
 ) -> Differences:
@@ -79,7 +83,7 @@ def compare(
         threshold: Detections whose score is below it are not looked for.
 
     Raises:
-        ConfigError: PyTorch itself detects nothing, so that anything would pass.
+        NothingFound: PyTorch itself detects nothing, so that anything would pass.
     """
     network.serve(run)
     found, detects = Differences(), False
@@ -92,7 +96,7 @@ def compare(
                 detects |= 'pred_instances' in one
                 _compare(one, other, found, threshold)
     if detects and not found.detections:
-        raise ConfigError(
+        raise NothingFound(
             f'PyTorch finds no detection with a score above {threshold} on these {found.images} images, so they show '
             'nothing. Give images with objects by --images or --split, or a lower --score-thr.'
         )

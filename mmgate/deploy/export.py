@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from mmgate._environment import why_not
 from mmgate.engine.preflight import ConfigError
 
-from .capture import MAX_BATCH, capture, check_torch
-from .compare import Differences, Tolerances, compare
+from .capture import MAX_BATCH, Captured, capture, check_torch
+from .compare import Differences, NothingFound, Tolerances, compare
 from .network import Network
 from .networks import network
 from .runtime import Exported, write_package, write_program
@@ -49,7 +50,7 @@ def export(
     fixed_size: bool = False,
     threshold: float = 0.05,
 ) -> Differences:
-    """Write a model to ``path`` and compare the file with it; a file that differs is removed.
+    """Write a model to a file that finds what it finds; what differs is not kept, and what ``path`` held then stays.
 
     Args:
         model: A detector or a segmentor with its weights, in eval mode.
@@ -70,49 +71,54 @@ def export(
     """
     check_format(format, msda)
     options: dict[str, Any] = dict(format=format, msda=msda, fixed_size=fixed_size)
-    while True:
-        write(model, batches[0], path, **options)
-        try:
-            return _compared(model, batches, path, options, threshold)
-        except Exception as error:
-            sizes = Exported(path).notes['divisor'] if msda != 'plugin' else 0
-            path.unlink()
-            if not sizes:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix='.export-') as folder:
+        new = Path(folder) / path.name
+        while True:
+            captured = write(model, batches[0], new, **options)
+            print_log(f'{path.name} takes {captured.takes}, up to {MAX_BATCH} at a time', logger='current')
+            try:
+                found = _compared(model, batches, new, options, threshold)
+                break
+            except NothingFound:
                 raise
-            print_log(f'the graph of any size does not hold, one size is written: {error}', logger='current')
-            options['fixed_size'] = True
+            except Exception as error:  # whatever a runtime stumbles over
+                if not captured.divisor:
+                    raise
+                print_log(f'the graph of any size does not hold, one size is written: {error}', logger='current')
+                options['fixed_size'] = True
+        os.replace(new, path)
+    return found
 
 
 def _compared(
     model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, options: dict[str, Any], threshold: float
 ) -> Differences:
-    with tempfile.TemporaryDirectory() as folder:
-        runs = path
-        if options['msda'] == 'plugin':
-            runs = Path(folder) / path.name
-            write(model, batches[0], runs, **{**options, 'msda': 'gather'})
-        run = Exported(runs)
-        print_log(f'{path} takes {run.notes["takes"]}, up to {MAX_BATCH} at a time', logger='current')
-        found = compare(model, network(model), run, _taken(model, batches, run), threshold=threshold)
+    runs = path
+    if options['msda'] == 'plugin':
+        runs = path.with_name(f'gather-{path.name}')
+        write(model, batches[0], runs, **{**options, 'msda': 'gather'})
+    run = Exported(runs)
+    found = compare(model, network(model), run, _taken(model, batches, run), threshold=threshold)
     if not found.within(Tolerances()):
-        raise ConfigError(f'the exported model differs from PyTorch and was removed ({path}): {found}.')
+        raise ConfigError(f'the exported model differs from PyTorch and is not kept: {found}.')
     return found
 
 
-def write(model: nn.Module, batch: dict[str, Any], path: Path, *, format: str, msda: str, fixed_size: bool) -> None:
-    """Write a model to ``path``; arguments as :func:`export`."""
+def write(model: nn.Module, batch: dict[str, Any], path: Path, *, format: str, msda: str, fixed_size: bool) -> Captured:
+    """Write a model to ``path`` and return what was written; arguments as :func:`export`."""
     net = network(model)
     graph = 'torch-export' if format == PACKAGE else format
     captured = capture(net, _feeds(net, batch), format=graph, msda=msda, fixed_size=fixed_size)
     notes: dict[str, Any] = dict(model=type(model).__name__, inputs=net.inputs, outputs=net.outputs, msda=msda)
     notes.update(divisor=captured.divisor, least=captured.least, size=captured.size, takes=captured.takes)
-    path.parent.mkdir(parents=True, exist_ok=True)
     if format == 'onnx':
         from .onnx_file import write_onnx
 
         write_onnx(captured.program, net, path, notes)
     else:
         (write_package if format == PACKAGE else write_program)(captured.program, path, notes)
+    return captured
 
 
 def _feeds(net: Network, batch: dict[str, Any]) -> tuple[Tensor, ...]:

@@ -73,7 +73,6 @@ def _check(path: Path) -> None:
     foreign = sorted({f'{n.domain}::{n.op_type}' for n in nodes(model.graph) if n.domain not in ('', DOMAIN)})
     foreign += [f'{function.domain}::{function.name}' for function in model.functions]
     if versions[''] != OPSET or foreign:
-        path.unlink()
         found = f'opset {versions[""]}, {", ".join(foreign) or "no operator of others"}'
         raise ConfigError(
             f'the graph is to hold operators of opset {OPSET} alone and has: {found}. If MMGATE_MS_DEFORM_ATTN, '

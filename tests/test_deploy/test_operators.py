@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from mmgate.deploy.pooling import adaptive_avg_pool2d
 from mmgate.deploy.roi_align import Align, pyramid_roi_align
 from mmgate.deploy.sampling import gather
 from mmgate.deploy.sizes import Sizes
+from mmgate.deploy.windows import whole_windows
 from mmgate.ops.ms_deform_attn import reference
 
 exports = pytest.mark.skipif(TORCH < (2, 9), reason='whole models are exported by torch 2.9 or newer')
@@ -113,3 +115,22 @@ def test_sizes_are_numbers_to_hosts_and_tensors_to_operators() -> None:
     assert [height * width for height, width in sizes] == [12, 16] and sizes[1][0] == 4 and len(sizes) == 2
     assert torch.equal(sizes.prod(1), expected.prod(1)) and torch.equal(sizes[:, 0], expected[:, 0])
     assert torch.equal(torch.ones(2, 2) / sizes, 1 / expected) and tuple(sizes.shape) == (2, 2)
+
+
+@pytest.mark.parametrize('host', ['mmdet', 'mmseg'])
+@pytest.mark.parametrize('graph', [False, pytest.param(True, marks=exports)], ids=['eager', 'graph of any batch'])
+def test_windows_are_the_hosts(host: str, graph: bool) -> None:
+    attention = importlib.import_module(f'{host}.models.backbones.swin').ShiftWindowMSA(
+        8, 2, window_size=3, shift_size=1
+    )
+    x = torch.randn(2, 6 * 9, 8)
+    expected = attention(x, (6, 9))
+
+    def run(x: Tensor) -> Tensor:
+        return attention(x, (6, 9))
+
+    with whole_windows():
+        found = exported(run, (x,), (({0: torch.export.Dim('batch')},),)) if graph else run
+        torch.testing.assert_close(found(x), expected)
+        if graph:
+            torch.testing.assert_close(found(torch.cat([x, x])), torch.cat([expected, expected]))
