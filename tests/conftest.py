@@ -47,9 +47,9 @@ def needs_host(path: str | Path) -> bool:
     return 'classification' in Path(path).parts
 
 
-def tool(name: str) -> ModuleType:
-    """Return a tool of ``tools/analysis_tools`` as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f'tools/analysis_tools/{name}.py')
+def tool(name: str, folder: str = 'analysis_tools') -> ModuleType:
+    """Return a tool of a folder of ``tools`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f'tools/{folder}/{name}.py')
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

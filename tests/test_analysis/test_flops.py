@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TORCH
+from conftest import ROOT, TORCH, tool
 from mmengine.config import Config
 from mmengine.hub import get_config
 from torch import nn
 
 from mmgate.analysis.flops import count_config, count_macs
 from mmgate.analysis.model_table import HEADER, ROWS, markdown
+from mmgate.engine import cli
 from mmgate.layers import AgentAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
 
@@ -134,17 +133,16 @@ def test_deit(name: str, width: int, giga: float) -> None:
     assert round(counted.macs / 1e9, 2) == giga
 
 
-def test_tool_prints_json() -> None:
+def test_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     config = 'mmgate::plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py'
-    command = [sys.executable, '-W', 'ignore', ROOT / 'tools/analysis_tools/get_flops.py', config]
-    result = subprocess.run([*command, '--shape', '64', '96', '--json'], capture_output=True, text=True)
-    printed = json.loads(result.stdout.splitlines()[-1])
+    tool('get_flops').main([config, '--shape', '64', '96', '--json'])
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert printed['shape'] == [64, 96] and printed['macs'] > 1e7
     expected = count_config(Config.fromfile(ROOT / 'configs' / config.partition('::')[2]), 64, 96)
     assert (printed['parameters'], printed['macs']) == (expected.parameters, expected.macs)
 
 
-def test_tool_refuses_a_missing_config_in_one_message() -> None:
-    command = [sys.executable, '-W', 'ignore', ROOT / 'tools/analysis_tools/get_flops.py', 'mmgate::plug/nope.py']
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 2 and result.stderr.startswith('error: config ') and 'Traceback' not in result.stderr
+def test_tool_refuses_a_missing_config_in_one_message(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(tool('get_flops').main, ['mmgate::plug/nope.py']) == 2
+    error = capsys.readouterr().err
+    assert error.startswith('error: config ') and error.count('\n') == 1

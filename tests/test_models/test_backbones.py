@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import tool
 from published import agent_pvt, agent_swin, random_pvt, random_swin
 from torch import Tensor, nn
 
+from mmgate.engine import cli
 from mmgate.layers.map_attention import MapAttention
 from mmgate.layers.token_ffn import TokenFFN
 from mmgate.models.checkpoint_file import read_checkpoint
@@ -33,7 +34,6 @@ BACKBONES: dict[str, dict[str, Any]] = {
     'saga_pvtv2': dict(type='mmgate.SAGAPVTv2', **TINY),
     'saga_swin': dict(type='mmgate.SAGASwin', blocks=(2, 2, 2, 0), **TINY_SWIN),
 }
-CONVERTER = ROOT / 'tools/model_converters/agent_attention.py'
 
 
 def build(name: str, **overrides: Any) -> nn.Module:
@@ -68,8 +68,7 @@ def test_converted_pvt_computes_the_published_features(tmp_path: Path, layout: s
         'detector': {'state_dict': {**{f'backbone.{k}': v for k, v in state.items()}, 'neck.x': torch.ones(1)}},
     }[layout]
     torch.save(wrapped, tmp_path / 'src.pth')
-    result = convert_file(tmp_path / 'src.pth', tmp_path / 'dst.pth')
-    assert result.returncode == 0, result.stderr
+    assert convert_file(tmp_path / 'src.pth', tmp_path / 'dst.pth') == 0
     model.load_state_dict(torch.load(tmp_path / 'dst.pth')['state_dict'], strict=True)
     with torch.no_grad():
         assert_maps_equal(model(x), expected)
@@ -88,26 +87,27 @@ def test_converted_swin_computes_the_published_features(size: tuple[int, int], c
         assert_maps_equal(model(x), expected)
 
 
-def convert_file(src: Path, dst: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, '-W', 'ignore', str(CONVERTER), str(src), str(dst), *options]
-    return subprocess.run(command, capture_output=True, text=True)
+def convert_file(src: Path, dst: Path, *options: str) -> int:
+    return cli.main(tool('agent_attention', 'model_converters').main, [str(src), str(dst), *options])
 
 
-def test_converter_refuses_and_keeps_what_exists(tmp_path: Path) -> None:
+def test_converter_refuses_and_keeps_what_exists(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = random_pvt([1, 1, 1, 1], (9, 16, 49, 49))
     src, dst = tmp_path / 'src.pth', tmp_path / 'dst.pth'
     state['block1.0.attn.mystery'] = state.pop('block1.0.attn.an_bias')[:, :, 0]
     state['block2.0.attn.an_bias'] = state['block2.0.attn.an_bias'][..., :5]
     torch.save(state, src)
-    result = convert_file(src, dst)
-    assert result.returncode == 1 and not dst.exists()
+    assert convert_file(src, dst) == 2 and not dst.exists()
+    assert 'agent attention in some stages only' in capsys.readouterr().err
     torch.save(swin_state() | {'layers.0.blocks.0.attn.mystery': torch.ones(1)}, src)
-    result = convert_file(src, dst)
-    assert 'unknown: stages.0.blocks.0.attn.mystery' in result.stderr and not dst.exists()
+    assert convert_file(src, dst) == 2 and not dst.exists()
+    assert 'unknown: stages.0.blocks.0.attn.mystery' in capsys.readouterr().err
     dst.write_text('precious')
-    assert 'exists' in convert_file(src, dst).stderr and dst.read_text() == 'precious'
+    assert convert_file(src, dst) == 2 and dst.read_text() == 'precious'
+    assert 'exists' in capsys.readouterr().err
     torch.save({'model': {'fc.weight': torch.ones(1)}}, src)
-    assert 'Neither the keys of PVT' in convert_file(src, dst, '--force').stderr and dst.read_text() == 'precious'
+    assert convert_file(src, dst, '--force') == 2 and dst.read_text() == 'precious'
+    assert 'Neither the keys of PVT' in capsys.readouterr().err
 
 
 def start_from(model: dict[str, Any], checkpoint: Any, folder: Path) -> nn.Module:

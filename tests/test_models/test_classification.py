@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, needs_mmpretrain
+from conftest import ROOT, needs_mmpretrain, tool
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from published import agent_deit, agent_pvt, agent_swin, pooled_logits, random_deit, random_pvt, random_swin
@@ -172,10 +170,8 @@ def test_converted_classifier_gives_the_published_logits(kind: str, tmp_path: Pa
     # of CSwin's authors' file, the averaged weights
     published = {'model': state} if kind != 'cswin' else {'model': random_cswin(True), 'state_dict_ema': state}
     torch.save(published, tmp_path / 'published.pth')
-    converter = [sys.executable, '-W', 'ignore', str(ROOT / 'tools/model_converters/agent_attention.py')]
     files = [str(tmp_path / 'published.pth'), str(tmp_path / 'classifier.pth')]
-    result = subprocess.run([*converter, *files, '--to', 'classifier'], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    tool('agent_attention', 'model_converters').main([*files, '--to', 'classifier'])
     keys = model.load_state_dict(torch.load(files[1])['state_dict'], strict=False)
     assert not keys.unexpected_keys and all(key.endswith('relative_position_index') for key in keys.missing_keys)
     with torch.no_grad():

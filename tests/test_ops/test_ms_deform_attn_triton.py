@@ -23,7 +23,7 @@ SMALL = [(3, 5), (1, 1), (2, 1)]
 TINY = [(9, 2), (3, 1), (1, 1)]  # more than a band of rows, and odd
 REAL = [(100, 134), (50, 67), (25, 34), (13, 17)]
 CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
-    'default': {},
+    'default': dict(batch=2),
     'ungated': dict(gate=None),
     'no_residual': dict(residual=False),
     'post_softmax': dict(position='post_softmax'),
@@ -31,13 +31,13 @@ CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'gate_per_point': dict(gate=(1, 1, 1)),
     'gate_per_level': dict(gate=(0, 1, 0)),
     'offsets_from_points': dict(reference=2),
-    'offsets_from_boxes': dict(reference=4),
+    'offsets_from_boxes': dict(reference=4, batch=2),
     'one_level': dict(levels=[(4, 3)], points=3),
     'dim_20': dict(dim=20),
     'huge_logits': dict(logit_scale=1e4),
-    'tokens_as_queries': dict(levels=TINY, queries=22, heads=1, batch=1),
-    'neighbours_sample_together': dict(levels=TINY, heads=1, batch=1, spread=0.3),
-    'neighbours_sample_the_same': dict(levels=[(6, 1), (3, 1)], heads=1, batch=1, spread=0.0, dim=20, reference=2),
+    'tokens_as_queries': dict(levels=TINY, queries=22, heads=1),
+    'neighbours_sample_together': dict(levels=TINY, heads=1, spread=0.3),
+    'neighbours_sample_the_same': dict(levels=[(6, 1), (3, 1)], heads=1, spread=0.0, dim=20, reference=2),
 }
 
 
@@ -57,7 +57,7 @@ def make(
     dim: int = 16,
     queries: int = 5,
     heads: int = 2,
-    batch: int = 2,
+    batch: int = 1,
     gate: tuple[int, int, int] | None = (1, 1, 0),
     reference: int = 0,
     logit_scale: float = 1.0,
@@ -273,17 +273,17 @@ def test_cuda_graph() -> None:
 
 def test_no_queries_and_refusals() -> None:
     inputs = make(queries=0)
-    assert run('triton')(*inputs).shape == (2, 0, 32)
+    assert run('triton')(*inputs).shape == (1, 0, 32)
     with pytest.raises(ValueError, match='float64'):
         run('triton')(*make(dtype=torch.float64))
     with pytest.raises(ValueError, match='128 channels or fewer'):
         run('triton')(*make(dim=160))
     with pytest.raises(ValueError, match=r'reference_points must have 2 or 4 columns, got 3'):
         inputs = make()
-        run('triton')(*inputs[:6], torch.rand(2, 5, 3, 3))
+        run('triton')(*inputs[:6], torch.rand(1, 5, 3, 3))
     value, _, *rest = make()
     with pytest.raises(ValueError, match=r'fewer than 2\^31 numbers an image, the values have 2147483648'):
-        run('triton')(value[:, :1].expand(2, 2**26, 2, 16), torch.tensor([[1, 2**26 - 3], [1, 2], [1, 1]]), *rest)
+        run('triton')(value[:, :1].expand(1, 2**26, 2, 16), torch.tensor([[1, 2**26 - 3], [1, 2], [1, 1]]), *rest)
     _, shapes, starts, *_ = make()
     value = torch.zeros(1).expand(2, 18, 32768, 16)
     wide = torch.zeros(1).expand(2, 1, 32768, 3, 2)
@@ -301,7 +301,7 @@ def test_levels_without_a_pixel_give_zeros(backend: str) -> None:
     value, _, starts, *rest = make()
     value = value[:, :0].requires_grad_()
     output = run(backend)(value, torch.zeros(3, 2, dtype=torch.long), torch.zeros_like(starts), *rest)
-    assert torch.equal(output, torch.zeros(2, 5, 32))
+    assert torch.equal(output, torch.zeros(1, 5, 32))
     output.sum().backward()
     assert value.grad.shape == value.shape
 
@@ -328,7 +328,7 @@ def test_rows_in_common_are_added_once(spread: float, level: float, monkeypatch:
 
     monkeypatch.setattr(InterpreterBuilder, 'create_atomic_rmw', count)
     levels = [(10, 3), (5, 2)]
-    value, shapes, starts, points, *rest = make(levels=levels, heads=1, batch=1, spread=spread)
+    value, shapes, starts, points, *rest = make(levels=levels, heads=1, spread=spread)
     run('triton')(value.requires_grad_(), shapes, starts, points, *rest).sum().backward()
     corners = (points[0] * shapes.flip(-1)[:, None] - 0.5).floor().long().transpose(1, 2)
     corners = corners[sampler_traffic.banded(levels)]  # (S, L, H, P, 2)

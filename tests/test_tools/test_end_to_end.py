@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from conftest import ROOT
 
 from mmgate.datasets.shapes import write_shapes
+from mmgate.engine import cli
 
 DEMO = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 CONFIG = f"""
@@ -92,26 +94,38 @@ def test_train_then_test_with_all_outputs(project: Path) -> None:
     assert len(list((work / 'test').rglob('painted/*.jpg'))) == 2
 
 
-def test_errors_come_before_training(project: Path) -> None:
+@pytest.mark.parametrize(
+    ('command', 'arguments', 'expected'),
+    [
+        (
+            cli.train,
+            ['--cfg-options', 'train_dataloader.dataset.data_root=/nowhere/'],
+            'train_dataloader.dataset.data_root: /nowhere/ does not exist',
+        ),
+        (cli.train, ['--cfg-options', 'train_cfg.max_epoch=1'], "unexpected keyword argument 'max_epoch'"),
+        (cli.train, ['--cfg-options', 'model.attention.granularty=head'], 'no option granularty'),
+        (cli.test, ['broken.pth'], 'broken.pth is no torch checkpoint'),
+        (cli.train, ['--resume', 'broken.pth'], 'broken.pth is no torch checkpoint'),
+    ],
+    ids=['missing data', 'misspelt key', 'misspelt gate option', 'unreadable checkpoint', 'unreadable resume'],
+)
+def test_errors_come_before_training(
+    command: Callable[[list[str]], None],
+    arguments: list[str],
+    expected: str,
+    project: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(project)
     (project / 'broken.pth').write_text('<html>')
-    cases = {
-        'missing data': ('train.py', ['short.py', '--cfg-options', 'train_dataloader.dataset.data_root=/nowhere/']),
-        'misspelt key': ('train.py', ['short.py', '--cfg-options', 'train_cfg.max_epoch=1']),
-        'misspelt gate option': ('train.py', ['short.py', '--cfg-options', 'model.attention.granularty=head']),
-        'unreadable checkpoint': ('test.py', ['short.py', 'broken.pth']),
-        'unreadable resume': ('train.py', ['short.py', '--resume', 'broken.pth']),
-    }
-    expected = {
-        'missing data': 'train_dataloader.dataset.data_root: /nowhere/ does not exist',
-        'misspelt key': "unexpected keyword argument 'max_epoch'",
-        'misspelt gate option': 'no option granularty',
-        'unreadable checkpoint': 'broken.pth is no torch checkpoint',
-        'unreadable resume': 'broken.pth is no torch checkpoint',
-    }
-    for name, (tool, arguments) in cases.items():
-        result = run(project, tool, *arguments, '--work-dir', str(project / 'work/none'))
-        assert result.returncode == 2, (name, result.stderr[-500:])
-        assert expected[name] in result.stderr and 'Traceback' not in result.stderr, (name, result.stderr[-2000:])
+    unique = [] if '--cfg-options' in arguments else ['--cfg-options']
+    arguments = ['short.py', *arguments, *unique, f'experiment_name={tmp_path.name}']
+    assert cli.main(command, [*arguments, '--work-dir', str(tmp_path / 'none')]) == 2
+    said = capfd.readouterr().err
+    assert expected in said and 'Traceback' not in said, said
+    assert not list(tmp_path.rglob('*.pth'))
 
 
 def test_list_attention(project: Path) -> None:

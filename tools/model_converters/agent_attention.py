@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 
+from mmgate.engine import cli
+from mmgate.engine.preflight import ConfigError
 from mmgate.models.checkpoint_file import read_checkpoint
 from mmgate.models.convert import convert
 from mmgate.models.convert_classifier import convert_classifier
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Parse arguments, convert and save; nothing is written if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('src', help='file or URL with its tensors under "model", "state_dict" or at its top')
@@ -29,14 +31,14 @@ def main() -> None:
         help='what the file is for: a detector or segmentor, or an ImageClassifier (default: %(default)s)',
     )
     parser.add_argument('--force', action='store_true', help='replace an existing file')
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     dst = Path(args.dst)
     if dst.exists() and not args.force:
-        sys.exit(f'{dst} exists; choose another name or pass --force.')
+        raise ConfigError(f'{dst} exists; choose another name or pass --force.')
     try:
         state = (convert_classifier if args.to == 'classifier' else convert)(read_checkpoint(args.src))
     except (ImportError, OSError, ValueError) as error:
-        sys.exit(f'{args.src}: {error}')
+        raise ConfigError(f'{args.src}: {error}') from error
     dst.parent.mkdir(parents=True, exist_ok=True)
     partial = dst.with_name(dst.name + '.part')
     torch.save({'state_dict': state, 'meta': {'converted_from': args.src}}, partial)
@@ -45,4 +47,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-    main()
+    sys.exit(cli.main(main))
