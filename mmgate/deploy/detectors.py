@@ -88,9 +88,18 @@ class QueryNetwork(BoxNetwork):
         to_encoder.update(feat_mask=mask, feat_pos=torch.cat(positions, 1), valid_ratios=ratios)
         to_decoder.update(memory_mask=mask, valid_ratios=ratios)
         more, to_head = host.pre_decoder(**host.forward_encoder(**to_encoder))
-        to_head.update(host.forward_decoder(**to_decoder, **more))
+        to_head.update(self._decoded(**to_decoder, **more))
         logits, boxes = host.bbox_head(**to_head)
         return logits[-1], boxes[-1]
+
+    def _decoded(self, **inputs: Any) -> dict[str, Any]:
+        if not isinstance(self.host, DINO):
+            return self.host.forward_decoder(**inputs)
+        # DINO's own method asks for the length of the queries, which settles a graph's batch
+        names = dict(memory='value', memory_mask='key_padding_mask', dn_mask='self_attn_mask')
+        inputs = {names.get(key, key): value for key, value in inputs.items()}
+        states, references = self.host.decoder(**inputs, reg_branches=self.host.bbox_head.reg_branches)
+        return dict(hidden_states=states, references=list(references))
 
 
 class AnchorNetwork(BoxNetwork):
