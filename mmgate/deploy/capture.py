@@ -20,7 +20,7 @@ from .pooling import matrix_pooling
 from .projections import plain_projections
 from .sampling import sampled_by
 from .sizes import readable_sizes
-from .windows import whole_windows
+from .whole_numbers import whole_numbers
 
 MAX_BATCH = 64
 OLDEST = (2, 9)
@@ -145,7 +145,7 @@ def _traceable(format: str, msda: str) -> Iterator[None]:
 
     fused = torch.backends.mha.get_fastpath_enabled()
     with ExitStack() as stack:
-        hosts = (sampled_by(msda), readable_sizes(), matrix_pooling(), plain_projections(), whole_windows())
+        hosts = (sampled_by(msda), readable_sizes(), matrix_pooling(), plain_projections(), whole_numbers())
         for context in (torch.no_grad(), writing(format), *hosts):
             stack.enter_context(context)
         stack.enter_context(warnings.catch_warnings())

@@ -127,7 +127,7 @@ class AgentAttention(OwnStart, AgentBiases):
             agents = self.agent_tokens.transpose(1, 2).unflatten(-1, (self.pretrain_grid, self.pretrain_grid))
             if self.grid != self.pretrain_grid:
                 agents = F.interpolate(agents, size=(self.grid, self.grid), mode='bilinear')
-            agents = agents.expand(len(q), -1, -1, -1).to(q.dtype)
+            agents = agents.expand(q.shape[0], -1, -1, -1).to(q.dtype)
         return agents.flatten(2).transpose(1, 2).contiguous()
 
     def extra_repr(self) -> str:

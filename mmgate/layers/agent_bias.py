@@ -105,8 +105,8 @@ class AgentBiases(MapAttention):
         bias1 = torch.baddbmm(columns1.flatten(0, 1)[:, None], terms1, basis.expand(len(terms1), -1, -1))
         # B2 (H, h, w, n) = resize^T (w, 7) map2 (H, h, 7, n) + rows + columns
         terms2 = torch.cat([map2, rows2[..., None]], -1).permute(0, 2, 3, 1).flatten(0, 1)  # (H h, 8, n)
-        columns2 = columns2.transpose(1, 2).repeat_interleave(hw_shape[0], 0)  # (H h, w, n)
-        bias2 = torch.baddbmm(columns2, basis.t().expand(len(terms2), -1, -1), terms2)
+        columns2 = columns2.transpose(1, 2)[:, None].expand(-1, hw_shape[0], -1, -1).flatten(0, 1)  # (H h, w, n)
+        bias2 = torch.baddbmm(columns2, basis.t().expand(terms2.shape[0], -1, -1), terms2)
         heads, agents = self.num_heads, self.grid**2
         bias1, bias2 = bias1.view(1, heads, agents, -1), bias2.view(1, heads, -1, agents)
         if not self.class_tokens:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from conftest import TORCH
 from mmcv.ops import batched_nms, roi_align
+from mmseg.models.utils import Upsample
 from torch import Tensor, nn
 
 from mmgate.benchmarks.ops import deformable_inputs
@@ -20,7 +21,7 @@ from mmgate.deploy.pooling import adaptive_avg_pool2d
 from mmgate.deploy.roi_align import Align, pyramid_roi_align
 from mmgate.deploy.sampling import gather
 from mmgate.deploy.sizes import Sizes
-from mmgate.deploy.windows import whole_windows
+from mmgate.deploy.whole_numbers import whole_numbers
 from mmgate.ops.ms_deform_attn import reference
 
 exports = pytest.mark.skipif(TORCH < (2, 9), reason='whole models are exported by torch 2.9 or newer')
@@ -129,8 +130,17 @@ def test_windows_are_the_hosts(host: str, graph: bool) -> None:
     def run(x: Tensor) -> Tensor:
         return attention(x, (6, 9))
 
-    with whole_windows():
+    with whole_numbers():
         found = exported(run, (x,), (({0: torch.export.Dim('batch')},),)) if graph else run
         torch.testing.assert_close(found(x), expected)
         if graph:
             torch.testing.assert_close(found(torch.cat([x, x])), torch.cat([expected, expected]))
+
+
+@pytest.mark.parametrize('factor', [2, 1.5])
+def test_upsampling_is_mmsegs(factor: Any) -> None:
+    module = Upsample(scale_factor=factor, mode='bilinear', align_corners=False)
+    x = torch.randn(1, 2, 6, 8)
+    expected = F.interpolate(x, scale_factor=factor, mode='bilinear', recompute_scale_factor=True)
+    with whole_numbers():
+        torch.testing.assert_close(module(x), expected)
