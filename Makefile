@@ -34,12 +34,14 @@ report: setup
 test: setup lint
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m "not slow"
 
-# What takes longer: every architecture of the zoos, twenty kills, listings of further GPUs, a wheel elsewhere.
-test-slow: setup
-	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow
-
-# The suite beside OpenMMLab's own packages, in an environment of its own; SUITE=... for a part of it.
+# SUITE=... takes a part of the two below, and more of pytest's arguments.
 SUITE ?= tests
+
+# What takes longer: every architecture of the zoos, twenty kills, files of every family, a wheel elsewhere.
+test-slow: setup
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow $(strip $(SUITE))
+
+# The suite beside OpenMMLab's own packages, in an environment of its own.
 test-originals:
 	@VENV=$(VENV)-originals tools/dev/setup_env.sh originals
 	@$(VENV)-originals/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(strip $(SUITE))
