@@ -14,11 +14,11 @@ import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
 from mmengine.registry import DATASETS, MODELS, init_default_scope
-from mmengine.runner import load_checkpoint
 from mmengine.utils import track_iter_progress
 from torch import nn
 
 from mmgate.engine import cli
+from mmgate.engine.hooks import load_weights
 from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data
 from mmgate.engine.safe_load import add_trust_option
 
@@ -58,10 +58,11 @@ class Subject:
             if missing:
                 raise ConfigError(f'--images: {", ".join(missing)} does not exist.')
             steps = _dataset(self.cfg.get('test_dataloader') or loader).pipeline
-            pipeline = Compose([step for step in steps if not str(step['type']).startswith(('Load', 'mmdet.Load'))])
-            read = Compose([dict(type='LoadImageFromFile')])
+            loads = [step for step in steps if str(step['type']).endswith('LoadImageFromFile')]
+            others = [step for step in steps if not str(step['type']).rpartition('.')[2].startswith('Load')]
+            read, pipeline = Compose(loads or [dict(type='LoadImageFromFile')]), Compose(others)
             for number, path in enumerate(args.images):
-                yield lambda path=path, number=number: pipeline(read(dict(img_path=path, img_id=number)))
+                yield lambda path=path, number=number: pipeline(_read(read, path, number))
             return
         check_data(self.cfg, [args.split])
         data = deepcopy(loader.dataset)
@@ -70,6 +71,13 @@ class Subject:
         dataset = DATASETS.build(data)
         for number in range(min(args.max_images, len(dataset))):
             yield lambda number=number: dataset[number]
+
+
+def _read(read: Compose, path: str, number: int) -> dict[str, Any]:
+    try:
+        return read(dict(img_path=path, img_id=number))
+    except Exception as error:  # whatever a backend says of what is no image
+        raise ConfigError(f'--images: {path} cannot be read as an image: {error}') from error
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -118,9 +126,15 @@ def build_subject(cfg: Config, checkpoint: str, device: str = 'cpu') -> Subject:
     torch.manual_seed(0)
     model = MODELS.build(deepcopy(cfg.model))  # hosts write into the config they build from
     if checkpoint == UNTRAINED:
-        model.init_weights()
+        try:
+            model.init_weights()
+        except OSError as error:
+            raise ConfigError(
+                f'the weights that {cfg.filename} starts from cannot be read: {error}. Give a checkpoint, or '
+                'leave them out by --cfg-options, as in model.backbone.init_cfg=None.'
+            ) from error
     else:
-        load_checkpoint(model, checkpoint, map_location='cpu')
+        load_weights(model, checkpoint)
     model.to(device).eval()  # some hosts return None from it
     return Subject(Path(cfg.filename).stem, cfg, model)
 

@@ -11,6 +11,7 @@ from mmengine.logging import print_log
 
 from mmgate.analysis.subjects import UNTRAINED, Subject, build_subject
 from mmgate.engine import cli
+from mmgate.engine.data_errors import explained_run
 from mmgate.engine.options import merge_options
 from mmgate.engine.preflight import ConfigError, check_data
 from mmgate.engine.safe_load import add_trust_option
@@ -28,7 +29,7 @@ def export(argv: list[str]) -> None:
     parser = _parser('Write a detector or a segmentor as a file, and compare the file with PyTorch on real images')
     _add_images(parser)
     parser.add_argument('--format', choices=sorted(exporting.SUFFIXES), default='onnx', help='(default onnx)')
-    parser.add_argument('--out', help='file to write (default: NAME.onnx or NAME.pt2 in work_dirs/deploy)')
+    parser.add_argument('--out', help='file to write (default, in work_dirs/deploy: NAME.onnx, NAME.pt2, NAME-aot.pt2)')
     parser.add_argument(
         '--msda',
         choices=sorted(SAMPLERS),
@@ -41,11 +42,13 @@ def export(argv: list[str]) -> None:
     )
     args = parser.parse_args(argv)
     exporting.check_format(args.format, args.msda)
-    subject, batches = _subject(args)
     suffix = exporting.SUFFIXES[args.format]
-    path = Path(args.out or f'{FOLDER}/{subject.name}{suffix}')
+    name = Path(args.config).stem + ('-aot' if args.format == exporting.PACKAGE else '')
+    path = Path(args.out or f'{FOLDER}/{name}{suffix}')
     if path.suffix != suffix:
         raise ConfigError(f'--out {path}: a file of --format {args.format} ends with {suffix}.')
+    exporting.check_writable(path)
+    subject, batches = _subject(args)
     options = dict(format=args.format, msda=args.msda, fixed_size=args.fixed_size, threshold=args.score_thr)
     found = exporting.export(subject.model, batches, path, **options)
     print_log(f'{path} is as PyTorch: {found}', logger='current')
@@ -55,15 +58,18 @@ def test(argv: list[str]) -> None:
     """Evaluate an exported file on the test data of a config, by its evaluator."""
     parser = _parser('Evaluate an exported file on the test data of its config')
     parser.add_argument('file', help='.onnx or .pt2 file of tools/deploy/export.py')
-    parser.add_argument('--work-dir', help='folder for logs and metrics')
+    parser.add_argument('--work-dir', help='folder for logs and metrics (default: work_dirs/deploy/NAME)')
+    add_trust_option(parser)
     args = parser.parse_args(argv)
+    args.work_dir = args.work_dir or f'{FOLDER}/{Path(args.file).stem}'
     run = Exported(args.file)
     args.launcher = 'none'
     cfg = cli.load_config(args)
     check_data(cfg, ('test',))
     runner = cli.build_runner(cfg, trains=False)
     serve(runner.model, run)
-    runner.test()
+    with explained_run():
+        runner.test()
 
 
 def benchmark(argv: list[str]) -> None:
@@ -79,14 +85,15 @@ def benchmark(argv: list[str]) -> None:
     parser.add_argument('--out', help='CSV to write (default: work_dirs/deploy/NAME.csv)')
     args = parser.parse_args(argv)
     exporting.check_format('onnx')
+    if args.repetitions < 1 or (args.threads or 1) < 1:
+        raise ConfigError('--repetitions and --threads are 1 or more.')
     if args.threads:
         torch.set_num_threads(args.threads)
     subject, batches = _subject(args)
     options = dict(providers=args.providers, repetitions=args.repetitions, threshold=args.score_thr)
     rows = list(benchmark_deployment(subject.name, subject.model, batches[0], Path(FOLDER), **options))
     for row in rows:
-        if row.metric == 'time':
-            print(f'{row.provider:18} {row.x:14} {row.y_50:9.1f} ms  x {row.ratio_to_peer:.2f}')
+        print(f'{row.provider:18} {row.x:14} {row.y_50:9.1f} ms  x {row.ratio_to_peer:.2f}')
     out = Path(args.out or f'{FOLDER}/{subject.name}.csv')
     write_csv(rows, out)
     print(f'written to {out}')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from mmgate.engine.preflight import ConfigError
 from .network import Network
 
 MARGIN = 1e-3  # of scores: what lies closer to the threshold may be found by one alone
+LEAST_AREA = 1000  # pixels that a share is of at least, so that one at the edge of a small object is no difference
 
 
 @dataclass
@@ -25,7 +27,7 @@ class Tolerances:
     Attributes:
         pixels: Corners of boxes, in pixels of the original image.
         score: Scores of detections.
-        share: Share of an image's pixels whose class, instance or mask is another.
+        share: Share of the pixels of a class, an instance or a mask that are another's.
     """
 
     pixels: float = 0.1
@@ -41,9 +43,10 @@ class Differences:
         images: Batches and images in them are counted as images.
         detections: Detections of PyTorch's that were looked for.
         missing: Detections that one of the two found alone.
-        pixels: See :class:`Tolerances`.
+        pixels: See :class:`Tolerances`; infinite where a number is none.
         score: Likewise.
         share: Likewise.
+        what: What was compared, in words.
     """
 
     images: int = 0
@@ -52,22 +55,49 @@ class Differences:
     pixels: float = 0.0
     score: float = 0.0
     share: float = 0.0
+    what: str = ''
 
     def within(self, tolerances: Tolerances) -> bool:
         """Return whether all of it can be tolerated."""
         near = all(getattr(self, name) <= getattr(tolerances, name) for name in ('pixels', 'score', 'share'))
         return near and not self.missing
 
+    def note(self, name: str, difference: float) -> None:
+        """Keep a difference if it is the largest of its kind."""
+        setattr(self, name, max(getattr(self, name), difference if math.isfinite(difference) else math.inf))
+
     def __str__(self) -> str:
-        parts = [f'{self.images} images']
+        parts = [self.what or f'{self.images} images']
         if self.detections:
             parts += [f'{self.detections} detections', f'boxes to {self.pixels:.2g} px', f'scores to {self.score:.2g}']
         parts.append(f'{self.share:.2g} of the pixels differ')
         return ', '.join(parts + self.missing[:3])
 
 
-class NothingFound(ConfigError):
-    """PyTorch finds nothing in the images, so that any file would pass."""
+def check_finds_something(model: nn.Module, batches: Iterable[dict[str, Any]], threshold: float) -> None:
+    """Refuse images in which PyTorch finds nothing: any file would be as PyTorch there.
+
+    Args:
+        model: The model.
+        batches: Of a data loader, of real images.
+        threshold: Detections whose score is below it do not count.
+
+    Raises:
+        ConfigError: There is no detection, and no map of more than one class.
+    """
+    images = 0
+    with torch.no_grad():
+        for batch in batches:
+            for result in model.test_step(deepcopy(batch)):  # type: ignore[operator]
+                images += 1
+                found = 'pred_instances' in result and bool((result.pred_instances.scores > threshold).any())
+                if found or any(len(layer.unique()) > 1 for layer in _maps(result)):
+                    return
+    raise ConfigError(
+        f'PyTorch finds no detection with a score above {threshold} and no map of two classes in these {images} '
+        'images, so they show nothing. Give images with objects by --images or --split, a trained checkpoint, or a '
+        'lower --score-thr.'
+    )
 
 
 def compare(
@@ -81,33 +111,29 @@ def compare(
         run: A function of the network's inputs that returns its outputs.
         batches: Of a data loader, of real images.
         threshold: Detections whose score is below it are not looked for.
-
-    Raises:
-        NothingFound: PyTorch itself detects nothing, so that anything would pass.
     """
     network.serve(run)
-    found, detects = Differences(), False
+    found = Differences()
     with torch.no_grad():
         for batch in batches:
             expected = model.test_step(deepcopy(batch))  # type: ignore[operator]
             actual = network.host.test_step(deepcopy(batch))
             for one, other in zip(expected, actual, strict=True):
                 found.images += 1
-                detects |= 'pred_instances' in one
                 _compare(one, other, found, threshold)
-    if detects and not found.detections:
-        raise NothingFound(
-            f'PyTorch finds no detection with a score above {threshold} on these {found.images} images, so they show '
-            'nothing. Give images with objects by --images or --split, or a lower --score-thr.'
-        )
     return found
 
 
+def _maps(result: Any) -> list[Tensor]:
+    """Return the class map and the panoptic map of a result, those that it has."""
+    layers = (('pred_sem_seg', 'data'), ('pred_panoptic_seg', 'sem_seg'))
+    return [getattr(getattr(result, key), layer) for key, layer in layers if key in result]
+
+
 def _compare(expected: Any, actual: Any, found: Differences, threshold: float) -> None:
-    for key, layer in (('pred_sem_seg', 'data'), ('pred_panoptic_seg', 'sem_seg')):
-        if key in expected:
-            one, other = (getattr(getattr(sample, key), layer) for sample in (expected, actual))
-            found.share = max(found.share, (one != other).double().mean().item())
+    for one, other in zip(_maps(expected), _maps(actual), strict=True):
+        for label in torch.cat([one.unique(), other.unique()]).unique():
+            found.note('share', _apart(one == label, other == label))
     if 'pred_instances' in expected:
         one, other = expected.pred_instances, actual.pred_instances
         found.detections += int((one.scores > threshold).sum())
@@ -115,21 +141,27 @@ def _compare(expected: Any, actual: Any, found: Differences, threshold: float) -
         _match(other, one, found, threshold, 'the exported file')
 
 
+def _apart(one: Tensor, other: Tensor) -> float:
+    """Return the share of the pixels of two masks that only one has."""
+    return int((one ^ other).sum()) / max(int((one | other).sum()), LEAST_AREA)
+
+
 def _match(these: InstanceData, those: InstanceData, found: Differences, threshold: float, whose: str) -> None:
-    """Look for each detection of ``these`` among ``those``, by class and place."""
+    """Look for each detection of ``these`` among ``those``, by class and place, for each another one."""
+    left = torch.ones_like(those.labels, dtype=torch.bool)
     for number in (these.scores > threshold + MARGIN).nonzero().flatten().tolist():
         label = int(these.labels[number])
-        same = (those.labels == label).nonzero().flatten()
+        same = ((those.labels == label) & left).nonzero().flatten()
         if not len(same):
             found.missing.append(f'class {label} is found by {whose} alone')
             continue
         gaps = _gaps(these, number, those, same)
         nearest = same[gaps.argmin()]
-        found.pixels = max(found.pixels, gaps.min().item())
-        found.score = max(found.score, abs(float(these.scores[number] - those.scores[nearest])))
+        left[nearest] = False
+        found.note('pixels', gaps.min().item())
+        found.note('score', abs(float(these.scores[number] - those.scores[nearest])))
         if 'masks' in these:
-            apart = (these.masks[number] != those.masks[nearest]).double().mean().item()
-            found.share = max(found.share, apart)
+            found.note('share', _apart(these.masks[number], those.masks[nearest]))
 
 
 def _gaps(these: InstanceData, number: int, those: InstanceData, same: Tensor) -> Tensor:

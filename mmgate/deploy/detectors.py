@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from mmcv.ops import RoIAlign
 from mmdet.models.dense_heads import AnchorHead
 from mmdet.models.detectors import DINO, DeformableDETR, SingleStageDetector, TwoStageDetector
 from mmdet.models.roi_heads import StandardRoIHead
@@ -35,6 +36,10 @@ class BoxNetwork(Network):
             self._result(tuple(output[number] for output in outputs), sample.metainfo, rescale)
             for number, sample in enumerate(samples)
         ]
+
+    def settings(self) -> dict[str, Any]:
+        """Return the head's."""
+        return self.host.bbox_head.test_cfg
 
     def _result(self, outputs: tuple[Tensor, ...], meta: dict[str, Any], rescale: bool) -> InstanceData:
         boxes, scores, labels = (output[outputs[1] > 0] for output in outputs[:3])
@@ -107,8 +112,12 @@ class AnchorNetwork(BoxNetwork):
 
     def __init__(self, host: nn.Module) -> None:
         super().__init__(host)
-        if not isinstance(host.bbox_head, AnchorHead):
-            raise refuse(host, f'its {type(host.bbox_head).__name__} is no head over anchors')
+        head = type(host.bbox_head)
+        own = [name for name in PREDICTIONS if getattr(head, name) is not getattr(AnchorHead, name, None)]
+        if not isinstance(host.bbox_head, AnchorHead) or own:
+            raise refuse(host, f'its {head.__name__} is no plain head over anchors')
+        if host.bbox_head.test_cfg.get('min_bbox_size', -1) > 0:
+            raise refuse(host, 'min_bbox_size is of the original image, whose size a graph does not know')
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
         """Return boxes, scores and labels of images ``(B, 3, H, W)`` of ``sizes`` ``(B, 2)`` within the padding."""
@@ -118,6 +127,9 @@ class AnchorNetwork(BoxNetwork):
             raise refuse(self.host, f'{type(head).__name__} weights its scores by a further map')
         found = candidates(head, maps[0], maps[1], sizes, head.test_cfg)
         return tuple(best(found, head.test_cfg.nms, head.test_cfg.max_per_img))  # a file knows no class of ours
+
+
+PREDICTIONS = ('predict_by_feat', '_predict_by_feat_single', '_bbox_post_process')  # how a head makes boxes of its maps
 
 
 class RoINetwork(BoxNetwork):
@@ -132,10 +144,21 @@ class RoINetwork(BoxNetwork):
         roi_head = host.roi_head
         if type(roi_head) is not StandardRoIHead or roi_head.with_shared_head:
             raise refuse(host, f'of the RoI heads StandardRoIHead can be, not {type(roi_head).__name__}')
+        for extractor in [roi_head.bbox_roi_extractor] + [roi_head.mask_roi_extractor] * roi_head.with_mask:
+            if type(extractor) is not SingleRoIExtractor or not all(map(_averages, extractor.roi_layers)):
+                raise refuse(host, 'of the RoI extractors SingleRoIExtractor with RoIAlign by the mean can be')
         if roi_head.with_mask:
             if not isinstance(roi_head.mask_head, FCNMaskHead):
                 raise refuse(host, f'its {type(roi_head.mask_head).__name__} is no FCNMaskHead')
             self.outputs = (*Network.outputs, 'masks')  # type: ignore[misc]
+
+    def classes(self) -> int:
+        """Return the number of classes."""
+        return self.host.roi_head.bbox_head.num_classes
+
+    def settings(self) -> dict[str, Any]:
+        """Return the proposals' and the RoIs'."""
+        return dict(rpn=self.host.rpn_head.test_cfg, rcnn=self.host.roi_head.test_cfg)
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
         """Return boxes, scores and labels, and masks, of images ``(B, 3, H, W)`` of ``sizes`` ``(B, 2)``."""
@@ -196,6 +219,10 @@ class RoINetwork(BoxNetwork):
         elif rescale:
             result.bboxes /= result.bboxes.new_tensor(meta['scale_factor']).repeat(2)
         return result
+
+
+def _averages(layer: nn.Module) -> bool:
+    return type(layer) is RoIAlign and layer.pool_mode == 'avg'
 
 
 def detector(host: nn.Module) -> Network | None:

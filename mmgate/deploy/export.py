@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from mmgate._environment import why_not
 from mmgate.engine.preflight import ConfigError
 
 from .capture import MAX_BATCH, Captured, capture, check_torch
-from .compare import Differences, NothingFound, Tolerances, compare
+from .compare import Differences, Tolerances, check_finds_something, compare
 from .network import Network
 from .networks import network
 from .runtime import Exported, write_package, write_program
@@ -54,8 +56,8 @@ def export(
 
     Args:
         model: A detector or a segmentor with its weights, in eval mode.
-        batches: Of a data loader, one real image each. Their values are what is compared; the size of the first is the
-            graph's where the model takes no others.
+        batches: Of a data loader, one real image each. Their values are what is compared; the size of the largest is
+            the graph's where the model takes no others.
         path: File to write; folders are made.
         format: ``'onnx'``, ``'torch-export'`` or ``'aot-inductor'``.
         msda: One of :data:`mmgate.deploy.sampling.SAMPLERS`. What holds TensorRT's plug-in, which TensorRT alone can
@@ -70,18 +72,17 @@ def export(
         ConfigError: The model cannot be exported, the images show nothing, or the file differs.
     """
     check_format(format, msda)
+    check_writable(path)
+    check_finds_something(model, batches, threshold)
     options: dict[str, Any] = dict(format=format, msda=msda, fixed_size=fixed_size)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix='.export-') as folder:
         new = Path(folder) / path.name
         while True:
-            captured = write(model, batches[0], new, **options)
+            captured = write(model, batches, new, **options)
             print_log(f'{path.name} takes {captured.takes}, up to {MAX_BATCH} at a time', logger='current')
             try:
                 found = _compared(model, batches, new, options, threshold)
                 break
-            except NothingFound:
-                raise
             except Exception as error:  # whatever a runtime stumbles over
                 if not captured.divisor:
                     raise
@@ -97,20 +98,25 @@ def _compared(
     runs = path
     if options['msda'] == 'plugin':
         runs = path.with_name(f'gather-{path.name}')
-        write(model, batches[0], runs, **{**options, 'msda': 'gather'})
-    run = Exported(runs)
-    found = compare(model, network(model), run, _taken(model, batches, run), threshold=threshold)
+        write(model, batches, runs, **{**options, 'msda': 'gather'})
+    run, net = Exported(runs, trusted=True), network(model)
+    taken, what = _taken(net, batches, run)
+    found = compare(model, net, run, taken, threshold=threshold)
+    found.what = what if runs == path else f"{what}, by rows gathered in the place of the plug-in's nodes"
     if not found.within(Tolerances()):
         raise ConfigError(f'the exported model differs from PyTorch and is not kept: {found}.')
     return found
 
 
-def write(model: nn.Module, batch: dict[str, Any], path: Path, *, format: str, msda: str, fixed_size: bool) -> Captured:
+def write(
+    model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, *, format: str, msda: str, fixed_size: bool
+) -> Captured:
     """Write a model to ``path`` and return what was written; arguments as :func:`export`."""
     net = network(model)
+    largest = max(batches, key=lambda batch: math.prod(batch['inputs'][0].shape))
     graph = 'torch-export' if format == PACKAGE else format
-    captured = capture(net, _feeds(net, batch), format=graph, msda=msda, fixed_size=fixed_size)
-    notes: dict[str, Any] = dict(model=type(model).__name__, inputs=net.inputs, outputs=net.outputs, msda=msda)
+    captured = capture(net, _feeds(net, largest), format=graph, msda=msda, fixed_size=fixed_size)
+    notes: dict[str, Any] = dict(inputs=net.inputs, outputs=net.outputs, msda=msda, **net.holds())
     notes.update(divisor=captured.divisor, least=captured.least, size=captured.size, takes=captured.takes)
     if format == 'onnx':
         from .onnx_file import write_onnx
@@ -121,9 +127,27 @@ def write(model: nn.Module, batch: dict[str, Any], path: Path, *, format: str, m
     return captured
 
 
+def check_writable(path: Path) -> None:
+    """Make the folder of a file, and refuse a path that none can be written to.
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        raise ConfigError(f'{path} cannot be written: {error}. Give another --out.') from error
+    if path.is_dir():
+        raise ConfigError(f'{path} is a folder. Give another --out.')
+
+
 def _feeds(net: Network, batch: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Return what a network is fed of a batch: images, or a window of them."""
     data = net.host.data_preprocessor(deepcopy(batch), False)
-    return net.feeds(data['inputs'], data['data_samples'])
+    images, *more = net.feeds(data['inputs'], data['data_samples'])
+    height, width = net.window(images.shape[-2:])
+    return (images[..., :height, :width], *more)
 
 
 def _part(batch: dict[str, Any], divisor: int, least: int) -> dict[str, Any]:
@@ -139,23 +163,26 @@ def _part(batch: dict[str, Any], divisor: int, least: int) -> dict[str, Any]:
     return part
 
 
-def _taken(model: nn.Module, batches: Sequence[dict[str, Any]], run: Exported) -> Iterator[dict[str, Any]]:
-    """Yield the batches that a file takes, part of an image if it takes other sizes, and two images as one batch.
+def _taken(net: Network, batches: Sequence[dict[str, Any]], run: Exported) -> tuple[list[dict[str, Any]], str]:
+    """Return the batches that a file takes, part of an image if it takes other sizes, and two images as one batch.
 
-    The two are padded to one size if they may be.
+    The two are padded to one size if they may be. The words say what there is.
     """
-    taken = []
-    for batch in batches:
-        size = model.data_preprocessor(deepcopy(batch), False)['inputs'].shape[-2:]  # type: ignore[operator]
-        if run.takes(*size):
-            taken.append((size, batch))
+    taken = [(size, batch) for batch in batches if run.takes(*(size := _feeds(net, batch)[0].shape[-2:]))]
+    listed, words = [batch for _, batch in taken], [f'{len(taken)} of {len(batches)} images']
     if len(taken) < len(batches):
-        left = len(batches) - len(taken)
-        print_log(f'{left} of {len(batches)} images are of sizes that it does not take: not compared', logger='current')
-    yield from (batch for _, batch in taken)
+        print_log(
+            f'{len(batches) - len(taken)} of {len(batches)} images are of sizes that the file does not take: '
+            f'it takes {run.notes["takes"]}',
+            logger='current',
+            level=logging.WARNING,
+        )
     if run.notes['divisor']:
-        yield _part(taken[0][1], run.notes['divisor'], run.notes['least'])
+        listed.append(_part(taken[0][1], run.notes['divisor'], run.notes['least']))
+        words.append('part of one')
     pads = 'sizes' in run.notes['inputs'] and run.notes['divisor'] == 1
     pair = [batch for size, batch in taken if pads or size == taken[0][0]][:2]
     if len(pair) == 2:
-        yield {key: [part for batch in pair for part in batch[key]] for key in pair[0]}
+        listed.append({key: [part for batch in pair for part in batch[key]] for key in pair[0]})
+        words.append('two as one batch')
+    return listed, ', '.join(words)

@@ -1,4 +1,4 @@
-"""mmdet's Mask2Former and MaskFormer as networks of tensors, up to the classes and masks of their queries."""
+"""mmdet's Mask2Former as a network of tensors, up to the classes and masks of their queries."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from mmdet.models.detectors import MaskFormer
+from mmdet.models.detectors import Mask2Former, MaskFormer
 from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
 
-from .network import Network
+from .network import Network, refuse
 
 
 class MaskNetwork(Network):
@@ -31,11 +31,23 @@ class MaskNetwork(Network):
         """Return the images; the host masks no padding."""
         return (images,)
 
+    def classes(self) -> int:
+        """Return the number of classes, things and stuff."""
+        return self.host.panoptic_head.num_classes
+
     def results(self, outputs: Sequence[Tensor], samples: Any, rescale: bool) -> Any:
         """Return the fusion head's results."""
         return self.host.panoptic_fusion_head.predict(*outputs, samples, rescale=rescale)
 
 
 def mask_former(host: nn.Module) -> Network | None:
-    """Return the network of a Mask2Former of mmdet, None for what is none."""
-    return MaskNetwork(host) if isinstance(host, MaskFormer) else None
+    """Return the network of a Mask2Former of mmdet, None for what is none.
+
+    Raises:
+        ConfigError: A MaskFormer of another kind.
+    """
+    if not isinstance(host, MaskFormer):
+        return None
+    if not isinstance(host, Mask2Former):
+        raise refuse(host, 'of the mask formers Mask2Former can be')
+    return MaskNetwork(host)

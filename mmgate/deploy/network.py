@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -40,6 +40,31 @@ class Network(nn.Module):
         shapes = [sample.metainfo['img_shape'][:2] for sample in samples]
         return images, torch.tensor(shapes, dtype=torch.int64, device=images.device)
 
+    def window(self, size: Sequence[int]) -> tuple[int, int]:
+        """Return the height and width of what the host feeds its network of an image of ``size``."""
+        return size[0], size[1]
+
+    def holds(self) -> dict[str, Any]:
+        """Return what of its config a file holds or relies on, in numbers and words.
+
+        Returns:
+            ``model``, the host's type; ``classes``, how many; ``preprocessing``, which stays outside and has to be the
+            same; ``test_cfg``, as far as it is in the graph.
+        """
+        found = self.host.data_preprocessor
+        reverses = getattr(found, 'channel_conversion', getattr(found, '_channel_conversion', False))
+        preprocessing = {name: getattr(found, name, None) for name in ('mean', 'std')} | dict(reverses=bool(reverses))
+        model = type(self.host).__name__
+        return _plain(dict(model=model, classes=self.classes(), preprocessing=preprocessing, test_cfg=self.settings()))
+
+    def classes(self) -> int:
+        """Return the number of classes."""
+        return self.host.bbox_head.num_classes
+
+    def settings(self) -> dict[str, Any]:
+        """Return what of the host's ``test_cfg`` is in the graph."""
+        return {}
+
     def serve(self, run: Any) -> None:
         """Let ``run``, a function of :attr:`inputs` that returns :attr:`outputs`, answer for the host's network.
 
@@ -64,3 +89,14 @@ def refuse(host: nn.Module, reason: str) -> ConfigError:
     return ConfigError(
         f'{type(host).__name__} cannot be exported: {reason}. What can be exported stands in tools/deploy/README.md.'
     )
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON reads back as it is."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each) for key, each in value.items()}
+    if isinstance(value, Tensor):
+        return _plain(value.flatten().tolist())
+    if isinstance(value, (list, tuple)):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)

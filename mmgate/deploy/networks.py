@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from copy import deepcopy
 from typing import Any
 
 from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention
+from mmengine.logging import print_log
 from torch import nn
 
 from mmgate._environment import available
@@ -43,6 +45,9 @@ def network(model: nn.Module) -> Network:
 def serve(model: nn.Module, run: Any) -> None:
     """Let ``run``, a function from the inputs of a model's network to its outputs, answer for the model.
 
+    A config whose images are prepared otherwise than the file's were, or whose test_cfg is another, is a warning: the
+    file's test_cfg holds.
+
     Raises:
         ConfigError: The model has no network, or another one than ``run`` was written from.
     """
@@ -52,6 +57,19 @@ def serve(model: nn.Module, run: Any) -> None:
             f'{run.path} holds a {run.notes["model"]} that returns {", ".join(run.notes["outputs"])}; the config '
             f'describes a {type(model).__name__} that returns {", ".join(net.outputs)}. Give the config it was made of.'
         )
+    own = net.holds()
+    if (run.notes['model'], run.notes['classes']) != (own['model'], own['classes']):
+        raise ConfigError(
+            f'{run.path} holds a {run.notes["model"]} of {run.notes["classes"]} classes; the config describes a '
+            f'{own["model"]} of {own["classes"]}. Give the config it was made of.'
+        )
+    for part, consequence in (('preprocessing', 'its images are not as it expects'), ('test_cfg', "the file's holds")):
+        if run.notes[part] != own[part]:
+            print_log(
+                f"{run.path} was written with {part} {run.notes[part]}, the config's is {own[part]}: {consequence}.",
+                logger='current',
+                level=logging.WARNING,
+            )
     net.serve(run)
 
 

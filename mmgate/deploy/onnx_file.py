@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,7 @@ def write_onnx(program: Any, network: Network, path: Path, notes: Mapping[str, A
     Raises:
         ConfigError: Something of the network has no standard operator.
     """
-    chatty = logging.getLogger('onnxscript'), logging.getLogger('onnx_ir'), logging.getLogger('torch.onnx')
-    for logger in chatty:
-        logger.setLevel(logging.ERROR)
-    with plain_attention():
+    with plain_attention(), _quiet('onnxscript', 'onnx_ir', 'torch.onnx'):
         written: Any = torch.onnx.export(
             program,
             dynamo=True,
@@ -51,6 +49,19 @@ def write_onnx(program: Any, network: Network, path: Path, notes: Mapping[str, A
     written.model.metadata_props[NOTES] = json.dumps(notes)
     written.save(path, external_data=False)
     _check(path)
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Let loggers say nothing but errors."""
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in names}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def _keep_constants(graph: Any) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mmengine.logging import print_log
 from torch import Tensor
 
 from mmgate.engine.preflight import ConfigError
+from mmgate.engine.safe_load import HOW_TO_TRUST, is_trusted
 
 from .sampling import DOMAIN, PLUGIN
 
@@ -24,6 +26,7 @@ class Exported:
     Args:
         path: ``.onnx``, or ``.pt2`` of torch.export or AOTInductor.
         threads: Of onnxruntime; as many as torch's by default.
+        trusted: Whether to open a ``.pt2`` file, which may hold code and pickles; MMGATE_TRUST_CHECKPOINT=1 does, too.
 
     Attributes:
         notes: What the export wrote beside the graph: config, names, sizes.
@@ -32,13 +35,15 @@ class Exported:
         ConfigError: The file is missing, of another kind, not made by tools/deploy/export.py, or for TensorRT alone.
     """
 
-    def __init__(self, path: str | Path, threads: int | None = None) -> None:
+    def __init__(self, path: str | Path, threads: int | None = None, *, trusted: bool = False) -> None:
         self.path = Path(path)
         if not self.path.is_file():
             raise ConfigError(f'exported file {path} does not exist (looked for {self.path.resolve()}).')
         openers = {'.onnx': self._open_onnx, '.pt2': self._open_program}
         if self.path.suffix not in openers:
             raise ConfigError(f'{path} is no exported file: give an .onnx or a .pt2 file of tools/deploy/export.py.')
+        if self.path.suffix == '.pt2' and not (trusted or is_trusted()):
+            raise ConfigError(f'{path} may hold code, which opening it would run. {HOW_TO_TRUST}.')
         self._run, notes = openers[self.path.suffix](threads or torch.get_num_threads())
         if not notes:
             raise ConfigError(f'{path} was not written by tools/deploy/export.py; its inputs are unknown.')
@@ -56,7 +61,8 @@ class Exported:
                 f'{self.path} takes {self.notes["takes"]}, this batch has {height} x {width}. Resize or pad in the '
                 'pipeline or the data_preprocessor (pad_size_divisor), or export with an image of this size.'
             )
-        return self._run(tuple(x.contiguous() for x in inputs))
+        outputs = self._run(tuple(x.detach().cpu().contiguous() for x in inputs))  # the file is of a CPU
+        return tuple(output.to(inputs[0].device) for output in outputs)
 
     def takes(self, height: int, width: int) -> bool:
         """Return whether the graph takes images of this size."""
@@ -82,20 +88,23 @@ class Exported:
         names = [entry.name for entry in session.get_inputs()]
 
         def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-            arrays = {name: x.detach().cpu().numpy() for name, x in zip(names, inputs, strict=True)}
+            arrays = {name: x.numpy() for name, x in zip(names, inputs, strict=True)}
             return tuple(torch.from_numpy(output) for output in session.run(None, arrays))
 
         return run, session.get_modelmeta().custom_metadata_map.get('mmgate')
 
     def _open_program(self, threads: int) -> tuple[Any, str | None]:
-        with zipfile.ZipFile(self.path) as archive:
-            compiled = any('/aotinductor/' in name for name in archive.namelist())
-        if compiled:
-            package = torch._inductor.aoti_load_package(str(self.path))
-            return lambda inputs: tuple(package(*inputs)), package.get_metadata().get('mmgate')
         extra = {NOTES_FILE: ''}
-        # a batch of two stood for any while it was written: its guards would refuse a batch of one
-        module = torch.export.load(self.path, extra_files=extra).module(check_guards=False)
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                compiled = any('/aotinductor/' in name for name in archive.namelist())
+            if compiled:
+                package = torch._inductor.aoti_load_package(str(self.path))
+                return lambda inputs: tuple(package(*inputs)), package.get_metadata().get('mmgate')
+            # a batch of two stood for any while it was written: its guards would refuse a batch of one
+            module = torch.export.load(self.path, extra_files=extra).module(check_guards=False)
+        except (zipfile.BadZipFile, RuntimeError) as error:
+            raise ConfigError(f'{self.path} cannot be read as a program of torch: {error}') from error
 
         def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             with torch.no_grad():
@@ -111,6 +120,9 @@ def write_program(program: Any, path: Path, notes: dict[str, Any]) -> None:
 
 def write_package(program: Any, path: Path, notes: dict[str, Any]) -> None:
     """Compile a program by AOTInductor into a package that needs torch alone, or its C++ library."""
-    options = {'aot_inductor.metadata': {'mmgate': json.dumps(notes)}}
+    options: dict[str, Any] = {'aot_inductor.metadata': {'mmgate': json.dumps(notes)}}
+    if hasattr(torch._inductor.config.aot_inductor, 'compile_wrapper_opt_level'):
+        options['aot_inductor.compile_wrapper_opt_level'] = 'O0'  # it calls kernels, and takes g++ many minutes
+    print_log('AOTInductor compiles: minutes for one size, many more for any', logger='current')
     with torch.no_grad():
         torch._inductor.aoti_compile_and_package(program, package_path=os.fspath(path), inductor_configs=options)

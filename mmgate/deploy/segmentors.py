@@ -37,6 +37,16 @@ class SegmentationNetwork(Network):
         """Return the images, in whose padding a segmentor finds classes as anywhere else."""
         return (images,)
 
+    def window(self, size: Sequence[int]) -> tuple[int, int]:
+        """Return the size of the windows that the host slides over an image, or the image's."""
+        cfg = self.host.test_cfg
+        crop = cfg['crop_size'] if cfg.get('mode') == 'slide' else size
+        return min(crop[0], size[0]), min(crop[1], size[1])
+
+    def classes(self) -> int:
+        """Return the number of classes."""
+        return self.host.num_classes
+
     def serve(self, run: Any) -> None:
         """Let ``run`` return the logits of whole images, or of windows, as the host's ``test_cfg`` says."""
         self.host.encode_decode = lambda inputs, batch_img_metas: run(inputs)[0]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 from mmengine.hooks import Hook
+from mmengine.logging import print_log
 from mmengine.model import BaseTTAModel, is_model_wrapper
+from mmengine.runner import CheckpointLoader, load_checkpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -47,7 +50,7 @@ class LoadReportHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Report, refuse a checkpoint of which nothing fits, warn of one of which little does."""
-        found, share = self._report(runner)
+        found, share = self.report(runner)
         if found and not share:
             raise ConfigError(f'{found}. It is of another model; leave load_from away, or give one of this model.')
         if found:
@@ -55,7 +58,7 @@ class LoadReportHook(Hook):
 
     def before_test(self, runner: Any) -> None:
         """Report, and refuse."""
-        found, share = self._report(runner)
+        found, share = self.report(runner)
         if found and share < 0.5 and not self.allow_mismatch:
             raise ConfigError(
                 f'{found}. The checkpoint is of another model (it starts with {_first(self._given)}); test it with its '
@@ -64,7 +67,7 @@ class LoadReportHook(Hook):
         if found:
             runner.logger.info(f'{found}.')
 
-    def _report(self, runner: Any) -> tuple[str, float]:
+    def report(self, runner: Any) -> tuple[str, float]:
         """Return what was loaded, in words and as a share of the keys; no words where nothing can be said."""
         after = _versions(runner.model)
         if not self._before or not after:
@@ -76,6 +79,23 @@ class LoadReportHook(Hook):
             f'which has {len(self._given)}'
         )
         return found + (f'; not loaded: {_first(missing)}' if missing else ''), filled / len(after)
+
+
+def load_weights(model: nn.Module, checkpoint: str) -> None:
+    """Load a checkpoint into a model where there is no runner, and log what it filled.
+
+    Raises:
+        ConfigError: It fills less than half of the model's keys.
+    """
+    hook = LoadReportHook(checkpoint)
+    runner = SimpleNamespace(model=model)
+    hook.after_load_checkpoint(runner, CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu'))
+    load_checkpoint(model, checkpoint, map_location='cpu')
+    found, share = hook.report(runner)
+    if share < 0.5:
+        raise ConfigError(f'{found}. It is of another model; give the config that it belongs to, or one of this model.')
+    if found:
+        print_log(f'{found}.', logger='current', level=logging.WARNING if share < 1 else logging.INFO)
 
 
 def _own(model: nn.Module) -> nn.Module:

@@ -73,7 +73,7 @@ def load_checkpoint_file(filename: str, map_location: Any = None) -> Any:
     path = osp.expanduser(filename)
     if not osp.isfile(path):
         raise FileNotFoundError(f'{filename} can not be found.')
-    trusted = os.environ.get(TRUST, '') not in ('', '0')
+    trusted = is_trusted()
     try:
         if path.endswith('.safetensors'):
             checkpoint = read_safetensors(path)
@@ -111,6 +111,11 @@ def load_checkpoint_url(filename: str, map_location: Any = None) -> Any:
             f'checkpoint {filename} cannot be downloaded ({error.__cause__}); fetch it otherwise and give the file.'
         ) from error
     return load_checkpoint_file(str(file), map_location)
+
+
+def is_trusted() -> bool:
+    """Return whether files may run code, by ``--trust-checkpoint`` or the environment."""
+    return os.environ.get(TRUST, '') not in ('', '0')
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:

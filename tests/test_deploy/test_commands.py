@@ -11,7 +11,6 @@ from exported import exports
 from mmgate.deploy import commands
 from mmgate.deploy import export as exporting
 from mmgate.deploy.capture import Captured
-from mmgate.deploy.compare import NothingFound
 from mmgate.deploy.export import check_format
 from mmgate.deploy.runtime import Exported
 from mmgate.engine.preflight import ConfigError
@@ -29,34 +28,50 @@ def test_the_plugin_is_onnxs() -> None:
         check_format('torch-export', 'plugin')
 
 
-@pytest.mark.parametrize('name', ['missing.onnx', 'model.pth'])
-def test_what_is_no_exported_file(name: str, tmp_path: Path) -> None:
-    (tmp_path / 'model.pth').write_bytes(b'')
-    reason = 'does not exist' if name == 'missing.onnx' else r'is no exported file: give an \.onnx or a \.pt2 file'
+@pytest.mark.parametrize(
+    ('name', 'trusted', 'reason'),
+    [
+        ('missing.onnx', False, 'does not exist'),
+        ('model.pth', False, r'is no exported file: give an \.onnx or a \.pt2 file'),
+        ('model.pt2', False, 'may hold code, which opening it would run.*--trust-checkpoint'),
+        ('model.pt2', True, 'cannot be read as a program of torch'),
+        ('checkpoint.pt2', True, 'cannot be read as a program of torch'),
+    ],
+)
+def test_what_is_no_exported_file(name: str, trusted: bool, reason: str, tmp_path: Path) -> None:
+    for empty in ('model.pth', 'model.pt2'):
+        (tmp_path / empty).write_bytes(b'')
+    torch.save({}, tmp_path / 'checkpoint.pt2')
     with pytest.raises(ConfigError, match=reason):
-        Exported(tmp_path / name)
+        Exported(tmp_path / name, trusted=trusted)
+
+
+@pytest.mark.parametrize('out', ['/proc/a.onnx', 'file/a.onnx', 'folder.onnx'])
+def test_what_cannot_be_written(out: str, tmp_path: Path) -> None:
+    (tmp_path / 'file').write_text('')
+    (tmp_path / 'folder.onnx').mkdir()
+    with pytest.raises(ConfigError, match=r'a\.onnx cannot be written|is a folder'):
+        exporting.check_writable(tmp_path / out)
 
 
 @exports
-@pytest.mark.parametrize(('problem', 'tries'), [(NothingFound('nothing'), 1), (ConfigError('it differs'), 2)])
-def test_what_is_refused_leaves_the_file_that_was_there(
-    problem: ConfigError, tries: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_refused_leaves_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[bool] = []
 
-    def write(model: object, batch: object, path: Path, *, fixed_size: bool, **_: object) -> Captured:
+    def write(model: object, batches: object, path: Path, *, fixed_size: bool, **_: object) -> Captured:
         path.write_bytes(b'refused')
         written.append(fixed_size)
         return Captured(None, 0 if fixed_size else 1, 65, (128, 128))
 
     def compared(*_: object) -> None:
-        raise problem
+        raise ConfigError('it differs')
 
+    monkeypatch.setattr(exporting, 'check_finds_something', lambda *_: None)
     monkeypatch.setattr(exporting, 'write', write)
     monkeypatch.setattr(exporting, '_compared', compared)
     path = tmp_path / 'model.pt2'
     path.write_bytes(b'earlier')
-    with pytest.raises(type(problem), match=str(problem)):
+    with pytest.raises(ConfigError, match='it differs'):
         exporting.export(torch.nn.Identity(), [{}], path, format='torch-export')
-    assert written == [False, True][:tries]  # of one size only where the graph of any may be at fault
+    assert written == [False, True]  # of one size where the graph of any may be at fault
     assert path.read_bytes() == b'earlier' and list(tmp_path.iterdir()) == [path]

@@ -17,6 +17,7 @@ import mmgate  # noqa: F401
 from mmgate.deploy.export import export
 from mmgate.deploy.networks import network
 from mmgate.deploy.runtime import Exported
+from mmgate.engine.preflight import ConfigError
 
 SMALL = dict(
     AgentPVT=dict(num_layers=(1, 1, 1, 1)),
@@ -58,11 +59,12 @@ torch.save([output.clone() for output in package(*torch.load(sys.argv[2]))], sys
 def test_a_package_runs_without_mmgate(tmp_path: Path) -> None:
     name = 'plug-mask2former'
     model, images = build(name), batches(name, tmp_path)
-    found = export(model, images, tmp_path / 'model.pt2', format='aot-inductor')
+    found = export(model, images, tmp_path / 'model.pt2', format='aot-inductor', fixed_size=True)
     assert found.images == 4
-    run = Exported(tmp_path / 'model.pt2')
-    assert run.notes['divisor'] == 1
-    inputs: tuple[Tensor, ...] = (torch.randn(3, 3, 96, 160),)
+    with pytest.raises(ConfigError, match='may hold code, which opening it would run.*--trust-checkpoint'):
+        Exported(tmp_path / 'model.pt2')
+    assert Exported(tmp_path / 'model.pt2', trusted=True).notes['divisor'] == 0
+    inputs: tuple[Tensor, ...] = (torch.randn(3, 3, 128, 128),)
     torch.save(inputs, tmp_path / 'inputs.pt')
     files = [str(tmp_path / file) for file in ('model.pt2', 'inputs.pt', 'outputs.pt')]
     subprocess.run([sys.executable, '-W', 'ignore', '-c', ALONE, *files], check=True, cwd=tmp_path, timeout=300)
