@@ -92,8 +92,12 @@ def draw_sinks(models: list[tuple[str, list[LayerSink]]], out: Path) -> Path:
             right.plot(places, sparse, **style)
     if not right.lines:
         right.text(0.5, 0.5, 'no gates', ha='center', va='center', transform=right.transAxes, fontsize=8)
-    left.set(title='attention on the\nmost attended token', ylim=(0, None), ylabel='share (dotted: uniform)')
-    middle.set(title='maximum activation\nafter the layer', ylim=(0, None))
+    left.set(title='attention on the\nmost attended token', ylabel='share (dotted: uniform)')
+    middle.set(title='maximum activation\nafter the layer')
+    for axis in (left, middle):
+        axis.update_datalim([(0, 0)])  # before the margins are chosen, so that they are of all that is shown
+        axis.autoscale_view()
+        axis.set_ylim(bottom=0)
     right.set(title='gate values near 0', ylim=(-0.03, 1.03), ylabel='share')
     for axis in (left, middle, right):
         axis.set_xlabel('layer')
