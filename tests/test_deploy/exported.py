@@ -88,8 +88,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 SIZE = 128
 # layers that start alike everywhere
 LAST = ('retina_cls', 'rpn_cls', 'fc_cls', 'cls_branches', 'cls_embed', 'conv_seg')
-LAST += ('attention_weights.weight', 'sampling_offsets.weight')
-SURE = 0.3  # of a softmax over many classes, for some to stand out
+LAST += ('attention_weights.weight', 'sampling_offsets.weight', 'mask_embed.4')
+SURE = ('cls_embed', 'mask_embed')  # whose spread is wider, for some classes and places to stand out
 
 
 def config(name: str) -> Config:
@@ -119,7 +119,7 @@ def build(name: str) -> nn.Module:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if any(part in key for part in LAST):
-                spread = SURE if 'cls_embed' in key else 0.05
+                spread = 0.3 if any(part in key for part in SURE) else 0.05
                 parameter.copy_(torch.randn_like(parameter) * (spread if parameter.dim() > 1 else 0.5))
             elif 'gml' in key or ('reg_branches' in key and parameter.dim() > 1):
                 parameter.add_(torch.randn_like(parameter) * 0.05)
