@@ -57,6 +57,7 @@ def test_peak_memory_sees_a_temporary() -> None:
     assert 120 < peak / 2**20 < 200
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason='the kernels are compiled here; the benchmark itself runs them')
 def test_gpu_benchmarks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Their plumbing: every provider is measured and right, and the kernel saves less than the eager form."""

@@ -10,8 +10,7 @@ from exported import FAMILIES, batches, build, exports
 from mmgate.deploy.export import SUFFIXES, export
 from mmgate.deploy.runtime import Exported
 
-pytestmark = exports
-QUICK = (('plug-deformable-detr', 'onnx'),)  # of the demo
+pytestmark = [exports, pytest.mark.slow]
 CASES = [(name, format) for name in FAMILIES for format in ('onnx', 'torch-export')]
 BY_32 = {'agent-retinanet', 'saga-retinanet', 'saga-mask-rcnn', 'saga-upernet'}  # the others take any size
 
@@ -21,9 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp('exported')
 
 
-@pytest.mark.parametrize(
-    ('name', 'format'), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES]
-)
+@pytest.mark.parametrize(('name', 'format'), CASES)
 def test_finds_what_pytorch_finds(name: str, format: str, folder: Path) -> None:
     if format == 'onnx':
         onnx = pytest.importorskip('onnx', reason='needs the extra "deploy"')

@@ -123,6 +123,12 @@ def assert_equal(actual: Any, expected: Any, where: str = '') -> None:
             assert_equal(actual[key], value, f'{where}.{key}')
 
 
+@pytest.fixture(autouse=True)
+def _long_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that was told to end and outlives its run ends with these tests' process, not in a later test."""
+    monkeypatch.setattr(interrupt_hook, 'LAST_WORDS', 3600)
+
+
 @pytest.mark.parametrize(
     'loop, workers, tell, saved',
     [

@@ -257,8 +257,11 @@ def sampler(gate: tuple[int, ...] | None, columns: int, dtype: torch.dtype) -> t
     )
 
 
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize('gate, columns', [(None, 0), ((4, 2, 1), 2), ((1, 2, 3), 4)], ids=['plain', 'points', 'boxes'])
+@pytest.mark.parametrize(
+    'gate, columns, dtype',
+    [(None, 0, torch.float32), ((4, 2, 1), 2, torch.bfloat16), ((1, 2, 3), 4, torch.float32)],
+    ids=['plain', 'points', 'boxes'],
+)
 @pytest.mark.parametrize('backend', ['cpu', 'grid_sample', 'torch', 'triton'])
 def test_samplers_agree_on_their_small_problem(
     backend: str, gate: tuple[int, ...] | None, columns: int, dtype: torch.dtype

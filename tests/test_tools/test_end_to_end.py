@@ -51,6 +51,7 @@ def run(project: Path, tool: str, *arguments: str) -> subprocess.CompletedProces
     return subprocess.run(command(tool, *arguments), cwd=project, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.slow
 def test_kill_and_resume(project: Path) -> None:
     work = project / 'work/resumed'
     process = subprocess.Popen(
