@@ -103,7 +103,7 @@ class Exported:
                 return lambda inputs: tuple(package(*inputs)), package.get_metadata().get('mmgate')
             # a batch of two stood for any while it was written: its guards would refuse a batch of one
             module = torch.export.load(self.path, extra_files=extra).module(check_guards=False)
-        except (zipfile.BadZipFile, RuntimeError) as error:
+        except (zipfile.BadZipFile, RuntimeError, KeyError) as error:
             raise ConfigError(f'{self.path} cannot be read as a program of torch: {error}') from error
 
         def run(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
