@@ -55,8 +55,18 @@ def safetensors_bytes(state: Mapping[str, Tensor], meta: Mapping[str, Any]) -> b
         text = json.dumps(meta, default=_plain, sort_keys=True)
     except TypeError as error:
         raise ValueError(f'meta cannot be written as JSON: {error}') from error
-    # "format" is what other libraries look for
-    return save({key: value.detach().clone().contiguous() for key, value in state.items()}, {'format': 'pt', KEY: text})
+    tensors = {key: value.detach().clone().contiguous() for key, value in state.items()}
+    return _in_order(save(tensors, {'format': 'pt', KEY: text}))  # "format" is what other libraries look for
+
+
+def _in_order(content: bytes) -> bytes:
+    """Sort the metadata, whose order safetensors draws anew for every file: the same weights give the same bytes."""
+    end = 8 + int.from_bytes(content[:8], 'little')  # of the header, as JSON behind its length
+    header = json.loads(content[8:end])
+    header['__metadata__'] = dict(sorted(header['__metadata__'].items()))
+    text = json.dumps(header, separators=(',', ':'), ensure_ascii=False).encode()
+    text += b' ' * (-len(text) % 8)  # tensors lie at multiples of 8
+    return len(text).to_bytes(8, 'little') + text + content[end:]
 
 
 def _plain(value: Any) -> Any:

@@ -23,6 +23,7 @@ from mmgate.engine import cli
 from mmgate.engine.preflight import ConfigError
 from mmgate.engine.publish import publish
 from mmgate.models.backbones import AgentPVT
+from mmgate.models.safetensors_file import safetensors_bytes
 
 FORMATS = pytest.mark.parametrize('form', ['pth', 'safetensors'])
 DATASET = dict(classes=('circle', 'square'), palette=[(0, 0, 0), (9, 9, 9)])
@@ -171,3 +172,10 @@ def test_the_tools_take_them(
     assert cli.main(cli.test, ['config.py', path, '--work-dir', 'test']) == 0
     assert cli.main(cli.train, ['config.py', '--resume', path, '--work-dir', 'train']) == 2
     assert 'holds weights alone, no run that could be resumed' in capsys.readouterr().err
+
+
+def test_the_same_weights_are_the_same_bytes_in_safetensors() -> None:
+    pytest.importorskip('safetensors', reason='no safetensors')
+    state = dict(weight=torch.ones(3), bias=torch.zeros(1, dtype=torch.float16))
+    written = {safetensors_bytes(state, dict(cfg='Größe = 1', epoch=1)) for _ in range(20)}
+    assert len(written) == 1
