@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +46,7 @@ def benchmark_deployment(
         threshold: Of the comparison.
     """
     net = network(model)
-    data = model.data_preprocessor(deepcopy(batch), False)  # type: ignore[operator]
-    inputs = net.feeds(data['inputs'], data['data_samples'])
+    inputs = net.preprocess(batch)
     runs: dict[str, Callable[..., Any]] = {PYTORCH: net}
     for provider in providers:
         if provider == COMPILED:
@@ -58,6 +56,6 @@ def benchmark_deployment(
             path = folder / f'{name}-{msda}{SUFFIXES[format]}'
             export(model, [batch], path, format=format, msda=msda, fixed_size=True, threshold=threshold)
             runs[provider] = Exported(path, trusted=True)
-    height, width = data['inputs'].shape[-2:]
+    height, width = inputs[0].shape[-2:]
     rows = interleaved(f'deployment {name}', runs, f'{height}x{width}_b1', list(inputs), 'forward', repetitions)
     yield from (row for row in rows if row.metric == 'time')  # torch's memory says nothing of other runtimes

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.logging import print_log
-from torch import Tensor, nn
+from torch import nn
 
 from mmgate._environment import why_not
 from mmgate.engine.preflight import ConfigError
@@ -115,7 +115,7 @@ def write(
     net = network(model)
     largest = max(batches, key=lambda batch: math.prod(batch['inputs'][0].shape))
     graph = 'torch-export' if format == PACKAGE else format
-    captured = capture(net, _feeds(net, largest), format=graph, msda=msda, fixed_size=fixed_size)
+    captured = capture(net, net.preprocess(largest), format=graph, msda=msda, fixed_size=fixed_size)
     notes: dict[str, Any] = dict(inputs=net.inputs, outputs=net.outputs, msda=msda, **net.holds())
     notes.update(divisor=captured.divisor, least=captured.least, size=captured.size, takes=captured.takes)
     if format == 'onnx':
@@ -142,14 +142,6 @@ def check_writable(path: Path) -> None:
         raise ConfigError(f'{path} is a folder. Give another --out.')
 
 
-def _feeds(net: Network, batch: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Return what a network is fed of a batch: images, or a window of them."""
-    data = net.host.data_preprocessor(deepcopy(batch), False)
-    images, *more = net.feeds(data['inputs'], data['data_samples'])
-    height, width = net.window(images.shape[-2:])
-    return (images[..., :height, :width], *more)
-
-
 def _part(batch: dict[str, Any], divisor: int, least: int) -> dict[str, Any]:
     """Return a batch with about three quarters of its image each way, and another shape."""
     part = deepcopy(batch)
@@ -168,7 +160,7 @@ def _taken(net: Network, batches: Sequence[dict[str, Any]], run: Exported) -> tu
 
     The two are padded to one size if they may be. The words say what there is.
     """
-    taken = [(size, batch) for batch in batches if run.takes(*(size := _feeds(net, batch)[0].shape[-2:]))]
+    taken = [(size, batch) for batch in batches if run.takes(*(size := net.preprocess(batch)[0].shape[-2:]))]
     listed, words = [batch for _, batch in taken], [f'{len(taken)} of {len(batches)} images']
     if len(taken) < len(batches):
         print_log(

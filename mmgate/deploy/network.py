@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, ClassVar
 
 import torch
@@ -39,6 +40,13 @@ class Network(nn.Module):
         """
         shapes = [sample.metainfo['img_shape'][:2] for sample in samples]
         return images, torch.tensor(shapes, dtype=torch.int64, device=images.device)
+
+    def preprocess(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return the inputs of a batch of a data loader: images, or a :meth:`window` of them."""
+        data = self.host.data_preprocessor(deepcopy(batch), False)
+        images, *more = self.feeds(data['inputs'], data['data_samples'])
+        height, width = self.window(images.shape[-2:])
+        return (images[..., :height, :width], *more)
 
     def window(self, size: Sequence[int]) -> tuple[int, int]:
         """Return the height and width of what the host feeds its network of an image of ``size``."""

@@ -171,3 +171,15 @@ def test_a_file_of_other_settings_is_a_warning(detector: nn.Module, monkeypatch:
     serve(net.host, SimpleNamespace(path='m.onnx', notes=held))
     preparation, settings = said
     assert 'written with preprocessing' in preparation and "the file's holds" in settings
+
+
+@pytest.mark.parametrize('gap, within', [(1e-6, True), (1e-2, False)])
+def test_classes_that_tie_may_be_told_apart_either_way(gap: float, within: bool) -> None:
+    logits = torch.zeros(3, 64, 64)
+    logits[0] += gap
+    logits[2, 0, 0] = 1
+    maps = [
+        [BaseDataElement(pred_sem_seg=PixelData(data=data), seg_logits=PixelData(data=logits))]
+        for data in (logits.argmax(0, keepdim=True), logits[1:].argmax(0, keepdim=True) + 1)
+    ]
+    assert differences(*maps).within(Tolerances()) is within

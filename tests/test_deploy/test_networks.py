@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from exported import FAMILIES, batches, build
+from exported import FAMILIES, SIZE, batches, build
 
 from mmgate.deploy.compare import compare
 from mmgate.deploy.networks import network
@@ -36,3 +37,13 @@ def test_equals_its_host(name: str, folder: Path) -> None:
     found = compare(model, network(model), run, tried)
     assert found.images == len(tried) + ('sizes' in net.inputs)
     assert not found.missing and found.pixels < 1e-2 and found.score < 1e-4 and found.share < 1e-4, str(found)
+
+
+@pytest.mark.parametrize(
+    'test_cfg, size', [(dict(mode='whole'), (SIZE, SIZE)), (dict(mode='slide', crop_size=(96, 64)), (96, 64))]
+)
+def test_is_fed_what_its_host_feeds_it(test_cfg: dict[str, Any], size: tuple[int, int], folder: Path) -> None:
+    model = build('plug-mask2former')
+    model.test_cfg.update(test_cfg)
+    (images,) = network(model).preprocess(batches('plug-mask2former', folder)[0])
+    assert images.shape == (1, 3, *size)
