@@ -79,6 +79,8 @@ class Exported:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
+        # its threads would go on turning after each run, beside PyTorch's own that take the results
+        options.add_session_config_entry('session.force_spinning_stop', '1')
         try:
             session = onnxruntime.InferenceSession(self.path, options, providers=['CPUExecutionProvider'])
         except Exception as error:

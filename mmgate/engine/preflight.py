@@ -50,7 +50,7 @@ def check_data(cfg: Config, splits: Sequence[str]) -> None:
     """
     for split in splits:
         loader = cfg.get(f'{split}_dataloader')
-        if loader and loader.get('dataset') and cfg.get(f'{split}_cfg'):
+        if loader and loader.get('dataset') and cfg.get(f'{split}_cfg') is not None:
             for entry, path in _dataset_paths(loader.dataset, f'{split}_dataloader.dataset'):
                 _require(entry, path)
         evaluators = cfg.get(f'{split}_evaluator') if split != 'train' else None

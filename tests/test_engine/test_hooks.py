@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from torch import nn
 
 from mmgate.engine import cli
 from mmgate.engine.data_errors import DataError, FileNamingCompose, watch_data
-from mmgate.engine.hooks import LoadReportHook
+from mmgate.engine.hooks import LoadReportHook, load_weights
 from mmgate.engine.preflight import ConfigError
 
 
@@ -57,8 +58,9 @@ NORM = {f'1.{name}': torch.ones(4) for name in ('weight', 'bias', 'running_mean'
         (NORM, '4 of 6 keys of Sequential were loaded from x.pth, which has 4; not loaded: 0.weight, 0.bias.'),
         ({'0.w': torch.zeros(2, 3), '0.bias': torch.zeros(4)} | NORM, '6 of 6'),
         (LINEAR | NORM | {'0.weight': torch.zeros(4, 9)}, '5 of 6 keys of Sequential were loaded'),
+        (LINEAR | dict(list(NORM.items())[3:]), 'which has 3; not loaded: 1.weight, 1.bias, 1.running_mean'),
     ],
-    ids=['all', 'and more', 'most', 'renamed and resized', 'of another size'],
+    ids=['all', 'and more', 'most', 'renamed and resized', 'of another size', 'three missing'],
 )
 def test_keys_are_counted(given: dict[str, torch.Tensor], line: str) -> None:
     assert line in report(given)
@@ -66,9 +68,32 @@ def test_keys_are_counted(given: dict[str, torch.Tensor], line: str) -> None:
 
 def test_less_than_half_is_refused() -> None:
     other = {f'{key}.x': value for key, value in NORM.items()} | LINEAR
-    with pytest.raises(ConfigError, match=r'2 of 6 keys.*of another model.*--allow-mismatch'):
+    with pytest.raises(ConfigError, match=r'2 of 6 keys.*of another model.*--allow-mismatch') as error:
         report(other)
+    assert 'not loaded: 1.weight, 1.bias, 1.running_mean and 1 more' in str(error.value)
     assert '2 of 6' in report(other, allow_mismatch=True)
+
+
+@pytest.mark.parametrize(
+    'left_out, level', [(0, 'INFO'), (2, 'WARNING'), (3, None)], ids=['whole', 'in part', 'little']
+)
+def test_weights_without_a_run_are_counted_too(
+    left_out: int, level: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, logged = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), []
+    monkeypatch.setattr(
+        'mmgate.engine.hooks.print_log', lambda text, level, **_: logged.append((text, logging.getLevelName(level)))
+    )
+    given = dict(list(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).state_dict().items())[left_out:])
+    torch.save(given, path := str(tmp_path / 'weights.pth'))
+    if level is None:
+        with pytest.raises(ConfigError, match=r'1 of 4 keys of Sequential were loaded from .* of another model'):
+            load_weights(model, path)
+        return
+    load_weights(model, path)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in given.items())
+    ((text, said),) = logged
+    assert said == level and text.startswith(f'{4 - left_out} of 4 keys of Sequential were loaded')
 
 
 def read(data: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import multiprocessing
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -190,3 +191,11 @@ def test_an_epoch_of_another_length_starts_anew(
 def test_signals_that_are_none(signals: Any) -> None:
     with pytest.raises(ConfigError, match='must be a list of names'):
         SaveOnInterruptHook(signals)
+
+
+def test_processes_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    children = [SimpleNamespace(daemon=daemon, terminate=lambda d=daemon: ended.append(d)) for daemon in (True, False)]
+    ended: list[bool] = []
+    monkeypatch.setattr(multiprocessing, 'active_children', lambda: children)
+    interrupt_hook._end_workers()
+    assert ended == [True]

@@ -117,6 +117,15 @@ def test_bad_config_files(tmp_path, capsys: pytest.CaptureFixture, content: str 
     assert not (tmp_path / 'work').exists()
 
 
+def test_data_that_no_loop_reads_may_be_missing() -> None:
+    loader = dict(dataset=dict(type='CocoDataset', ann_file='nowhere.json'))
+    check_data(
+        Config(dict(val_dataloader=loader, val_cfg=None, test_dataloader=None, test_cfg=dict())), ['val', 'test']
+    )
+    with pytest.raises(ConfigError, match=r'val_dataloader\.dataset\.ann_file.*nowhere\.json'):
+        check_data(Config(dict(val_dataloader=loader, val_cfg=dict())), ['val'])
+
+
 def test_missing_pretrained_weights(tmp_path) -> None:
     def config(checkpoint: str) -> Config:
         return Config(dict(model=dict(backbone=dict(init_cfg=dict(type='Pretrained', checkpoint=checkpoint)))))

@@ -14,7 +14,7 @@ from mmengine.config import Config
 from torch import Tensor
 
 from mmgate.engine import cli
-from mmgate.engine.distributed import prepare_processes
+from mmgate.engine.distributed import STRATEGIES, FSDPStrategy, prepare_processes
 from mmgate.engine.preflight import ConfigError
 
 COMPONENTS = """
@@ -181,6 +181,15 @@ def test_too_old_a_torch_is_told_so(project: Path) -> None:
     options = ['--launcher', 'pytorch', '--cfg-options', 'runner_type=FlexibleRunner', 'strategy.type=FSDPStrategy']
     result = torchrun(project, str(ROOT / 'tools/train.py'), 'config.py', *options)
     assert 'error: FSDP on a CPU needs a newer torch' in result.stderr
+
+
+def test_mmengines_strategy_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='localhost', MASTER_PORT='1').items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr('mmgate.engine.distributed.get_device', lambda: 'cuda')
+    cfg = Config(dict(launcher='pytorch', strategy=dict(type='FSDPStrategy')))
+    prepare_processes(cfg)
+    assert STRATEGIES.get(cfg.strategy.type) is FSDPStrategy
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,12 @@ def test_what_a_checkpoint_filled_is_not_drawn_anew(host: str) -> None:
     assert torch.count_nonzero(other.gate_weight) == 0
 
 
+def test_a_model_without_a_start_of_its_own_gets_none() -> None:
+    model = nn.Sequential(SDPAGatedAttention(C, H, init='identity', act='silu'))
+    keep_starts(model)
+    assert not hasattr(model, 'init_weights')
+
+
 def test_a_model_that_keeps_its_starts_copies_and_pickles() -> None:
     model = Host('detr', SDPAGatedAttention(C, H, init='identity', act='silu'))
     keep_starts(model)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, one_graph
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mmgate.layers import GatingModulation
@@ -140,6 +140,13 @@ def test_a_broken_file_is_replaced(content: str, caplog: pytest.LogCaptureFixtur
     assert len(json.loads(choices.path().read_text())['choices']) == 1
 
 
+@pytest.mark.parametrize('traced, name', [(False, 'first'), (True, 'torch')])
+def test_tracers_get_what_they_can_see_through(traced: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ordered = [Backend('first', lambda x: None, slowly, traceable=False), Backend('torch', lambda x: None, slowly)]
+    monkeypatch.setattr('mmgate.ops.dispatch.is_traced', lambda: traced)
+    assert select('square', ordered, torch.rand(5)).name == name
+
+
 def test_a_file_that_cannot_be_written_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog) -> None:
     (tmp_path / 'file').touch()
     monkeypatch.setenv('MMGATE_CACHE', str(tmp_path / 'file'))
@@ -241,20 +248,55 @@ def test_an_earlier_run_is_carried_on() -> None:
     assert auto(x, 'fast') == 'torch'
 
 
-def sampler(gate: tuple[int, ...] | None, columns: int, dtype: torch.dtype) -> tuple[Any, ...]:
+def sampler(
+    gate: tuple[int, ...] | None, columns: int, dtype: torch.dtype = torch.float32, batch: int = 2
+) -> tuple[Any, ...]:
     levels = torch.tensor([(6, 8), (3, 4)])
     leaf = dict(dtype=dtype, requires_grad=True)
     return (
-        torch.randn(2, 60, 4, 16, **leaf),
+        torch.randn(batch, 60, 4, 16, **leaf),
         levels,
         torch.tensor([0, 48]),
-        torch.rand(2, 9, 4, 2, 3, 2, **leaf),
-        torch.randn(2, 9, 4, 2, 3, **leaf),
-        None if gate is None else torch.randn(2, 9, *gate, **leaf),
+        torch.rand(batch, 9, 4, 2, 3, 2, **leaf),
+        torch.randn(batch, 9, 4, 2, 3, **leaf),
+        None if gate is None else torch.randn(batch, 9, *gate, **leaf),
         True,
         'pre_softmax',
-        torch.rand(2, 9, 2, columns) if columns else None,
+        torch.rand(batch, 9, 2, columns) if columns else None,
     )
+
+
+def plug(bias: tuple[int, ...] | None = None, batch: int = 2) -> tuple[Any, ...]:
+    shapes = (4, 30, 16), (4, 40, 16), (4, 40, 16), (1, 30, 8), (1, 40, 8)
+    tensors = [torch.randn(batch, *shape, requires_grad=True) for shape in shapes]
+    gml = GatingModulation('product', activation='tanh', init='paper')
+    return (*tensors, gml, None if bias is None else torch.randn(bias), True, 'pre_softmax', 0.1)
+
+
+@pytest.mark.parametrize('arguments', [sampler((4, 2, 1), 2, batch=1), plug(batch=1)], ids=['sampler', 'plug'])
+def test_a_small_problem_of_one_image_has_one_image(arguments: tuple[Any, ...]) -> None:
+    problems = (plug_problems if isinstance(arguments[5], nn.Module) else sampler_problems).PROBLEMS
+    batched = [x for x in problems.small(*arguments) if torch.is_tensor(x) and x.dim() > 2]
+    assert len(batched) >= 5 and all(len(x) == 1 for x in batched)
+
+
+@pytest.mark.parametrize(
+    'one, other',
+    [
+        (sampler(None, 0), sampler(None, 2)),
+        (sampler(None, 2), sampler(None, 4)),
+        (sampler(None, 2), sampler((4, 2, 1), 2)),
+        (sampler((4, 2, 1), 2), sampler((4, 2, 3), 2)),
+        (sampler(None, 2, batch=1), sampler(None, 2)),
+        (plug(), plug((2, 1, 1, 40))),
+        (plug((2, 1, 1, 40)), plug((1, 4, 30, 40))),
+        (plug(batch=1), plug()),
+    ],
+    ids=['points', 'boxes', 'gated', 'gate', 'batch', 'biased', 'bias', 'plug-batch'],
+)
+def test_a_choice_holds_for_calls_of_one_class(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    problems = (plug_problems if isinstance(one[5], nn.Module) else sampler_problems).PROBLEMS
+    assert problems.shape_class(*one) != problems.shape_class(*other)
 
 
 @pytest.mark.parametrize(
@@ -281,12 +323,9 @@ def test_plug_attentions_agree_on_their_small_problem(
 ) -> None:
     monkeypatch.setattr(plug_problems, 'ROWS', 19)
     monkeypatch.setattr(plug_problems, 'COLUMNS', 21)
-    shapes = (2, 4, 30, 16), (2, 4, 40, 16), (2, 4, 40, 16), (2, 1, 30, 8), (2, 1, 40, 8)
-    tensors = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    gml = GatingModulation('product', activation='tanh', init='paper')
-    arguments = (*tensors, gml, None if bias is None else torch.randn(bias), True, 'pre_softmax', 0.1)
+    arguments = plug(bias)
     by_name = {b.name: b for b in PLUG_BACKENDS}
-    if by_name[backend].why_not(tensors[0]) is not None:
+    if by_name[backend].why_not(arguments[0]) is not None:
         pytest.skip('cannot run here')
     small = plug_problems.PROBLEMS.small(*arguments)
     assert measure.disagreement(by_name[backend], by_name['torch'], small, torch.device('cpu'), True) is None

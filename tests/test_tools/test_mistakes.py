@@ -275,6 +275,9 @@ MISTAKES = {
     'map_of_another_size': Mistake(
         'maps', f'{MAP} is a map of 32 x 32 for an image of 64 x 64', damage=replaced(MAP, np.ones((32, 32), np.uint8))
     ),
+    'map_larger_than_its_image': Mistake(
+        'maps', f'{MAP} is a map of 96 x 80 for an image of 64 x 64', damage=replaced(MAP, np.ones((80, 96), np.uint8))
+    ),
     'map_in_colours': Mistake(
         'maps', f'{MAP} is no map of labels.*grey or a palette', damage=replaced(MAP, np.full((64, 64, 3), 2, np.uint8))
     ),
