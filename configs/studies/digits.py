@@ -7,4 +7,5 @@ runs = dict(
     vit_noise='configs/dgsa/classification/vit-noise_1xb64-40e_digits.py',
     dgvit_noise='configs/dgsa/classification/dgvit-noise_1xb64-40e_digits.py')
 seeds = [0, 1, 2]
+baselines = dict(dgvit_noise='vit_noise')
 metric = 'accuracy/top1'

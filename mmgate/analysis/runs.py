@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +25,14 @@ class Run:
         curves: By metric, ``(steps, values)`` of its validations.
         seconds: Median seconds of a training step; NaN without one.
         memory: Largest memory that mmengine logged, in MB, of GPU; NaN without one.
+        seed: Of its config, None if it says nothing.
     """
 
     folder: Path
     curves: dict[str, tuple[list[int], list[float]]]
     seconds: float
     memory: float
+    seed: int | None = None
 
     def final(self, metric: str) -> float:
         """Return the last value of a metric.
@@ -56,13 +59,19 @@ def read_run(folder: str | Path) -> Run:
     seconds, memory = [], []
     for log in logs:
         for line in log.read_text().splitlines():
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:  # the last one of a run that was killed
+                continue
             if 'loss' in row:
                 seconds.append(row.get('time', np.nan))
                 memory.append(row.get('memory', np.nan))
                 continue
             for name, value in row.items():
-                if name not in ('step', 'time', 'data_time') and isinstance(value, (int, float)):
+                of_time = name in ('step', 'time', 'data_time')
+                if (
+                    not of_time and not name.startswith('gate') and isinstance(value, (int, float))
+                ):  # GateStatisticsHook's
                     curves.setdefault(name, {})[int(row.get('step', 0))] = float(value)
     listed = {name: (sorted(points), [points[s] for s in sorted(points)]) for name, points in curves.items()}
     return Run(
@@ -70,7 +79,20 @@ def read_run(folder: str | Path) -> Run:
         listed,
         float(np.nanmedian(seconds)) if not np.isnan(seconds).all() else float('nan'),
         float(np.nanmax(memory)) if not np.isnan(memory).all() else float('nan'),
+        _seed(logs[-1].with_name('config.py')),
     )
+
+
+def _seed(config: Path) -> int | None:
+    """Return the seed in the config that mmengine wrote beside a log, without running it."""
+    if not config.is_file():
+        return None
+    for node in ast.parse(config.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == 'randomness':
+            if isinstance(node.value, ast.Call):
+                return next((ast.literal_eval(k.value) for k in node.value.keywords if k.arg == 'seed'), None)
+            return ast.literal_eval(node.value).get('seed')
+    return None
 
 
 def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
@@ -95,9 +117,10 @@ class Difference:
     Attributes:
         mean: Of the differences.
         error: Its standard error; NaN of one pair.
-        low: Lower end of the confidence interval.
-        high: Upper end.
-        p: Of a two-sided paired t-test.
+        low: Lower end of the confidence interval; NaN of one pair, and of pairs that all differ alike, as rounded
+            figures of few seeds may: they say nothing of the spread.
+        high: Upper end; likewise.
+        p: Of a two-sided paired t-test; likewise.
     """
 
     mean: float
@@ -122,20 +145,30 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
     if count == 1:
         return Difference(mean, *[float('nan')] * 4)
     error = float(differences.std(ddof=1) / count**0.5)
+    error = 0.0 if error < 1e-9 * np.abs(differences).max() else error  # 0.3 - 0.2 is not 0.2 - 0.1
     reach = error * float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
     if error == 0:
-        return Difference(mean, 0.0, mean, mean, 1.0 if mean == 0 else 0.0)
+        return Difference(mean, 0.0, *[float('nan')] * 3)
     return Difference(mean, error, mean - reach, mean + reach, float(2 * t.sf(abs(mean / error), count - 1)))
 
 
-def summary(groups: dict[str, list[float]]) -> list[dict[str, float | str | int]]:
-    """Return a row a group: mean, spread, and the paired difference to the first group where seeds are as many."""
-    baseline = next(iter(groups.values()))
+def summary(
+    groups: Mapping[str, Sequence[float]], baselines: Mapping[str, str] | None = None
+) -> list[dict[str, float | str | int]]:
+    """Return a row a group: mean, spread, and the paired difference to another group where seeds are as many.
+
+    Args:
+        groups: By name, a value for each seed, in one order of seeds.
+        baselines: By name, what a group is compared with (default: the first one).
+    """
+    first = next(iter(groups))
     rows: list[dict[str, float | str | int]] = []
-    for number, (name, values) in enumerate(groups.items()):
+    for name, values in groups.items():
+        other = (baselines or {}).get(name, first)
+        baseline = groups[other]
         spread = float(np.std(values, ddof=1)) if len(values) > 1 else float('nan')
         row: dict[str, float | str | int] = dict(name=name, runs=len(values), mean=float(np.mean(values)), std=spread)
-        paired = number and len(values) == len(baseline)
+        paired = name != other and len(values) == len(baseline)
         found = paired_difference(values, baseline) if paired else Difference(*[float('nan')] * 5)
         row.update(difference=found.mean, standard_error=found.error, low=found.low, high=found.high, p=found.p)
         rows.append(row)
@@ -169,6 +202,7 @@ def draw_curves_of_runs(groups: dict[str, list[Run]], metric: str, out: Path) ->
         means = [np.mean([values[steps.index(s)] for steps, values in curves]) for s in shared]
         axis.plot(shared, means, color=colour, marker='o', markersize=3.5, label=f'{name} (n = {len(runs)})')
     axis.set(xlabel='step (epoch or iteration) of the validation', ylabel=metric)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     return save(figure, out)

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from mmgate.engine.preflight import ConfigError
 from .runs import as_table, draw_curves_of_runs, read_run, summary
 from .subjects import write_csv
 
-RESULT = 'result.json'
-KEYS = {'runs', 'seeds', 'metric', 'options', 'budgets'}
+RESULT, SETTINGS = 'result.json', 'settings.json'
+KEYS = {'runs', 'seeds', 'metric', 'options', 'budgets', 'baselines'}
 Execute = Callable[[list[str]], None]
 
 
@@ -27,11 +27,12 @@ class Study:
 
     Attributes:
         path: The file.
-        runs: By name, a config; the first is what the others are compared with.
+        runs: By name, a config.
         seeds: Of every run; equal seeds make the pairs of the comparison.
         metric: What is compared, as the test writes it.
         options: ``--cfg-options`` of every run.
         budgets: By name, further options: the same study on a larger machine.
+        baselines: By name of a run, that of the one that it is compared with (default: the first).
     """
 
     path: Path
@@ -40,10 +41,11 @@ class Study:
     metric: str
     options: dict[str, Any]
     budgets: dict[str, dict[str, Any]]
+    baselines: dict[str, str] = field(default_factory=dict)
 
 
 def read_study(path: str | Path) -> Study:
-    """Read a study: a Python file with ``runs``, ``seeds``, ``metric``, and if wanted ``options`` and ``budgets``.
+    """Read a study: a Python file with ``runs``, ``seeds``, ``metric``, and if wanted the others of :class:`Study`.
 
     Raises:
         ConfigError: Something is missing, unknown or malformed, or a config cannot be read.
@@ -59,8 +61,11 @@ def read_study(path: str | Path) -> Study:
         raise ConfigError(f'study {path} needs runs and seeds, each seed once.')
     for config in cfg.runs.values():
         read_config(config)
-    options, budgets = ({**cfg.get(key, {})} for key in ('options', 'budgets'))
-    return Study(Path(path), dict(cfg.runs), list(cfg.seeds), cfg.metric, options, budgets)
+    options, budgets, baselines = ({**cfg.get(key, {})} for key in ('options', 'budgets', 'baselines'))
+    strangers = sorted({*baselines, *baselines.values()} - set(cfg.runs))
+    if strangers:
+        raise ConfigError(f'baselines of study {path}: {", ".join(strangers)} is none of its runs.')
+    return Study(Path(path), dict(cfg.runs), list(cfg.seeds), cfg.metric, options, budgets, baselines)
 
 
 def run_study(
@@ -78,7 +83,7 @@ def run_study(
         most: Stop after this many runs.
 
     Raises:
-        ConfigError: The budget is unknown, or a result is of other settings.
+        ConfigError: The budget is unknown, or a result or a run that was stopped is of other settings.
     """
     execute = execute or _execute
     planned = list(_planned(study, out, budget))
@@ -91,7 +96,7 @@ def run_study(
 def report_study(study: Study, out: Path, *, budget: str | None = None) -> str:
     """Write ``results.csv``, ``table.md`` and ``curves.png`` of the seeds that every run has done; return the table.
 
-    Below the table stands the least difference that the study could have told from 0: twice the largest standard error.
+    Below the table stands how far the widest interval reaches: what is less cannot be told from no difference.
 
     Raises:
         ConfigError: No seed is done by every run.
@@ -105,13 +110,13 @@ def report_study(study: Study, out: Path, *, budget: str | None = None) -> str:
     if not seeds:
         raise ConfigError(f'{out} has no seed yet that every run of {study.path} has done.')
     groups = {name: [found[seed] for seed in seeds] for name, found in values.items()}
-    rows = summary(groups)
+    rows = summary(groups, study.baselines)
     write_csv(out / 'results.csv', [dict(name=n, seed=s, **{study.metric: v[s]}) for n, v in values.items() for s in v])
-    errors = [float(row['standard_error']) for row in rows[1:] if row['standard_error'] == row['standard_error']]
-    sees = f'{2 * max(errors):.3f}' if errors else 'unknown: it takes two seeds or more'
+    reaches = [(float(row['high']) - float(row['low'])) / 2 for row in rows if row['high'] == row['high']]
+    sees = f'{max(reaches):.3f}' if reaches else 'unknown: it takes seeds whose differences vary'
     table = (
         f'{study.metric}, seeds {", ".join(map(str, seeds))} (of {len(study.seeds)} planned)\n\n{as_table(rows)}\n\n'
-        f'Least difference that this could have shown (two standard errors): {sees}.\n'
+        f'The widest interval reaches to either side by {sees}. {len(reaches)} comparisons were made, each at 95 %.\n'
     )
     (out / 'table.md').write_text(table)
     runs = {name: [read_run(out / name / f'seed{seed}') for seed in seeds] for name in groups}
@@ -130,17 +135,19 @@ def _planned(study: Study, out: Path, budget: str | None) -> Iterator[tuple[Path
 
 
 def _done(folder: Path, settings: dict[str, Any]) -> bool:
-    result = folder / RESULT
-    if not result.is_file():
-        return False
-    if json.loads(result.read_text())['settings'] != json.loads(json.dumps(settings)):
-        raise ConfigError(f'{result} is of other settings than the study has now; choose another --out or remove it.')
-    return True
+    result, begun = folder / RESULT, folder / SETTINGS
+    for path in (result, begun):
+        kept = json.loads(path.read_text()) if path.is_file() else settings
+        if kept.get('settings', kept) != json.loads(json.dumps(settings)):
+            raise ConfigError(f'{path} is of other settings than the study has now; choose another --out or remove it.')
+    return result.is_file()
 
 
 def _train_and_test(folder: Path, settings: dict[str, Any], metric: str, execute: Execute) -> None:
     options = [f'{key}={json.dumps(v) if isinstance(v, (list, dict)) else v}' for key, v in settings['options'].items()]
     options.append(f'randomness.seed={settings["seed"]}')
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=1))
     resume = ['--resume'] if (folder / 'last_checkpoint').is_file() else []
     common = ['--cfg-options', *options]
     execute(['train', settings['config'], '--work-dir', str(folder), *resume, *common])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +63,39 @@ def test_runs_resumes_and_reports(study: Study, tmp_path: Path) -> None:
     run_study(study, tmp_path, execute=tools)
     assert len(tools.commands) == done  # nothing is run twice
     table = report_study(study, tmp_path)
-    assert '| plug | 2 | 0.100 | 0.071 | 0.050 | 0.050 to 0.050 | 0.000 |' in table
+    assert '| plug | 2 | 0.100 | 0.071 | 0.050 | - | - |' in table  # two equal differences have no interval
+    assert 'unknown: it takes seeds whose differences vary' in table
     rows = list(csv.DictReader((tmp_path / 'results.csv').open()))
     assert [(row['name'], row['seed'], row[METRIC]) for row in rows][-1] == ('plug', '1', '0.15')
     assert (tmp_path / 'curves.png').is_file() and (tmp_path / 'table.md').read_text() == table
+
+
+def test_compares_each_with_its_baseline(study: Study, tmp_path: Path) -> None:
+    runs = dict(vanilla='v.py', plug='p.py', noisy='n.py', noisy_plug='np.py')
+    of_noise = replace(study, runs=runs, baselines=dict(noisy_plug='noisy'))
+
+    def tools(command: list[str]) -> None:
+        Tools()(command)
+        folder = Path(command[command.index('--work-dir') + 1])
+        if command[0] == 'test':
+            _, name, seed = folder.parent.parts[-3:]
+            value = 0.1 * int(seed[4:]) + dict(plug=0.05 * int(seed[4:]), noisy=0.3).get(name, 0)
+            (folder / '20260101_000000/x.json').write_text(json.dumps({METRIC: value}))
+
+    run_study(of_noise, tmp_path, execute=tools)
+    rows = report_study(of_noise, tmp_path).splitlines()
+    assert '| noisy_plug | 2 | 0.050 | 0.071 | -0.300 |' in rows[-3]
+    low, high = (0.025 + sign * 12.7062 * 0.025 for sign in (-1, 1))  # Student's, one degree of freedom
+    assert f'{low:.3f} to {high:.3f}' in rows[-5] and f'either side by {(high - low) / 2:.3f}. 1 comp' in rows[-1]
+
+
+def test_refuses_to_resume_a_run_of_other_settings(study: Study, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='stopped'):
+        run_study(study, tmp_path, execute=Tools(fails=1), budget='gpu')
+    tools = Tools()
+    with pytest.raises(ConfigError, match=r'settings\.json is of other settings'):
+        run_study(study, tmp_path, execute=tools)
+    assert not tools.commands
 
 
 def test_refuses_results_of_other_settings(study: Study, tmp_path: Path) -> None:
@@ -106,6 +136,14 @@ def check_key(cfg: Config, key: str) -> None:
     assert last in found or last in ('base_channels', 'indices', 'interval'), (
         f'{key}: {last} is in none of {list(found)}'
     )
+
+
+def test_refuses_a_baseline_that_is_no_run(tmp_path: Path) -> None:
+    config = ROOT / 'configs/dgsa/classification/vit_1xb64-40e_digits.py'
+    text = f"runs = dict(a='{config}')\nseeds = [0]\nmetric = 'x'\nbaselines = dict(a='b')"
+    (tmp_path / 's.py').write_text(text)
+    with pytest.raises(ConfigError, match='b is none of its runs'):
+        read_study(tmp_path / 's.py')
 
 
 def test_refuses_an_unknown_key(tmp_path: Path) -> None:

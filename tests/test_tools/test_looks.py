@@ -152,6 +152,34 @@ def test_compare_runs_pairs_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert cli.main(tool('compare_runs').main, [*groups, '--out', str(tmp_path / 'out')]) == 0
     assert '| b | 2 | 37.500 | 7.778 | 2.500 | -3.853 to 8.853 | 0.126 |' in capsys.readouterr().out
     assert cli.main(tool('compare_runs').main, [str(tmp_path / 'none'), '--out', 'x']) == 2
+    twice = f'a={tmp_path}/0,{tmp_path}/0'
+    assert cli.main(tool('compare_runs').main, [twice, '--out', 'x']) == 2
+    assert 'given twice' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('seeds', 'said'),
+    [
+        ((0, 1, 0, 1), ''),
+        ((0, 1, 1, 2), 'the seeds of a are [0, 1], those of b [1, 2]'),
+        ((0, 1, 0), 'lr=0.1 has 1 runs and a 2'),
+    ],
+    ids=['paired', 'other seeds', 'fewer'],
+)
+def test_compare_runs_says_what_is_no_pair(
+    seeds: tuple[int, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [tmp_path / name for name in ('0', '1', 'lr=0.1', '3')[: len(seeds)]]
+    for folder, seed in zip(folders, seeds, strict=True):
+        log = folder / '20260101_000000/vis_data/scalars.json'
+        log.parent.mkdir(parents=True)
+        log.write_text(f'{{"mIoU": {30 + seed}, "step": 1}}')
+        log.with_name('config.py').write_text(f"randomness = {{'seed': {seed}}}")
+    groups = [f'a={folders[0]},{folders[1]}']
+    groups.append(str(folders[2]) if len(seeds) == 3 else f'b={folders[2]},{folders[3]}')
+    assert cli.main(tool('compare_runs').main, [*groups, '--out', str(tmp_path / 'out')]) == 0
+    error = capsys.readouterr().err
+    assert said in error if said else 'warning' not in error
 
 
 def test_report_draws_every_pair_and_trains_only_what_is_missing(
