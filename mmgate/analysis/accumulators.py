@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-NEAR_ZERO = 0.1  # a gate below it, in absolute value, counts as closed
+NEAR_ZERO = 0.1  # a gate below it, in absolute value, counts as 0: closed, or, PLuG's, without effect
 
 
 class Accumulator(Protocol):

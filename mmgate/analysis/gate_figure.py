@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from .figures import COLOURS, DIVERGING, LINE, diverging_limits, layer_labels, panels, save, wrap
 from .gates import LayerGate, mean_map
 
+BARS = 40  # of a histogram
+
 
 def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> Path:
-    """Draw a row of three panels for each model; maps share a scale centred on 0. Return the path."""
+    """Draw a row of three panels for each model, on the same axes; return the path.
+
+    Maps have a scale centred on 0, which those of one kind share. Histograms count every layer alike, however many
+    values it has.
+    """
     maps = [mean_map(gates) for _, gates in models]
-    limit = diverging_limits(np.concatenate([[0.0], *(x[0].ravel() for x in maps if x is not None)]))
     tallest = max(len(gates) for _, gates in models)
     columns = 3 if any(maps) else 2  # gates of channels, as SAGA's, have no map
     figure, axes = panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9))
@@ -24,43 +30,66 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
             if found is None:
                 left.set_axis_off()
                 left.set_title(title)
-                text = 'no map: these gates\nare of channels'
-                left.text(0.5, 0.5, text, ha='center', va='center', fontsize=8)
+                left.text(0.5, 0.5, 'no map: these gates\nare of channels', ha='center', va='center', fontsize=8)
                 continue
-            coefficients, kind = found
-            style = dict(cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation='nearest', aspect='auto')
-            image = left.imshow(coefficients, **style)
-            bar = figure.colorbar(image, ax=left, shrink=0.9)
-            bar.ax.tick_params(labelsize=7)
-            across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[kind]
-            left.set(xlabel=across, ylabel=down, title=f'{title}\nmean gate', xticks=[], yticks=[])
-            if kind != 'pairs':
-                left.set(xticks=range(coefficients.shape[1]), yticks=range(coefficients.shape[0]))
-        places = np.arange(len(gates))
-        means, spreads = ([getattr(g.statistics, a) for g in gates] for a in ('mean', 'deviation'))
-        middle.axvline(0, color='0.6', linewidth=0.8)
-        middle.errorbar(means, places, xerr=spreads, fmt='o', color=COLOURS[0], markersize=3.5, capsize=2, linewidth=1)
-        labels = layer_labels([gate.path for gate in gates])
-        names = [f'{a} {g.name[5:]}'.strip() for a, g in zip(labels, gates, strict=True)]
-        middle.set_yticks(places, names, fontsize=6)
-        middle.set(xlabel='gate, mean ± std', ylim=(len(gates) - 0.4, -0.6))
+            alike = [other[0].ravel() for other in maps if other is not None and other[1] == found[1]]
+            _draw_map(figure, left, *found, diverging_limits(np.concatenate(alike)))
+            count = sum(gate.kind == found[1] for gate in gates)
+            left.set_title(f'{title}\nmean gate, {count} layers' if found[1] != 'heads' else f'{title}\nmean gate')
+        _draw_layers(middle, gates)
         middle.set_title('by layer' if lefts else f'{title}\nby layer')
-        edges = gates[0].statistics.edges
-        used: list[int] = []
-        for number, kind in enumerate(dict.fromkeys(gate.name for gate in gates)):
-            counts = np.sum([gate.statistics.histogram for gate in gates if gate.name == kind], axis=0)
-            used.extend(np.flatnonzero(counts))
-            style = dict(color=COLOURS[number], alpha=0.7, fill=True, label=kind)
-            right.stairs(counts / max(counts.sum(), 1), edges, **style)
-        if len({gate.name for gate in gates}) > 1:
-            right.legend(fontsize=7)
-        span = (edges[max(min(used) - 2, 0)], edges[min(max(used) + 3, len(edges) - 1)]) if used else (-1, 1)
-        right.axvline(0, color='0.6', linewidth=0.8)
-        beyond = any(abs(x) > edges[-1] for g in gates for x in (g.statistics.minimum, g.statistics.maximum))
-        right.set(
-            xlabel='gate (ends: beyond)' if beyond else 'gate',
-            ylabel='share of values',
-            xlim=span,
-            title='histogram',
-        )
+        _draw_histogram(right, gates)
+    for column, limits in ((-2, None), (-1, _used([gate for _, gates in models for gate in gates]))):
+        shown = limits or tuple(f(axis.get_xlim()[i] for axis in axes[:, column]) for i, f in enumerate((min, max)))
+        for axis in axes[:, column]:
+            axis.set_xlim(shown)
     return save(figure, out)
+
+
+def _draw_map(figure: Any, axis: Any, coefficients: np.ndarray, kind: str, limit: float) -> None:
+    style = dict(cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation='nearest', aspect='auto')
+    bar = figure.colorbar(axis.imshow(coefficients, **style), ax=axis, shrink=0.9)
+    bar.ax.tick_params(labelsize=7)
+    across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[kind]
+    axis.set(xlabel=across, ylabel=down, xticks=[], yticks=[])
+    if kind != 'pairs':
+        axis.set(xticks=range(coefficients.shape[1]), yticks=range(coefficients.shape[0]))
+
+
+def _draw_layers(axis: Any, gates: Sequence[LayerGate]) -> None:
+    places = np.arange(len(gates))
+    means, spreads = ([getattr(gate.statistics, name) for gate in gates] for name in ('mean', 'deviation'))
+    axis.axvline(0, color='0.6', linewidth=0.8)
+    axis.errorbar(means, places, xerr=spreads, fmt='o', color=COLOURS[0], markersize=3.5, capsize=2, linewidth=1)
+    labels = layer_labels([gate.path for gate in gates])
+    names = [f'{label} {gate.name[5:]}'.strip() for label, gate in zip(labels, gates, strict=True)]
+    axis.set_yticks(places, names, fontsize=6)
+    axis.set(xlabel='gate, mean ± std', ylabel='layer', ylim=(len(gates) - 0.4, -0.6))
+
+
+def _draw_histogram(axis: Any, gates: Sequence[LayerGate]) -> None:
+    edges = gates[0].statistics.edges
+    low, high = _used(gates)
+    first, last = np.searchsorted(edges, (low, high))
+    step = max(-(-int(last - first) // BARS), 1)
+    for number, name in enumerate(dict.fromkeys(gate.name for gate in gates)):
+        of_name = [gate.statistics.histogram for gate in gates if gate.name == name]
+        shares = np.mean([counts / max(counts.sum(), 1) for counts in of_name], axis=0)
+        summed = np.add.reduceat(shares, range(0, len(shares), step))
+        style = dict(color=COLOURS[number], alpha=0.7, fill=number == 0, label=name, linewidth=1.2)
+        axis.stairs(summed, np.append(edges[:-1:step], edges[-1]), **style)
+    if len({gate.name for gate in gates}) > 1:
+        axis.legend(fontsize=7)
+    axis.axvline(0, color='0.6', linewidth=0.8)
+    beyond = any(abs(x) > edges[-1] for g in gates for x in (g.statistics.minimum, g.statistics.maximum))
+    axis.set(xlabel='gate (ends: beyond)' if beyond else 'gate', ylabel='share of a layer', title='histogram')
+
+
+def _used(gates: Sequence[LayerGate]) -> tuple[float, float]:
+    """Return where the histograms' axis begins and ends: a little beyond the values, and no narrower than a tenth."""
+    edges = gates[0].statistics.edges
+    finite = [gate.statistics for gate in gates if gate.statistics.count]
+    low = max(min((found.minimum for found in finite), default=-1.0), edges[0])
+    high = min(max((found.maximum for found in finite), default=1.0), edges[-1])
+    margin = max(0.05 * (high - low), (0.1 - (high - low)) / 2)
+    return float(max(low - margin, edges[0])), float(min(high + margin, edges[-1]))

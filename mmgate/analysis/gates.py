@@ -48,8 +48,10 @@ class LayerGate:
 class _Gate:
     """Statistics and mean map of one gate; what its axes are follows from its shape."""
 
+    pairs = False  # whether its last two axes are queries and keys
+
     def __init__(self) -> None:
-        self.statistics = RunningStatistics(bounds=(-4.0, 4.0), bins=200)
+        self.statistics = RunningStatistics(bounds=(-4.0, 4.0), bins=2000)
         self.kind, self.mean = '', RunningMean(lambda x: x)
 
     def add(self, x: Tensor) -> None:
@@ -63,8 +65,6 @@ class _Gate:
         elif x.dim() == 4 and x.shape[1] > 1 and not self.pairs:  # (B, H, N, d|1)
             self.kind = 'heads'
             self.mean.add(x.float().mean((0, 2, 3)))
-
-    pairs = False
 
 
 class _PairGate(_Gate):

@@ -13,14 +13,17 @@ from .figures import COLOURS, LINE, SEQUENTIAL, WIDTH, layer_labels, panels, sav
 
 
 def draw_maps(image: str, maps: Sequence[tuple[str, np.ndarray]], out: Path, *, columns: int, label: str) -> Path:
-    """Draw an image on disk, and maps ``(h, w)`` over it in multiples of their means, on one scale; return the path."""
+    """Draw an image on disk, and maps ``(h, w)`` over it in multiples of their means; return the path.
+
+    All are on one scale, from 0 to twice the mean or more, on which an even map looks even.
+    """
     picture = mmcv.imread(image, channel_order='rgb')
     height, width = picture.shape[:2]
     grey = picture.mean(-1)
     rows = -(-(len(maps) + 1) // columns)
     figure, axes = panels(rows, columns, height=WIDTH / columns * height / width * 0.88 + 0.3)
     maps = [(title, values / max(float(values.mean()), 1e-12)) for title, values in maps]
-    low, high = min(float(v.min()) for _, v in maps), max(float(v.max()) for _, v in maps)
+    high = max(2.0, *(float(values.max()) for _, values in maps))
     drawn: Any = None
     for axis in axes.flat:
         axis.set_axis_off()
@@ -28,11 +31,12 @@ def draw_maps(image: str, maps: Sequence[tuple[str, np.ndarray]], out: Path, *, 
     axes.flat[0].set_title('image')
     for axis, (title, values) in zip(axes.flat[1:], maps, strict=False):
         axis.imshow(grey, cmap='gray', extent=(0, width, height, 0))
-        style = dict(cmap='magma', alpha=0.65, vmin=low, vmax=high, interpolation='bilinear')
+        style = dict(cmap='magma', alpha=0.65, vmin=0, vmax=high, interpolation='bilinear')
         drawn = axis.imshow(values, extent=(0, width, height, 0), **style)
         axis.set_title(wrap(title, round(LINE / columns)))
     bar = figure.colorbar(drawn, ax=axes, shrink=0.8, fraction=0.03)
     bar.ax.tick_params(labelsize=7)
+    bar.ax.set_facecolor('0.5')  # seen through its colours, as the image is
     bar.set_label(f'{label},\ntimes its mean')
     return save(figure, out)
 

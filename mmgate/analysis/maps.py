@@ -68,15 +68,36 @@ def row_shares(weights: Tensor) -> Tensor:
     return sizes / sizes.sum(-1, keepdim=True).clamp(min=1e-12)
 
 
+def dependence(x: Tensor, y: Tensor) -> float:
+    """Return the Hilbert-Schmidt independence criterion of ``(n, p)`` and ``(n, q)`` with linear kernels, unbiased.
+
+    The biased one grows with the width: maps of unrelated layers would look alike as soon as they have more keys than
+    queries. NaN for fewer than four rows.
+
+    Source: Song et al., Feature selection via dependence maximization (JMLR 13, 2012), Eq. 5.
+    """
+    count = len(x)
+    if count < 4:
+        return float('nan')
+    # shifting all rows alike changes nothing but the rounding
+    one, other = (centred @ centred.T for centred in (z.double() - z.double().mean(0) for z in (x, y)))
+    one.fill_diagonal_(0)
+    other.fill_diagonal_(0)
+    found = (one * other).sum() + one.sum() * other.sum() / ((count - 1) * (count - 2))
+    return float((found - 2 / (count - 2) * (one.sum(0) @ other.sum(0))) / (count * (count - 3)))
+
+
 def linear_cka(x: Tensor, y: Tensor) -> float:
     """Return the linear centred kernel alignment of ``(n, p)`` and ``(n, q)``: 1 for equal up to rotation and scale.
 
-    Two constant matrices have no alignment: NaN.
+    It is that of the unbiased dependences, which is 0 on average for unrelated matrices, and may be less. Constant
+    matrices have no alignment: NaN.
 
-    Source: Kornblith et al., Similarity of neural network representations revisited (arXiv 1905.00414), section 3.
+    Source: Kornblith et al., Similarity of neural network representations revisited (arXiv 1905.00414), section 3;
+    Nguyen et al., Do wide and deep networks learn the same things? (arXiv 2010.15327), Eq. 3.
     """
-    x, y = (z.double() - z.double().mean(0) for z in (x, y))
-    return float((x.T @ y).square().sum() / ((x.T @ x).norm() * (y.T @ y).norm()))
+    own = dependence(x, x) * dependence(y, y)
+    return dependence(x, y) / own**0.5 if own > 0 else float('nan')
 
 
 def numerical_rank(matrices: Tensor, tolerance: float = 0.01) -> Tensor:

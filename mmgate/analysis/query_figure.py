@@ -17,7 +17,11 @@ LEAST_COLUMNS = 3  # fewer queries do not fill a page
 
 
 def draw_queries(
-    models: Sequence[tuple[str, Any, Sequence[Query]]], names: Sequence[str], out: Path, *, width: float = WIDTH
+    models: Sequence[tuple[str, Any, Sequence[Query]]],
+    classes: Sequence[Sequence[str]],
+    out: Path,
+    *,
+    width: float = WIDTH,
 ) -> Path:
     """Draw two rows a model, predictions above relevances, a column a query; return the path.
 
@@ -25,7 +29,7 @@ def draw_queries(
 
     Args:
         models: Their names, the data sample of one image, and the queries.
-        names: Of the classes.
+        classes: The names of each model's classes, as far as they are known.
         out: PNG to write.
         width: Inches.
     """
@@ -35,7 +39,7 @@ def draw_queries(
     figure, axes = panels(2 * len(models), columns, height=(width - 0.6) / columns * height_to_width + 0.3, width=width)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[], frame_on=False)
-    for number, (title, sample, queries) in enumerate(models):
+    for number, ((title, sample, queries), names) in enumerate(zip(models, classes, strict=True)):
         if len(models) > 1:
             axes[2 * number, 0].set_ylabel(title, y=-0.1)  # along both rows
         for column, query in enumerate(queries):

@@ -21,10 +21,25 @@ from mmgate.layers.window import GatedWindowMSA
 from . import host_probes, map_probes  # noqa: F401  (registers)
 from .accumulators import Accumulator, Kept
 from .host_probes import gate_in_host
-from .probes import NAMES, PLACES, bind, is_alone, probe_for
+from .probes import GATES, NAMES, PLACES, bind, is_alone, probe_for
 
 ACTIVATION = 'activation'
 _ATTENTION = re.compile(r'(Attention|Attn|MSA)$')
+# what readings are called in messages, and the tools that draw them
+WORDS = {
+    'attention': 'attention weights',
+    'locations': 'sampling points',
+    'kv': 'a map K^T V (linear attention)',
+    'agents': 'agent tokens',
+    **{name: 'gates' for name in GATES},
+}
+TOOLS = {
+    'attention': ('plot_rollout.py', 'plot_cka.py', 'plot_attention_sink.py'),
+    'locations': ('plot_sampling_points.py',),
+    'kv': ('plot_kv_rank.py',),
+    'agents': ('plot_agents.py',),
+    **{name: ('plot_gates.py',) for name in GATES},
+}
 Recording = dict[str, dict[str, Any]]  # path of the module: name of the reading: its accumulator
 
 
@@ -107,10 +122,13 @@ def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
     has, wanted = readable(model), tuple(names)
     if any(name in has for name in wanted):
         return
-    listed = '; '.join(f'{name} ({len(paths)} modules, first {paths[0]})' for name, paths in has.items())
+    seen = {what: has[name] for name, what in WORDS.items() if name in has}
+    listed = '; '.join(f'{what} ({len(paths)} modules, first {paths[0]})' for what, paths in seen.items())
+    tools = sorted({tool for name in has for tool in TOOLS.get(name, ())})
     raise ConfigError(
-        f'{purpose} needs a model with {" or ".join(wanted)}, and {type(model).__name__} has '
-        f'{listed or "no attention that can be read"}. tools/analysis_tools/list_attention.py lists its attention.'
+        f'{purpose} needs a model with {" or ".join(dict.fromkeys(WORDS[name] for name in wanted))}; '
+        f'{type(model).__name__} has {listed or "no attention that can be read"}. '
+        + (f'What can draw it: {", ".join(tools)}.' if tools else 'list_attention.py lists the attention of a config.')
     )
 
 

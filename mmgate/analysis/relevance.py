@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from mmgate.engine.preflight import ConfigError
 
-from .maps import linear_cka, roll_back, rollout
+from .maps import dependence, roll_back, rollout
 from .recording import Recording, record
 from .subjects import predict
 
-ROWS = 64  # of the maps that CKA compares
+MOST_ROWS = 1024  # of the maps that CKA compares: of more, as many are chosen evenly
 
 
 class HeadMean:
@@ -69,25 +69,54 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
             whole = rollout(plain)
             flow = whole[0, 1:] if tokens else whole.mean(0)
             return (flow / flow.sum()).view(shape)
-    raise ConfigError(f'no self-attention over the image: {", ".join(recording) or "none"} attend to other things.')
+    attend = [path for path, readings in recording.items() if 'attention' in readings]
+    raise ConfigError(f'no self-attention over the image: {", ".join(attend) or "none"} attend to other things.')
 
 
 def attention_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[list[str], np.ndarray]:
-    """Return the layers with attention weights and their CKA ``(layers, layers)``, mean over images.
+    """Return the layers with attention weights, in the order in which they run, and their CKA ``(layers, layers)``.
 
-    Maps are averaged over heads (and windows) and brought to 64 rows, so that layers of any size compare.
+    The rows of a map, averaged over heads (and windows), are what is compared: what a query attends to. Of two layers
+    with another number of queries, those of the larger one count that lie where the smaller one's do. The dependences
+    are summed up over images before their ratio is taken; NaN where a map has fewer than four queries.
     """
-    total: Any = 0.0
-    count, paths = 0, []
+    total: np.ndarray = np.zeros((0, 0, 3))
+    paths: list[str] = []
     for batch in batches:
         with record_maps(model) as recording:
             predict(model, batch)
         paths = [path for path, readings in recording.items() if 'attention' in readings]
-        maps = [recording[path]['attention'].tensors[-1].mean(0) for path in paths]
-        maps = [F.interpolate(x[None, None], size=(ROWS, x.shape[-1]), mode='bilinear')[0, 0] for x in maps]
-        total = total + np.array([[linear_cka(a, b) for b in maps] for a in maps])
-        count += 1
-    return paths, np.asarray(total) / max(count, 1)
+        maps = [
+            (weights.mean(0), None if geometry is None or len(geometry) >= 4 else _map(geometry))
+            for weights, geometry in _placed(recording)
+        ]
+        found = np.array([[_dependence(a, b) for b in maps] for a in maps])
+        total = found + total if total.size else found
+    mutual, own, other = np.moveaxis(total, -1, 0)
+    with np.errstate(invalid='ignore', divide='ignore'):
+        return paths, mutual / np.sqrt(own * other)
+
+
+def _dependence(one: tuple[Tensor, Any], other: tuple[Tensor, Any]) -> tuple[float, float, float]:
+    """Return the dependence of two maps on each other, and of each on itself, over queries that lie at one place."""
+    (x, size), (y, size_of_y) = one, other
+    if len(x) > len(y):
+        mutual, own, own_of_y = _dependence(other, one)
+        return mutual, own_of_y, own
+    y = y[_same_places(len(x), size, len(y), size_of_y)]
+    chosen = torch.linspace(0, len(x) - 1, min(len(x), MOST_ROWS)).round().long()
+    return dependence(x[chosen], y[chosen]), dependence(x[chosen], x[chosen]), dependence(y[chosen], y[chosen])
+
+
+def _same_places(rows: int, size: Any, rows_of_larger: int, larger: Any) -> Tensor:
+    """Return, for each token of a smaller map, that of a larger one which lies there: on the image if both do."""
+
+    def along(count: int, count_of_larger: int) -> Tensor:
+        return ((torch.arange(count) + 0.5) * count_of_larger / count).long()
+
+    if rows == rows_of_larger or size is None or larger is None:
+        return along(rows, rows_of_larger)
+    return (along(size[0], larger[0])[:, None] * larger[1] + along(size[1], larger[1])).flatten()
 
 
 def _placed(recording: Recording) -> list[tuple[Tensor, tuple[int, ...] | None]]:

@@ -101,7 +101,7 @@ def pixel_query(shapes: Tensor, x: float, y: float, level: int) -> int:
     if not 0 <= level < len(sizes):
         raise ConfigError(f'level {level} does not exist; the model has levels 0 to {len(sizes) - 1}.')
     if not (0 <= x < 1 and 0 <= y < 1):
-        raise ConfigError(f'the pixel lies at ({x:.3f}, {y:.3f}) of the image, and has to lie in 0 to 1.')
+        raise ConfigError(f'the pixel lies at ({x:.3f}, {y:.3f}) of the padded image, and has to lie in 0 to 1.')
     height, width = sizes[level]
     return sum(h * w for h, w in sizes[:level]) + int(y * height) * width + int(x * width)
 
@@ -111,6 +111,19 @@ def to_image(xy: np.ndarray, sample: Any) -> np.ndarray:
     height, width = sample.get('batch_input_shape') or sample.img_shape[:2]
     scale = np.asarray(sample.get('scale_factor') or (1.0, 1.0), np.float64)[:2]
     return xy * np.array([width, height]) / scale
+
+
+def from_image(xy: tuple[float, float], sample: Any) -> tuple[float, float]:
+    """Take a pixel of the image on disk to (x, y), 0 to 1 over the padded batch.
+
+    Raises:
+        ConfigError: The pixel lies outside of the image.
+    """
+    height, width = sample.ori_shape[:2]
+    if not (0 <= xy[0] < width and 0 <= xy[1] < height):
+        raise ConfigError(f'the pixel ({xy[0]:g}, {xy[1]:g}) lies outside of the image of {width} x {height}.')
+    x, y = np.array(xy) / to_image(np.ones(2), sample)
+    return float(x), float(y)
 
 
 def sampling_points(layers: Recording, path: str, sample: Any, queries: Any, image: int = 0) -> SamplingPoints:
@@ -172,7 +185,9 @@ def sampling_picture(found: dict[str, Any], sample: Any, image: int, *, top_k: i
         path, queries = decoder[-1], best_queries(found['head'], image, top_k)
     else:
         path = encoder[-1]
-        queries = np.array([pixel_query(layers[path]['spatial_shapes'].tensors[-1], 0.5, 0.5, 0)])
+        height, width = sample.ori_shape[:2]
+        x, y = from_image((width / 2, height / 2), sample)
+        queries = np.array([pixel_query(layers[path]['spatial_shapes'].tensors[-1], x, y, 0)])
     points = sampling_points(layers, path, sample, queries, image)
     return Path(sample.img_path).stem, draw_sampling([('', points, sample)], None)
 
@@ -182,5 +197,19 @@ def _deformable(layers: Recording) -> list[str]:
 
 
 def _is_encoder(readings: dict[str, Any]) -> bool:
-    pixels = int(readings['spatial_shapes'].tensors[-1].prod(-1).sum())
-    return readings['locations'].tensors[-1].shape[1] == pixels
+    """Return whether the reference points of a layer are the centres of the levels' pixels, one after the other."""
+    shapes, points = (readings[name].tensors[-1] for name in ('spatial_shapes', 'reference_points'))
+    points = points[0, :, 0, :2].double()
+    if len(points) != int(shapes.prod(-1).sum()):
+        return False
+    first = 0
+    for height, width in shapes.tolist():
+        of_level = points[first : first + height * width].view(height, width, 2)
+        # an image that is smaller than its batch moves them by one factor each way
+        centres = torch.stack(
+            torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing='ij')[::-1], -1
+        ).double()
+        if not torch.allclose(of_level / of_level[-1:, -1:], centres / centres[-1:, -1:], atol=1e-3):
+            return False
+        first += height * width
+    return True

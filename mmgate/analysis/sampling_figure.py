@@ -46,7 +46,7 @@ def draw_sampling(
         where = 'encoder' if points.is_encoder else 'decoder'
         axis.set_title(f'{title}\n{where}: {short(points.path)}'.strip(), fontsize=8)
         axis.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
-    _legend(figure, levels, largest)
+    _legend(figure, levels, largest, [sample for *_, sample in drawn], threshold)
     if out is not None:
         save(figure, out)
     figure.canvas.draw()
@@ -100,7 +100,7 @@ def _boxes(axis: Any, sample: Any, threshold: float) -> None:
                       bbox=dict(facecolor=COLOURS[5], edgecolor='none', pad=0.6), clip_on=True)  # fmt: skip
 
 
-def _legend(figure: Any, levels: int, largest: float) -> None:
+def _legend(figure: Any, levels: int, largest: float, samples: Sequence[Any], threshold: float) -> None:
     from matplotlib.lines import Line2D
 
     def dot(label: str, colour: str, size: float, marker: str = 'o', edge: str = 'white') -> Any:
@@ -110,6 +110,10 @@ def _legend(figure: Any, levels: int, largest: float) -> None:
     entries = [dot(f'level {level}', COLOURS[level % len(COLOURS)], 6) for level in range(levels)]
     entries.append(dot(f'largest weight {largest:.2f}', 'grey', 42**0.5))
     entries.append(dot('reference', 'white', 7, 'P', 'black'))
-    entries.append(Line2D([], [], color=COLOURS[5], label='predicted'))
-    entries.append(Line2D([], [], color='black', linestyle='--', label='ground truth'))
+    found = [sample.get('pred_instances') for sample in samples]
+    if any(each is not None and 'bboxes' in each and bool((each.scores >= threshold).any()) for each in found):
+        entries.append(Line2D([], [], color=COLOURS[5], label='predicted'))
+    truth = [sample.get('gt_instances') for sample in samples]
+    if any(each is not None and 'bboxes' in each and len(each.bboxes) for each in truth):
+        entries.append(Line2D([], [], color='black', linestyle='--', label='ground truth'))
     figure.legend(handles=entries, loc='outside lower center', ncols=4, fontsize=7, frameon=False)

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import argparse
 import csv
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
+from mmengine.logging import print_log
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 from mmengine.utils import track_iter_progress
 from torch import nn
 
 from mmgate.engine import cli
 from mmgate.engine.hooks import load_weights
-from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data
+from mmgate.engine.image_files import find_images
+from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data, check_folder
 from mmgate.engine.safe_load import add_trust_option
+
+from .recording import require
 
 UNTRAINED = 'untrained'
 
@@ -30,7 +35,7 @@ class Subject:
     """A model to look at.
 
     Attributes:
-        name: The config's file name without its ending; labels pictures.
+        name: The config's file name without its ending, and what tells its checkpoint from another's; labels pictures.
         cfg: The config.
         model: The model in eval mode with its weights.
     """
@@ -54,20 +59,19 @@ class Subject:
         if loader is None:
             raise ConfigError(f'{self.cfg.filename} has no {args.split}_dataloader.')
         if args.images:
-            missing = [path for path in args.images if not Path(path).is_file()]
-            if missing:
-                raise ConfigError(f'--images: {", ".join(missing)} does not exist.')
-            steps = _dataset(self.cfg.get('test_dataloader') or loader).pipeline
+            paths = [path for given in args.images for path in find_images(given)]
+            steps = _still(_dataset(self.cfg.get('test_dataloader') or loader).pipeline)
             loads = [step for step in steps if str(step['type']).endswith('LoadImageFromFile')]
             others = [step for step in steps if not str(step['type']).rpartition('.')[2].startswith('Load')]
             read, pipeline = Compose(loads or [dict(type='LoadImageFromFile')]), Compose(others)
-            for number, path in enumerate(args.images):
+            for number, path in enumerate(paths):
                 yield lambda path=path, number=number: pipeline(_read(read, path, number))
             return
         check_data(self.cfg, [args.split])
         data = deepcopy(loader.dataset)
-        if args.split == 'train':  # no random crops and flips in a picture
-            _dataset(loader, data).pipeline = deepcopy(_dataset(self.cfg.test_dataloader).pipeline)
+        own = _dataset(loader, data)
+        # no random crops in a picture
+        own.pipeline = _still((_dataset(self.cfg.test_dataloader) if args.split == 'train' else own).pipeline)
         dataset = DATASETS.build(data)
         for number in range(min(args.max_images, len(dataset))):
             yield lambda number=number: dataset[number]
@@ -87,35 +91,89 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     shared.add_argument('checkpoint', help=f"checkpoint file or URL; '{UNTRAINED}' for the model as it is initialised")
     shared.add_argument('--against', nargs=2, metavar=('CONFIG', 'CHECKPOINT'), help='a second model, drawn beside')
     where = shared.add_mutually_exclusive_group()
-    where.add_argument('--images', nargs='+', help='image files')
+    where.add_argument('--images', nargs='+', help='image files, folders of some, or patterns')
     where.add_argument('--split', default='val', choices=['train', 'val', 'test'], help='images of the data set')
-    shared.add_argument('--max-images', type=int, default=8, help='of the split (default 8)')
+    shared.add_argument('--max-images', type=positive, default=8, help='of the split (default 8)')
+    changed = "override settings of the config, and of the second model's: key=value"
+    shared.add_argument('--cfg-options', nargs='+', action=cli.Options, help=changed)
     shared.add_argument('--device', default='cpu', help='cpu (default) or cuda')
     shared.add_argument('--out', required=True, help='folder for pictures and CSV files')
     add_trust_option(shared)
     return shared
 
 
-def subjects(args: argparse.Namespace) -> list[Subject]:
+def positive(text: str) -> int:
+    """Return a number of 1 or more, for a command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f'{text}: give 1 or more.')
+    return number
+
+
+def subjects(args: argparse.Namespace, readings: Sequence[str], purpose: str, *, whole: bool = False) -> list[Subject]:
     """Return the models that a command line names, one or two.
 
+    Args:
+        args: Of :func:`parser`.
+        readings: What there has to be in every model, see :func:`mmgate.analysis.recording.require`.
+        purpose: What for, likewise.
+        whole: Whether the picture is of one forward pass over the whole image: models that slide a window over it are
+            told not to.
+
     Raises:
-        ConfigError: A config, a checkpoint or the device cannot be used.
+        ConfigError: A config, a checkpoint, the device or the folder for pictures cannot be used, or a model has none
+            of the readings.
     """
-    if args.max_images < 1:
-        raise ConfigError(f'--max-images {args.max_images}: give 1 or more.')
-    if args.device.startswith('cuda') and not torch.cuda.is_available():
+    check_folder(Path(args.out))
+    _check_device(args.device)
+    loaded = []
+    for config, checkpoint in [(args.config, args.checkpoint), *([args.against] if args.against else [])]:
+        cfg = cli.read_config(config)
+        cfg.merge_from_dict(args.cfg_options or {})
+        subject = build_subject(cfg, checkpoint, args.device)
+        require(subject.model, readings, f'{subject.name}: {purpose}')
+        if whole:
+            _see_whole_images(subject)
+        loaded.append((subject, checkpoint))
+    models = [subject for subject, _ in loaded]
+    if len(models) == 2 and models[0].name == models[1].name:
+        labels = apart(*(checkpoint for _, checkpoint in loaded))
+        models = [
+            replace(subject, name=f'{subject.name} ({label})') for subject, label in zip(models, labels, strict=True)
+        ]
+    return models
+
+
+def apart(one: str, other: str) -> tuple[str, str]:
+    """Return what tells two checkpoints apart: the parts of their paths that differ; their numbers if none does."""
+    stems = [Path(path).with_suffix('').parts for path in (one, other)]
+    length = max(map(len, stems))
+    padded = [('',) * (length - len(parts)) + parts for parts in stems]
+    differ = [number for number, (a, b) in enumerate(zip(*padded, strict=True)) if a != b]
+    first, second = ('/'.join(parts[number] for number in differ) for parts in padded)
+    return (first, second) if differ and first and second else ('first', 'second')
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError as error:
+        raise ConfigError(f'--device {device}: give cpu or cuda.') from error
+    if kind == 'cuda' and not torch.cuda.is_available():
         raise ConfigError('--device cuda: torch sees no GPU here.')
-    pairs = [(args.config, args.checkpoint), *([args.against] if args.against else [])]
-    loaded = [load_subject(config, checkpoint, args.device) for config, checkpoint in pairs]
-    if len(loaded) == 2 and loaded[0].name == loaded[1].name:
-        loaded = [Subject(f'{s.name} ({Path(p[1]).stem})', s.cfg, s.model) for s, p in zip(loaded, pairs, strict=True)]
-    return loaded
+    if kind not in ('cpu', 'cuda'):
+        raise ConfigError(f'--device {device}: give cpu or cuda.')
 
 
-def load_subject(config: str, checkpoint: str, device: str = 'cpu') -> Subject:
-    """Return the model of a config file with a checkpoint's weights, on ``device``, in eval mode."""
-    return build_subject(cli.read_config(config), checkpoint, device)
+def _see_whole_images(subject: Subject) -> None:
+    settings = getattr(subject.model, 'test_cfg', None)
+    if isinstance(settings, Mapping) and settings.get('mode') == 'slide':
+        settings['mode'] = 'whole'  # type: ignore[index]
+        print_log(
+            f'{subject.name} is tested by windows that slide over an image; it is drawn on the whole image at once.',
+            logger='current',
+            level=logging.WARNING,
+        )
 
 
 def build_subject(cfg: Config, checkpoint: str, device: str = 'cpu') -> Subject:
@@ -131,7 +189,7 @@ def build_subject(cfg: Config, checkpoint: str, device: str = 'cpu') -> Subject:
         except OSError as error:
             raise ConfigError(
                 f'the weights that {cfg.filename} starts from cannot be read: {error}. Give a checkpoint, or '
-                'leave them out by --cfg-options, as in model.backbone.init_cfg=None.'
+                'leave them out by --cfg-options model.backbone.init_cfg=None.'
             ) from error
     else:
         load_weights(model, checkpoint)
@@ -152,8 +210,26 @@ def class_names(cfg: Config) -> tuple[str, ...]:
     if loader is None:
         return ()
     dataset = _dataset(loader)
-    kind = DATASETS.get(dataset.type)
+    with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
+        kind = registry.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
     return tuple((dataset.get('metainfo') or {}).get('classes') or getattr(kind, 'METAINFO', {}).get('classes', ()))
+
+
+def image_name(path: str) -> str:
+    """Return the one name under which an image is known however its path is written."""
+    return str(Path(path).resolve()) if '://' not in path else path
+
+
+def picture_names(images: Iterable[str]) -> dict[str, str]:
+    """Return a name for the picture of each image: the file's, with folders before it as far as two need them."""
+    listed = list(dict.fromkeys(images))
+    parts = {image: Path(image).with_suffix('').parts for image in listed}
+    length = 1
+    while len({found[-length:] for found in parts.values()}) < len({*parts.values()}):
+        length += 1
+    names = {image: '_'.join(part for part in found[-length:] if part != '/') for image, found in parts.items()}
+    taken = list(names.values())  # 1.jpg and 1.png
+    return {image: name if taken.count(name) == 1 else f'{name}{Path(image).suffix}' for image, name in names.items()}
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -166,6 +242,18 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
         for row in listed:
             writer.writerow({k: f'{v:.6g}' if isinstance(v, float) else v for k, v in row.items()})
     return path
+
+
+def _still(pipeline: Sequence[Any]) -> list[Any]:
+    """Return a copy of a pipeline without random flips, which boxes and points would not follow.
+
+    Raises:
+        ConfigError: It makes several images of one.
+    """
+    kinds = [str(step['type']).rpartition('.')[2] for step in pipeline]
+    if 'TestTimeAug' in kinds:
+        raise ConfigError('the test pipeline makes several images of each (TestTimeAug); give the config without it.')
+    return [deepcopy(step) for step, kind in zip(pipeline, kinds, strict=True) if kind != 'RandomFlip']
 
 
 def _dataset(loader: Any, dataset: Any = None) -> Any:

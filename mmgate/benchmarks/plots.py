@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from mmgate.analysis.figures import COLOURS
+
 from .ops import Row
 
 METRICS = ('time', 'throughput', 'peak memory')  # what is drawn
@@ -66,6 +68,8 @@ def _figure(panels: int) -> tuple[Any, list[Any]]:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, panels, figsize=(4.2 * panels, 3.6), squeeze=False)
+    for axis in axes[0]:
+        axis.set_prop_cycle(color=COLOURS)
     return figure, list(axes[0])
 
 

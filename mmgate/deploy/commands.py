@@ -13,7 +13,7 @@ from mmgate.analysis.subjects import UNTRAINED, Subject, build_subject
 from mmgate.engine import cli
 from mmgate.engine.data_errors import explained_run
 from mmgate.engine.options import merge_options
-from mmgate.engine.preflight import ConfigError, check_data
+from mmgate.engine.preflight import ConfigError, check_data, check_writable
 from mmgate.engine.safe_load import add_trust_option
 
 from . import export as exporting
@@ -47,7 +47,7 @@ def export(argv: list[str]) -> None:
     path = Path(args.out or f'{FOLDER}/{name}{suffix}')
     if path.suffix != suffix:
         raise ConfigError(f'--out {path}: a file of --format {args.format} ends with {suffix}.')
-    exporting.check_writable(path)
+    check_writable(path)
     subject, batches = _subject(args)
     options = dict(format=args.format, msda=args.msda, fixed_size=args.fixed_size, threshold=args.score_thr)
     found = exporting.export(subject.model, batches, path, **options)

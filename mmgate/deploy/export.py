@@ -15,7 +15,7 @@ from mmengine.logging import print_log
 from torch import nn
 
 from mmgate._environment import why_not
-from mmgate.engine.preflight import ConfigError
+from mmgate.engine.preflight import ConfigError, check_writable
 
 from .capture import MAX_BATCH, Captured, capture, check_torch
 from .compare import Differences, Tolerances, check_finds_something, compare
@@ -125,21 +125,6 @@ def write(
     else:
         (write_package if format == PACKAGE else write_program)(captured.program, path, notes)
     return captured
-
-
-def check_writable(path: Path) -> None:
-    """Make the folder of a file, and refuse a path that none can be written to.
-
-    Raises:
-        ConfigError: With the reason.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        raise ConfigError(f'{path} cannot be written: {error}. Give another --out.') from error
-    if path.is_dir():
-        raise ConfigError(f'{path} is a folder. Give another --out.')
 
 
 def _part(batch: dict[str, Any], divisor: int, least: int) -> dict[str, Any]:

@@ -83,7 +83,7 @@ class GateStatisticsHook(Hook):
                 scalars[f'{name}/{path}/mean'] = found.mean
                 scalars[f'{name}/{path}/std'] = found.deviation
                 scalars[f'{name}/{path}/sparsity'] = found.sparsity
-            if path in self._squares:
+            if path in self._squares:  # of all gates of the layer
                 scalars[f'gate/{path}/grad_norm'] = float(self._squares[path].sqrt()) / scale
         if scalars:
             runner.visualizer.add_scalars(scalars, step=runner.iter + 1)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import os.path as osp
 import re
+import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config
@@ -40,6 +42,30 @@ def check_packages(cfg: Config) -> None:
         problem = why_not(scope)
         if problem:
             raise ConfigError(f'config {cfg.filename} is one of {scope}, and {problem}.{remedy(scope)}')
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file, and refuse a path that none can be written to.
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    check_folder(path.parent)
+    if path.is_dir():
+        raise ConfigError(f'{path} is a folder. Give another --out.')
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder, and refuse one that nothing can be written to.
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f'nothing can be written to {folder}: {error}. Give another --out.') from error
 
 
 def check_data(cfg: Config, splits: Sequence[str]) -> None:

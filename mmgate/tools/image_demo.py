@@ -6,23 +6,20 @@ mmdet's DetInferencer or mmseg's MMSegInferencer does it, as the config's scope 
 from __future__ import annotations
 
 import argparse
-import glob
 import os.path as osp
 import sys
 from typing import Any
 
 from mmengine.config import Config
-from mmengine.fileio import list_dir_or_file
 from mmengine.infer import BaseInferencer
 from mmengine.runner import CheckpointLoader
 from torch import nn
 
 from mmgate.engine import cli
+from mmgate.engine.image_files import find_images
 from mmgate.engine.model_index import find_model
 from mmgate.engine.preflight import ConfigError, check_checkpoint
 from mmgate.engine.safe_load import add_trust_option
-
-IMAGES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.webp')
 
 
 def main() -> int:
@@ -97,23 +94,6 @@ def check_weights(model: nn.Module, weights: str | None) -> None:
             f'{weights} has no key of {type(model).__name__}; it starts with {", ".join(list(given)[:3])}. '
             'Give a checkpoint of this model, or the config that it belongs to.'
         )
-
-
-def find_images(inputs: str) -> list[str]:
-    """Return the images of a file, a URL, a folder or a pattern.
-
-    Raises:
-        ConfigError: There are none.
-    """
-    if osp.isdir(inputs):
-        images = sorted(osp.join(inputs, name) for name in list_dir_or_file(inputs, list_dir=False, suffix=IMAGES))
-    elif '://' in inputs or osp.isfile(inputs):
-        images = [inputs]
-    else:
-        images = sorted(path for path in glob.glob(inputs) if path.lower().endswith(IMAGES))
-    if not images:
-        raise ConfigError(f'{inputs} is no image, no folder with images ({" ".join(IMAGES)}) and no pattern of any.')
-    return images
 
 
 def read_model(model: str) -> tuple[Config, str | None]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from mmgate.analysis.maps import effective_rank, linear_cka, numerical_rank, roll_back, rollout, sink_share
+from mmgate.analysis.maps import dependence, effective_rank, linear_cka, numerical_rank, roll_back, rollout, sink_share
+from mmgate.analysis.relevance import _same_places
 from mmgate.analysis.runs import as_table, choose_metric, paired_difference, read_run, summary
 from mmgate.engine.preflight import ConfigError
 
@@ -67,7 +70,36 @@ def test_cka_of_itself_is_one_whatever_the_rotation_and_scale() -> None:
     x, (rotation, _) = torch.randn(40, 6), torch.linalg.qr(torch.randn(6, 6))
     assert linear_cka(x, x) == pytest.approx(1)
     assert linear_cka(x, 3 * x @ rotation + 1) == pytest.approx(1, abs=1e-5)
-    assert linear_cka(x, torch.randn(40, 6)) < 0.5
+    assert np.isnan(linear_cka(x, torch.ones(40, 6))) and np.isnan(linear_cka(x[:3], x[:3]))
+
+
+@pytest.mark.parametrize('width', [6, 400])
+def test_cka_of_the_unrelated_is_none_however_wide(width: int) -> None:
+    found = [linear_cka(torch.randn(60, width), torch.randn(60, width)) for _ in range(20)]
+    assert abs(np.mean(found)) < 0.05
+
+
+def test_cka_is_computed_by_pairs_of_rows() -> None:
+    """Against the definition of the unbiased dependence: the mean over all quadruples of different rows."""
+    x, y = torch.randn(6, 2, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+    kernels = [z @ z.T for z in (x, y)]
+
+    def mean(value: Any, rows: int) -> float:
+        return float(np.mean([value(*chosen) for chosen in permutations(range(6), rows)]))
+
+    one, other = kernels
+    expected = (
+        mean(lambda i, j: one[i, j] * other[i, j], 2)
+        + mean(lambda i, j, k, m: one[i, j] * other[k, m], 4)
+        - 2 * mean(lambda i, j, k: one[i, j] * other[i, k], 3)
+    )
+    assert dependence(x, y) == pytest.approx(expected)
+
+
+def test_queries_of_two_maps_lie_at_the_same_places() -> None:
+    assert _same_places(4, (2, 2), 16, (4, 4)).tolist() == [5, 7, 13, 15]
+    assert _same_places(3, None, 9, (3, 3)).tolist() == [1, 4, 7]
+    assert _same_places(4, (2, 2), 4, (4, 1)).tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize('rank', [1, 3, 8])

@@ -153,7 +153,9 @@ def test_zero_offsets_lie_on_the_reference_points() -> None:
 
 
 def test_refusal_names_what_there_is() -> None:
-    with pytest.raises(ConfigError, match=r'agent maps needs a model with agents, and ModuleDict has.*locations \(1'):
+    with pytest.raises(
+        ConfigError, match=r'agent maps needs a model with agent tokens; ModuleDict has.*sampling points \(1'
+    ):
         require(deformable(False)[0], ['agents'], 'A picture of agent maps')
     with pytest.raises(ValueError, match='speed cannot be recorded; there are gate, '):
         record(nn.Linear(1, 1), ['speed']).__enter__()

@@ -17,7 +17,15 @@ from mmengine.config import Config
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.analysis.sampling import best_queries, density, pixel_query, to_image
+from mmgate.analysis.sampling import (
+    best_queries,
+    decoder_layers,
+    density,
+    encoder_layers,
+    from_image,
+    pixel_query,
+    to_image,
+)
 from mmgate.analysis.subjects import UNTRAINED
 from mmgate.datasets.shapes import write_shapes
 from mmgate.engine import cli
@@ -57,6 +65,31 @@ def test_to_image_undoes_padding_and_scale(padded: Any, pixel: tuple[int, int]) 
     assert to_image(np.array([0.25, 0.5]), sample).tolist() == list(pixel)
 
 
+def test_from_image_is_the_way_back() -> None:
+    given = dict(img_shape=(100, 100), scale_factor=(0.5, 2.0), batch_input_shape=(128, 160))
+    sample = SimpleNamespace(get=given.get, img_shape=(100, 100), ori_shape=(50, 200))
+    x, y = from_image((120, 30), sample)
+    assert (x, y) == (60 / 160, 60 / 128) and to_image(np.array([x, y]), sample).tolist() == [120, 30]
+    with pytest.raises(ConfigError, match='lies outside of the image of 200 x 50'):
+        from_image((120, 50), sample)
+
+
+@pytest.mark.parametrize('ratio', [(1.0, 1.0), (0.5, 0.75)], ids=['alone', 'in a larger batch'])
+def test_an_encoder_is_told_from_a_decoder_of_as_many_queries(ratio: tuple[float, float]) -> None:
+    centres = [
+        torch.tensor([((x + 0.5) / width, (y + 0.5) / height) for y in range(height) for x in range(width)])
+        for height, width in SHAPES.tolist()
+    ]
+    points = (torch.cat(centres) * torch.tensor(ratio))[None, :, None]
+
+    def readings(reference_points: torch.Tensor) -> dict[str, dict[str, Any]]:
+        kept = dict(reference_points=reference_points, spatial_shapes=SHAPES, locations=torch.zeros(1, 30, 1, 2, 1, 2))
+        return dict(layer={name: SimpleNamespace(tensors=[x]) for name, x in kept.items()})
+
+    assert encoder_layers(readings(points)) == ['layer'] and not decoder_layers(readings(points))
+    assert decoder_layers(readings(torch.rand(1, 30, 1, 2))) == ['layer']
+
+
 def test_best_queries_are_those_of_the_best_class() -> None:
     scores = torch.tensor([[[0.1, 0.2], [0.9, 0.0], [0.3, 0.4]]])
     assert best_queries((scores, torch.zeros(1, 3, 4)), 0, 2).tolist() == [1, 2]
@@ -83,8 +116,8 @@ def test_points_on_a_photograph(real: bool, demo: str, tmp_path: Path, monkeypat
         cv2.imwrite(str(image), np.random.default_rng(0).integers(0, 256, (427, 640, 3), np.uint8))
     built = module.subjects
 
-    def known(args: Any) -> Any:
-        found = built(args)
+    def known(*args: Any, **options: Any) -> Any:
+        found = built(*args, **options)
         for attention in (layer.self_attn for layer in found[0].model.encoder.layers):
             nn.init.zeros_(attention.sampling_offsets.weight)
             attention.sampling_offsets.bias.data.view(-1, 2).copy_(torch.tensor([2.0, -1.0]))

@@ -138,7 +138,8 @@ def test_refusal_names_what_the_model_has(
     arguments = [configs['detr'], UNTRAINED, '--out', str(tmp_path)]
     assert cli.main(tool('plot_agents').main, arguments) == 2
     error = capsys.readouterr().err
-    assert 'A picture of agents needs a model with agents, and DeformableDETR has' in error and 'locations (4' in error
+    assert 'detr: A picture of agents needs a model with agent tokens; DeformableDETR has' in error
+    assert 'sampling points (4 modules' in error and 'plot_sampling_points.py' in error
 
 
 def test_compare_runs_pairs_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

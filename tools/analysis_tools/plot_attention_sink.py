@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.recording import require
 from mmgate.analysis.sinks import draw_sinks, sinks
 from mmgate.analysis.subjects import parser, subjects, write_csv
 from mmgate.engine import cli
@@ -13,9 +12,7 @@ from mmgate.engine import cli
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw and write the table."""
     args = parser(__doc__).parse_args(argv)
-    models = subjects(args)
-    for subject in models:
-        require(subject.model, ['attention'], 'A picture of attention sinks')
+    models = subjects(args, ['attention'], 'A picture of attention sinks')
     found = [(subject.name, sinks(subject.model, subject.inputs(args))) for subject in models]
     out = draw_sinks(found, Path(args.out) / 'attention_sink.png')
     print(

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import mmgate  # noqa: F401
 from mmgate.analysis.map_figures import draw_matrices
-from mmgate.analysis.recording import require
 from mmgate.analysis.relevance import attention_cka
 from mmgate.analysis.subjects import parser, subjects, write_csv
 from mmgate.engine import cli
@@ -14,9 +13,7 @@ from mmgate.engine import cli
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw and write the table."""
     args = parser(__doc__).parse_args(argv)
-    models = subjects(args)
-    for subject in models:
-        require(subject.model, ['attention'], 'A picture of CKA')
+    models = subjects(args, ['attention'], 'A picture of CKA', whole=True)
     found = [(subject.name, *attention_cka(subject.model, subject.inputs(args))) for subject in models]
     out = draw_matrices(found, Path(args.out) / 'cka.png', label='CKA')
     rows = [

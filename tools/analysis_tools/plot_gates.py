@@ -7,7 +7,6 @@ import mmgate  # noqa: F401
 from mmgate.analysis.gate_figure import draw_gates
 from mmgate.analysis.gates import gate_statistics
 from mmgate.analysis.probes import GATES
-from mmgate.analysis.recording import require
 from mmgate.analysis.subjects import parser, subjects, write_csv
 from mmgate.engine import cli
 
@@ -15,9 +14,7 @@ from mmgate.engine import cli
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw and write the table."""
     args = parser(__doc__).parse_args(argv)
-    models = subjects(args)
-    for subject in models:
-        require(subject.model, GATES, 'A picture of gates')
+    models = subjects(args, GATES, 'A picture of gates')
     found = [(subject.name, gate_statistics(subject.model, subject.inputs(args))) for subject in models]
     out = draw_gates(found, Path(args.out) / 'gates.png')
     rows = [dict(model=name, **gate.row()) for name, gates in found for gate in gates]

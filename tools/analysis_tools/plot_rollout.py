@@ -11,10 +11,18 @@ import mmgate  # noqa: F401
 from mmgate.analysis.map_figures import crop_to_image, draw_maps
 from mmgate.analysis.query_figure import draw_queries
 from mmgate.analysis.query_relevance import decoder_steps, query_relevance, record_queries
-from mmgate.analysis.recording import require
 from mmgate.analysis.relevance import relevance_map
 from mmgate.analysis.sampling import best_queries
-from mmgate.analysis.subjects import class_names, parser, predict, subjects, write_csv
+from mmgate.analysis.subjects import (
+    class_names,
+    image_name,
+    parser,
+    picture_names,
+    positive,
+    predict,
+    subjects,
+    write_csv,
+)
 from mmgate.engine import cli
 from mmgate.engine.preflight import ConfigError
 
@@ -26,25 +34,26 @@ def main(argv: list[str]) -> None:
     options = parser(__doc__)
     part = 'self-attention over the image (default, if there is any), or the queries of a dense decoder'
     options.add_argument('--part', choices=PARTS, help=part)
-    options.add_argument('--top-k', type=int, default=4, help='queries with the best scores (default 4)')
+    options.add_argument('--top-k', type=positive, default=4, help='queries with the best scores (default 4)')
     options.add_argument('--queries', type=int, nargs='+', help='numbers of queries, in the place of the best')
     args = options.parse_args(argv)
-    models, shown = subjects(args), {}
+    models, shown = subjects(args, ['attention'], 'A rollout', whole=True), {}
     for subject in models:
-        require(subject.model, ['attention'], 'A rollout')
         for batch in subject.inputs(args):
             with record_queries(subject.model) as found:
                 sample = predict(subject.model, batch)
             size = tuple(sample.get('batch_input_shape') or sample.img_shape[:2])
             args.part = args.part or _part(found, size)
-            shown.setdefault(sample.img_path, []).append((subject.name, sample, _computed(found, size, args)))
-    for image, drawn in shown.items():
-        out = Path(args.out) / f'rollout_{Path(image).stem}.png'
+            shown.setdefault(image_name(sample.img_path), []).append((subject, sample, _computed(found, size, args)))
+    names = picture_names(shown)
+    for image, drawn_by in shown.items():
+        out = Path(args.out) / f'rollout_{names[image]}.png'
+        drawn = [(subject.name, sample, computed) for subject, sample, computed in drawn_by]
         if args.part == 'queries':
-            draw_queries(drawn, class_names(models[0].cfg), out)
+            draw_queries(drawn, [class_names(subject.cfg) for subject, *_ in drawn_by], out)
         else:
             maps = [(name, crop_to_image(values, sample)) for name, sample, values in drawn]
-            draw_maps(image, maps, out, columns=len(models) + 1, label='relevance')
+            draw_maps(drawn[0][1].img_path, maps, out, columns=len(models) + 1, label='relevance')
         print(out, write_csv(out.with_suffix('.csv'), _rows(drawn)))
 
 

@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import mmgate  # noqa: F401
-from mmgate.analysis.recording import require
 from mmgate.analysis.sampling import (
     SamplingPoints,
     best_queries,
     decoder_layers,
     encoder_layers,
+    from_image,
     pixel_query,
     record_sampling,
     sampling_points,
 )
 from mmgate.analysis.sampling_figure import THRESHOLD, draw_sampling
-from mmgate.analysis.subjects import parser, predict, subjects, write_csv
+from mmgate.analysis.subjects import image_name, parser, picture_names, positive, predict, subjects, write_csv
 from mmgate.engine import cli
 from mmgate.engine.preflight import ConfigError
 
@@ -27,22 +27,22 @@ def main(argv: list[str]) -> None:
     options = parser(__doc__)
     options.add_argument('--part', choices=['decoder', 'encoder'], help='default: the decoder, if there is one')
     options.add_argument('--layer', type=int, default=-1, help='of that part (default: the last)')
-    options.add_argument('--top-k', type=int, default=3, help='queries with the best scores (decoder)')
+    options.add_argument('--top-k', type=positive, default=3, help='queries with the best scores (decoder)')
     middle = 'encoder: pixel of the image (default: its middle)'
     options.add_argument('--pixel', type=float, nargs=2, metavar=('X', 'Y'), help=middle)
-    options.add_argument('--level', type=int, default=0, help='encoder: level of the query (default 0)')
+    options.add_argument('--level', type=int, help='encoder: level of the query (default 0)')
     options.add_argument('--threshold', type=float, default=THRESHOLD, help='scores of the boxes drawn')
     args = options.parse_args(argv)
     shown: dict[str, list[tuple[str, SamplingPoints, Any]]] = {}
-    for subject in subjects(args):
-        require(subject.model, ['locations'], 'A picture of sampling points')
+    for subject in subjects(args, ['locations'], 'A picture of sampling points', whole=True):
         for batch in subject.inputs(args):
             with record_sampling(subject.model) as found:
                 sample = predict(subject.model, batch)
             points = _points(found, sample, args)
-            shown.setdefault(Path(sample.img_path).stem, []).append((subject.name, points, sample))
-    for name, drawn in shown.items():
-        out = Path(args.out) / f'sampling_points_{name}.png'
+            shown.setdefault(image_name(sample.img_path), []).append((subject.name, points, sample))
+    names = picture_names(shown)
+    for image, drawn in shown.items():
+        out = Path(args.out) / f'sampling_points_{names[image]}.png'
         draw_sampling(drawn, out, threshold=args.threshold)
         rows = [dict(model=title, **row) for title, points, _ in drawn for row in points.rows()]
         print(out, write_csv(out.with_suffix('.csv'), rows))
@@ -57,12 +57,14 @@ def _points(found: dict[str, Any], sample: Any, args: argparse.Namespace) -> Sam
     if not -len(by_part[part]) <= args.layer < len(by_part[part]):
         raise ConfigError(f'--layer {args.layer}: the {part} has {len(by_part[part])} layers.')
     path = by_part[part][args.layer]
+    if part == 'decoder' and (args.pixel or args.level is not None):
+        raise ConfigError('--pixel and --level choose a query of the encoder; give --part encoder.')
     if part == 'decoder':
         queries = best_queries(found['head'], 0, args.top_k)
     else:
         height, width = sample.ori_shape[:2]
-        x, y = args.pixel or (width / 2, height / 2)
-        queries = [pixel_query(layers[path]['spatial_shapes'].tensors[-1], x / width, y / height, args.level)]
+        x, y = from_image(args.pixel or (width / 2, height / 2), sample)
+        queries = [pixel_query(layers[path]['spatial_shapes'].tensors[-1], x, y, args.level or 0)]
     return sampling_points(layers, path, sample, queries)
 
 

@@ -110,7 +110,9 @@ def is_trained(work_dir: Path, config: str) -> bool:
 
 
 def drawn(title: str, text: str, command: list[str], out: Path) -> Section:
-    """Run a tool of this folder and return its pictures."""
+    """Run a tool of this folder and return its pictures; those of an earlier report go."""
+    for old in (*out.glob('*.png'), *out.glob('*.csv')):
+        old.unlink()
     run([str(TOOLS / f'{command[0]}.py'), *command[1:], '--out', str(out)])
     pictures = [(path, path.stem) for path in sorted(out.glob('*.png'))]
     return Section(

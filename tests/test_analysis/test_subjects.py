@@ -1,0 +1,166 @@
+"""The models and images that the drawing tools look at: told apart, read as they are, refused before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from conftest import ROOT, tool
+from mmengine.config import Config
+
+import mmgate  # noqa: F401
+from mmgate.analysis.subjects import UNTRAINED, apart, class_names, image_name, parser, picture_names, subjects
+from mmgate.datasets.shapes import write_shapes
+from mmgate.engine import cli
+from mmgate.engine.preflight import ConfigError
+
+DETR = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
+MASK2FORMER = 'configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py'
+
+
+@pytest.fixture(scope='module')
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two small configs, and two different images of one name."""
+    root = tmp_path_factory.mktemp('subjects')
+    write_shapes(root / 'shapes', num_train=1, num_val=2, size=64)
+    for name, config in dict(detr=DETR, mask2former=MASK2FORMER).items():
+        text = Config.fromfile(str(ROOT / config)).pretty_text.replace('data/shapes/', f'{root}/shapes/')
+        (root / f'{name}.py').write_text(text)
+    for number, folder in enumerate(('a', 'b c')):
+        (root / folder).mkdir()
+        image = np.random.default_rng(number).integers(0, 256, (64, 64, 3), np.uint8)
+        cv2.imwrite(str(root / folder / 'ä 1.png'), image)
+    return root
+
+
+def draw(name: str, root: Path, out: Path, *options: str, config: str = 'detr') -> int:
+    return cli.main(tool(name).main, [str(root / f'{config}.py'), UNTRAINED, *options, '--out', str(out)])
+
+
+@pytest.mark.parametrize(
+    ('one', 'other', 'labels'),
+    [
+        ('work/seed0/epoch_5.pth', 'work/seed1/epoch_5.pth', ('seed0', 'seed1')),
+        ('work/epoch_4.pth', 'work/epoch_5.pth', ('epoch_4', 'epoch_5')),
+        ('a/b/last.pth', 'c/d/best.pth', ('a/b/last', 'c/d/best')),
+        ('last.pth', 'work/last.pth', ('first', 'second')),
+        ('last.pth', 'last.pth', ('first', 'second')),
+    ],
+)
+def test_checkpoints_of_one_config_are_told_apart(one: str, other: str, labels: tuple[str, str]) -> None:
+    assert apart(one, other) == labels
+
+
+@pytest.mark.parametrize(
+    ('images', 'names'),
+    [
+        (['a/1.jpg', 'a/2.jpg'], ['1', '2']),
+        (['a/1.jpg', 'b/1.jpg'], ['a_1', 'b_1']),
+        (['a/1.jpg', 'a/1.png'], ['1.jpg', '1.png']),
+        (['/x/a/1.jpg', '/y/a/1.jpg', '/y/a/1.jpg'], ['x_a_1', 'y_a_1']),
+        (['1.jpg', 'b/1.jpg'], ['1', 'b_1']),
+    ],
+)
+def test_pictures_of_images_of_one_name_are_told_apart(images: list[str], names: list[str]) -> None:
+    assert list(picture_names(images).values()) == names
+    assert image_name('x/../y.jpg') == image_name('y.jpg')
+
+
+@pytest.mark.parametrize('name', ['plot_sampling_points', 'plot_rollout'])
+def test_each_image_has_its_picture(name: str, root: Path, tmp_path: Path) -> None:
+    config = 'detr' if name == 'plot_sampling_points' else 'mask2former'
+    assert draw(name, root, tmp_path, '--images', str(root / 'a'), f'{root}/b c/*.png', config=config) == 0
+    pictures = {path.stem: path.read_bytes() for path in tmp_path.glob('*.png')}
+    prefix = name.removeprefix('plot_')
+    assert set(pictures) == {f'{prefix}_a_ä 1', f'{prefix}_b c_ä 1'} == {path.stem for path in tmp_path.glob('*.csv')}
+    assert len(set(pictures.values())) == 2
+
+
+@pytest.mark.parametrize(
+    ('config', 'names'),
+    [('mmdet::detr/detr_r50_8xb2-150e_coco.py', ('person', 'bicycle')), (DETR, ('circle', 'square'))],
+)
+def test_classes_are_those_of_the_data(config: str, names: tuple[str, ...]) -> None:
+    assert class_names(cli.read_config(config if '::' in config else str(ROOT / config)))[:2] == names
+
+
+def test_a_window_that_slides_is_not_taken_for_the_image(root: Path, tmp_path: Path) -> None:
+    """With windows the reading would be of the last of them alone."""
+    slide = ['model.test_cfg.mode=slide', 'model.test_cfg.crop_size=(32,32)', 'model.test_cfg.stride=(32,32)']
+    common = ['--max-images', '1', '--part', 'queries', '--queries', '0']
+    tables = []
+    for name, options in dict(whole=[], slide=['--cfg-options', *slide]).items():
+        assert draw('plot_rollout', root, tmp_path / name, *common, *options, config='mask2former') == 0
+        (table,) = (tmp_path / name).glob('*.csv')
+        tables.append(table.read_text())
+    assert tables[0] == tables[1]
+
+
+def test_random_flips_are_left_out(root: Path, tmp_path: Path) -> None:
+    cfg = Config.fromfile(str(root / 'detr.py'))
+    pipeline = cfg.val_dataloader.dataset.pipeline
+    pipeline.insert(len(pipeline) - 1, dict(type='RandomFlip', prob=1.0))
+    cfg.dump(str(tmp_path / 'flips.py'))
+    args = parser('').parse_args([str(tmp_path / 'flips.py'), UNTRAINED, '--out', str(tmp_path), '--max-images', '1'])
+    (subject,) = subjects(args, ['locations'], 'This')
+    (batch,) = subject.inputs(args)
+    assert not batch['data_samples'][0].get('flip')
+    pipeline[:] = [dict(type='LoadImageFromFile'), dict(type='TestTimeAug', transforms=[[dict(type='PackDetInputs')]])]
+    cfg.dump(str(tmp_path / 'flips.py'))
+    (subject,) = subjects(args, ['locations'], 'This')
+    with pytest.raises(ConfigError, match='several images of each'):
+        list(subject.inputs(args))
+
+
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['--out', 'file'], 'nothing can be written to file'),
+        (['--device', 'tpu'], '--device tpu: give cpu or cuda'),
+        (['--device', 'meta'], '--device meta: give cpu or cuda'),
+        (['--max-images', '0'], '0: give 1 or more'),
+        (['--images', 'nowhere'], 'nowhere is no image, no folder with images'),
+    ],
+    ids=lambda x: x[-1] if isinstance(x, list) else '',
+)
+def test_refused_before_any_work(
+    options: list[str], message: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path('file').write_text('')
+    try:
+        code: Any = cli.main(tool('plot_gates').main, [str(root / 'detr.py'), UNTRAINED, '--out', 'out', *options])
+    except SystemExit as error:  # argparse's own
+        code = error.code
+    assert code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ('name', 'options', 'message'),
+    [
+        ('plot_sampling_points', ['--top-k', '0'], '0: give 1 or more'),
+        ('plot_sampling_points', ['--pixel', '3', '3', '--part', 'decoder'], 'choose a query of the encoder'),
+        ('plot_sampling_points', ['--pixel', '64', '3'], 'the pixel (64, 3) lies outside of the image of 64 x 64'),
+        ('plot_rollout', ['--top-k', '-1'], '-1: give 1 or more'),
+        ('plot_agents', ['--agents', '0'], '0: give 1 or more'),
+    ],
+)
+def test_refused_by_one_tool(
+    name: str, options: list[str], message: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: Any = draw(name, root, tmp_path, '--max-images', '1', *options)
+    except SystemExit as error:
+        code = error.code
+    assert code == 2 and message in capsys.readouterr().err
+
+
+def test_a_second_model_without_the_reading_is_refused_by_name(root: Path, tmp_path: Path, capsys: Any) -> None:
+    vanilla = str(ROOT / 'configs/vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py')
+    assert draw('plot_sampling_points', root, tmp_path, '--against', vanilla, UNTRAINED) == 2
+    error = capsys.readouterr().err
+    assert 'mask-rcnn_pvt-demo_1xb8-8e_shapes: A picture of sampling points needs a model with sampling points' in error
+    assert 'has attention weights' in error and 'plot_rollout.py' in error and not list(tmp_path.iterdir())
