@@ -65,15 +65,25 @@ def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: 
 
 
 def draw_over_layers(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path, *, ceiling: str) -> Path:
-    """Draw mean and spread of the rows' ``effective_rank`` over the layers, a dotted line at ``ceiling``."""
+    """Draw mean and spread of the rows' ``effective_rank`` over the layers; return the path.
+
+    Args:
+        models: Their names and rows.
+        out: PNG to write.
+        ceiling: Key of what a rank can be at most: a dotted line, or, where it lies far above, a word.
+    """
     figure, ((axis,),) = panels(1, 1, height=3.2, width=5.0)
+    most = sorted({row[ceiling] for _, rows in models for row in rows})
+    top = max(row['effective_rank'] + row['std'] for _, rows in models for row in rows)
     for number, (name, rows) in enumerate(models):
         colour, places = COLOURS[number % len(COLOURS)], range(len(rows))
         means, spreads = ([row[key] for row in rows] for key in ('effective_rank', 'std'))
         style = dict(color=colour, marker='os^D'[number % 4], markersize=4, capsize=2, linewidth=1.2)
         axis.errorbar(places, means, yerr=spreads, label=name, **style)
-        axis.step(places, [row[ceiling] for row in rows], where='mid', color=colour, linewidth=0.8, linestyle=':')
-    axis.set(xlabel='layer', ylabel='effective rank of $K^T V$\n(dotted: the most, d)', ylim=(0, None))
+        if most[0] < 3 * top:
+            axis.step(places, [row[ceiling] for row in rows], where='mid', color=colour, linewidth=0.8, linestyle=':')
+    what = 'dotted: the most, d' if most[0] < 3 * top else f'of at most {", ".join(map(str, most))}'
+    axis.set(xlabel='layer', ylabel=f'effective rank of $K^T V$\n({what})', ylim=(0, None))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
     figure.legend(loc='outside lower center', ncols=1 if len(models) < 4 else 2, fontsize=7, frameon=False)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmgate.engine.preflight import ConfigError
 
 from .maps import rollout, row_shares
-from .recording import Recording, record
+from .recording import Recording, record_with_head
 from .relevance import HeadMean, factors
 
 _DECODER = re.compile(r'(^|\.)(transformer_)?decoder\.layers\.\d+\.(self|cross)_attn(\.|$)')
@@ -76,32 +76,23 @@ def query_rollout(steps: Sequence[Step], residual: float = 0.5) -> tuple[Tensor,
     return own, image
 
 
-@contextmanager
-def record_queries(model: nn.Module) -> Iterator[dict[str, Any]]:
+def record_queries(model: nn.Module) -> AbstractContextManager[dict[str, Any]]:
     """Record attention, where it lies, and what the head says of each query.
 
-    Yields:
-        ``layers``: a recording; ``head``: scores ``(B, Q, classes)`` of the last layer and its mask logits
-        ``(B, Q, h, w)`` or boxes ``(B, Q, 4)``, or None.
+    Returns:
+        A context that yields ``layers``: a recording; ``head``: scores ``(B, Q, classes)`` of the last layer and its
+        mask logits ``(B, Q, h, w)`` or boxes ``(B, Q, 4)``, or None.
     """
-    found: dict[str, Any] = dict(layers={}, head=None)
+    names = ('attention', 'geometry', 'map_size')
+    return record_with_head(model, names, _HEADS, _scores_and_places, accumulate=dict(attention=HeadMean))
 
-    def keep(module: Any, args: Any, output: Any) -> None:
-        if not (isinstance(output, tuple) and len(output) >= 2):
-            return
-        classes, places = (part[-1].detach().float().cpu() for part in output[:2])
-        sigmoid = getattr(getattr(module, 'loss_cls', None), 'use_sigmoid', False)
-        found['head'] = classes.sigmoid() if sigmoid else classes.softmax(-1)[..., :-1], places  # the last is no object
 
-    heads = [getattr(model, name) for name in _HEADS if hasattr(model, name)]
-    handles = [head.register_forward_hook(keep) for head in heads]
-    try:
-        names = ('attention', 'geometry', 'map_size')
-        with record(model, names, accumulate=dict(attention=HeadMean)) as found['layers']:
-            yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+def _scores_and_places(head: nn.Module, output: Any) -> tuple[Tensor, Tensor] | None:
+    if not (isinstance(output, tuple) and len(output) >= 2):
+        return None
+    classes, places = (part[-1].detach().float().cpu() for part in output[:2])
+    sigmoid = getattr(getattr(head, 'loss_cls', None), 'use_sigmoid', False)
+    return classes.sigmoid() if sigmoid else classes.softmax(-1)[..., :-1], places  # the last is no object
 
 
 def decoder_steps(layers: Recording) -> list[Step]:

@@ -102,6 +102,43 @@ def record(
             handle.remove()
 
 
+@contextmanager
+def record_with_head(
+    model: nn.Module,
+    names: Iterable[str],
+    heads: Iterable[str],
+    read: Callable[[nn.Module, Any], Any],
+    *,
+    accumulate: Callable[[], Accumulator] | Mapping[str, Callable[[], Accumulator]] = Kept,
+) -> Iterator[dict[str, Any]]:
+    """Record as :func:`record` does, and what a head returns.
+
+    Args:
+        model: Likewise.
+        names: Likewise.
+        heads: Attributes of the model, those of them that it has.
+        read: Takes a head and its output to what is kept, None to keep nothing.
+        accumulate: Likewise.
+
+    Yields:
+        ``layers``: a recording; ``head``: what was kept of the last forward pass, or None.
+    """
+    found: dict[str, Any] = dict(layers={}, head=None)
+
+    def keep(module: nn.Module, args: Any, output: Any) -> None:
+        kept = read(module, output)
+        found['head'] = found['head'] if kept is None else kept
+
+    there = [head for head in (getattr(model, name, None) for name in heads) if head is not None]
+    handles = [head.register_forward_hook(keep) for head in there]
+    try:
+        with record(model, names, accumulate=accumulate) as found['layers']:
+            yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def readable(model: nn.Module) -> dict[str, list[str]]:
     """Return, by name of a reading, the paths of the modules that have it."""
     found: dict[str, list[str]] = {}

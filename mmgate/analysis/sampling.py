@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmgate.engine.preflight import ConfigError
 
-from .recording import Recording, record
+from .recording import Recording, record_with_head
 
 READINGS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'gate')
 _HEAD = 'bbox_head'
@@ -49,28 +49,21 @@ class SamplingPoints:
             yield dict(layer=self.path, **numbers, x=float(x), y=float(y), weight=float(self.weights[place]))
 
 
-@contextmanager
-def record_sampling(model: nn.Module) -> Iterator[dict[str, Any]]:
+def record_sampling(model: nn.Module) -> AbstractContextManager[dict[str, Any]]:
     """Record sampling points of every deformable attention, and the detection head's scores and boxes, if there is one.
 
-    Yields:
-        ``layers``: a recording; ``head``: ``(scores (B, Q, classes), boxes (B, Q, 4))`` of the last layer after the
-        forward pass, or None.
+    Returns:
+        A context that yields ``layers``: a recording; ``head``: ``(scores (B, Q, classes), boxes (B, Q, 4))`` of the
+        last layer after the forward pass, or None.
     """
-    found: dict[str, Any] = dict(layers={}, head=None)
+    return record_with_head(model, READINGS, [_HEAD], _scores_and_boxes)
 
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, tuple) and len(output) >= 2 and all(isinstance(x, Tensor) for x in output[:2]):
-            found['head'] = tuple(x[-1].detach().float().cpu() for x in output[:2])
 
-    head = getattr(model, _HEAD, None)
-    handle = None if head is None else head.register_forward_hook(keep)
-    try:
-        with record(model, READINGS) as found['layers']:
-            yield found
-    finally:
-        if handle is not None:
-            handle.remove()
+def _scores_and_boxes(head: nn.Module, output: Any) -> tuple[Tensor, Tensor] | None:
+    if not (isinstance(output, tuple) and len(output) >= 2 and all(isinstance(x, Tensor) for x in output[:2])):
+        return None
+    scores, boxes = (x[-1].detach().float().cpu() for x in output[:2])
+    return scores, boxes
 
 
 def encoder_layers(layers: Recording) -> list[str]:

@@ -7,7 +7,14 @@ import torch
 from mmengine.config import Config
 
 from mmgate.engine import cli
-from mmgate.engine.preflight import ConfigError, check_amp, check_checkpoint, check_data, check_pretrained
+from mmgate.engine.preflight import (
+    ConfigError,
+    check_amp,
+    check_checkpoint,
+    check_data,
+    check_packages,
+    check_pretrained,
+)
 
 
 def make_config(**changes) -> Config:
@@ -115,6 +122,13 @@ def test_bad_config_files(tmp_path, capsys: pytest.CaptureFixture, content: str 
     error = capsys.readouterr().err
     assert error.startswith('error: ') and message in error
     assert not (tmp_path / 'work').exists()
+
+
+def test_a_package_that_cannot_be_used_is_said_of_its_configs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('mmgate.engine.preflight.why_not', lambda package: f'{package} is missing')
+    check_packages(Config(dict(default_scope='mmdet')))
+    with pytest.raises(ConfigError, match=r'one of mmpretrain, and mmpretrain is missing\. Type: pip install "mmgate'):
+        check_packages(Config(dict(default_scope='mmpretrain')))
 
 
 def test_data_that_no_loop_reads_may_be_missing() -> None:
