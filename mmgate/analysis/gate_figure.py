@@ -81,6 +81,7 @@ def _draw_histogram(axis: Any, gates: Sequence[LayerGate]) -> None:
     if len({gate.name for gate in gates}) > 1:
         axis.legend(fontsize=7)
     axis.axvline(0, color='0.6', linewidth=0.8)
+    axis.locator_params(axis='x', nbins=4)
     beyond = any(abs(x) > edges[-1] for g in gates for x in (g.statistics.minimum, g.statistics.maximum))
     axis.set(xlabel='gate (ends: beyond)' if beyond else 'gate', ylabel='share of a layer', title='histogram')
 
