@@ -58,7 +58,8 @@ def test_gates_of_saga_start_around_a_half(configs: dict[str, str], tmp_path: Pa
 def test_sinks_lie_above_uniform(configs: dict[str, str], tmp_path: Path) -> None:
     rows = draw('plot_attention_sink', configs['mask2former'], tmp_path, '--against', configs['pvt'], UNTRAINED)
     assert {row['model'] for row in rows} == {'mask2former', 'pvt'}
-    assert all(float(row['sink_share']) >= float(row['uniform']) for row in rows)
+    assert all(float(row['largest_head_share']) >= float(row['sink_share']) >= float(row['uniform']) for row in rows)
+    assert 'layers.0.cross_attn' in rows[0]['layer'] and 'layers.0.self_attn' in rows[1]['layer']  # as they run
     assert all(float(row['maximum_activation']) > 0 for row in rows)
 
 
