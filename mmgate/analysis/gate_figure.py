@@ -71,7 +71,8 @@ def _draw_histogram(axis: Any, gates: Sequence[LayerGate]) -> None:
     edges = gates[0].statistics.edges
     low, high = _used(gates)
     first, last = np.searchsorted(edges, (low, high))
-    step = max(-(-int(last - first) // BARS), 1)
+    middle = len(edges) // 2  # 0: a bar begins there
+    step = next(n for n in range(1, middle + 1) if middle % n == 0 and n * BARS >= last - first)
     for number, name in enumerate(dict.fromkeys(gate.name for gate in gates)):
         of_name = [gate.statistics.histogram for gate in gates if gate.name == name]
         shares = np.mean([counts / max(counts.sum(), 1) for counts in of_name], axis=0)

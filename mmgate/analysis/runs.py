@@ -204,5 +204,5 @@ def draw_curves_of_runs(groups: dict[str, list[Run]], metric: str, out: Path) ->
     axis.set(xlabel='step (epoch or iteration) of the validation', ylabel=metric)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    figure.legend(loc='outside lower center', ncols=1 if len(groups) < 4 else 2, fontsize=7, frameon=False)
     return save(figure, out)
