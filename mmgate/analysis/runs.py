@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,10 +69,8 @@ def read_run(folder: str | Path) -> Run:
                 memory.append(row.get('memory', np.nan))
                 continue
             for name, value in row.items():
-                of_time = name in ('step', 'time', 'data_time')
-                if (
-                    not of_time and not name.startswith('gate') and isinstance(value, (int, float))
-                ):  # GateStatisticsHook's
+                other = name in ('step', 'time', 'data_time') or name.startswith('gate')  # GateStatisticsHook's
+                if not other and isinstance(value, (int, float)):
                     curves.setdefault(name, {})[int(row.get('step', 0))] = float(value)
     listed = {name: (sorted(points), [points[s] for s in sorted(points)]) for name, points in curves.items()}
     return Run(
@@ -85,13 +84,12 @@ def read_run(folder: str | Path) -> Run:
 
 def _seed(config: Path) -> int | None:
     """Return the seed in the config that mmengine wrote beside a log, without running it."""
-    if not config.is_file():
-        return None
-    for node in ast.parse(config.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == 'randomness':
-            if isinstance(node.value, ast.Call):
-                return next((ast.literal_eval(k.value) for k in node.value.keywords if k.arg == 'seed'), None)
-            return ast.literal_eval(node.value).get('seed')
+    with suppress(OSError, SyntaxError, ValueError):
+        for node in ast.parse(config.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == 'randomness':
+                if isinstance(node.value, ast.Call):
+                    return next((ast.literal_eval(k.value) for k in node.value.keywords if k.arg == 'seed'), None)
+                return ast.literal_eval(node.value).get('seed')
     return None
 
 
