@@ -80,6 +80,7 @@ COVERING: dict[str, tuple[str, ...]] = {
     'engine/fault_hooks.py': (f'{ENGINE}whole_checkpoints', f'{ENGINE}hooks', 'test_tools/test_command_line'),
     'engine/gate_hooks.py': ('test_analysis/test_sampling', 'test_analysis/test_gates'),
     'engine/distributed.py': (f'{ENGINE}processes',),
+    'engine/image_files.py': ('test_tools/test_image_demo', 'test_analysis/test_subjects'),
     'engine/model_index.py': ('test_tools/test_names', 'test_metafiles'),
     'engine/*_checks.py': (f'{ENGINE}preflight', 'test_tools/test_flags', 'test_tools/test_mistakes'),
     'engine/data_errors.py': (f'{ENGINE}hooks', 'test_tools/test_mistakes'),
