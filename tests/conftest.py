@@ -56,6 +56,13 @@ def tool(name: str, folder: str = 'analysis_tools') -> ModuleType:
     return module
 
 
+def over_shapes(config: str | Path, folder: Path) -> str:
+    """Return the text of a config of this repository that reads its shapes from ``folder``."""
+    from mmengine.config import Config
+
+    return Config.fromfile(str(ROOT / config)).pretty_text.replace('data/shapes/', f'{folder}/')
+
+
 def values_and_gradients(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], differentiable: Sequence[int]
 ) -> dict[str, Tensor]:

@@ -39,10 +39,11 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         _draw_layers(middle, gates)
         middle.set_title('by layer' if lefts else f'{title}\nby layer')
         _draw_histogram(right, gates)
-    for column, limits in ((-2, None), (-1, _used([gate for _, gates in models for gate in gates]))):
-        shown = limits or tuple(f(axis.get_xlim()[i] for axis in axes[:, column]) for i, f in enumerate((min, max)))
-        for axis in axes[:, column]:
-            axis.set_xlim(shown)
+    lows, highs = zip(*(axis.get_xlim() for axis in axes[:, -2]), strict=True)
+    used = _used([gate for _, gates in models for gate in gates])
+    for middle, right in axes[:, -2:]:
+        middle.set_xlim(min(lows), max(highs))
+        right.set_xlim(used)
     return save(figure, out)
 
 

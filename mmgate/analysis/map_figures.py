@@ -74,15 +74,15 @@ def draw_over_layers(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out
     """
     figure, ((axis,),) = panels(1, 1, height=3.2, width=5.0)
     most = sorted({row[ceiling] for _, rows in models for row in rows})
-    top = max(row['effective_rank'] + row['std'] for _, rows in models for row in rows)
+    near = most[0] < 3 * max(row['effective_rank'] + row['std'] for _, rows in models for row in rows)
     for number, (name, rows) in enumerate(models):
         colour, places = COLOURS[number % len(COLOURS)], range(len(rows))
         means, spreads = ([row[key] for row in rows] for key in ('effective_rank', 'std'))
         style = dict(color=colour, marker='os^D'[number % 4], markersize=4, capsize=2, linewidth=1.2)
         axis.errorbar(places, means, yerr=spreads, label=name, **style)
-        if most[0] < 3 * top:
+        if near:
             axis.step(places, [row[ceiling] for row in rows], where='mid', color=colour, linewidth=0.8, linestyle=':')
-    what = 'dotted: the most, d' if most[0] < 3 * top else f'of at most {", ".join(map(str, most))}'
+    what = 'dotted: the most, d' if near else f'of at most {", ".join(map(str, most))}'
     axis.set(xlabel='layer', ylabel=f'effective rank of $K^T V$\n({what})', ylim=(0, None))
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)

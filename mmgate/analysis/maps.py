@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,6 +69,12 @@ def row_shares(weights: Tensor) -> Tensor:
     return sizes / sizes.sum(-1, keepdim=True).clamp(min=1e-12)
 
 
+def pixel_centres(levels: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the centres of the pixels of every level, ``(height, width)``, as (x, y) from 0 to 1, ``(S, 2)``."""
+    grids = [torch.meshgrid((torch.arange(h) + 0.5) / h, (torch.arange(w) + 0.5) / w, indexing='ij') for h, w in levels]
+    return torch.cat([torch.stack([x, y], -1).view(-1, 2) for y, x in grids])
+
+
 def dependence(x: Tensor, y: Tensor) -> float:
     """Return the Hilbert-Schmidt independence criterion of ``(n, p)`` and ``(n, q)`` with linear kernels, unbiased.
 
@@ -76,13 +83,25 @@ def dependence(x: Tensor, y: Tensor) -> float:
 
     Source: Song et al., Feature selection via dependence maximization (JMLR 13, 2012), Eq. 5.
     """
-    count = len(x)
+    return _dependence(_kernel(x), _kernel(y))
+
+
+def dependences(x: Tensor, y: Tensor) -> tuple[float, float, float]:
+    """Return the :func:`dependence` of two matrices on each other, and of each on itself."""
+    one, other = _kernel(x), _kernel(y)
+    return _dependence(one, other), _dependence(one, one), _dependence(other, other)
+
+
+def _kernel(x: Tensor) -> Tensor:
+    """Return the products of different rows, centred: shifting all alike changes nothing but the rounding."""
+    centred = x.double() - x.double().mean(0)
+    return (centred @ centred.T).fill_diagonal_(0)
+
+
+def _dependence(one: Tensor, other: Tensor) -> float:
+    count = len(one)
     if count < 4:
         return float('nan')
-    # shifting all rows alike changes nothing but the rounding
-    one, other = (centred @ centred.T for centred in (z.double() - z.double().mean(0) for z in (x, y)))
-    one.fill_diagonal_(0)
-    other.fill_diagonal_(0)
     found = (one * other).sum() + one.sum() * other.sum() / ((count - 1) * (count - 2))
     return float((found - 2 / (count - 2) * (one.sum(0) @ other.sum(0))) / (count * (count - 3)))
 
@@ -96,8 +115,13 @@ def linear_cka(x: Tensor, y: Tensor) -> float:
     Source: Kornblith et al., Similarity of neural network representations revisited (arXiv 1905.00414), section 3;
     Nguyen et al., Do wide and deep networks learn the same things? (arXiv 2010.15327), Eq. 3.
     """
-    own = dependence(x, x) * dependence(y, y)
-    return dependence(x, y) / own**0.5 if own > 0 else float('nan')
+    return float(alignment(np.array(dependences(x, y))))
+
+
+def alignment(found: np.ndarray) -> np.ndarray:
+    """Return the kernel alignments of :func:`dependences` ``(..., 3)``; NaN where one of the two depends on nothing."""
+    mutual, own, other = np.moveaxis(found, -1, 0)
+    return mutual / np.sqrt(np.where(own * other > 0, own * other, np.nan))
 
 
 def numerical_rank(matrices: Tensor, tolerance: float = 0.01) -> Tensor:

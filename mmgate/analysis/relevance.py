@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import combinations_with_replacement
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from mmgate.engine.preflight import ConfigError
 
-from .maps import dependence, roll_back, rollout
+from .maps import alignment, dependences, roll_back, rollout
 from .recording import Recording, record
 from .subjects import predict
 
@@ -90,22 +91,23 @@ def attention_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[
             (weights.mean(0), None if geometry is None or len(geometry) >= 4 else _map(geometry))
             for weights, geometry in _placed(recording)
         ]
-        found = np.array([[_dependence(a, b) for b in maps] for a in maps])
+        found = np.zeros((len(maps), len(maps), 3))
+        for (i, one), (j, other) in combinations_with_replacement(enumerate(maps), 2):
+            mutual, own, own_of_other = _dependences(one, other)
+            found[i, j], found[j, i] = (mutual, own, own_of_other), (mutual, own_of_other, own)
         total = found + total if total.size else found
-    mutual, own, other = np.moveaxis(total, -1, 0)
-    with np.errstate(invalid='ignore', divide='ignore'):
-        return paths, mutual / np.sqrt(own * other)
+    return paths, alignment(total)
 
 
-def _dependence(one: tuple[Tensor, Any], other: tuple[Tensor, Any]) -> tuple[float, float, float]:
+def _dependences(one: tuple[Tensor, Any], other: tuple[Tensor, Any]) -> tuple[float, float, float]:
     """Return the dependence of two maps on each other, and of each on itself, over queries that lie at one place."""
     (x, size), (y, size_of_y) = one, other
     if len(x) > len(y):
-        mutual, own, own_of_y = _dependence(other, one)
+        mutual, own, own_of_y = _dependences(other, one)
         return mutual, own_of_y, own
     y = y[_same_places(len(x), size, len(y), size_of_y)]
     chosen = torch.linspace(0, len(x) - 1, min(len(x), MOST_ROWS)).round().long()
-    return dependence(x[chosen], y[chosen]), dependence(x[chosen], x[chosen]), dependence(y[chosen], y[chosen])
+    return dependences(x[chosen], y[chosen])
 
 
 def _same_places(rows: int, size: Any, rows_of_larger: int, larger: Any) -> Tensor:

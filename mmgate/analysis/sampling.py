@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmgate.engine.preflight import ConfigError
 
+from .maps import pixel_centres
 from .recording import Recording, record_with_head
 
 READINGS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'gate')
@@ -119,6 +120,17 @@ def from_image(xy: tuple[float, float], sample: Any) -> tuple[float, float]:
     return float(x), float(y)
 
 
+def query_at(layers: Recording, path: str, sample: Any, pixel: Any = None, level: int = 0) -> int:
+    """Return the query of an encoder's layer at a pixel ``(x, y)`` of the image on disk (default: its middle).
+
+    Raises:
+        ConfigError: There is no such level, or the pixel lies outside of the image.
+    """
+    height, width = sample.ori_shape[:2]
+    x, y = from_image(pixel or (width / 2, height / 2), sample)
+    return pixel_query(layers[path]['spatial_shapes'].tensors[-1], x, y, level)
+
+
 def sampling_points(layers: Recording, path: str, sample: Any, queries: Any, image: int = 0) -> SamplingPoints:
     """Return the points of ``queries`` in the layer ``path``.
 
@@ -178,9 +190,7 @@ def sampling_picture(found: dict[str, Any], sample: Any, image: int, *, top_k: i
         path, queries = decoder[-1], best_queries(found['head'], image, top_k)
     else:
         path = encoder[-1]
-        height, width = sample.ori_shape[:2]
-        x, y = from_image((width / 2, height / 2), sample)
-        queries = np.array([pixel_query(layers[path]['spatial_shapes'].tensors[-1], x, y, 0)])
+        queries = np.array([query_at(layers, path, sample)])
     points = sampling_points(layers, path, sample, queries, image)
     return Path(sample.img_path).stem, draw_sampling([('', points, sample)], None)
 
@@ -195,14 +205,7 @@ def _is_encoder(readings: dict[str, Any]) -> bool:
     points = points[0, :, 0, :2].double()
     if len(points) != int(shapes.prod(-1).sum()):
         return False
-    first = 0
-    for height, width in shapes.tolist():
-        of_level = points[first : first + height * width].view(height, width, 2)
-        # an image that is smaller than its batch moves them by one factor each way
-        centres = torch.stack(
-            torch.meshgrid(torch.arange(height) + 0.5, torch.arange(width) + 0.5, indexing='ij')[::-1], -1
-        ).double()
-        if not torch.allclose(of_level / of_level[-1:, -1:], centres / centres[-1:, -1:], atol=1e-3):
-            return False
-        first += height * width
-    return True
+    areas = shapes.prod(-1).tolist()
+    levels = zip(points.split(areas), pixel_centres(shapes.tolist()).double().split(areas), strict=True)
+    # an image that is smaller than its batch moves those of a level by one factor each way
+    return all(torch.allclose(found / found[-1], centres / centres[-1], atol=1e-3) for found, centres in levels)

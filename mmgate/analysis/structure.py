@@ -83,9 +83,9 @@ def _apart(model: Mapping[str, Any]) -> dict[str, Any]:
     What normalises images, which mmseg refuses in two configs; a teacher's weights and a language model, which would be
     downloaded; the checkpointing of activations, for which Grounding DINO imports fairscale.
     """
-    apart: dict[str, Any] = {'teacher_ckpt': None} if 'teacher_ckpt' in model else {}
-    if (model.get('data_preprocessor') or {}).get('type') != 'ReIDDataPreprocessor':  # mmdet finds no other one for it
-        apart.update({'data_preprocessor': None} if 'data_preprocessor' in model else {})
+    apart: dict[str, Any] = {key: None for key in ('data_preprocessor', 'teacher_ckpt') if key in model}
+    if (model.get('data_preprocessor') or {}).get('type') == 'ReIDDataPreprocessor':
+        del apart['data_preprocessor']  # without it mmpretrain's classifier builds its own, which mmdet does not find
     if 'language_model' in model:
         apart['language_model'] = dict(type='mmgate.NoLanguageModel')
     if 'num_cp' in (model.get('encoder') or {}):

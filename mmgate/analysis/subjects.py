@@ -22,6 +22,7 @@ from torch import nn
 from mmgate.engine import cli
 from mmgate.engine.hooks import load_weights
 from mmgate.engine.image_files import find_images
+from mmgate.engine.options import merge_options
 from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data, check_folder
 from mmgate.engine.safe_load import add_trust_option
 
@@ -125,11 +126,12 @@ def subjects(args: argparse.Namespace, readings: Sequence[str], purpose: str, *,
             of the readings.
     """
     check_folder(Path(args.out))
-    _check_device(args.device)
+    check_device(args.device)
     loaded = []
     for config, checkpoint in [(args.config, args.checkpoint), *([args.against] if args.against else [])]:
         cfg = cli.read_config(config)
-        cfg.merge_from_dict(args.cfg_options or {})
+        if args.cfg_options:
+            merge_options(cfg, args.cfg_options)
         subject = build_subject(cfg, checkpoint, args.device)
         require(subject.model, readings, f'{subject.name}: {purpose}')
         if whole:
@@ -154,7 +156,12 @@ def apart(one: str, other: str) -> tuple[str, str]:
     return (first, second) if differ and first and second else ('first', 'second')
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Refuse a ``--device`` that is not there.
+
+    Raises:
+        ConfigError: It is neither the CPU nor a GPU that torch sees.
+    """
     try:
         kind = torch.device(device).type
     except RuntimeError as error:

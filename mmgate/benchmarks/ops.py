@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mmgate.analysis.maps import pixel_centres
 from mmgate.layers import DifferentialGatedAttention, GatingModulation, SDPAGatedAttention
 from mmgate.ops import ms_deform_attn, plug_attention
 
@@ -68,12 +69,6 @@ def _mmcv(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logit
 
 def _ours(backend: str) -> Callable[..., Tensor]:
     return lambda *inputs: ms_deform_attn(*inputs, backend=backend)
-
-
-def pixel_centres(levels: list[tuple[int, int]]) -> Tensor:
-    """Return the centres of every level's pixels as (x, y) from 0 to 1, ``(S, 2)``."""
-    grids = [torch.meshgrid((torch.arange(h) + 0.5) / h, (torch.arange(w) + 0.5) / w, indexing='ij') for h, w in levels]
-    return torch.cat([torch.stack([x, y], -1).view(-1, 2) for y, x in grids])
 
 
 def deformable_inputs(levels: list[tuple[int, int]], batch: int, heads: int = 8, dim: int = 32) -> list[Tensor]:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmgate.analysis.maps import pixel_centres
 from mmgate.layers import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.ms_deform_attn import attention_weights, mmcv, offset_locations
 
 from .mmcv_cuda import provide_operator
-from .ops import MODES, Row, deformable_inputs, interleaved, measure, pixel_centres, row_of, saved_bytes
+from .ops import MODES, Row, deformable_inputs, interleaved, measure, row_of, saved_bytes
 
 LEVELS = [(100, 167), (50, 84), (25, 42), (13, 21)]  # of an image of 800 x 1333
 # name: (queries, None for one a pixel; columns of the reference points: 2 for points, 4 for boxes)

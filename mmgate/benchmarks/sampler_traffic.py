@@ -13,6 +13,8 @@ import math
 import torch
 from torch import Tensor
 
+from mmgate.analysis.maps import pixel_centres
+
 SHAPES = ((100, 167), (50, 84), (25, 42), (13, 21))  # of an image of 800 x 1333
 HEADS, POINTS = 8, 4
 BAND = 8  # rows, as in the kernels
@@ -31,11 +33,7 @@ def banded(shapes: list[tuple[int, int]]) -> Tensor:
 def corners(shapes: list[tuple[int, int]], noise: float) -> Tensor:
     """Return the upper left pixels that the samples of every token fall on, ``(S, L, H, P, 2)`` as (x, y)."""
     generator = torch.Generator().manual_seed(0)
-    centres = []
-    for height, width in shapes:
-        y, x = torch.meshgrid((torch.arange(height) + 0.5) / height, (torch.arange(width) + 0.5) / width, indexing='ij')
-        centres.append(torch.stack((x, y), -1).view(-1, 2))
-    reference = torch.cat(centres)
+    reference = pixel_centres(shapes)
     sizes = torch.tensor(shapes).flip(-1)
     angles = torch.arange(HEADS) * (2 * math.pi / HEADS)
     direction = torch.stack((angles.cos(), angles.sin()), -1)

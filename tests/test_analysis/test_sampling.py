@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, tool
+from conftest import ROOT, over_shapes, tool
 from mmengine.config import Config
 from torch import nn
 
@@ -42,8 +42,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The demo's config over four small images."""
     root = tmp_path_factory.mktemp('demo')
     write_shapes(root / 'shapes', num_train=1, num_val=3, size=64)
-    text = Config.fromfile(str(ROOT / DEMO)).pretty_text.replace('data/shapes/', f'{root}/shapes/')
-    (root / 'small.py').write_text(text)
+    (root / 'small.py').write_text(over_shapes(DEMO, root / 'shapes'))
     return str(root / 'small.py')
 
 

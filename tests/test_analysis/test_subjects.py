@@ -8,7 +8,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from conftest import ROOT, tool
+from conftest import ROOT, over_shapes, tool
 from mmengine.config import Config
 
 import mmgate  # noqa: F401
@@ -27,8 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp('subjects')
     write_shapes(root / 'shapes', num_train=1, num_val=2, size=64)
     for name, config in dict(detr=DETR, mask2former=MASK2FORMER).items():
-        text = Config.fromfile(str(ROOT / config)).pretty_text.replace('data/shapes/', f'{root}/shapes/')
-        (root / f'{name}.py').write_text(text)
+        (root / f'{name}.py').write_text(over_shapes(config, root / 'shapes'))
     for number, folder in enumerate(('a', 'b c')):
         (root / folder).mkdir()
         image = np.random.default_rng(number).integers(0, 256, (64, 64, 3), np.uint8)

@@ -8,8 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, tool
-from mmengine.config import Config
+from conftest import ROOT, over_shapes, tool
 
 import mmgate  # noqa: F401
 from mmgate.analysis.subjects import UNTRAINED
@@ -31,8 +30,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp('looks')
     write_shapes(root / 'shapes', num_train=1, num_val=1, size=64)
     for name, config in CONFIGS.items():
-        text = Config.fromfile(str(ROOT / 'configs' / config)).pretty_text
-        (root / f'{name}.py').write_text(text.replace('data/shapes/', f'{root}/shapes/'))
+        (root / f'{name}.py').write_text(over_shapes(f'configs/{config}', root / 'shapes'))
     return {name: str(root / f'{name}.py') for name in CONFIGS}
 
 

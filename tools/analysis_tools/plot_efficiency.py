@@ -9,13 +9,13 @@ from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
-import torch
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 import mmgate  # noqa: F401
+from mmgate.analysis.subjects import check_device
 from mmgate.benchmarks.backbones import benchmark_models, with_throughput
 from mmgate.benchmarks.ops import write_csv
 from mmgate.benchmarks.plots import draw_curves
@@ -37,8 +37,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if min(args.batch, args.repetitions) < 1 or min(args.sizes) < 32:
         raise ConfigError('--batch and --repetitions take 1 or more, --sizes sides of 32 pixels or more.')
-    if args.device.startswith('cuda') and not torch.cuda.is_available():
-        raise ConfigError('--device cuda: torch sees no GPU here.')
+    check_device(args.device)
     MMLogger.get_current_instance().setLevel('ERROR')
     builds = {Path(path).stem: partial(backbone, cli.read_config(path)) for path in args.configs}
     if len(builds) < len(args.configs):

@@ -11,8 +11,7 @@ from mmgate.analysis.sampling import (
     best_queries,
     decoder_layers,
     encoder_layers,
-    from_image,
-    pixel_query,
+    query_at,
     record_sampling,
     sampling_points,
 )
@@ -62,9 +61,7 @@ def _points(found: dict[str, Any], sample: Any, args: argparse.Namespace) -> Sam
     if part == 'decoder':
         queries = best_queries(found['head'], 0, args.top_k)
     else:
-        height, width = sample.ori_shape[:2]
-        x, y = from_image(args.pixel or (width / 2, height / 2), sample)
-        queries = [pixel_query(layers[path]['spatial_shapes'].tensors[-1], x, y, args.level or 0)]
+        queries = [query_at(layers, path, sample, args.pixel, args.level or 0)]
     return sampling_points(layers, path, sample, queries)
 
 
