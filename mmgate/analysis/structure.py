@@ -80,10 +80,14 @@ def list_attention(model: nn.Module) -> list[Attention]:
 def _apart(model: Mapping[str, Any]) -> dict[str, Any]:
     """Return, without what is no part of the structure, those parts of a model's config that would need something.
 
-    What normalises images, which mmseg refuses in two configs; a teacher's weights and a language model, which would be
-    downloaded; the checkpointing of activations, for which Grounding DINO imports fairscale.
+    What normalises images, which mmseg refuses in two configs; a teacher's weights, a language model, a backbone of
+    timm's and what links StrongSORT's tracks, whose weights would be downloaded; the checkpointing of activations, for
+    which Grounding DINO imports fairscale.
     """
-    apart: dict[str, Any] = {key: None for key in ('data_preprocessor', 'teacher_ckpt') if key in model}
+    beside = ('data_preprocessor', 'teacher_ckpt', 'postprocess_model')
+    apart: dict[str, Any] = {key: None for key in beside if key in model}
+    if (model.get('backbone') or {}).get('pretrained') is True:
+        apart['backbone'] = {**model['backbone'], 'pretrained': False}
     if (model.get('data_preprocessor') or {}).get('type') == 'ReIDDataPreprocessor':
         del apart['data_preprocessor']  # without it mmpretrain's classifier builds its own, which mmdet does not find
     if 'language_model' in model:
