@@ -116,7 +116,8 @@ def linear(module: Any, x: Tensor, hw_shape: Any = None, **_: Any) -> Readings:
         sides = _sides(module, x, hw_shape)
         query, key, value = _projected(module, x, sides)
         features = next(_KEYS[base.__name__] for base in type(module).__mro__ if base.__name__ in _KEYS)
-        return key_value_map(features(module, query, key, sides), module.split_heads(value))
+        keys = features(module, query, key, sides)
+        return key_value_map(keys, module.split_heads(value).to(keys.dtype))  # powers of 16 bits are in 32
 
     return dict(kv=kv, gate_out=lambda: module.gate_out(x))
 
@@ -129,8 +130,8 @@ def polaformer(module: Any, x: Tensor, hw_shape: Any = None, **_: Any) -> Readin
         _, key, value = _projected(module, x, _sides(module, x, hw_shape))
         key = module.split_heads(key / F.softplus(module.focus_scale))
         keys = polarity_features(key, 1 + module.alpha * module.power.sigmoid())
-        same, opposite = module.split_heads(value).chunk(2, -1)
-        maps = [key_value_map(torch.cat(k, -1).to(v.dtype), v) for k, v in ((keys, same), (keys[::-1], opposite))]
+        same, opposite = module.split_heads(value).to(keys[0].dtype).chunk(2, -1)
+        maps = [key_value_map(torch.cat(k, -1), v) for k, v in ((keys, same), (keys[::-1], opposite))]
         return torch.cat(maps, -1)
 
     return dict(kv=kv, gate_out=lambda: module.gate_out(x))

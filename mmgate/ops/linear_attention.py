@@ -19,9 +19,9 @@ EPS_HALF = 2**-12  # the same in half precision, in whose range the inverse, a g
 
 
 def key_value_map(k: Tensor, v: Tensor) -> Tensor:
-    """Return ``K^T V / N``, ``(..., d, d)``, of keys and values ``(..., N, d)``."""
+    """Return ``K^T V / N``, ``(..., d, d)``, of keys and values ``(..., N, d)``, in the dtype of the values."""
     share = k.shape[-2] ** -0.5
-    return (k * share).transpose(-1, -2) @ (v * share)
+    return (k * share).to(v.dtype).transpose(-1, -2) @ (v * share)
 
 
 def kernel_attention(
@@ -52,15 +52,21 @@ def kernel_attention(
         filled='M d f',
         one_dtype=False,
     )
-    norm_q, norm_k = _wide(q if norm_q is None else norm_q), _wide(k if norm_k is None else norm_k)
+    norm_q, norm_k = (q if norm_q is None else norm_q), (k if norm_k is None else norm_k)
+    # Features in half precision have their gradients there too, which grow as features shrink: those stay short.
+    least = 1.0 if torch.float16 in (norm_q.dtype, norm_k.dtype) else 1e-12
+    norm_q, norm_k = _wide(norm_q), _wide(norm_k)
+    eps: float | Tensor = EPS
     if v.dtype == torch.float16:
-        # The weights do not depend on the features' lengths; brought to 1 where they are more, products stay in range.
-        long_q = norm_q.detach().abs().amax(-1, keepdim=True).clamp(min=1)
-        long_k = norm_k.detach().abs().amax((-2, -1), keepdim=True).clamp(min=1)
+        # The weights do not depend on the features' lengths; brought to about 1, products stay in range.
+        long_q = norm_q.detach().abs().amax(-1, keepdim=True).clamp(min=least)
+        long_k = norm_k.detach().abs().mean(-2, keepdim=True).amax(-1, keepdim=True).clamp(min=least)
         q, k, norm_q, norm_k = q / long_q, k / long_k, norm_q / long_q, norm_k / long_k
-    total = (norm_q * norm_k.mean(-2, keepdim=True)).sum(-1, keepdim=True)
-    total = total.clamp(min=EPS_HALF) if v.dtype == torch.float16 else total + EPS
-    return (_wide(q.to(v.dtype) @ key_value_map(k.to(v.dtype), v)) / total).to(v.dtype)
+        eps = EPS / (long_q * long_k)
+    total = (norm_q * norm_k.mean(-2, keepdim=True)).sum(-1, keepdim=True) + eps
+    if v.dtype == torch.float16:
+        total = total.clamp(min=EPS_HALF)
+    return (_wide(q.to(v.dtype) @ key_value_map(k, v)) / total).to(v.dtype)
 
 
 def kernel_attention_reference(
@@ -135,12 +141,14 @@ def linear_angular_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tenso
 def focused_features(x: Tensor, power: float = 3.0) -> Tensor:
     """Return ``‖x‖ x^p / ‖x^p‖`` of features ``(..., C)`` from 0 up: the direction sharpened, the length kept.
 
+    In no less than float32: powers of what 16 bits hold leave their range.
+
     Source: FLatten transformer (Han et al., 2023), Eq. 5.
     """
     wide = _wide(x)
     raised = wide**power
     length = wide.norm(dim=-1, keepdim=True) / raised.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-    return (raised * length).to(x.dtype)
+    return raised * length
 
 
 def polarity_features(x: Tensor, power: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import needs_mmpretrain
+from conftest import half_on_cpu, needs_mmpretrain
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.backbones.swin import WindowMSA
@@ -242,6 +242,16 @@ def test_the_map_of_keys_and_values(kind: str, class_token: bool, monkeypatch: p
     torch.testing.assert_close(kv, used[0])
     assert (effective_rank(kv) <= C // HEADS + 1e-6).all()
     assert ('gate_out' in recording['attn']) == (kind in ('PolaFormerAttention', 'RALAAttention', 'SAGAAttention'))
+
+
+@half_on_cpu
+@pytest.mark.parametrize('kind', ['FocusedLinearAttention', 'PolaFormerAttention'])
+def test_maps_of_powers_are_not_narrowed(kind: str) -> None:
+    model = Holder(getattr(layers, kind)(C, HEADS, map_size=(4, 4))).half()
+    with record(model, ['kv']) as recording, torch.no_grad():
+        model(x=x(2, 16, C).half(), hw_shape=(4, 4))
+    kv = recording['attn']['kv'].tensors[0]
+    assert kv.dtype is torch.float32 and kv.isfinite().all() and kv.ne(0).any()
 
 
 AGENTS = [

@@ -99,3 +99,14 @@ def test_many_tokens_stay_in_half_precision(name: str) -> None:
     exact, half = linear(q.double(), k.double(), v.double()), linear(q.half(), k.half(), v.half())
     assert half.dtype is torch.float16 and half.isfinite().all()
     assert (half - exact).norm() / exact.norm() < 0.05
+
+
+@half_on_cpu
+@pytest.mark.parametrize('size', [1e-2, 1.0, 1e4])
+def test_wide_features_of_any_length_beside_half_precision(size: float) -> None:
+    """Powers leave the range of half precision either way; the weights hardly depend on the features' length."""
+    q, k, v = torch.rand(3, *HEADS).double()
+    exact = ops.kernel_attention(q * size, k * size, v)
+    half = ops.kernel_attention(q.float() * size, k.float() * size, v.half())
+    assert half.dtype is torch.float16
+    torch.testing.assert_close(half.double(), exact, rtol=0, atol=0.01)
