@@ -47,6 +47,10 @@ def draw_sampling(
         axis.set_title(f'{title}\n{where}: {short(points.path)}'.strip(), fontsize=8)
         axis.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
     _legend(figure, levels, largest, [sample for *_, sample in drawn], threshold)
+    figure.draw_without_rendering()  # the layout decides which scores would hide one another, and is kept
+    figure.set_layout_engine('none')
+    for axis, (*_, sample) in zip(axes.flat, drawn, strict=False):
+        _scores(axis, sample, threshold)
     if out is not None:
         save(figure, out)
     figure.canvas.draw()
@@ -89,15 +93,36 @@ def _boxes(axis: Any, sample: Any, threshold: float) -> None:
         for box in np.asarray(boxes.cpu(), np.float64).reshape(-1, 4) / scale:
             rectangle(box, edgecolor='black', linewidth=1.6)
             rectangle(box, edgecolor='white', linewidth=0.9, linestyle='--')
+    for box, _ in _predicted(sample, threshold):
+        rectangle(box, edgecolor=COLOURS[5], linewidth=1.2)
+
+
+def _predicted(sample: Any, threshold: float) -> list[tuple[list[float], float]]:
+    """Return the boxes that are drawn and their scores, the best first."""
     found = sample.get('pred_instances')
-    if found is not None and 'bboxes' in found:
-        found = found[found.scores >= threshold]
-        order = found.scores.argsort(descending=True)[:MOST_BOXES].flip(0)  # the best score stays readable
-        for box, score in zip(found.bboxes[order].cpu(), found.scores[order].cpu(), strict=True):
-            rectangle(box, edgecolor=COLOURS[5], linewidth=1.2)
-            place = 'bottom' if float(box[1]) > 0.05 * sample.ori_shape[0] else 'top'  # within the image
-            axis.text(float(box[0]), max(float(box[1]), 0), f'{float(score):.2f}', fontsize=6, color='white', va=place,
-                      bbox=dict(facecolor=COLOURS[5], edgecolor='none', pad=0.6), clip_on=True)  # fmt: skip
+    if found is None or 'bboxes' not in found:
+        return []
+    found = found[found.scores >= threshold]
+    order = found.scores.argsort(descending=True)[:MOST_BOXES]
+    return list(zip(found.bboxes[order].tolist(), found.scores[order].tolist(), strict=True))
+
+
+def _scores(axis: Any, sample: Any, threshold: float) -> None:
+    """Write each score at the first corner of its box where it hides no better one, or not at all."""
+    height, width = sample.ori_shape[:2]
+    taken: list[Any] = []
+    for (left, top, right, bottom), score in _predicted(sample, threshold):
+        x0, x1, y0, y1 = max(left, 0), min(right, width), max(top, 0), min(bottom, height)
+        above, below = ('bottom' if y0 > 0.05 * height else 'top'), ('top' if y1 < 0.95 * height else 'bottom')
+        corners = [(x0, y0, 'left', above), (x1, y0, 'right', above), (x0, y1, 'left', below), (x1, y1, 'right', below)]
+        for x, y, ha, va in corners:
+            text = axis.text(x, y, f'{score:.2f}', fontsize=6, color='white', ha=ha, va=va, clip_on=True,
+                             bbox=dict(facecolor=COLOURS[5], edgecolor='none', pad=0.6))  # fmt: skip
+            extent = text.get_window_extent()
+            if not any(extent.overlaps(other) for other in taken):
+                taken.append(extent)
+                break
+            text.remove()
 
 
 def _legend(figure: Any, levels: int, largest: float, samples: Sequence[Any], threshold: float) -> None:
@@ -110,8 +135,7 @@ def _legend(figure: Any, levels: int, largest: float, samples: Sequence[Any], th
     entries = [dot(f'level {level}', COLOURS[level % len(COLOURS)], 6) for level in range(levels)]
     entries.append(dot(f'largest weight {largest:.2f}', 'grey', 42**0.5))
     entries.append(dot('reference', 'white', 7, 'P', 'black'))
-    found = [sample.get('pred_instances') for sample in samples]
-    if any(each is not None and 'bboxes' in each and bool((each.scores >= threshold).any()) for each in found):
+    if any(_predicted(sample, threshold) for sample in samples):
         entries.append(Line2D([], [], color=COLOURS[5], label='predicted'))
     truth = [sample.get('gt_instances') for sample in samples]
     if any(each is not None and 'bboxes' in each and len(each.bboxes) for each in truth):

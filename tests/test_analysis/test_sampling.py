@@ -13,11 +13,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, over_shapes, tool
+from mmdet.structures import DetDataSample
 from mmengine.config import Config
+from mmengine.structures import InstanceData
 from torch import nn
 
 import mmgate  # noqa: F401
+from mmgate.analysis import sampling_figure
 from mmgate.analysis.sampling import (
+    SamplingPoints,
     best_queries,
     decoder_layers,
     density,
@@ -139,6 +143,24 @@ def test_points_on_a_photograph(real: bool, demo: str, tmp_path: Path, monkeypat
             assert float(row[axis]) == pytest.approx((middle + offset / cells) * side, abs=0.01)
     weights = np.array([float(row['weight']) for row in rows]).reshape(8, -1)
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
+
+
+def test_scores_hide_no_better_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five boxes of one corner: two scores stand above and two below; the worst is left out."""
+    cv2.imwrite(str(tmp_path / 'image.png'), np.zeros((100, 100, 3), np.uint8))
+    boxes, scores = torch.tensor([[20.0, 20.0, 80.0, 80.0]]).repeat(5, 1), torch.tensor([0.5, 0.9, 0.6, 0.7, 0.8])
+    sample = DetDataSample(metainfo=dict(img_path=str(tmp_path / 'image.png'), ori_shape=(100, 100)))
+    sample.pred_instances = InstanceData(bboxes=boxes, scores=scores)
+    rng = np.random.default_rng(0)
+    points = SamplingPoints('layer', rng.uniform(40, 60, (1, 2, 1, 4, 2)), np.ones((1, 2, 1, 4)),
+                            np.array([[50.0, 50.0]]), np.array([0]), is_encoder=False)  # fmt: skip
+    figures: list[Any] = []
+    monkeypatch.setattr(sampling_figure, 'save', lambda figure, path: figures.append(figure))
+    sampling_figure.draw_sampling([('model', points, sample)], tmp_path / 'out.png')
+    texts = figures[0].axes[0].texts
+    assert sorted(text.get_text() for text in texts) == ['0.60', '0.70', '0.80', '0.90']
+    extents = [text.get_window_extent() for text in texts]
+    assert not any(a.overlaps(b) for i, a in enumerate(extents) for b in extents[:i])
 
 
 def test_tool_draws_two_models(demo: str, tmp_path: Path) -> None:
