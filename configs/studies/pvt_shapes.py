@@ -11,6 +11,7 @@ runs = dict(
     saga_no_dwc='configs/studies/pvt_shapes/saga-no-dwc.py',
     saga_no_output_augmentation='configs/studies/pvt_shapes/saga-no-output-augmentation.py',
     focused='configs/studies/pvt_shapes/focused.py')
+baselines = dict(saga_no_gate='saga', saga_no_dwc='saga', saga_no_output_augmentation='saga')  # default: softmax
 seeds = [0, 1, 2]
 metric = 'coco/segm_mAP'
 options = {

@@ -168,6 +168,7 @@ def summary(
         row: dict[str, float | str | int] = dict(name=name, runs=len(values), mean=float(np.mean(values)), std=spread)
         paired = name != other and len(values) == len(baseline)
         found = paired_difference(values, baseline) if paired else Difference(*[float('nan')] * 5)
+        row.update(against=other if paired else '-')
         row.update(difference=found.mean, standard_error=found.error, low=found.low, high=found.high, p=found.p)
         rows.append(row)
     return rows
@@ -175,13 +176,13 @@ def summary(
 
 def as_table(rows: Sequence[dict[str, float | str | int]]) -> str:
     """Return a Markdown table; what is not a number is a dash."""
-    header = '| | runs | mean | std | difference | 95 % interval | p |'
-    lines = [header, '|---' * 7 + '|']
+    header = '| | runs | mean | std | against | difference | 95 % interval | p |'
+    lines = [header, '|---' * 8 + '|']
     for row in rows:
         numbers = {k: '-' if isinstance(v, float) and np.isnan(v) else v for k, v in row.items()}
         shown = {k: f'{v:.3f}' if isinstance(v, float) else v for k, v in numbers.items()}
         interval = '-' if shown['low'] == '-' else f'{shown["low"]} to {shown["high"]}'
-        cells = [shown[k] for k in ('name', 'runs', 'mean', 'std', 'difference')]
+        cells = [shown[k] for k in ('name', 'runs', 'mean', 'std', 'against', 'difference')]
         lines.append('| ' + ' | '.join(str(cell) for cell in [*cells, interval, shown['p']]) + ' |')
     return '\n'.join(lines)
 

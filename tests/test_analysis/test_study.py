@@ -63,7 +63,7 @@ def test_runs_resumes_and_reports(study: Study, tmp_path: Path) -> None:
     run_study(study, tmp_path, execute=tools)
     assert len(tools.commands) == done  # nothing is run twice
     table = report_study(study, tmp_path)
-    assert '| plug | 2 | 0.100 | 0.071 | 0.050 | - | - |' in table  # two equal differences have no interval
+    assert '| plug | 2 | 0.100 | 0.071 | vanilla | 0.050 | - | - |' in table  # two equal differences have no interval
     assert 'unknown: it takes seeds whose differences vary' in table
     rows = list(csv.DictReader((tmp_path / 'results.csv').open()))
     assert [(row['name'], row['seed'], row[METRIC]) for row in rows][-1] == ('plug', '1', '0.15')
@@ -84,7 +84,7 @@ def test_compares_each_with_its_baseline(study: Study, tmp_path: Path) -> None:
 
     run_study(of_noise, tmp_path, execute=tools)
     rows = report_study(of_noise, tmp_path).splitlines()
-    assert '| noisy_plug | 2 | 0.050 | 0.071 | -0.300 |' in rows[-3]
+    assert '| noisy_plug | 2 | 0.050 | 0.071 | noisy | -0.300 |' in rows[-3]
     low, high = (0.025 + sign * 12.7062 * 0.025 for sign in (-1, 1))  # Student's, one degree of freedom
     assert f'{low:.3f} to {high:.3f}' in rows[-5] and f'either side by {(high - low) / 2:.3f}. 1 comp' in rows[-1]
 
