@@ -10,6 +10,7 @@ runs = dict(
     plug_decoder='configs/studies/deformable_detr_shapes/plug-decoder.py',
     plug_paper_init='configs/studies/deformable_detr_shapes/plug-paper-init.py',
     plug_no_residual='configs/studies/deformable_detr_shapes/plug-no-residual.py')
+baselines = dict(plug_no_residual='plug_paper_init')  # it starts as that one does; default: vanilla
 seeds = [0, 1, 2, 3, 4]
 metric = 'coco/bbox_mAP'
 options = {
