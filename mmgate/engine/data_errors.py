@@ -32,6 +32,9 @@ _RUNNING = {
     'Expected more than 1 value per channel when training': 'a batch norm met one number a channel, a batch of one '
     'image and a map of one pixel. Use larger images or a larger train_dataloader.batch_size, with '
     'train_dataloader.drop_last=True where the last batch is what is left over',
+    'loaded state dict': 'the checkpoint to resume groups its parameters otherwise than this config: other rates or '
+    'another constructor in optim_wrapper. A run goes on with its own config alone; --cfg-options load_from=FILE '
+    'without --resume starts a new one from its weights',
 }
 
 
@@ -133,7 +136,7 @@ def _replace_pipelines(dataset: Any, check: LabelCheck | None) -> None:
 
 @contextmanager
 def explained_run() -> Iterator[None]:
-    """Turn errors of a run that only data or batch size can mend into one message."""
+    """Turn errors of a run that only its data or config can mend into one message."""
     try:
         yield
     except ConfigError:

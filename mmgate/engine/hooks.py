@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
 from mmengine.model import BaseTTAModel, is_model_wrapper
+from mmengine.optim import OptimWrapper
 from mmengine.runner import CheckpointLoader, load_checkpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from .preflight import ConfigError
 
@@ -30,7 +34,8 @@ class LoadReportHook(Hook):
 
     Raises:
         ConfigError: Too few keys were filled (from :meth:`before_test` and :meth:`before_train`), or a run is to be
-            resumed from weights alone (from :meth:`after_load_checkpoint`).
+            resumed from weights alone, or from those of another model or optimizer (from
+            :meth:`after_load_checkpoint`).
     """
 
     def __init__(self, checkpoint: str, *, allow_mismatch: bool = False) -> None:
@@ -45,6 +50,14 @@ class LoadReportHook(Hook):
                 f'{self.checkpoint} holds weights alone, no run that could be resumed. '
                 f'--cfg-options load_from={self.checkpoint} starts a new run from them.'
             )
+        wrapper = getattr(runner, 'optim_wrapper', None)
+        if getattr(runner, '_resume', False) and isinstance(wrapper, OptimWrapper) and 'optimizer' in checkpoint:
+            other = _difference(checkpoint['optimizer'], wrapper.optimizer)
+            if other:
+                raise ConfigError(
+                    f'{self.checkpoint} is of a run with another model or optimizer: {other}. A run goes on with its '
+                    f'own config alone; --cfg-options load_from={self.checkpoint} without --resume starts a new one.'
+                )
         self._given = list(checkpoint.get('state_dict', checkpoint))
         self._before = _versions(runner.model)
 
@@ -96,6 +109,31 @@ def load_weights(model: nn.Module, checkpoint: str) -> None:
         raise ConfigError(f'{found}. It is of another model; give the config that it belongs to, or one of this model.')
     if found:
         print_log(f'{found}.', logger='current', level=logging.WARNING if share < 1 else logging.INFO)
+
+
+def _difference(saved: Mapping[str, Any], optimizer: Optimizer) -> str | None:
+    """Return what keeps an optimizer from going on from a saved state, as far as torch would see it late or not at all.
+
+    The order of parameters is not compared, as groups may have been merged since.
+    """
+    groups, states = saved.get('param_groups', []), saved.get('state', {}).values()
+    if not groups:
+        return None
+    # torch fills in switches that came later, and no others
+    settings = {key for key, value in optimizer.defaults.items() if value is not None and not isinstance(value, bool)}
+    lacking = sorted(settings - set(groups[0]))
+    if lacking:
+        return f'its optimizer has no {", ".join(lacking)}, which {type(optimizer).__name__} needs'
+    own = [parameter for group in optimizer.param_groups for parameter in group['params']]
+    number = sum(len(group['params']) for group in groups)
+    if number != len(own):
+        return f'{number} parameters were trained there, {len(own)} are here'
+    for moment in ('exp_avg', 'momentum_buffer'):
+        shapes = Counter(tuple(state[moment].shape) for state in states if isinstance(state.get(moment), Tensor))
+        strange = shapes - Counter(tuple(parameter.shape) for parameter in own)
+        if strange:
+            return f'parameters of shape {", ".join(map(str, list(strange)[:3]))} were trained there, none are here'
+    return None
 
 
 def _own(model: nn.Module) -> nn.Module:

@@ -135,6 +135,23 @@ def test_checkpoints_to_start_from(
     assert re.search(message, output + errors, re.DOTALL)
 
 
+def test_a_run_of_another_model_or_optimizer_is_not_resumed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run('train', name='first') == 0
+    others = {
+        'momentum, which SGD needs': ['optim_wrapper.optimizer.type=SGD', 'optim_wrapper.optimizer.momentum=0.9'],
+        'groups its parameters otherwise': [
+            'optim_wrapper.constructor=DefaultOptimWrapperConstructor',
+            'optim_wrapper.paramwise_cfg=None',
+        ],
+        'parameters of shape (30, 256) were trained there, none are here': ['model.num_queries=20'],
+        'were trained there, ': ['model.encoder.num_layers=2'],
+    }
+    for number, (message, options) in enumerate(others.items()):
+        assert run('train', '--resume', 'work/epoch_1.pth', '--cfg-options', *options, name=f'other{number}') == 2
+        error = capsys.readouterr().err
+        assert message in error and 'starts a new' in error and 'Traceback' not in error
+
+
 def test_an_option_without_a_value(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         cli.main(cli.train, ['config.py', '--cfg-options', 'train_cfg.max_epochs'])
