@@ -8,7 +8,6 @@ mmengine falls back to the unsafe way or never took the safe one.
 from __future__ import annotations
 
 import argparse
-import ast
 import os
 import os.path as osp
 import pickle
@@ -26,21 +25,19 @@ from mmgate.models.checkpoint_file import download
 from mmgate.models.guarded_pickle import GuardedUnpickler, UnsafeCheckpoint, load_pickled, refuse
 from mmgate.models.safetensors_file import read_safetensors
 
+from .plain_config import running_part
 from .preflight import ConfigError
 
 TRUST = 'MMGATE_TRUST_CHECKPOINT'
 HOW_TO_TRUST = f'If you trust whoever made it, pass --trust-checkpoint, or set {TRUST}=1'
-PLAIN_CALLS = {'dict', 'float', 'list', 'set', 'tuple'}
-NOT_PLAIN = (ast.Import, ast.ImportFrom, ast.Attribute, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 ALLOWED = {
     'collections': {'Counter', 'defaultdict', 'deque'},
     # no str: of nested lists it makes a text of any length
     'builtins': {'complex', 'dict', 'float', 'frozenset', 'int', 'list', 'set', 'slice', 'tuple', 'bool'},
-    'datetime': {'date', 'datetime', 'timedelta'},
+    'datetime': {'date', 'datetime', 'timedelta', 'timezone'},
     'pathlib': {'Path', 'PosixPath', 'PurePosixPath'},
     'argparse': {'Namespace'},
     'types': {'SimpleNamespace'},
-    'numpy': {'ndarray'},
     'torch._utils': {'_rebuild_parameter_with_state', '_rebuild_sparse_tensor'},
     'torch.nn.parameter': {'Parameter'},
     'torch.serialization': {'_get_layout'},
@@ -148,6 +145,8 @@ class _SafeUnpickler(GuardedUnpickler):
         module = OLD_NAMES.get(module, module)
         if name in REPLACED.get(module, {}):
             return REPLACED[module][name]
+        if module == HistoryBuffer.__module__ and name.startswith('HistoryBuffer.'):  # protocol 4 asks for no getattr
+            return _attribute(HistoryBuffer, name.partition('.')[2])
         if name in ALLOWED.get(module, ()):  # a name with dots is in none
             return getattr(import_module(module), name)
         refuse(f'asks for {module}.{name}')
@@ -166,8 +165,15 @@ class _SafeUnpickler(GuardedUnpickler):
             refuse('calls HistoryBuffer')
         super().load_reduce()
 
+    def _instantiate(self, kind: Any, arguments: Any) -> None:
+        refuse(f'makes an object of {kind!r} as Python 2 did')
+
     dispatch[pickle.BUILD[0]] = load_build
     dispatch[pickle.REDUCE[0]] = load_reduce
+
+
+class _Array:
+    """In the place of numpy's ndarray, which would make memory of any size."""
 
 
 class _OneCycle:
@@ -192,7 +198,7 @@ def _dtype(name: str, align: bool = False, copy: bool = False) -> np.dtype:
 
 def _empty_array(kind: Any, shape: Any, dtype: Any) -> np.ndarray:
     """Stand for numpy's function that makes the array whose content follows: it is always empty at first."""
-    if kind is not np.ndarray or tuple(shape) != (0,):
+    if kind is not _Array or tuple(shape) != (0,):
         refuse(f'asks numpy for an array of shape {shape} out of nothing')
     return np.ndarray(shape, dtype)
 
@@ -211,11 +217,18 @@ def _bytes(text: str, encoding: str) -> bytes:
     return text.encode(encoding)
 
 
+def _no_bytes(*content: Any) -> bytes:
+    """Stand for ``bytes``, by which pickle's older protocols spell those of an empty array."""
+    if content:
+        refuse('asks for builtins.bytes')
+    return b''
+
+
 _NUMPY: dict[str, Callable[..., Any]] = {'_reconstruct': _empty_array, 'scalar': _scalar}
 REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
-    'builtins': {'getattr': _attribute},
+    'builtins': {'getattr': _attribute, 'bytes': _no_bytes},
     '_codecs': {'encode': _bytes},
-    'numpy': {'dtype': _dtype},
+    'numpy': {'dtype': _dtype, 'ndarray': _Array},
     'mmengine.optim.scheduler.param_scheduler': {'OneCycleParamScheduler': _OneCycle},
     'numpy.core.multiarray': _NUMPY,
     'numpy._core.multiarray': _NUMPY,
@@ -231,21 +244,6 @@ def _refuse_configs_that_run(checkpoint: Any) -> None:
     for place in (meta, info):
         for key in ('config', 'cfg'):
             text = place.get(key) if isinstance(place, dict) else None
-            if isinstance(text, str) and not _is_plain(text):
-                refuse(f'holds a config, {key}, with calls or imports in it')
-
-
-def _is_plain(text: str) -> bool:
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return True  # nothing that could run
-    calls = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    for node in ast.walk(tree):
-        if id(node) in calls and not (isinstance(node, ast.Name) and node.id in PLAIN_CALLS):
-            return False
-        if isinstance(node, NOT_PLAIN) or (isinstance(node, ast.Name) and node.id.startswith('__')):
-            return False
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in PLAIN_CALLS:
-            return False  # another function under a plain name
-    return True
+            found = running_part(text) if isinstance(text, str) else None
+            if found:
+                refuse(f'holds a config, {key}, with {found}')

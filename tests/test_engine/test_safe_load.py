@@ -100,10 +100,38 @@ def test_an_archive_is_no_checkpoint(tmp_path: Path) -> None:
         ('x = ().__class__.__base__', True),
         ("dict = eval\nx = dict('1')", True),
         ('x = (lambda: 1)()', True),
-        ('x = [open for open in [1]]', False),
+        ('x = [open for open in [1]]', True),
         ('not python (', False),
+        ('x = {{\'$NO_SUCH:1|__import__("os").system("true")#\'}}', True),
+        ("_base_ = '/tmp/x.py'", True),
+        ('while True: pass', True),
+        ('x = 9**9**9', True),
+        ("model = dict(type='subprocess.check_call', args=['true'])", True),
+        ("model = dict(backbone={'type': 'mmengine.utils.package_utils.call_command', 'cmd': ['true']})", True),
+        ("model = dict(type='mmengine.hub.os.system')", True),
+        (
+            "model = dict(type='mmgate.Gated', host='mmdet.models.detectors.DETR', o=dict(type='torch.optim.AdamW'))",
+            False,
+        ),
     ],
-    ids=['plain', 'call', 'import', 'attribute', 'renamed', 'lambda', 'names', 'text'],
+    ids=[
+        'plain',
+        'call',
+        'import',
+        'attribute',
+        'renamed',
+        'lambda',
+        'names',
+        'text',
+        'braces',
+        'base',
+        'loop',
+        'power',
+        'type',
+        'function',
+        'module',
+        'dots',
+    ],
 )
 def test_a_config_may_only_hold_values(text: str, runs: bool, place: str, tmp_path: Path) -> None:
     """mmengine runs it as Python where it resumes, and in its inferencers."""
@@ -115,6 +143,28 @@ def test_a_config_may_only_hold_values(text: str, runs: bool, place: str, tmp_pa
         with pytest.raises(UntrustedCheckpoint, match='holds a config'):
             CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
     else:
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+@pytest.mark.parametrize('protocol', [2, 4])
+def test_what_numpy_leaves_beside_tensors(protocol: int, tmp_path: Path) -> None:
+    history = HistoryBuffer([1.0, 2.0], [1, 1])
+    given = dict(empty=np.zeros((0, 4)), numbers=np.arange(3), history=history)
+    torch.save(given, tmp_path / 'a.pth', pickle_protocol=protocol)
+    found = CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+    assert found['empty'].shape == (0, 4) and found['numbers'].tolist() == [0, 1, 2]
+    assert found['history'].mean() == 1.5
+
+
+@pytest.mark.parametrize('opcode', ['list', 'obj', 'inst'])
+def test_a_small_file_makes_nothing_large(opcode: str, tmp_path: Path) -> None:
+    data = {
+        'list': b'cnumpy\nndarray\nJ\x00\xe1\xf5\x05\x85\x85R',
+        'obj': b'(cmmengine.logging.history_buffer\nHistoryBuffer\n]]o',
+        'inst': b'(]]immengine.logging.history_buffer\nHistoryBuffer\n',
+    }[opcode]
+    in_zip(tmp_path / 'a.pth', b'\x80\x02' + data + b'.')
+    with pytest.raises(ConfigError):
         CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
 
 
