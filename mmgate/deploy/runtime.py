@@ -45,9 +45,12 @@ class Exported:
         if self.path.suffix == '.pt2' and not (trusted or is_trusted()):
             raise ConfigError(f'{path} may hold code, which opening it would run. {HOW_TO_TRUST}.')
         self._run, notes = openers[self.path.suffix](threads or torch.get_num_threads())
-        if not notes:
+        try:
+            self.notes: dict[str, Any] = json.loads(notes or '{}')
+        except ValueError:
+            self.notes = {}
+        if 'takes' not in self.notes:
             raise ConfigError(f'{path} was not written by tools/deploy/export.py; its inputs are unknown.')
-        self.notes: dict[str, Any] = json.loads(notes)
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs.

@@ -16,7 +16,7 @@ _HEADS = ('auxiliary_head', 'bbox_head', 'decode_head', 'head', 'mask_head', 'pa
 _OTHER_TARGETS = ('STDCHead', 'VPDDepthHead')
 
 
-def check_classes(model: nn.Module, dataset: Any) -> None:
+def check_classes(model: nn.Module, dataset: Any, what: str = 'the training data') -> None:
     """Compare ``num_classes`` of the heads with the data set's classes; warn where a head has more.
 
     A data set without a list of classes is not checked, nor are heads that predict by text or without classes.
@@ -32,7 +32,7 @@ def check_classes(model: nn.Module, dataset: Any) -> None:
     name = type(inner).__name__
     for where, setting, predicted, labelled in _counts(model, meta):
         found = f'{where} ({type(model.get_submodule(where)).__name__}) predicts {predicted} classes'
-        known = f'the training data ({name}) labels {len(labelled)}: {listed(labelled, 4)}'
+        known = f'{what} ({name}) labels {len(labelled)}: {listed(labelled, 4)}'
         if predicted >= len(labelled):
             if predicted > len(labelled):
                 warnings.warn(f'{found}, but {known}. Set model.{where}.{setting}={len(labelled)}.', stacklevel=2)

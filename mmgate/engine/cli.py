@@ -294,6 +294,11 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
     check_backends(runner.model)
     if trains:
         check_classes(own_model(runner.model), runner.train_dataloader.dataset)
+    else:
+        try:
+            check_classes(own_model(runner.model), runner.test_dataloader.dataset, 'the data to test on')
+        except ConfigError as error:  # it can be tested, over those classes alone
+            runner.logger.warning(f'{error} The result counts the classes of the data.')
     return runner
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from .data_checks import check_dataset, check_names, lacks, wrapped
 from .gate_hooks import own_model
 from .preflight import ConfigError
-from .sample_checks import DataError, LabelCheck, SameSizeCollate
+from .sample_checks import DataError, LabelCheck, LabelWarning, SameSizeCollate
 
 _IMAGES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp')
 _BY_INDEX = ('CrossEntropyLoss', 'LabelSmoothLoss')  # read a label as an index, unless they are of sigmoids
@@ -96,7 +96,8 @@ def watch_data(runner: Any) -> None:
             raise ConfigError(f'{where}: {explained}.') from error
         check_dataset(loader.dataset, where)
         trains = split == 'train'
-        _replace_pipelines(loader.dataset, label_check(runner.model) if trains else None)
+        labels = label_check(runner.model) if hasattr(runner, 'model') else None
+        _replace_pipelines(loader.dataset, labels if trains or labels is None else LabelWarning(labels))
         if trains and callable(getattr(loader, 'collate_fn', None)):
             loader.collate_fn = SameSizeCollate(loader.collate_fn, _padded_to(runner.model))
         return loader
@@ -127,7 +128,7 @@ def _padded_to(model: Any) -> tuple[int, int] | None:
     return (int(size[-2]), int(size[-1])) if type(preprocessor).__name__ == 'SegDataPreProcessor' and size else None
 
 
-def _replace_pipelines(dataset: Any, check: LabelCheck | None) -> None:
+def _replace_pipelines(dataset: Any, check: Callable[[dict[str, Any]], tuple[str, str] | None] | None) -> None:
     if type(getattr(dataset, 'pipeline', None)) is Compose:
         dataset.pipeline = FileNamingCompose(dataset.pipeline, check)
     for inner in wrapped(dataset):

@@ -78,7 +78,7 @@ class LoadReportHook(Hook):
                 'own config, or give --allow-mismatch.'
             )
         if found:
-            runner.logger.info(f'{found}.')
+            runner.logger.log(logging.INFO if share == 1 else logging.WARNING, f'{found}.')
 
     def report(self, runner: Any) -> tuple[str, float]:
         """Return what was loaded, in words and as a share of the keys; no words where nothing can be said."""

@@ -175,6 +175,8 @@ def check_checkpoint(path: str, *, sharded: bool = False) -> None:
     Raises:
         ConfigError: With the reason.
     """
+    if path.startswith('file://'):
+        raise ConfigError(f'checkpoint {path} is no path; give {path.removeprefix("file://")}.')
     if '://' in path:
         return
     if osp.isdir(path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,25 @@ class LabelCheck:
             'Correct the labels, raise num_classes with the classes of the data, or set reduce_zero_label where labels '
             'count from 1.'
         )
+
+
+class LabelWarning:
+    """Warns once of what a :class:`LabelCheck` finds: data to evaluate on may have labels that the model has not.
+
+    Args:
+        check: What is asked.
+    """
+
+    def __init__(self, check: LabelCheck) -> None:
+        self.check, self.said = check, False
+
+    def __call__(self, sample: dict[str, Any]) -> None:
+        """Look at a sample."""
+        found = None if self.said else self.check(sample)
+        if found:
+            self.said = True
+            path = sample['data_samples'].get(found[0], found[0])
+            warnings.warn(f'{path} {found[1]} The metric does not count what is beyond the classes.', stacklevel=2)
 
 
 class SameSizeCollate:

@@ -82,7 +82,8 @@ def last_whole_checkpoint(work_dir: str, *folders: str) -> tuple[str | None, str
     """Return the checkpoint that a run goes on from, and a warning if it is not the last one that was written.
 
     Args:
-        work_dir: Of the run. What its ``last_checkpoint`` names counts, if it is whole; else the youngest that is.
+        work_dir: Of the run. What its ``last_checkpoint`` names counts, if it is whole, there or in the work dir; else
+            the youngest that is.
         *folders: Where the run's checkpoints lie, if not there (:func:`checkpoint_folders`).
 
     Raises:
@@ -96,7 +97,9 @@ def last_whole_checkpoint(work_dir: str, *folders: str) -> tuple[str | None, str
     others = [path for place in places for path in place.glob('*.pth') if SAVED.fullmatch(path.name)]
     if not named and not (note.is_file() and others):
         return None, None
-    whole = sorted(filter(_is_whole, others), key=lambda path: path.stat().st_mtime_ns)
+    # in a copied folder all are young; the note's name is then the last one's
+    moved = Path(work_dir, osp.basename(named)).absolute() if named else None
+    whole = sorted(filter(_is_whole, others), key=lambda path: (path == moved, path.stat().st_mtime_ns))
     what = f'{named} is {"cut short" if osp.exists(named) else "gone"}' if named else f'{note} is empty'
     if not whole:
         raise ConfigError(
@@ -174,6 +177,10 @@ class _RemoveLater:
         self.late.append(('rmtree', path))
 
 
+def _is_below(path: str, folder: str) -> bool:
+    return '://' in path or Path(path).absolute().is_relative_to(Path(folder).absolute())
+
+
 def _save_then_remove(hook: CheckpointHook, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     backend = hook.file_backend
     if isinstance(backend, _RemoveLater):  # the best one is saved by way of the other
@@ -185,6 +192,8 @@ def _save_then_remove(hook: CheckpointHook, save: Callable[..., None], *args: An
     finally:
         hook.file_backend = backend
     for method, path in noted.late:
+        if not _is_below(path, hook.out_dir):
+            continue  # of the run that this one was resumed from
         if path not in (hook.last_ckpt, getattr(hook, 'best_ckpt_path', None)):  # a name without a number
             getattr(backend, method)(path)
     return None

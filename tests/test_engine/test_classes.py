@@ -7,14 +7,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT, skip_unless_readable
 from mmengine.config import Config
 from mmengine.registry import DATASETS, init_default_scope
+from mmengine.structures import PixelData
+from mmseg.structures import SegDataSample
 from torch import nn
 
 from mmgate.analysis.structure import build_structure
 from mmgate.engine.classes import check_classes
 from mmgate.engine.preflight import ConfigError
+from mmgate.engine.sample_checks import LabelCheck, LabelWarning
 
 
 class Head(nn.Module):
@@ -145,6 +149,19 @@ def test_the_message_names_the_innermost_data_set() -> None:
     data.datasets = [SimpleNamespace(dataset=data_of(3))]
     with pytest.raises(ConfigError, match=r'training data \(SimpleNamespace\) labels 3: c0, c1, c2'):
         check_classes(model_of(bbox_head=Head(num_classes=2)), data)
+
+
+def test_labels_to_evaluate_on_are_warned_of_once() -> None:
+    check = LabelWarning(LabelCheck(6, 255))
+    samples = [SegDataSample(gt_sem_seg=PixelData(data=torch.tensor([[[label]]]))) for label in (5, 255, 77, 78)]
+    for sample in samples:
+        sample.set_metainfo(dict(seg_map_path='map.png'))
+    for sample in samples[:2]:
+        check(dict(data_samples=sample))
+    with pytest.warns(UserWarning, match='map.png has the label 77, but the model has 6 classes') as found:
+        for sample in samples:
+            check(dict(data_samples=sample))
+    assert len(found) == 1
 
 
 CONFIGS = [path for path in sorted((ROOT / 'configs').rglob('*.py')) if not {'_base_', 'studies'} & set(path.parts)]

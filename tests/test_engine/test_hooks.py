@@ -34,7 +34,8 @@ def report(given: dict[str, torch.Tensor], allow_mismatch: bool = False) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(Renaming(3, 4), nn.BatchNorm1d(4))
     lines: list[str] = []
-    runner = SimpleNamespace(model=model, logger=SimpleNamespace(info=lines.append))
+    logger = SimpleNamespace(log=lambda level, line: lines.append(f'{logging.getLevelName(level)}: {line}'))
+    runner = SimpleNamespace(model=model, logger=logger)
     hook = LoadReportHook('x.pth', allow_mismatch=allow_mismatch)
     checkpoint = dict(state_dict=given)
     hook.after_load_checkpoint(runner, checkpoint)
@@ -50,14 +51,14 @@ NORM = {f'1.{name}': torch.ones(4) for name in ('weight', 'bias', 'running_mean'
 @pytest.mark.parametrize(
     ('given', 'line'),
     [
-        (LINEAR | NORM, '6 of 6 keys of Sequential were loaded from x.pth, which has 6.'),
+        (LINEAR | NORM, 'INFO: 6 of 6 keys of Sequential were loaded from x.pth, which has 6.'),
         (
             LINEAR | NORM | {'2.weight': torch.zeros(1)},
             '6 of 6 keys of Sequential were loaded from x.pth, which has 7.',
         ),
         (NORM, '4 of 6 keys of Sequential were loaded from x.pth, which has 4; not loaded: 0.weight, 0.bias.'),
         ({'0.w': torch.zeros(2, 3), '0.bias': torch.zeros(4)} | NORM, '6 of 6'),
-        (LINEAR | NORM | {'0.weight': torch.zeros(4, 9)}, '5 of 6 keys of Sequential were loaded'),
+        (LINEAR | NORM | {'0.weight': torch.zeros(4, 9)}, 'WARNING: 5 of 6 keys of Sequential were loaded'),
         (LINEAR | dict(list(NORM.items())[3:]), 'which has 3; not loaded: 1.weight, 1.bias, 1.running_mean'),
     ],
     ids=['all', 'and more', 'most', 'renamed and resized', 'of another size', 'three missing'],

@@ -160,6 +160,27 @@ def test_the_youngest_whole_checkpoint_is_found(tmp_path: Path) -> None:
         last_whole_checkpoint(folder)
 
 
+def test_the_last_checkpoint_of_a_copied_folder(tmp_path: Path) -> None:
+    last = written(tmp_path, 'epoch_12.pth', 10)
+    written(tmp_path, 'epoch_2.pth', 11)
+    (tmp_path / 'last_checkpoint').write_text('/gone/work/epoch_12.pth')
+    found, warning = last_whole_checkpoint(str(tmp_path))
+    assert found == str(last) and 'is gone; the run goes on from' in str(warning)
+
+
+def test_checkpoints_of_another_run_are_kept(tmp_path: Path) -> None:
+    """A run that was resumed from elsewhere has that run's best checkpoint for its own."""
+    hook = CheckpointHook(interval=1)
+    best = tmp_path / 'other/best_mIoU_iter_6.pth'
+    best.parent.mkdir()
+    (tmp_path / 'new').mkdir()
+    best.write_bytes(b'x')
+    runner = runner_with(hook, tmp_path / 'new', lambda *_, **__: hook.file_backend.remove(str(best)))
+    remove_after_saving(runner)
+    hook._save_checkpoint_with_step(runner, 1, meta={})
+    assert best.is_file()
+
+
 @pytest.mark.parametrize('root', ['elsewhere', '/absolute'], ids=['relative', 'absolute'])
 def test_checkpoints_of_a_run_elsewhere(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """mmengine's hook adds the run's name to its out_dir; the note is in the work dir."""
