@@ -85,6 +85,7 @@ COVERING: dict[str, tuple[str, ...]] = {
     'engine/*_checks.py': (f'{ENGINE}preflight', 'test_tools/test_flags', 'test_tools/test_mistakes'),
     'engine/data_errors.py': (f'{ENGINE}hooks', 'test_tools/test_mistakes'),
     'engine/publish.py': ('test_tools/test_publish',),
+    'engine/plain_config.py': (f'{ENGINE}safe_load',),
     'engine/sync_batch_norm.py': (f'{ENGINE}processes',),
     'engine/hooks.py': (f'{ENGINE}hooks', 'test_tools/test_command_line'),
     'engine/*': (),  # the file of its name
