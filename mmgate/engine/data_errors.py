@@ -61,9 +61,14 @@ class FileNamingCompose(Compose):
                     reason = _unreadable(path, error)
                     if reason:
                         raise DataError(f'{key} {path} {reason}.') from error
+                key, path = next(iter(files.items()), ('', ''))
+                if path and isinstance(error, KeyError) and error.args == ('mask',):  # mmdet's name for it
+                    raise DataError(
+                        f'{key} {path}: an annotation of it has no segmentation, which the masks are made of '
+                        '(LoadAnnotations.with_mask). Give it one, or train a model of boxes.'
+                    ) from error
                 if not files or isinstance(error, _BUGS):
                     raise
-                key, path = next(iter(files.items()))
                 raise DataError(
                     f'{key} {path}: {type(transform).__name__} cannot take it or its annotation: '
                     f'{type(error).__name__}: {error}'

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from mmdet.datasets.transforms import LoadAnnotations
 from mmengine.dataset import Compose
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from PIL import Image
@@ -143,6 +144,13 @@ class Images(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> Any:
         return self.pipeline(dict(img_path=self.paths[index]))
+
+
+def test_an_annotation_without_a_mask_is_named(images: dict[str, str]) -> None:
+    load = LoadAnnotations(with_bbox=False, with_label=False, with_mask=True)
+    pipeline = FileNamingCompose(Compose([load]))
+    with pytest.raises(DataError, match='good.png: an annotation of it has no segmentation'):
+        pipeline(dict(img_path=images['good.png'], ori_shape=(9, 9), instances=[dict(ignore_flag=0)]))
 
 
 @pytest.mark.parametrize('workers', [0, 1])
