@@ -42,6 +42,7 @@ class LoadReportHook(Hook):
         self.checkpoint, self.allow_mismatch = checkpoint, allow_mismatch
         self._before: dict[str, tuple[int, int]] = {}
         self._given: list[str] = []
+        self._classes: list[str] | None = None
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Note the state of every tensor; mmengine calls this when the file is read and nothing is copied yet."""
@@ -51,14 +52,17 @@ class LoadReportHook(Hook):
                 f'--cfg-options load_from={self.checkpoint} starts a new run from them.'
             )
         wrapper = getattr(runner, 'optim_wrapper', None)
-        if getattr(runner, '_resume', False) and isinstance(wrapper, OptimWrapper) and 'optimizer' in checkpoint:
-            other = _difference(checkpoint['optimizer'], wrapper.optimizer)
-            if other:
+        if getattr(runner, '_resume', False) and isinstance(wrapper, OptimWrapper):
+            other = _difference(checkpoint.get('optimizer') or {}, wrapper.optimizer)
+            if 'optimizer' not in checkpoint:  # as mmengine saves the best one
+                runner.logger.warning(f"{self.checkpoint} has no optimizer's state: its moments start anew.")
+            elif other:
                 raise ConfigError(
                     f'{self.checkpoint} is of a run with another model or optimizer: {other}. A run goes on with its '
                     f'own config alone; --cfg-options load_from={self.checkpoint} without --resume starts a new one.'
                 )
         self._given = list(checkpoint.get('state_dict', checkpoint))
+        self._classes = _classes((checkpoint.get('meta') or {}).get('dataset_meta'))
         self._before = _versions(runner.model)
 
     def before_train(self, runner: Any) -> None:
@@ -79,6 +83,14 @@ class LoadReportHook(Hook):
             )
         if found:
             runner.logger.log(logging.INFO if share == 1 else logging.WARNING, f'{found}.')
+        data = getattr(getattr(runner, 'test_dataloader', None), 'dataset', None)
+        classes = _classes(getattr(data, 'metainfo', None))
+        if classes and self._classes and classes != self._classes:
+            runner.logger.log(
+                logging.WARNING,
+                f'{self.checkpoint} was trained on the classes {_first(self._classes)}, the data to test on have '
+                f'{_first(classes)}: unless they mean the same in the same order, the result means nothing.',
+            )
 
     def report(self, runner: Any) -> tuple[str, float]:
         """Return what was loaded, in words and as a share of the keys; no words where nothing can be said."""
@@ -134,6 +146,11 @@ def _difference(saved: Mapping[str, Any], optimizer: Optimizer) -> str | None:
         if strange:
             return f'parameters of shape {", ".join(map(str, list(strange)[:3]))} were trained there, none are here'
     return None
+
+
+def _classes(meta: Any) -> list[str] | None:
+    classes = meta.get('classes') if isinstance(meta, Mapping) else None
+    return [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
 
 
 def _own(model: nn.Module) -> nn.Module:

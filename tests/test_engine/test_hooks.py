@@ -31,18 +31,20 @@ class Renaming(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def report(given: dict[str, torch.Tensor], allow_mismatch: bool = False) -> str:
+def report(given: dict[str, torch.Tensor], allow_mismatch: bool = False, **classes: tuple[str, ...]) -> str:
     torch.manual_seed(0)
     model = nn.Sequential(Renaming(3, 4), nn.BatchNorm1d(4))
     lines: list[str] = []
     logger = SimpleNamespace(log=lambda level, line: lines.append(f'{logging.getLevelName(level)}: {line}'))
     runner = SimpleNamespace(model=model, logger=logger)
     hook = LoadReportHook('x.pth', allow_mismatch=allow_mismatch)
-    checkpoint = dict(state_dict=given)
+    checkpoint = dict(state_dict=given, meta=dict(dataset_meta=dict(classes=classes.get('trained'))))
+    dataset = SimpleNamespace(metainfo=dict(classes=classes.get('tested')))
+    runner.test_dataloader = SimpleNamespace(dataset=dataset)
     hook.after_load_checkpoint(runner, checkpoint)
     _load_checkpoint_to_model(model, checkpoint)
     hook.before_test(runner)
-    return lines[0]
+    return '\n'.join(lines)
 
 
 LINEAR = {'0.weight': torch.zeros(4, 3), '0.bias': torch.zeros(4)}
@@ -66,6 +68,12 @@ NORM = {f'1.{name}': torch.ones(4) for name in ('weight', 'bias', 'running_mean'
 )
 def test_keys_are_counted(given: dict[str, torch.Tensor], line: str) -> None:
     assert line in report(given)
+
+
+def test_classes_in_another_order_are_warned_of() -> None:
+    lines = report(LINEAR | NORM, trained=('cat', 'dog'), tested=('dog', 'cat')).splitlines()
+    assert lines[1].startswith('WARNING: x.pth was trained on the classes cat, dog, the data to test on have dog, cat')
+    assert '\n' not in report(LINEAR | NORM, trained=('cat', 'dog'), tested=('cat', 'dog'))
 
 
 def test_less_than_half_is_refused() -> None:

@@ -156,6 +156,12 @@ def test_a_run_of_another_model_or_optimizer_is_not_resumed(project: Path, capsy
         assert run('train', '--resume', 'work/epoch_1.pth', '--cfg-options', *options, name=f'other{number}') == 2
         error = capsys.readouterr().err
         assert message in error and 'starts a new' in error and 'Traceback' not in error
+    checkpoint = torch.load('work/epoch_1.pth', weights_only=False)
+    del checkpoint['optimizer']  # as mmengine saves the best one
+    torch.save(checkpoint, 'best.pth')
+    assert run('train', '--resume', 'best.pth', name='best') == 0
+    logs = ''.join(log.read_text() for log in project.rglob('*.log'))
+    assert "best.pth has no optimizer's state: its moments start anew" in logs
 
 
 def test_an_option_without_a_value(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
