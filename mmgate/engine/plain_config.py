@@ -10,8 +10,10 @@ import ast
 import sys
 from typing import Any
 
+from mmengine.registry import DATASETS, HOOKS, MODELS, TRANSFORMS
+
 CALLS = {'dict', 'float', 'list', 'set', 'tuple'}
-# Scopes of registries and packages whose classes a config may name with dots.
+# Packages whose classes a config may name with dots, beside those that have registries of their own in this process.
 SCOPES = {'mmaction', 'mmcls', 'mmcv', 'mmdet', 'mmdet3d', 'mmengine', 'mmgate', 'mmocr', 'mmpose', 'mmpretrain'}
 SCOPES |= {'mmrotate', 'mmseg', 'mmtrack', 'mmyolo', 'timm', 'torch', 'torchvision'}
 _NAMED = {'type', 'host', '_scope_', 'runner_type', 'constructor'}
@@ -71,10 +73,11 @@ def _beside_values(value: ast.expr) -> str | None:
 
 
 def _calls_anything(value: ast.expr) -> bool:
-    """Return whether a component's name has dots and is no class of the mm packages or of torch."""
+    """Return whether a component's name has dots and is no class of a package with registries, or of torch."""
     if not isinstance(value, ast.Constant) or not isinstance(value.value, str) or '.' not in value.value:
         return False
     first, *rest = value.value.split('.')
-    if first not in SCOPES or (set(rest) & set(sys.stdlib_module_names)) - _PACKAGES:
+    scopes = SCOPES.union(*(registry.children for registry in (DATASETS, HOOKS, MODELS, TRANSFORMS)))
+    if first not in scopes or (set(rest) & set(sys.stdlib_module_names)) - _PACKAGES:
         return True
     return not (rest[-1][:1].isupper() or rest[-1].endswith('collate'))  # functions may do anything

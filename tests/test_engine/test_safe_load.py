@@ -18,11 +18,12 @@ import pytest
 import torch
 from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer, MessageHub
-from mmengine.registry import PARAM_SCHEDULERS
+from mmengine.registry import MODELS, PARAM_SCHEDULERS, Registry
 from mmengine.runner.checkpoint import CheckpointLoader, load_checkpoint
 from torch import nn
 
 import mmgate  # noqa: F401
+from mmgate.engine.plain_config import running_part
 from mmgate.engine.preflight import ConfigError
 from mmgate.engine.safe_load import TRUST, UntrustedCheckpoint, add_trust_option
 
@@ -127,6 +128,13 @@ def test_a_config_may_only_hold_values(text: str, runs: bool, place: str, tmp_pa
             CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
     else:
         CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+def test_a_project_with_registries_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "model = dict(type='project_of_mine.Net')"
+    assert running_part(text) == "type='project_of_mine.Net'"
+    monkeypatch.setitem(MODELS.children, 'project_of_mine', Registry('model', scope='project_of_mine'))
+    assert running_part(text) is None
 
 
 @pytest.mark.parametrize('protocol', [2, 4])
