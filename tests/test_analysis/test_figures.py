@@ -157,4 +157,4 @@ def test_summary_says_what_one_run_cannot() -> None:
     rows = summary(dict(vanilla=[0.4, 0.5], plug=[0.5, 0.7], single=[0.6]))
     assert rows[1]['difference'] == pytest.approx(0.15) and np.isnan(rows[0]['difference'])
     table = as_table(rows).splitlines()
-    assert table[-1] == '| single | 1 | 0.600 | - | - | - | - |' and 'nan' not in ''.join(table)
+    assert table[-1] == '| single | 1 | 0.600 | - | - | - | - | - |' and 'nan' not in ''.join(table)

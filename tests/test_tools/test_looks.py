@@ -150,7 +150,7 @@ def test_compare_runs_pairs_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[
         )
     groups = [f'a={tmp_path}/0,{tmp_path}/1', f'b={tmp_path}/2,{tmp_path}/3']
     assert cli.main(tool('compare_runs').main, [*groups, '--out', str(tmp_path / 'out')]) == 0
-    assert '| b | 2 | 37.500 | 7.778 | 2.500 | -3.853 to 8.853 | 0.126 |' in capsys.readouterr().out
+    assert '| b | 2 | 37.500 | 7.778 | a | 2.500 | -3.853 to 8.853 | 0.126 |' in capsys.readouterr().out
     assert cli.main(tool('compare_runs').main, [str(tmp_path / 'none'), '--out', 'x']) == 2
     twice = f'a={tmp_path}/0,{tmp_path}/0'
     assert cli.main(tool('compare_runs').main, [twice, '--out', 'x']) == 2
