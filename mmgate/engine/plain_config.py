@@ -49,8 +49,8 @@ def _beside_values(value: ast.expr) -> str | None:
     while stack:
         node = stack.pop()
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
-            if any(keyword.arg is None for keyword in node.keywords):
-                return 'a call with **'
+            if any(keyword.arg is None for keyword in node.keywords) or (node.func.id == 'dict' and node.args):
+                return f'line {node.lineno}, a dict whose keys do not stand there'
             for keyword in node.keywords:
                 stack.append(keyword.value)
                 if keyword.arg in _NAMED and _calls_anything(keyword.value):
@@ -58,6 +58,8 @@ def _beside_values(value: ast.expr) -> str | None:
             stack += node.args
         elif isinstance(node, ast.Dict):
             for key, item in zip(node.keys, node.values, strict=True):
+                if isinstance(key, ast.Name):
+                    return f'line {node.lineno}, a dict whose keys do not stand there'
                 if isinstance(key, ast.Constant) and key.value in _NAMED and _calls_anything(item):
                     return f'{ast.unparse(key)}: {ast.unparse(item)}'
             stack += [key for key in node.keys if key is not None] + node.values
@@ -74,6 +76,8 @@ def _beside_values(value: ast.expr) -> str | None:
 
 def _calls_anything(value: ast.expr) -> bool:
     """Return whether a component's name has dots and is no class of a package with registries, or of torch."""
+    if isinstance(value, ast.Name):
+        return True  # a name from above
     if not isinstance(value, ast.Constant) or not isinstance(value.value, str) or '.' not in value.value:
         return False
     first, *rest = value.value.split('.')

@@ -110,6 +110,10 @@ def test_an_archive_is_no_checkpoint(tmp_path: Path) -> None:
         ("model = dict(type='subprocess.check_call', args=['true'])", True),
         ("model = dict(backbone={'type': 'mmengine.utils.package_utils.call_command', 'cmd': ['true']})", True),
         ("model = dict(type='mmengine.hub.os.system')", True),
+        ("model = dict([('type', 'subprocess.check_call')])", True),
+        ("model = {**{'type': 'subprocess.check_call'}}", True),
+        ("name = 'subprocess.check_call'\nmodel = dict(type=name)", True),
+        ("key = 'type'\nmodel = {key: 'subprocess.check_call'}", True),
         (
             "model = dict(type='mmgate.Gated', host='mmdet.models.detectors.DETR', o=dict(type='torch.optim.AdamW'))",
             False,
