@@ -49,7 +49,8 @@ def _beside_values(value: ast.expr) -> str | None:
     while stack:
         node = stack.pop()
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
-            if any(keyword.arg is None for keyword in node.keywords) or (node.func.id == 'dict' and node.args):
+            unseen = node.func.id == 'dict' and not all(isinstance(given, ast.Dict) for given in node.args)
+            if unseen or any(keyword.arg is None for keyword in node.keywords):
                 return f'line {node.lineno}, a dict whose keys do not stand there'
             for keyword in node.keywords:
                 stack.append(keyword.value)

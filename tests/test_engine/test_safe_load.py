@@ -110,6 +110,8 @@ def test_an_archive_is_no_checkpoint(tmp_path: Path) -> None:
         ("model = dict(type='subprocess.check_call', args=['true'])", True),
         ("model = dict(backbone={'type': 'mmengine.utils.package_utils.call_command', 'cmd': ['true']})", True),
         ("model = dict(type='mmengine.hub.os.system')", True),
+        ("keys = dict({'backbone.a': dict(lr_mult=0.1)})", False),  # as mmengine writes keys with dots
+        ("model = dict({'type': 'subprocess.check_call'})", True),
         ("model = dict([('type', 'subprocess.check_call')])", True),
         ("model = {**{'type': 'subprocess.check_call'}}", True),
         ("name = 'subprocess.check_call'\nmodel = dict(type=name)", True),
