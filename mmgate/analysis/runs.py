@@ -168,8 +168,8 @@ def summary(
         row: dict[str, float | str | int] = dict(name=name, runs=len(values), mean=float(np.mean(values)), std=spread)
         paired = name != other and len(values) == len(baseline)
         found = paired_difference(values, baseline) if paired else Difference(*[float('nan')] * 5)
-        row.update(against=other if paired else '-')
-        row.update(difference=found.mean, standard_error=found.error, low=found.low, high=found.high, p=found.p)
+        row.update(against=other if paired else '-', difference=found.mean, standard_error=found.error)
+        row.update(low=found.low, high=found.high, p=found.p)
         rows.append(row)
     return rows
 

@@ -101,7 +101,7 @@ def watch_data(runner: Any) -> None:
             raise ConfigError(f'{where}: {explained}.') from error
         check_dataset(loader.dataset, where)
         trains = split == 'train'
-        labels = label_check(runner.model) if hasattr(runner, 'model') else None
+        labels = label_check(runner.model)
         _replace_pipelines(loader.dataset, labels if trains or labels is None else LabelWarning(labels))
         if trains and callable(getattr(loader, 'collate_fn', None)):
             loader.collate_fn = SameSizeCollate(loader.collate_fn, _padded_to(runner.model))

@@ -46,24 +46,30 @@ class LoadReportHook(Hook):
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Note the state of every tensor; mmengine calls this when the file is read and nothing is copied yet."""
-        if getattr(runner, '_resume', False) and 'iter' not in checkpoint.get('meta', {}):
+        if getattr(runner, '_resume', False):
+            self._check_run(runner, checkpoint)
+        self._given = list(checkpoint.get('state_dict', checkpoint))
+        self._classes = _classes((checkpoint.get('meta') or {}).get('dataset_meta'))
+        self._before = _versions(runner.model)
+
+    def _check_run(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        if 'iter' not in checkpoint.get('meta', {}):
             raise ConfigError(
                 f'{self.checkpoint} holds weights alone, no run that could be resumed. '
                 f'--cfg-options load_from={self.checkpoint} starts a new run from them.'
             )
         wrapper = getattr(runner, 'optim_wrapper', None)
-        if getattr(runner, '_resume', False) and isinstance(wrapper, OptimWrapper):
-            other = _difference(checkpoint.get('optimizer') or {}, wrapper.optimizer)
-            if 'optimizer' not in checkpoint:  # as mmengine saves the best one
-                runner.logger.warning(f"{self.checkpoint} has no optimizer's state: its moments start anew.")
-            elif other:
-                raise ConfigError(
-                    f'{self.checkpoint} is of a run with another model or optimizer: {other}. A run goes on with its '
-                    f'own config alone; --cfg-options load_from={self.checkpoint} without --resume starts a new one.'
-                )
-        self._given = list(checkpoint.get('state_dict', checkpoint))
-        self._classes = _classes((checkpoint.get('meta') or {}).get('dataset_meta'))
-        self._before = _versions(runner.model)
+        if not isinstance(wrapper, OptimWrapper):  # a FlexibleRunner's strategy has it
+            return
+        if 'optimizer' not in checkpoint:  # as mmengine saves the best one
+            runner.logger.warning(f"{self.checkpoint} has no optimizer's state: its moments start anew.")
+            return
+        other = _difference(checkpoint['optimizer'], wrapper.optimizer)
+        if other:
+            raise ConfigError(
+                f'{self.checkpoint} is of a run with another model or optimizer: {other}. A run goes on with its '
+                f'own config alone; --cfg-options load_from={self.checkpoint} without --resume starts a new one.'
+            )
 
     def before_train(self, runner: Any) -> None:
         """Report, refuse a checkpoint of which nothing fits, warn of one of which little does."""

@@ -48,22 +48,19 @@ def _beside_values(value: ast.expr) -> str | None:
     stack: list[Any] = [value]
     while stack:
         node = stack.pop()
+        named: list[tuple[Any, ast.expr]] = []
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
             unseen = node.func.id == 'dict' and not all(isinstance(given, ast.Dict) for given in node.args)
             if unseen or any(keyword.arg is None for keyword in node.keywords):
                 return f'line {node.lineno}, a dict whose keys do not stand there'
-            for keyword in node.keywords:
-                stack.append(keyword.value)
-                if keyword.arg in _NAMED and _calls_anything(keyword.value):
-                    return f'{keyword.arg}={ast.unparse(keyword.value)}'
+            named = [(keyword.arg, keyword.value) for keyword in node.keywords]
             stack += node.args
         elif isinstance(node, ast.Dict):
-            for key, item in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Name):
-                    return f'line {node.lineno}, a dict whose keys do not stand there'
-                if isinstance(key, ast.Constant) and key.value in _NAMED and _calls_anything(item):
-                    return f'{ast.unparse(key)}: {ast.unparse(item)}'
-            stack += [key for key in node.keys if key is not None] + node.values
+            if any(isinstance(key, ast.Name) for key in node.keys):
+                return f'line {node.lineno}, a dict whose keys do not stand there'
+            keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+            named = list(zip(keys, node.values, strict=True))
+            stack += [key for key in node.keys if key is not None]
         elif isinstance(node, (ast.List, ast.Tuple, ast.Set)):
             stack += node.elts
         elif isinstance(node, ast.Name) and not node.id.startswith('__'):
@@ -72,6 +69,10 @@ def _beside_values(value: ast.expr) -> str | None:
             continue  # a sign
         elif not isinstance(node, ast.Constant):
             return f'line {node.lineno}, {ast.unparse(node)[:40]}, which is no value'
+        for name, item in named:
+            if name in _NAMED and _calls_anything(item):
+                return f'{name}={ast.unparse(item)}'
+            stack.append(item)
     return None
 
 

@@ -192,8 +192,7 @@ def _save_then_remove(hook: CheckpointHook, save: Callable[..., None], *args: An
     finally:
         hook.file_backend = backend
     for method, path in noted.late:
-        if not _is_below(path, hook.out_dir):
-            continue  # of the run that this one was resumed from
-        if path not in (hook.last_ckpt, getattr(hook, 'best_ckpt_path', None)):  # a name without a number
+        kept = path in (hook.last_ckpt, getattr(hook, 'best_ckpt_path', None))  # a name without a number
+        if not kept and _is_below(path, hook.out_dir):  # elsewhere is what this run was resumed from
             getattr(backend, method)(path)
     return None

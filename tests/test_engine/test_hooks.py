@@ -168,7 +168,7 @@ def test_the_command_prints_one_line(
     monkeypatch.delenv('MMGATE_TRACEBACK', raising=False)
 
     def command(argv: list[str]) -> None:
-        runner = SimpleNamespace(build_dataloader=torch.utils.data.DataLoader)
+        runner = SimpleNamespace(model=nn.Identity(), build_dataloader=torch.utils.data.DataLoader)
         watch_data(runner)
         data = torch.utils.data.ConcatDataset([Images([images['good.png'], images['cut.png']])])
         list(runner.build_dataloader(data, batch_size=1, num_workers=workers))
