@@ -42,8 +42,10 @@ class Losses(Hook):
         losses = {key: float(value) for key, value in outputs.items() if 'loss' in key}
         with open(f'{runner.work_dir}/losses_{get_rank()}', 'a') as file:
             file.write(json.dumps(losses) + '\\n')
-        with open(f'{runner.work_dir}/process_{get_rank()}', 'w') as file:
+        number = f'{runner.work_dir}/process_{get_rank()}'
+        with open(f'{number}.part', 'w') as file:
             file.write(str(os.getpid()))
+        os.replace(f'{number}.part', number)  # who waits for the file reads it whole
 
 
 @MODELS.register_module()
