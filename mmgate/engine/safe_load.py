@@ -88,8 +88,8 @@ def load_checkpoint_file(filename: str, map_location: Any = None) -> Any:
         raise ConfigError(str(error)) from error
     except ValueError as error:
         raise ConfigError(
-            f'checkpoint {filename} cannot be read ({error}); it may be cut short. Copy or download it again, or take '
-            'an earlier one.'
+            f'checkpoint {filename} cannot be read ({error}); it may be cut short. Copy it again, delete it if it was '
+            'downloaded (it then is once more), or take an earlier one.'
         ) from error
     return checkpoint
 

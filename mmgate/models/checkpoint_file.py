@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from http.client import HTTPException
@@ -106,18 +108,22 @@ def tensors(checkpoint: Any) -> State:
 def download(url: str) -> Path:
     """Return the file in torch's cache that holds ``url``, downloaded by one process of a machine if need be.
 
+    A file that was put there under the address's name counts as downloaded. Where it is known to be of another address
+    with the same name, a file beside it is used.
+
     Raises:
-        ConnectionError: It cannot be downloaded.
+        ConnectionError: It cannot be downloaded, or not to its end.
     """
-    path = urlparse(url).path
-    # a cloud drive's address ends in a slash: the name is the folder's, which torch and mmengine take for no name
-    name = PurePosixPath(path).name + ('.pth' if path.endswith('/') else '')
-    file = Path(torch.hub.get_dir()) / 'checkpoints' / name
+    file = _cached(url)
 
     def fetch() -> None:
         if not file.is_file():
             file.parent.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(url, str(file), progress=get_dist_info()[0] == 0)
+            if _ends_early(file):
+                file.unlink()
+                raise OSError('it ended early')
+            _origin(file).write_text(url)
 
     if get_dist_info()[0] == 0:
         with suppress(OSError, HTTPException):  # raised below, once the others wait no more
@@ -130,3 +136,25 @@ def download(url: str) -> Path:
             f'{url} cannot be downloaded ({error}). Download it in another way and {TO_DO}.'
         ) from error
     return file
+
+
+def _cached(url: str) -> Path:
+    path = urlparse(url).path
+    # a cloud drive's address ends in a slash: the name is the folder's, which torch and mmengine take for no name
+    name = PurePosixPath(path).name + ('.pth' if path.endswith('/') else '')
+    file = Path(torch.hub.get_dir()) / 'checkpoints' / name
+    origin = _origin(file)
+    if file.is_file() and origin.is_file() and origin.read_text() != url:
+        return file.with_name(f'{file.stem}-{hashlib.sha256(url.encode()).hexdigest()[:8]}{file.suffix}')
+    return file
+
+
+def _origin(file: Path) -> Path:
+    """Return where the address of a downloaded file is noted."""
+    return file.with_name(f'{file.name}.url')
+
+
+def _ends_early(file: Path) -> bool:
+    """Return whether a file begins as torch's zip does and does not end as one; torch takes what a server sends."""
+    with file.open('rb') as opened:
+        return opened.read(2) == b'PK' and not zipfile.is_zipfile(file)

@@ -281,6 +281,28 @@ def test_downloads_from_a_cloud_drive_once(drive: str, tmp_path: Path, monkeypat
     assert read_checkpoint(url)['model']['weight'].sum() == 3
 
 
+def test_addresses_with_one_name_are_two_files(drive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / 'hub/checkpoints'
+    for number, server in enumerate(('a', 'b')):
+        torch.save({'model': {'weight': torch.full((3,), number)}}, tmp_path / 'served.pth')
+        monkeypatch.setattr(_Drive, 'content', (tmp_path / 'served.pth').read_bytes())
+        assert read_checkpoint(f'{drive}/f/{server}/best.pth')['model']['weight'].sum() == 3 * number
+    monkeypatch.setattr(_Drive, 'content', b'changed')
+    for number, server in enumerate(('a', 'b')):  # each is there
+        assert read_checkpoint(f'{drive}/f/{server}/best.pth')['model']['weight'].sum() == 3 * number
+    (tmp_path / 'served.pth').rename(folder / 'mine.pth')  # put there by hand, or by torch
+    assert read_checkpoint(f'{drive}/f/c/mine.pth')['model']['weight'].sum() == 3
+
+
+def test_a_download_that_ends_early_is_not_kept(drive: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _Drive.content
+    monkeypatch.setattr(_Drive, 'content', whole[:-100])
+    with pytest.raises(ConnectionError, match='ended early'):
+        read_checkpoint(f'{drive}/f/model.pth')
+    monkeypatch.setattr(_Drive, 'content', whole)
+    assert read_checkpoint(f'{drive}/f/model.pth')['model']['weight'].sum() == 3
+
+
 def test_one_message_for_a_checkpoint_that_cannot_be_had(drive: str, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r'agent\.pth does not exist .*init_cfg=None'):
         read_checkpoint('agent.pth')
