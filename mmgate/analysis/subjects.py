@@ -23,7 +23,7 @@ from mmgate.engine import cli
 from mmgate.engine.hooks import load_weights
 from mmgate.engine.image_files import find_images
 from mmgate.engine.options import merge_options
-from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data, check_folder
+from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data, check_device, check_folder
 from mmgate.engine.safe_load import add_trust_option
 
 from .recording import require
@@ -156,22 +156,6 @@ def apart(one: str, other: str) -> tuple[str, str]:
     return (first, second) if differ and first and second else ('first', 'second')
 
 
-def check_device(device: str) -> None:
-    """Refuse a ``--device`` that is not there.
-
-    Raises:
-        ConfigError: It is neither the CPU nor a GPU that torch sees.
-    """
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise ConfigError(f'--device {device}: give cpu or cuda.') from error
-    if kind == 'cuda' and not torch.cuda.is_available():
-        raise ConfigError('--device cuda: torch sees no GPU here.')
-    if kind not in ('cpu', 'cuda'):
-        raise ConfigError(f'--device {device}: give cpu or cuda.')
-
-
 def _see_whole_images(subject: Subject) -> None:
     settings = getattr(subject.model, 'test_cfg', None)
     if isinstance(settings, Mapping) and settings.get('mode') == 'slide':
@@ -183,8 +167,18 @@ def _see_whole_images(subject: Subject) -> None:
         )
 
 
-def build_subject(cfg: Config, checkpoint: str, device: str = 'cpu') -> Subject:
-    """Return a config's model with a checkpoint's weights, on ``device``, in eval mode."""
+def build_subject(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool = False) -> Subject:
+    """Return a config's model with a checkpoint's weights, on ``device``, in eval mode.
+
+    Args:
+        cfg: Of the model.
+        checkpoint: File, address, or ``'untrained'``.
+        device: Such as ``'cpu'``.
+        whole: Whether the checkpoint has to fill every parameter.
+
+    Raises:
+        ConfigError: The checkpoint cannot be read, or is not the model's.
+    """
     init_default_scope(cfg.get('default_scope') or 'mmdet')
     if checkpoint != UNTRAINED:
         check_checkpoint(checkpoint, sharded=False)
@@ -199,7 +193,7 @@ def build_subject(cfg: Config, checkpoint: str, device: str = 'cpu') -> Subject:
                 'leave them out by --cfg-options model.backbone.init_cfg=None.'
             ) from error
     else:
-        load_weights(model, checkpoint)
+        load_weights(model, checkpoint, whole=whole)
     model.to(device).eval()  # some hosts return None from it
     return Subject(Path(cfg.filename).stem, cfg, model)
 

@@ -40,6 +40,9 @@ def export(argv: list[str]) -> None:
     parser.add_argument(
         '--fixed-size', action='store_true', help="take images of the first one's size alone, without trying others"
     )
+    parser.add_argument(
+        '--allow-mismatch', action='store_true', help='export although the checkpoint lacks some of the parameters'
+    )
     args = parser.parse_args(argv)
     exporting.check_format(args.format, args.msda)
     suffix = exporting.SUFFIXES[args.format]
@@ -48,7 +51,7 @@ def export(argv: list[str]) -> None:
     if path.suffix != suffix:
         raise ConfigError(f'--out {path}: a file of --format {args.format} ends with {suffix}.')
     check_writable(path)
-    subject, batches = _subject(args)
+    subject, batches = _subject(args, whole=not args.allow_mismatch)
     options = dict(format=args.format, msda=args.msda, fixed_size=args.fixed_size, threshold=args.score_thr)
     found = exporting.export(subject.model, batches, path, **options)
     print_log(f'{path} is as PyTorch: {found}', logger='current')
@@ -85,6 +88,8 @@ def benchmark(argv: list[str]) -> None:
     parser.add_argument('--out', help='CSV to write (default: work_dirs/deploy/NAME.csv)')
     args = parser.parse_args(argv)
     exporting.check_format('onnx')
+    out = Path(args.out or f'{FOLDER}/{Path(args.config).stem}.csv')
+    check_writable(out)
     if args.repetitions < 1 or (args.threads or 1) < 1:
         raise ConfigError('--repetitions and --threads are 1 or more.')
     if args.threads:
@@ -94,7 +99,6 @@ def benchmark(argv: list[str]) -> None:
     rows = list(benchmark_deployment(subject.name, subject.model, batches[0], Path(FOLDER), **options))
     for row in rows:
         print(f'{row.provider:18} {row.x:14} {row.y_50:9.1f} ms  x {row.ratio_to_peer:.2f}')
-    out = Path(args.out or f'{FOLDER}/{subject.name}.csv')
     write_csv(rows, out)
     print(f'written to {out}')
 
@@ -116,14 +120,14 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     add_trust_option(parser)
 
 
-def _subject(args: argparse.Namespace) -> tuple[Subject, list[dict[str, Any]]]:
+def _subject(args: argparse.Namespace, *, whole: bool = False) -> tuple[Subject, list[dict[str, Any]]]:
     """Return the model, and its images as batches of one."""
     if args.max_images < 1:
         raise ConfigError(f'--max-images {args.max_images}: give 1 or more; an export ends with a comparison.')
     cfg = cli.read_config(args.config)
     if args.cfg_options:
         merge_options(cfg, args.cfg_options)
-    subject = build_subject(cfg, args.checkpoint)
+    subject = build_subject(cfg, args.checkpoint, whole=whole)
     batches = list(subject.inputs(args))
     if not batches:
         raise ConfigError('there is no image to compare on: the data set is empty.')

@@ -55,9 +55,14 @@ class Exported:
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs.
 
+        Args:
+            *inputs: Of :attr:`notes`' ``inputs``: images ``(B, 3, H, W)`` in float32, normalised and padded, and where
+                the graph asks for them ``sizes (B, 2)``, height and width of each image without its padding.
+
         Raises:
-            ConfigError: Images of a size that the graph does not take.
+            ConfigError: Other inputs, or images of a size that the graph does not take.
         """
+        self._check(*inputs)
         height, width = inputs[0].shape[-2:]
         if not self.takes(height, width):
             raise ConfigError(
@@ -66,6 +71,26 @@ class Exported:
             )
         outputs = self._run(tuple(x.detach().cpu().contiguous() for x in inputs))  # the file is of a CPU
         return tuple(output.to(inputs[0].device) for output in outputs)
+
+    def _check(self, *inputs: Tensor) -> None:
+        names = self.notes['inputs']
+        if len(inputs) != len(names):
+            raise ConfigError(f'{self.path} takes {", ".join(names)}, got {len(inputs)} tensors.')
+        images = inputs[0]
+        if images.dim() != 4 or images.shape[1] != 3 or not images.numel() or images.dtype != torch.float32:
+            raise ConfigError(
+                f'{self.path}: images must be (B, 3, H, W) in float32, got {tuple(images.shape)} in {images.dtype}.'
+            )
+        if 'sizes' not in names:
+            return
+        sizes, (height, width) = inputs[names.index('sizes')], images.shape[-2:]
+        if sizes.shape != (len(images), 2) or sizes.dtype != torch.int64:
+            raise ConfigError(
+                f'{self.path}: sizes must be ({len(images)}, 2) in int64, height and width of each image, got '
+                f'{tuple(sizes.shape)} in {sizes.dtype}.'
+            )
+        if ((sizes < 1) | (sizes > sizes.new_tensor([height, width]))).any():
+            raise ConfigError(f'{self.path}: sizes {sizes.tolist()} reach beyond images of {height} x {width}.')
 
     def takes(self, height: int, width: int) -> bool:
         """Return whether the graph takes images of this size."""
@@ -102,7 +127,10 @@ class Exported:
         extra = {NOTES_FILE: ''}
         try:
             with zipfile.ZipFile(self.path) as archive:
-                compiled = any('/aotinductor/' in name for name in archive.namelist())
+                names = archive.namelist()
+            if not any(name.endswith('archive_format') for name in names):
+                raise KeyError('it is a zip file of another kind')  # of which torch would print a page
+            compiled = any('/aotinductor/' in name for name in names)
             if compiled:
                 package = torch._inductor.aoti_load_package(str(self.path))
                 return lambda inputs: tuple(package(*inputs)), package.get_metadata().get('mmgate')

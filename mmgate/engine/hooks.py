@@ -59,7 +59,8 @@ class LoadReportHook(Hook):
                 f'--cfg-options load_from={self.checkpoint} starts a new run from them.'
             )
         wrapper = getattr(runner, 'optim_wrapper', None)
-        if not isinstance(wrapper, OptimWrapper):  # a FlexibleRunner's strategy has it
+        # a FlexibleRunner's strategy has the optimizer; FSDP's parameters are cut into others
+        if not isinstance(wrapper, OptimWrapper) or is_model_wrapper(_own(runner.model)):
             return
         if 'optimizer' not in checkpoint:  # as mmengine saves the best one
             runner.logger.warning(f"{self.checkpoint} has no optimizer's state: its moments start anew.")
@@ -100,10 +101,9 @@ class LoadReportHook(Hook):
 
     def report(self, runner: Any) -> tuple[str, float]:
         """Return what was loaded, in words and as a share of the keys; no words where nothing can be said."""
-        after = _versions(runner.model)
+        after, missing = _versions(runner.model), self.missing(runner)
         if not self._before or not after:
             return '', 1.0
-        missing = [key for key, version in after.items() if self._before.get(key) == version]
         filled = len(after) - len(missing)
         found = (
             f'{filled} of {len(after)} keys of {type(_own(runner.model)).__name__} were loaded from {self.checkpoint}, '
@@ -111,12 +111,21 @@ class LoadReportHook(Hook):
         )
         return found + (f'; not loaded: {_first(missing)}' if missing else ''), filled / len(after)
 
+    def missing(self, runner: Any) -> list[str]:
+        """Return the keys that the checkpoint did not fill."""
+        return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
 
-def load_weights(model: nn.Module, checkpoint: str) -> None:
+
+def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> None:
     """Load a checkpoint into a model where there is no runner, and log what it filled.
 
+    Args:
+        model: Model.
+        checkpoint: File or address.
+        whole: Whether every parameter has to be filled.
+
     Raises:
-        ConfigError: It fills less than half of the model's keys.
+        ConfigError: It fills less than half of the model's keys, or leaves a parameter as it is.
     """
     hook = LoadReportHook(checkpoint)
     runner = SimpleNamespace(model=model)
@@ -125,6 +134,12 @@ def load_weights(model: nn.Module, checkpoint: str) -> None:
     found, share = hook.report(runner)
     if share < 0.5:
         raise ConfigError(f'{found}. It is of another model; give the config that it belongs to, or one of this model.')
+    parameters = {name for name, _ in model.named_parameters()}
+    if whole and parameters.intersection(hook.missing(runner)):
+        raise ConfigError(
+            f'{found}. These stay as they are drawn at random. Give the checkpoint or the num_classes that belong '
+            'together, or --allow-mismatch.'
+        )
     if found:
         print_log(f'{found}.', logger='current', level=logging.WARNING if share < 1 else logging.INFO)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from mmengine.config import Config
 from mmengine.device import get_device
 
@@ -199,6 +200,25 @@ def check_checkpoint(path: str, *, sharded: bool = False) -> None:
             raise ConfigError(f'checkpoint {path} is cut short; copy or download it again.')
     elif head[:1] != b'\x80':  # neither torch's zip nor a pickle of old
         raise ConfigError(f'checkpoint {path} is no torch checkpoint; it starts with {head!r}.')
+
+
+def check_device(device: str) -> None:
+    """Refuse a ``--device`` that is not there.
+
+    Raises:
+        ConfigError: torch knows no device of that name, or it is a GPU that torch does not see.
+    """
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f'--device {device}: give cpu or cuda.') from error
+    if wanted.type == 'cuda' and (wanted.index or 0) >= torch.cuda.device_count():
+        there = torch.cuda.device_count()
+        raise ConfigError(
+            f'--device {device}: torch sees {f"{there} GPUs, from cuda:0 on" if there else "no GPU"} here.'
+        )
+    if wanted.type == 'meta':
+        raise ConfigError('--device meta computes nothing: give cpu or cuda.')
 
 
 def check_amp(cfg: Config) -> None:

@@ -21,6 +21,7 @@ from .whole_checkpoints import WholeFileBackend
 
 FORMATS = ('pth', 'safetensors')
 ENDINGS = ('.pth', '.pt', '.safetensors')
+OTHER_ENDINGS = ('.onnx', '.pt2', '.engine', '.bin', '.ckpt', '.h5', '.npz', '.pkl')
 WEIGHTS = ('averaged', 'last')
 VERSIONS = tuple(f'{package}_version' for package in ('mmengine', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain'))
 KEPT = ('cfg', 'config', 'dataset_meta', 'CLASSES', 'PALETTE', *VERSIONS)  # of meta
@@ -48,6 +49,10 @@ def publish(source: str, out: str | None = None, *, form: str | None = None, wei
     """
     if form is None:
         form = 'safetensors' if out and out.endswith('.safetensors') else 'pth'
+    if out and out.endswith(OTHER_ENDINGS):
+        raise ConfigError(
+            f'{out}: a published checkpoint is a .pth or a .safetensors file.'
+        )
     check_checkpoint(source)
     checkpoint = CheckpointLoader.load_checkpoint(source, map_location='cpu', logger='silent')
     state, meta = chosen_weights(checkpoint, weights), _kept(checkpoint)

@@ -8,6 +8,7 @@ import os.path as osp
 import re
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -19,10 +20,13 @@ from mmengine.fileio import FileClient, LocalBackend, register_backend
 from mmengine.fileio.io import backend_instances
 from mmengine.hooks import CheckpointHook
 
+from mmgate.models.guarded_pickle import damaged_member
+
 from .preflight import ConfigError, check_checkpoint
 
 INTERRUPTED = 'interrupted.pth'  # what SaveOnInterruptHook writes
 SAVED = re.compile(rf'(epoch|iter)_\d+\.pth|{re.escape(INTERRUPTED)}')
+UNFINISHED = re.compile(r'\.(.+\.pth|last_checkpoint)-[a-z0-9_]{8}')  # until it is renamed
 
 
 class WholeFileBackend(LocalBackend):
@@ -100,13 +104,22 @@ def last_whole_checkpoint(work_dir: str, *folders: str) -> tuple[str | None, str
     # in a copied folder all are young; the note's name is then the last one's
     moved = Path(work_dir, osp.basename(named)).absolute() if named else None
     whole = sorted(filter(_is_whole, others), key=lambda path: (path == moved, path.stat().st_mtime_ns))
-    what = f'{named} is {"cut short" if osp.exists(named) else "gone"}' if named else f'{note} is empty'
+    what = f'{named} is {"cut short or damaged" if osp.exists(named) else "gone"}' if named else f'{note} is empty'
     if not whole:
         raise ConfigError(
             f'{what}, and there is no other whole checkpoint in {", ".join(map(str, places))}. Train without --resume, '
             'or into another --work-dir.'
         )
     return str(whole[-1]), f'{what}; the run goes on from {whole[-1]}.'
+
+
+def remove_unfinished(*folders: str) -> None:
+    """Remove what a killed run had begun to write; only for a run that goes on in its place."""
+    for folder in folders:
+        for path in Path(folder).glob('.*'):
+            if UNFINISHED.fullmatch(path.name):
+                with suppress(OSError):
+                    path.unlink()
 
 
 def checkpoint_folders(cfg: Config) -> list[str]:
@@ -123,7 +136,7 @@ def _is_whole(path: str | Path) -> bool:
         check_checkpoint(str(path), sharded=True)
     except ConfigError:
         return False
-    return True
+    return not zipfile.is_zipfile(path) or damaged_member(path) is None
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def test_the_plugin_is_onnxs() -> None:
         ('model.pth', False, r'is no exported file: give an \.onnx or a \.pt2 file'),
         ('model.pt2', False, 'may hold code, which opening it would run.*--trust-checkpoint'),
         ('model.pt2', True, 'cannot be read as a program of torch'),
-        ('checkpoint.pt2', True, 'cannot be read as a program of torch'),
+        ('checkpoint.pt2', True, "cannot be read as a program of torch: 'it is a zip file of another kind'"),
     ],
 )
 def test_what_is_no_exported_file(name: str, trusted: bool, reason: str, tmp_path: Path) -> None:
@@ -44,6 +44,42 @@ def test_what_is_no_exported_file(name: str, trusted: bool, reason: str, tmp_pat
     torch.save({}, tmp_path / 'checkpoint.pt2')
     with pytest.raises(ConfigError, match=reason):
         Exported(tmp_path / name, trusted=trusted)
+
+
+@pytest.fixture
+def run() -> Exported:
+    """A file whose graph was replaced."""
+    found = object.__new__(Exported)
+    found.path, found.notes = Path('model.onnx'), dict(inputs=['images', 'sizes'], divisor=1, least=8, takes='all')
+    found._run = lambda inputs: inputs
+    return found
+
+
+@pytest.mark.parametrize(
+    ('inputs', 'reason'),
+    [
+        ([torch.zeros(1, 3, 8, 9)], 'takes images, sizes, got 1 tensors'),
+        ([torch.zeros(1, 3, 8, 9).double(), torch.tensor([[8, 9]])], r'float32, got \(1, 3, 8, 9\) in torch.float64'),
+        ([torch.zeros(0, 3, 8, 9), torch.zeros(0, 2).long()], r'must be \(B, 3, H, W\)'),
+        ([torch.zeros(3, 8, 9), torch.tensor([[8, 9]])], r'must be \(B, 3, H, W\)'),
+        ([torch.zeros(2, 3, 8, 9), torch.tensor([[8, 9]])], r'sizes must be \(2, 2\) in int64'),
+        ([torch.zeros(1, 3, 8, 9), torch.tensor([[8.0, 9.0]])], 'in torch.float32'),
+        ([torch.zeros(1, 3, 8, 9), torch.tensor([[9, 8]])], r'\[\[9, 8\]\] reach beyond images of 8 x 9'),
+        ([torch.zeros(1, 3, 8, 9), torch.tensor([[8, 0]])], 'reach beyond'),
+        ([torch.zeros(1, 3, 7, 9), torch.tensor([[7, 9]])], 'takes all, this batch has 7 x 9'),
+    ],
+)
+def test_inputs_that_an_exported_file_does_not_take(run: Exported, inputs: list[torch.Tensor], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        run(*inputs)
+    run(torch.zeros(1, 3, 8, 9), torch.tensor([[8, 9]]))
+
+
+@exports
+def test_results_are_not_measured_before_they_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, '_subject', lambda *_, **__: pytest.fail('too late'))
+    with pytest.raises(ConfigError, match='is a folder'):
+        commands.benchmark(['no.py', 'no.pth', '--out', str(tmp_path)])
 
 
 @pytest.mark.parametrize('out', ['/proc/a.onnx', 'file/a.onnx', 'folder.onnx'])

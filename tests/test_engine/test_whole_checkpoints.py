@@ -21,9 +21,11 @@ from mmgate.engine import whole_checkpoints
 from mmgate.engine.fault_hooks import FiniteHook, ReproducibleHook
 from mmgate.engine.preflight import ConfigError
 from mmgate.engine.whole_checkpoints import (
+    WholeFileBackend,
     checkpoint_folders,
     last_whole_checkpoint,
     remove_after_saving,
+    remove_unfinished,
     write_whole_files,
 )
 
@@ -149,7 +151,11 @@ def test_the_youngest_whole_checkpoint_is_found(tmp_path: Path) -> None:
     assert last_whole_checkpoint(folder) == (str(third), None)
     written(tmp_path, 'epoch_11.pth', 11, whole=False)
     found, warning = last_whole_checkpoint(folder)
-    assert found == str(second) and warning == f'{third} is cut short; the run goes on from {second}.'
+    assert found == str(second) and warning == f'{third} is cut short or damaged; the run goes on from {second}.'
+    written(tmp_path, 'epoch_11.pth', 11)
+    content = third.read_bytes()
+    third.write_bytes(content.replace(b'state_dict', b'state_dyct'))
+    assert last_whole_checkpoint(folder)[0] == str(second)
     note.write_text('')  # killed while writing it
     assert last_whole_checkpoint(folder)[0] == str(second)
     note.write_text(str(tmp_path / 'epoch_12.pth'))
@@ -158,6 +164,25 @@ def test_the_youngest_whole_checkpoint_is_found(tmp_path: Path) -> None:
         written(tmp_path, name, 9, whole=False)
     with pytest.raises(ConfigError, match='there is no other whole checkpoint'):
         last_whole_checkpoint(folder)
+
+
+def test_what_a_killed_run_began_is_removed(tmp_path: Path) -> None:
+    begun = []
+
+    def killed(path: Any, mode: int) -> None:
+        begun.append(path)
+        raise SystemExit  # stands for a kill, after which nothing is cleaned up
+
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(SystemExit):
+        patched.setattr(os, 'chmod', killed)
+        patched.setattr(os, 'unlink', lambda path: None)
+        WholeFileBackend().put(b'x', tmp_path / 'epoch_1.pth')
+    others = [tmp_path / name for name in ('epoch_1.pth', '.hidden', '.notes-abcdefgh', 'x.pth-abcdefgh')]
+    for other in others:
+        other.touch()
+    assert os.path.exists(begun[0])
+    remove_unfinished(str(tmp_path), str(tmp_path / 'none'))
+    assert sorted(tmp_path.iterdir()) == sorted(others)
 
 
 def test_the_last_checkpoint_of_a_copied_folder(tmp_path: Path) -> None:

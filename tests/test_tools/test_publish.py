@@ -50,6 +50,13 @@ def trained(path: Path, state: dict[str, Tensor], **more: Any) -> str:
     return str(path)
 
 
+def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+    source = trained(tmp_path / 'a.pth', nn.Linear(2, 3).state_dict())
+    with pytest.raises(ConfigError, match=r'x\.onnx: a published checkpoint is a \.pth'):
+        publish(source, str(tmp_path / 'x.onnx'))
+    assert publish(source, str(tmp_path / 'mine_v1.5')).name.startswith('mine_v1.5-')
+
+
 @FORMATS
 def test_weights_alone_under_their_hash(form: str, tmp_path: Path) -> None:
     part = torch.arange(1000.0)[:3]

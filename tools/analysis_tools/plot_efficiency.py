@@ -15,12 +15,11 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.analysis.subjects import check_device
 from mmgate.benchmarks.backbones import benchmark_models, with_throughput
 from mmgate.benchmarks.ops import write_csv
 from mmgate.benchmarks.plots import draw_curves
 from mmgate.engine import cli
-from mmgate.engine.preflight import ConfigError
+from mmgate.engine.preflight import ConfigError, check_device
 
 
 def main(argv: list[str]) -> None:
