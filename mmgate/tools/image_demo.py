@@ -8,17 +8,21 @@ from __future__ import annotations
 import argparse
 import os.path as osp
 import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mmengine.config import Config
 from mmengine.infer import BaseInferencer
-from mmengine.runner import CheckpointLoader
-from torch import nn
 
 from mmgate.engine import cli
+from mmgate.engine.data_errors import unreadable
+from mmgate.engine.hooks import load_weights
 from mmgate.engine.image_files import find_images
 from mmgate.engine.model_index import find_model
-from mmgate.engine.preflight import ConfigError, check_checkpoint
+from mmgate.engine.preflight import ConfigError, check_checkpoint, check_device
 from mmgate.engine.safe_load import add_trust_option
 
 
@@ -35,8 +39,10 @@ def run(argv: list[str]) -> None:
     weights = args.checkpoint or args.weights or weights
     if weights:
         check_checkpoint(weights)
-    draw = segment if cli.is_segmentation(cfg) else detect
-    draw(cfg, weights, images, args)
+    segments = cli.is_segmentation(cfg)
+    check_inputs(images, args, segments=segments)
+    with named_images(images):
+        (segment if segments else detect)(cfg, weights, images, args)
     if args.out_dir and not (args.no_save_vis and args.no_save_pred):
         print(f'{len(images)} images: see {args.out_dir}')
 
@@ -46,7 +52,8 @@ def detect(cfg: Config, weights: str | None, images: list[str], args: argparse.N
     from mmdet.apis import DetInferencer
 
     inferencer = DetInferencer(cfg, weights, device=args.device, palette=args.palette or 'none')
-    check_weights(inferencer.model, weights)
+    if weights:
+        load_weights(inferencer.model, weights)  # once more: the inferencers only log what did not fit
     inferencer(
         images,
         batch_size=args.batch_size,
@@ -66,7 +73,8 @@ def segment(cfg: Config, weights: str | None, images: list[str], args: argparse.
     from mmseg.utils import get_classes, get_palette
 
     inferencer = MMSegInferencer(cfg, weights, device=args.device)
-    check_weights(inferencer.model, weights)
+    if weights:
+        load_weights(inferencer.model, weights)  # once more: the inferencers only log what did not fit
     if args.palette:
         inferencer.model.dataset_meta = dict(classes=get_classes(args.palette), palette=get_palette(args.palette))
     # MMSegInferencer's own call saves both or none
@@ -79,21 +87,58 @@ def segment(cfg: Config, weights: str | None, images: list[str], args: argparse.
         print(results['predictions'])
 
 
-def check_weights(model: nn.Module, weights: str | None) -> None:
-    """Refuse a checkpoint of which the model has nothing: the inferencers only log that it did not fit.
+def check_inputs(images: list[str], args: argparse.Namespace, *, segments: bool) -> None:
+    """Refuse a device that is not there and colours of no data set; warn of results that overwrite one another.
 
     Raises:
-        ConfigError: No key of the checkpoint is one of the model's.
+        ConfigError: With the argument.
     """
-    if weights is None:
-        return
-    loaded = CheckpointLoader.load_checkpoint(weights, map_location='cpu')
-    given = loaded.get('state_dict', loaded)
-    if not set(given) & set(model.state_dict()):
-        raise ConfigError(
-            f'{weights} has no key of {type(model).__name__}; it starts with {", ".join(list(given)[:3])}. '
-            'Give a checkpoint of this model, or the config that it belongs to.'
+    if args.device:
+        check_device(args.device)
+    if args.palette:
+        try:
+            _colours(args.palette, segments)
+        except (KeyError, ValueError, AssertionError, TypeError) as error:
+            raise ConfigError(
+                f'--palette {args.palette} is of no data set that {"mmseg" if segments else "mmdet"} knows; give one '
+                'such as coco or ade20k, or leave it out for those of the checkpoint.'
+            ) from error
+    stems = Counter(osp.splitext(osp.basename(image))[0] for image in images)
+    twice = sorted(stem for stem, number in stems.items() if number > 1)
+    if twice and not segments and not args.no_save_pred:
+        warnings.warn(
+            f'several images are called {", ".join(twice[:3])}: mmdet writes their predictions into one file, of which '
+            'the last stays.',
+            stacklevel=2,
         )
+
+
+def _colours(palette: str, segments: bool) -> None:
+    if segments:
+        from mmseg.utils import get_palette
+
+        get_palette(palette)
+    else:
+        from mmdet.visualization import get_palette
+
+        get_palette(palette, 1)
+
+
+@contextmanager
+def named_images(images: list[str]) -> Iterator[None]:
+    """Turn an error of an image that cannot be read into one message.
+
+    Raises:
+        ConfigError: With the file.
+    """
+    try:
+        yield
+    except Exception as error:
+        for image in images:
+            reason = unreadable(image, error)
+            if reason:
+                raise ConfigError(f'{image} {reason}. What was drawn before is kept.') from error
+        raise
 
 
 def read_model(model: str) -> tuple[Config, str | None]:

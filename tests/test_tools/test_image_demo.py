@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ('a.jpg', 'b.png'):
         cv2.imwrite(str(folder / 'images' / name), np.random.default_rng(0).integers(0, 255, (64, 64, 3), np.uint8))
     (folder / 'images/notes.txt').write_text('none')
+    (folder / 'empty').mkdir()
+    (folder / 'empty/a.png').touch()
     for name, path in PATHS.items():
         cfg = get_config(path)
         init_default_scope(cfg.default_scope)
@@ -80,13 +83,32 @@ def test_saves_what_is_wanted(folder: Path, tmp_path: Path, name: str, pred: str
         (['images', DETECTOR.replace('refine', 'refined')], f'Did you mean {DETECTOR}'),
         (['images', 'nowhere.py'], 'config nowhere.py does not exist'),
         (['images', DETECTOR, 'nowhere.pth'], 'checkpoint nowhere.pth does not exist'),
+        (['images', DETECTOR, '--device', 'cuda:99'], 'cuda:99: torch sees'),
+        (['images', DETECTOR, '--device', 'gpu'], '--device gpu: give'),
+        (['images', DETECTOR, '--palette', 'zzz'], '--palette zzz is of no data set that mmdet'),
+        (['images', SEGMENTOR, '--palette', 'zzz'], '--palette zzz is of no data set that mmseg'),
+        (['images', SEGMENTOR, f'{DETECTOR}.pth', '--device', 'cpu'], 'EncoderDecoder .*It is of another model'),
+        (['empty', DETECTOR, f'{DETECTOR}.pth', '--device', 'cpu'], 'empty/a.png is no image that can be read'),
     ],
-    ids=['images', 'name', 'config', 'checkpoint'],
+    ids=[
+        *('images', 'name', 'config', 'checkpoint', 'no such gpu', 'no device', 'palette', 'palette of maps'),
+        *('another model', 'empty'),
+    ],
 )
-def test_refuses(folder: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
+def test_refuses(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
     monkeypatch.chdir(folder)
     with pytest.raises(ConfigError, match=message):
-        image_demo.run(arguments)
+        image_demo.run([*arguments, '--out-dir', str(tmp_path)])
+
+
+def test_results_that_overwrite_one_another_are_said(folder: Path, tmp_path: Path) -> None:
+    for suffix in ('.jpg', '.png'):
+        shutil.copy(folder / 'images/b.png', tmp_path / f'same{suffix}')
+    with pytest.warns(UserWarning, match='several images are called same'):
+        arguments = [DETECTOR, str(folder / f'{DETECTOR}.pth'), '--device', 'cpu', '--no-save-vis']
+        image_demo.run([str(tmp_path), *arguments, '--out-dir', str(tmp_path / 'out')])
 
 
 def test_a_config_may_be_a_file(folder: Path, tmp_path: Path) -> None:
@@ -98,5 +120,5 @@ def test_a_config_may_be_a_file(folder: Path, tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_draws_nothing(folder: Path, tmp_path: Path) -> None:
     torch.save({'state_dict': {'backbone.unknown': torch.zeros(1)}}, tmp_path / 'other.pth')
     result = run(folder, 'images', PATHS[DETECTOR], str(tmp_path / 'other.pth'), '--out-dir', str(tmp_path / 'out'))
-    assert result.returncode == 2 and 'has no key of DeformableDETR' in result.stderr
+    assert result.returncode == 2 and '0 of 224 keys of DeformableDETR were loaded' in result.stderr
     assert not (tmp_path / 'out').exists()
