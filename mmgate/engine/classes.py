@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from .data_checks import innermost, listed
+from .coco_checks import listed
+from .data_checks import innermost
 from .preflight import ConfigError
 
 _HEADS = ('auxiliary_head', 'bbox_head', 'decode_head', 'head', 'mask_head', 'panoptic_head', 'query_head')
@@ -24,9 +25,8 @@ def check_classes(model: nn.Module, dataset: Any, what: str = 'the training data
     Raises:
         ConfigError: A head has fewer classes than the data set labels; the message names it and both numbers.
     """
-    meta = getattr(dataset, 'metainfo', None) or {}
-    classes = meta.get('classes')
-    if not classes or isinstance(classes, str) or hasattr(model, 'language_model'):
+    meta = _labelled(model, dataset)
+    if not meta:
         return
     inner = next(innermost(dataset))
     name = type(inner).__name__
@@ -44,6 +44,19 @@ def check_classes(model: nn.Module, dataset: Any, what: str = 'the training data
                 f'{found}, but {known}. Set model.{where}.{setting}={len(labelled)} in the config, or '
                 "metainfo=dict(classes=(...)) of the data sets to the model's classes."
             )
+
+
+def predicted_classes(model: nn.Module, dataset: Any) -> int:
+    """Return the largest number of the data set's classes, or more, that a head predicts; 0 where none is to say."""
+    meta = _labelled(model, dataset)
+    return max((predicted for _, _, predicted, _ in _counts(model, meta)), default=0) if meta else 0
+
+
+def _labelled(model: nn.Module, dataset: Any) -> dict[str, Any]:
+    """Return a data set's ``metainfo`` if it lists classes and the model has a fixed number of them."""
+    meta = getattr(dataset, 'metainfo', None) or {}
+    classes = meta.get('classes')
+    return {} if not classes or isinstance(classes, str) or hasattr(model, 'language_model') else meta
 
 
 def _counts(model: nn.Module, meta: dict[str, Any]) -> Iterator[tuple[str, str, int, Any]]:

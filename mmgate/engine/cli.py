@@ -11,22 +11,23 @@ import errno
 import os
 import os.path as osp
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from mmengine.config import Config, DictAction
+from mmengine.dist import is_main_process
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
 
 from .backends import check_backends
 from .batch import count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
 from .choices_hook import BackendChoicesHook
-from .classes import check_classes
+from .classes import check_classes, predicted_classes
 from .config_checks import check_optimizer, check_shape
 from .data_checks import check_metrics
-from .data_errors import DataError, explained_run, watch_data
+from .data_errors import DataError, cannot_be_built, explained_run, watch_data
 from .distributed import explained_failures, prepare_processes
 from .gate_hooks import own_model
 from .hooks import LoadReportHook
@@ -40,6 +41,7 @@ from .whole_checkpoints import (
     keep_quiet_when_full,
     last_whole_checkpoint,
     remove_after_saving,
+    remove_unfinished,
     write_whole_files,
 )
 
@@ -106,7 +108,8 @@ def train(argv: list[str]) -> None:
         enable_auto_scale_lr(cfg)
     if args.resume == 'auto':
         cfg.resume = True
-        cfg.load_from, warning = last_whole_checkpoint(cfg.work_dir, *checkpoint_folders(cfg))
+        folders = checkpoint_folders(cfg)
+        cfg.load_from, warning = last_whole_checkpoint(cfg.work_dir, *folders)
         notes.append(warning)
     elif args.resume is not None:
         cfg.resume, cfg.load_from = True, args.resume
@@ -116,6 +119,8 @@ def train(argv: list[str]) -> None:
     if cfg.get('load_from'):
         check_checkpoint(cfg.load_from, sharded='strategy' in cfg)
     runner = build_runner(cfg, trains=True)
+    if args.resume == 'auto' and is_main_process():
+        remove_unfinished(cfg.work_dir, *folders)
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
     for note in (*notes, count_accumulation(runner, cfg)):
@@ -170,7 +175,7 @@ def test(argv: list[str]) -> None:
 
 
 class Options(DictAction):
-    """mmengine's, with a message for an option without a value."""
+    """mmengine's, with a message for what it cannot read, and blanks kept in plain text, such as a path."""
 
     def __call__(
         self,
@@ -180,10 +185,21 @@ class Options(DictAction):
         option_string: str | None = None,
     ) -> None:
         """Add the options to the namespace."""
-        for value in values:
-            if '=' not in value:
-                parser.error(f'--cfg-options {value}: write key=value, without blanks around the sign.')
-        super().__call__(parser, namespace, values, option_string)
+        texts = {}
+        for option in values:
+            key, sign, value = option.partition('=')
+            if not sign or key != key.strip():
+                parser.error(
+                    f'--cfg-options {option}: write key=value, without blanks around the sign; a value with blanks '
+                    'goes into quotes, as in key="[1, 2]".'
+                )
+            if ' ' in value.strip() and not set(value) & set(',()[]'):
+                texts[key] = value.strip().strip('\'"')
+        try:
+            super().__call__(parser, namespace, values, option_string)
+        except AssertionError as error:
+            parser.error(f'--cfg-options {" ".join(values)}: {error}')
+        getattr(namespace, self.dest).update(texts)
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
@@ -222,6 +238,9 @@ def load_config(args: argparse.Namespace) -> Config:
     cfg.launcher = args.launcher
     name = osp.splitext(osp.basename(cfg.filename))[0]
     cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('./work_dirs', name)
+    in_the_way = next((path for path in (Path(cfg.work_dir), *Path(cfg.work_dir).parents) if path.is_file()), None)
+    if in_the_way:
+        raise ConfigError(f'work dir {cfg.work_dir}: {in_the_way} is a file. Give another --work-dir.')
     return cfg
 
 
@@ -288,7 +307,11 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
         loops = [runner.train_loop, runner.val_loop] if trains else [runner.test_loop]
         for loop in loops:
             if hasattr(loop, 'evaluator'):
-                check_metrics(loop.evaluator.metrics, loop.dataloader.dataset, 'the data to evaluate on')
+                data = loop.dataloader.dataset
+                predicted = predicted_classes(own_model(runner.model), data)
+                check_metrics(loop.evaluator.metrics, data, predicted, 'the data to evaluate on')
+                if trains and hasattr(data, '__len__'):
+                    data[0]  # what is wrong with it would come to light after the first training
     if not any(isinstance(hook, BackendChoicesHook) for hook in runner.hooks):
         runner.register_hook(BackendChoicesHook())
     check_backends(runner.model)
@@ -309,9 +332,4 @@ def _buildable() -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        reason = error.args[0] if isinstance(error, KeyError) and error.args else error
-        raise ConfigError(
-            f'the config cannot be built: {type(error).__name__}: {reason} '
-            f'({place.filename}:{place.lineno}; MMGATE_TRACEBACK=1 shows the traceback)'
-        ) from error
+        raise cannot_be_built(error) from error

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 import os.path as osp
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .coco_checks import check_coco_data, check_coco_metric
 from .preflight import ConfigError
-
-LARGEST_FILE = 32 << 20  # bytes of an annotation file that is read once more for its categories; a third of a second
 
 
 def wrapped(dataset: Any) -> list[Any]:
@@ -60,22 +56,29 @@ def check_names(dataset: Any, where: str) -> None:
             f'comma: classes=({classes!r},); a file of names would have to exist.'
         )
     if classes and getattr(dataset, 'cat2label', None) is not None:
-        _check_categories(dataset, list(classes), where)
+        check_coco_data(dataset, list(classes), where)
 
 
-def check_metrics(metrics: Sequence[Any], dataset: Any, where: str) -> None:
-    """Refuse to measure mIoU over classes that nobody names, which would fail after the first training.
+def check_metrics(metrics: Sequence[Any], dataset: Any, predicted: int, where: str) -> None:
+    """Refuse metrics that would fail after the first training, or after all images are predicted.
+
+    Args:
+        metrics: As built.
+        dataset: As built, in wrappers or not.
+        predicted: Number of classes that the model predicts.
+        where: The config entry, for the messages.
 
     Raises:
-        ConfigError: The data set has no ``metainfo.classes``.
+        ConfigError: mIoU over classes that nobody names, or what :func:`check_coco_metric` refuses.
     """
-    if any(type(metric).__name__ == 'IoUMetric' for metric in metrics):
+    for metric in metrics:
         for one in innermost(dataset):
-            if not (getattr(one, 'metainfo', None) or {}).get('classes'):
+            if type(metric).__name__ == 'IoUMetric' and not (getattr(one, 'metainfo', None) or {}).get('classes'):
                 raise ConfigError(
                     f'{where}: IoUMetric needs the names of the classes, and {type(one).__name__} has none. Set '
                     'metainfo=dict(classes=(...)) of the data set.'
                 )
+            check_coco_metric(metric, one, predicted, where)
 
 
 def lacks(dataset: Any) -> str:
@@ -88,44 +91,3 @@ def lacks(dataset: Any) -> str:
     chosen = getattr(dataset, 'filter_cfg', None)
     filtered = f', or filter_cfg={dict(chosen)} leaves none (boxes of the classes, pixels a side)' if chosen else ''
     return f'{name} has no image to use: {ann_file or folder} lists none{filtered}'
-
-
-def _check_categories(dataset: Any, classes: list[str], where: str) -> None:
-    """Compare the classes with the categories of a COCO file."""
-    ann_file, labels = str(dataset.ann_file), dict(dataset.cat2label)
-    if not labels:
-        found = _categories(ann_file)
-        has = f', which has {listed([str(c.get("name")) for c in found])}' if found else ''
-        raise ConfigError(
-            f'{where}: none of the classes ({listed(classes)}) is a category of {ann_file}{has}. Set '
-            'metainfo=dict(classes=(...)) to the names in the file, spelt as there.'
-        )
-    names = {labels[c['id']]: str(c.get('name')) for c in _categories(ann_file) if c.get('id') in labels}
-    wrong = next(
-        (label for label, name in sorted(names.items()) if label < len(classes) and classes[label] != name), None
-    )
-    if wrong is not None:
-        warnings.warn(
-            f'{where}: labels follow the order of the categories in {ann_file}, where label {wrong} is '
-            f'{names[wrong]!r}; metainfo.classes calls it {classes[wrong]!r}. List the classes as the file does, '
-            f'without those that it does not have: {listed([names[label] for label in sorted(names)])}.',
-            stacklevel=2,
-        )
-
-
-def _categories(ann_file: str) -> list[dict[str, Any]]:
-    """Return the categories of a local COCO file of moderate size."""
-    if not osp.isfile(ann_file) or os.path.getsize(ann_file) > LARGEST_FILE:
-        return []
-    try:
-        with open(ann_file, encoding='utf-8') as file:
-            found = json.load(file).get('categories') or []
-    except (ValueError, AttributeError):  # of a form that the data set's own class reads
-        return []
-    return [category for category in found if isinstance(category, dict)]
-
-
-def listed(names: Sequence[Any], most: int = 8) -> str:
-    """Return names in one line: all of them, or the first ones and the last."""
-    texts = [str(name) for name in names]
-    return ', '.join(texts if len(texts) <= most else [*texts[: most - 1], '...', texts[-1]])

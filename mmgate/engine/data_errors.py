@@ -1,26 +1,33 @@
 """What is wrong with the data of a run, said by file: while data sets are built, and when a sample is met.
 
-Nothing is decoded beforehand, so that a start costs the same for ten images and for a million.
+Nothing is decoded beforehand but one image to evaluate on, so that a start costs the same for ten images and for a
+million.
 """
 
 from __future__ import annotations
 
 import json
 import os.path as osp
-from collections.abc import Callable, Iterator
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from mmengine.dataset import Compose
+from mmengine.registry import build_from_cfg
 from PIL import Image
 from torch import nn
 
 from .data_checks import check_dataset, check_names, lacks, wrapped
 from .gate_hooks import own_model
 from .preflight import ConfigError
-from .sample_checks import DataError, LabelCheck, LabelWarning, SameSizeCollate
+from .sample_checks import DataError, Found, LabelCheck, LabelWarning, MapCheck, MapSurvey, SameSizeCollate
 
+PACKAGE = Path(__file__).parents[1]
+TRACEBACK = 'MMGATE_TRACEBACK=1 shows the traceback'
 _IMAGES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp')
 _BY_INDEX = ('CrossEntropyLoss', 'LabelSmoothLoss')  # read a label as an index, unless they are of sigmoids
 # of a transform's code, not of data
@@ -32,6 +39,10 @@ _RUNNING = {
     'Expected more than 1 value per channel when training': 'a batch norm met one number a channel, a batch of one '
     'image and a map of one pixel. Use larger images or a larger train_dataloader.batch_size, with '
     'train_dataloader.drop_last=True where the last batch is what is left over',
+    'Results do not correspond to current coco set': "CocoMetric's ann_file does not list every image of the data set. "
+    'Set ann_file of both to the same file',
+    "'segm is not in results'": 'CocoMetric measures segm, and this model predicts no masks. Set metric of the '
+    "evaluator to 'bbox'",
     'loaded state dict': 'the checkpoint to resume groups its parameters otherwise than this config: other rates or '
     'another constructor in optim_wrapper. A run goes on with its own config alone; --cfg-options load_from=FILE '
     'without --resume starts a new one from its weights',
@@ -41,24 +52,28 @@ _RUNNING = {
 class FileNamingCompose(Compose):
     """A data set's pipeline that raises :class:`DataError` with the file's name where a sample cannot be used.
 
+    Warns once of an image of another size than its annotation says.
+
     Args:
         pipeline: The pipeline, whose transforms are shared.
-        check: Called with what the pipeline returns; returns the key of the file to blame and why, or None.
+        *checks: Called with what the pipeline returns; return the key of the file to blame and why, or None.
     """
 
-    def __init__(self, pipeline: Compose, check: Callable[[dict[str, Any]], tuple[str, str] | None] | None = None):
-        self.transforms, self.check = pipeline.transforms, check
+    def __init__(self, pipeline: Compose, *checks: Callable[[dict[str, Any]], Found]):
+        self.transforms, self.checks = pipeline.transforms, checks
+        self._warned = False
 
     def __call__(self, data: dict[str, Any]) -> dict[str, Any] | None:
         """Apply the transforms; an error of their own code stays as it is."""
         files = {key: value for key, value in data.items() if key.endswith('_path') and isinstance(value, str)}
-        sample: dict[str, Any] | None = data
+        sample: Any = data
+        annotated = data.get('height'), data.get('width')
         for transform in self.transforms:
             try:
                 sample = transform(sample)
             except Exception as error:
                 for key, path in files.items():
-                    reason = _unreadable(path, error)
+                    reason = unreadable(path, error)
                     if reason:
                         raise DataError(f'{key} {path} {reason}.') from error
                 key, path = next(iter(files.items()), ('', ''))
@@ -75,11 +90,28 @@ class FileNamingCompose(Compose):
                 ) from error
             if sample is None:
                 return None
-        blamed = self.check(sample) if self.check and sample else None
-        if blamed:
-            key, reason = blamed
-            raise DataError(f'{key} {files.get(key, "")} {reason}')
+            if None not in annotated and 'ori_shape' in sample:
+                self._warn_of_size(annotated, sample)
+                annotated = None, None
+        for check in self.checks:
+            blamed = check(sample)
+            if blamed:
+                key, reason = blamed
+                raise DataError(f'{key} {files.get(key, "")} {reason}')
         return sample
+
+    def _warn_of_size(self, annotated: tuple[Any, Any], sample: dict[str, Any]) -> None:
+        height, width = sample['ori_shape'][:2]
+        if self._warned or annotated == (height, width):
+            return
+        self._warned = True
+        turned = ' (is it turned by its EXIF?)' if annotated == (width, height) else ''
+        warnings.warn(
+            f'img_path {sample.get("img_path", "")} has {width} x {height} pixels, its annotation says '
+            f'{annotated[1]} x {annotated[0]}{turned}. Boxes beyond the annotated size are dropped, the others may not '
+            'fit. Correct the width and height of the images in the file.',
+            stacklevel=2,
+        )
 
 
 def watch_data(runner: Any) -> None:
@@ -88,7 +120,9 @@ def watch_data(runner: Any) -> None:
 
     def build_dataloader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         given = {split: getattr(runner, f'_{split}_dataloader', None) for split in ('train', 'val', 'test')}
-        split = next((name for name, value in given.items() if value is not None and value == dataloader), '')
+        # the very one first: a config may evaluate on the data that it trains on
+        alike = [name for name, value in given.items() if value is not None and value == dataloader]
+        split = next((name for name in alike if given[name] is dataloader), next(iter(alike), ''))
         where = f'{split}_dataloader' if split else 'a data loader'
         try:
             loader = build(dataloader, *args, **kwargs)
@@ -101,13 +135,30 @@ def watch_data(runner: Any) -> None:
             raise ConfigError(f'{where}: {explained}.') from error
         check_dataset(loader.dataset, where)
         trains = split == 'train'
-        labels = label_check(runner.model)
-        _replace_pipelines(loader.dataset, labels if trains or labels is None else LabelWarning(labels))
+        _replace_pipelines(loader.dataset, *_checks(runner, split, loader))
         if trains and callable(getattr(loader, 'collate_fn', None)):
             loader.collate_fn = SameSizeCollate(loader.collate_fn, _padded_to(runner.model))
         return loader
 
     runner.build_dataloader = build_dataloader  # an iteration-based loop starts its workers when it is built
+
+
+def _checks(runner: Any, split: str, loader: Any) -> list[Callable[[dict[str, Any]], Found]]:
+    """Return what samples of a split are asked."""
+    trains, labels = split == 'train', label_check(runner.model)
+    evaluators = None if trains else getattr(runner, f'_{split}_evaluator', None)
+    measured = any(
+        str(one.get('type')).endswith('IoUMetric') and not one.get('format_only')
+        for one in (evaluators if isinstance(evaluators, list) else [evaluators])
+        if isinstance(one, Mapping)
+    )
+    checks: list[Callable[[dict[str, Any]], Found]] = [MapCheck(measured)] if trains or measured else []
+    if labels is not None:
+        checks.append(labels if trains else LabelWarning(labels))
+        if labels.ignored is not None and labels.classes > 1 and hasattr(loader.dataset, '__len__'):
+            seen = len(loader.dataset) // max(getattr(loader, 'num_workers', 0), 1)  # by each worker
+            checks.append(MapSurvey(labels.ignored, min(max(seen, 1), 8)))
+    return checks
 
 
 def label_check(model: Any) -> LabelCheck | None:
@@ -133,11 +184,11 @@ def _padded_to(model: Any) -> tuple[int, int] | None:
     return (int(size[-2]), int(size[-1])) if type(preprocessor).__name__ == 'SegDataPreProcessor' and size else None
 
 
-def _replace_pipelines(dataset: Any, check: Callable[[dict[str, Any]], tuple[str, str] | None] | None) -> None:
+def _replace_pipelines(dataset: Any, *checks: Callable[[dict[str, Any]], Found]) -> None:
     if type(getattr(dataset, 'pipeline', None)) is Compose:
-        dataset.pipeline = FileNamingCompose(dataset.pipeline, check)
+        dataset.pipeline = FileNamingCompose(dataset.pipeline, *checks)
     for inner in wrapped(dataset):
-        _replace_pipelines(inner, check)
+        _replace_pipelines(inner, *checks)
 
 
 @contextmanager
@@ -151,7 +202,21 @@ def explained_run() -> Iterator[None]:
         for sign, meaning in _RUNNING.items():
             if sign in str(error):
                 raise ConfigError(f'{meaning}.') from error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if isinstance(error, ValueError) and Path(last.filename).is_relative_to(PACKAGE):  # arguments of a component
+            raise ConfigError(f'{error} ({TRACEBACK})') from error
+        if any(frame.f_code is build_from_cfg.__code__ for frame in _frames(error)):  # what is built at the start
+            raise cannot_be_built(error) from error
         raise
+
+
+def cannot_be_built(error: Exception) -> ConfigError:
+    """Return an error that a component's constructor raised, or a registry, as one message."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    reason = error.args[0] if isinstance(error, KeyError) and error.args else error
+    return ConfigError(
+        f'the config cannot be built: {type(error).__name__}: {reason} ({last.filename}:{last.lineno}; {TRACEBACK})'
+    )
 
 
 def _explain(error: BaseException, where: str) -> str | None:
@@ -195,8 +260,8 @@ def _place(dataset: Any) -> str:
     return str(ann_file) if ann_file and not osp.isdir(ann_file) else ', '.join(folders) or 'its folder'
 
 
-def _unreadable(path: str, error: Exception) -> str | None:
-    """Return why ``path`` is broken; None if it is sound or cannot be told."""
+def unreadable(path: str, error: Exception) -> str | None:
+    """Return why ``path``, at which ``error`` was raised, is broken; None if it is sound or cannot be told."""
     if not osp.isfile(path):
         return 'does not exist' if isinstance(error, FileNotFoundError) and '://' not in path else None
     if not path.lower().endswith(_IMAGES):
@@ -206,5 +271,5 @@ def _unreadable(path: str, error: Exception) -> str | None:
             image.load()
             width, height = image.size
     except Exception as broken:
-        return f'is no image that can be read ({type(broken).__name__}); replace it or take it out of the annotations'
+        return f'is no image that can be read ({type(broken).__name__}); replace it or take it out'
     return f'has {width} x {height} pixels, too few for the pipeline; take it out' if 1 in (width, height) else None

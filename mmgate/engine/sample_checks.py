@@ -15,8 +15,11 @@ class DataError(ConfigError):
     """A file of the data set cannot be used; the message names it."""
 
 
+Found = tuple[str, str] | None  # the key of the file to blame, and why
+
+
 class LabelCheck:
-    """Whether the labels of a training sample are those of a model's classes.
+    """Whether the labels of a sample are those of a model's classes.
 
     Args:
         classes: How many the model predicts.
@@ -26,17 +29,12 @@ class LabelCheck:
     def __init__(self, classes: int, ignored: int | None = None) -> None:
         self.classes, self.ignored = classes, ignored
 
-    def __call__(self, sample: dict[str, Any]) -> tuple[str, str] | None:
+    def __call__(self, sample: dict[str, Any]) -> Found:
         """Return the file to blame and why, or None."""
         data = sample.get('data_samples')
         labels, key = getattr(data, 'gt_label', None), 'img_path'
         if data is not None and hasattr(data, 'gt_sem_seg'):
             labels, key = data.gt_sem_seg.data, 'seg_map_path'
-            if labels.dim() == 3 and labels.shape[0] != 1:
-                return key, (
-                    f'is no map of labels: its shape is {tuple(labels.shape)}, where one channel (a grey or a palette '
-                    'PNG) with the number of the class in each pixel is needed; convert its colours to numbers.'
-                )
         if not isinstance(labels, Tensor) or not labels.numel() or int(labels.max()) < self.classes:
             return None
         wrong = labels[(labels >= self.classes) & (labels != (-1 if self.ignored is None else self.ignored))]
@@ -69,6 +67,71 @@ class LabelWarning:
             warnings.warn(f'{path} {found[1]} The metric does not count what is beyond the classes.', stacklevel=2)
 
 
+class MapCheck:
+    """Whether a sample's map of labels is one, and can be measured.
+
+    Args:
+        measured: Whether mIoU will be measured over it, which takes a map of the image's size.
+    """
+
+    def __init__(self, measured: bool = False) -> None:
+        self.measured = measured
+
+    def __call__(self, sample: dict[str, Any]) -> Found:
+        """Return the file to blame and why, or None."""
+        data: Any = sample.get('data_samples')
+        if not hasattr(data, 'gt_sem_seg'):
+            if not self.measured or data is None:
+                return None
+            return 'img_path', (
+                'comes without a map of labels, which IoUMetric compares with. Give the data set '
+                "data_prefix=dict(seg_map_path=...) and its pipeline dict(type='LoadAnnotations'), or only write "
+                'predictions: test_evaluator.format_only=True test_evaluator.output_dir=DIR.'
+            )
+        shape = tuple(data.gt_sem_seg.data.shape)
+        if (len(shape) == 3 and shape[0] != 1) or len(shape) > 3:
+            return 'seg_map_path', (
+                f'is no map of labels: its shape is {shape}, where one channel (a grey or a palette '
+                'PNG) with the number of the class in each pixel is needed; convert its colours to numbers.'
+            )
+        size = tuple(data.metainfo.get('ori_shape', ()))[:2]
+        if self.measured and size and shape[-2:] != size:
+            return 'seg_map_path', f'{_another_size(shape, size)}. Give it the size of its image.'
+        return None
+
+
+class MapSurvey:
+    """Warns if the first maps of labels of a data set show no class, or one class beside what is ignored.
+
+    Args:
+        ignored: The label of what is no class.
+        maps: How many to look at.
+    """
+
+    def __init__(self, ignored: int, maps: int = 8) -> None:
+        self.ignored, self.maps = ignored, maps
+        self._left = maps
+        self._labels: set[int] = set()
+
+    def __call__(self, sample: dict[str, Any]) -> None:
+        """Look at a sample."""
+        data: Any = sample.get('data_samples')
+        if not self._left or not hasattr(data, 'gt_sem_seg'):
+            return
+        self._labels |= set(data.gt_sem_seg.data.unique().tolist())
+        self._left -= 1
+        classes = self._labels - {self.ignored}
+        if self._left or len(classes) > 1 or self.ignored not in self._labels:
+            return
+        seen = f'have label {classes.pop()} and' if classes else 'have'
+        warnings.warn(
+            f'the first {self.maps} maps of labels {seen} {self.ignored} alone, which is ignored: there is nothing to '
+            f'tell apart (the last one: {data.get("seg_map_path", "")}). Masks of 0 and 255 are written as 0 and 1; '
+            'reduce_zero_label=True lets what was 0 be ignored.',
+            stacklevel=2,
+        )
+
+
 class SameSizeCollate:
     """Collates a batch; names the files of images that cannot be stacked.
 
@@ -80,6 +143,7 @@ class SameSizeCollate:
 
     def __init__(self, collate: Callable[[list[Any]], Any], padded_to: tuple[int, int] | None) -> None:
         self.collate, self.padded_to = collate, padded_to
+        self._warned = False
 
     def __call__(self, batch: list[Any]) -> Any:
         """Collate, and look at the sizes where that fails or is going to."""
@@ -104,21 +168,27 @@ class SameSizeCollate:
                 'resize or crop them to one size (Resize, RandomCrop).'
             )
 
-    @staticmethod
-    def _refuse_maps(batch: list[Any]) -> None:
-        """Refuse maps of labels of which some, not all, have another size than their image; they cannot be stacked."""
+    def _refuse_maps(self, batch: list[Any]) -> None:
+        """Refuse maps of labels of which some have another size than their image; warn if all have."""
         wrong = []
         for sample in batch:
             labels = getattr(sample.get('data_samples'), 'gt_sem_seg', None) if isinstance(sample, dict) else None
             if labels is not None and tuple(labels.shape) != tuple(sample['inputs'].shape[-2:]):
                 wrong.append((sample, labels))
-        if wrong and len(wrong) < len(batch):
-            sample, labels = wrong[0]
-            raise DataError(
-                f'seg_map_path {sample["data_samples"].metainfo.get("seg_map_path", "")} is a map of '
-                f'{labels.shape[1]} x {labels.shape[0]} for an image of {sample["inputs"].shape[-1]} x '
-                f'{sample["inputs"].shape[-2]} (after the pipeline). Give it the size of its image.'
-            )
+        if not wrong or (self._warned and len(wrong) == len(batch)):
+            return
+        sample, labels = wrong[0]
+        path = sample['data_samples'].metainfo.get('seg_map_path', '')
+        found = _another_size(tuple(labels.shape), tuple(sample['inputs'].shape[-2:]))
+        found = f'seg_map_path {path} {found} (after the pipeline). Give it the size of its image.'
+        if len(wrong) < len(batch):  # they cannot be stacked
+            raise DataError(found)
+        self._warned = True
+        warnings.warn(f'{found} It is padded or stretched for training, and may not fit.', stacklevel=2)
+
+
+def _another_size(labels: tuple[int, ...], image: tuple[int, ...]) -> str:
+    return f'is a map of {labels[-1]} x {labels[-2]} for an image of {image[1]} x {image[0]}'
 
 
 def _sizes(batch: list[Any]) -> Iterator[tuple[tuple[int, int], str]]:

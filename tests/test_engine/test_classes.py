@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 from mmgate.analysis.structure import build_structure
 from mmgate.engine.classes import check_classes
 from mmgate.engine.preflight import ConfigError
-from mmgate.engine.sample_checks import LabelCheck, LabelWarning
+from mmgate.engine.sample_checks import LabelCheck, LabelWarning, MapSurvey, SameSizeCollate
 
 
 class Head(nn.Module):
@@ -161,6 +162,38 @@ def test_labels_to_evaluate_on_are_warned_of_once() -> None:
     with pytest.warns(UserWarning, match='map.png has the label 77, but the model has 6 classes') as found:
         for sample in samples:
             check(dict(data_samples=sample))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ('maps', 'said'),
+    [
+        ([[0, 255], [1, 1]], None),
+        ([[0, 0], [0, 0]], None),  # one class may be rare
+        ([[255, 255], [255, 255]], 'the first 2 maps of labels have 255 alone, .*last one: map.png'),
+        ([[255, 0], [0, 255]], 'have label 0 and 255 alone'),
+    ],
+)
+def test_maps_without_anything_to_learn(maps: list[list[int]], said: str | None) -> None:
+    survey = MapSurvey(255, maps=2)
+    samples = [SegDataSample(gt_sem_seg=PixelData(data=torch.tensor([[labels]]))) for labels in maps]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        for sample in samples * 2:
+            sample.set_metainfo(dict(seg_map_path='map.png'))
+            survey(dict(data_samples=sample))
+    assert len(caught) == (said is not None)
+    assert all(re.search(str(said), str(one.message)) for one in caught)
+
+
+def test_maps_of_another_size_all_at_once() -> None:
+    """mmseg pads what is smaller, and trains."""
+    data = SegDataSample(gt_sem_seg=PixelData(data=torch.zeros(1, 4, 6)))
+    data.set_metainfo(dict(seg_map_path='map.png'))
+    collate = SameSizeCollate(list, (8, 8))
+    batch = [dict(inputs=torch.zeros(3, 8, 8), data_samples=data)] * 2
+    with pytest.warns(UserWarning, match='map.png is a map of 6 x 4 for an image of 8 x 8') as found:
+        assert collate(batch) == collate(batch) == batch
     assert len(found) == 1
 
 

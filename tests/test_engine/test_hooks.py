@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import pickle
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from mmcv.transforms import LoadImageFromFile
 from mmdet.datasets.transforms import LoadAnnotations
 from mmengine.dataset import Compose
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
@@ -106,6 +108,20 @@ def test_weights_without_a_run_are_counted_too(
     assert said == level and text.startswith(f'{4 - left_out} of 4 keys of Sequential were loaded')
 
 
+def test_what_is_exported_is_loaded_as_a_whole(tmp_path: Path) -> None:
+    """Buffers may be missing: older checkpoints have none of a new one."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
+    path = str(tmp_path / 'weights.pth')
+    for left_out, refused in (('1.running_mean', False), ('2.weight', True)):
+        torch.save({key: value for key, value in model.state_dict().items() if key != left_out}, path)
+        load_weights(model, path)
+        if refused:
+            with pytest.raises(ConfigError, match=f'not loaded: {left_out}. .*--allow-mismatch'):
+                load_weights(model, path, whole=True)
+        else:
+            load_weights(model, path, whole=True)
+
+
 def read(data: dict[str, Any]) -> dict[str, Any]:
     Image.open(data['img_path']).load()
     return data
@@ -159,6 +175,19 @@ def test_an_annotation_without_a_mask_is_named(images: dict[str, str]) -> None:
     pipeline = FileNamingCompose(Compose([load]))
     with pytest.raises(DataError, match='good.png: an annotation of it has no segmentation'):
         pipeline(dict(img_path=images['good.png'], ori_shape=(9, 9), instances=[dict(ignore_flag=0)]))
+
+
+@pytest.mark.parametrize(('annotated', 'said'), [((8, 6), None), ((6, 8), 'is it turned'), ((8, 3), 'says 3 x 8')])
+def test_an_image_of_another_size_than_annotated(annotated: tuple[int, int], said: str | None, tmp_path: Path) -> None:
+    Image.new('RGB', (6, 8)).save(tmp_path / 'image.png')
+    pipeline = FileNamingCompose(Compose([LoadImageFromFile()]))
+    height, width = annotated
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        for _ in range(2):
+            pipeline(dict(img_path=str(tmp_path / 'image.png'), height=height, width=width))
+    texts = [str(one.message) for one in caught if 'its annotation says' in str(one.message)]
+    assert len(texts) == (said is not None) and all(str(said) in text for text in texts)
 
 
 @pytest.mark.parametrize('workers', [0, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 from pathlib import Path
@@ -164,7 +165,35 @@ def test_a_run_of_another_model_or_optimizer_is_not_resumed(project: Path, capsy
     assert "best.pth has no optimizer's state: its moments start anew" in logs
 
 
-def test_an_option_without_a_value(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ('options', 'message'),
+    [
+        (['train_cfg.max_epochs'], 'write key=value'),
+        (['train_cfg.max_epochs =3'], 'without blanks around the sign'),
+        (['model.neck.in_channels=[1,', '2]'], 'a value with blanks goes into quotes'),
+        (['model.neck.in_channels=[1,2'], 'Imbalanced brackets'),
+    ],
+)
+def test_options_that_cannot_be_read(
+    project: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
     with pytest.raises(SystemExit) as exit_:
-        cli.main(cli.train, ['config.py', '--cfg-options', 'train_cfg.max_epochs'])
-    assert exit_.value.code == 2 and 'write key=value' in capsys.readouterr().err
+        cli.main(cli.train, ['config.py', '--cfg-options', *options])
+    assert exit_.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_blanks_in_a_path_stay() -> None:
+    """mmengine takes them out."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument('--cfg-options', nargs='+', action=cli.Options)
+    options = ['data_root=/my data/coco', 'sizes=[1, 2]', 'lr= 0.1', "name='two words'", 'text=1, 2']
+    assert parser.parse_args(['--cfg-options', *options]).cfg_options == dict(
+        data_root='/my data/coco', sizes=[1, 2], lr=0.1, name='two words', text=[1, 2]
+    )
+
+
+def test_a_work_dir_that_is_a_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path('taken').touch()
+    for folder in ('taken', 'taken/runs/1'):
+        assert cli.main(cli.train, ['config.py', '--work-dir', folder]) == 2
+        assert f'work dir {folder}: taken is a file' in capsys.readouterr().err

@@ -42,6 +42,7 @@ TRAIN = 'data/shapes/annotations/instances_train.json'
 VAL = 'data/shapes/annotations/instances_val.json'
 IMAGE = 'data/shapes/train/000000.jpg'
 MAP = 'data/shapes/ade/annotations/training/000000.png'
+VAL_MAP = MAP.replace('training', 'validation')
 FOLDER = 'data/shapes/imagenet/train'
 
 
@@ -90,6 +91,19 @@ def every_kind_of_image() -> None:
     replaced(files[2], np.full((64, 64, 4), 99, np.uint8))()
     Path(files[3]).unlink()
     Image.new('CMYK', (64, 64), (90, 10, 200, 30)).save(files[3], 'JPEG')
+
+
+def image_ids_as_text(content: dict[str, Any]) -> None:
+    for annotation in content['annotations']:
+        annotation['image_id'] = str(annotation['image_id'])
+
+
+def other_images() -> None:
+    content = json.loads(Path(VAL).read_text())
+    for key, entry in (('images', 'id'), ('annotations', 'image_id')):
+        for one in content[key]:
+            one[entry] += 1000
+    Path('data/shapes/other.json').write_text(json.dumps(content))
 
 
 def rename_categories(content: dict[str, Any]) -> None:
@@ -151,6 +165,7 @@ def dataset(text: str, *splits: str) -> str:
 # mmdet's and mmpretrain's packing fails on a single pixel that was turned over
 UNFLIPPED = """pipeline=[
     dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', with_bbox=True), dict(type='PackDetInputs')]"""
+VALIDATION = dataset("data_prefix=dict(img_path='images/validation', seg_map_path='annotations/validation')", 'val')
 FIRST_IMAGE = f'{FOLDER}/circle/00000.jpg'
 MISTAKES = {
     # configs
@@ -182,6 +197,22 @@ MISTAKES = {
     ),
     'hook_misspelt': Mistake('boxes', 'FinitHook is not in the', "custom_hooks = [dict(type='mmgate.FinitHook')]"),
     'metric_misspelt': Mistake('boxes', 'CocoMetrik is not in the', "val_evaluator = dict(type='CocoMetrik')"),
+    'schedule_misspelt': Mistake(
+        'boxes', 'MultiStepLRR is not in the', "param_scheduler = [dict(type='MultiStepLRR', milestones=[1])]"
+    ),
+    'average_misspelt': Mistake(
+        'boxes', 'MovingAvrage is not in the', "custom_hooks = [dict(type='EMAHook', ema_type='MovingAvrage')]"
+    ),
+    'levels': Mistake(
+        'boxes',
+        'logits have 3 levels, so spatial_shapes must be .*MMGATE_TRACEBACK',
+        'model = dict(encoder=dict(layer_cfg=dict(self_attn_cfg=dict(num_levels=3))))',
+    ),
+    'masks_measured_of_boxes': Mistake(
+        'boxes',
+        'this model predicts no masks',
+        "val_evaluator = dict(metric=['bbox', 'segm'])\ntrain_cfg = dict(val_interval=1)",
+    ),
     'import_of_nothing': Mistake(
         'boxes', 'my_gates', "custom_imports = dict(imports=['my_gates'], allow_failed_imports=False)"
     ),
@@ -229,6 +260,22 @@ MISTAKES = {
     ),
     'other_categories_to_evaluate': Mistake(
         'boxes', 'val_dataloader: none of the classes', damage=damaged(VAL, rename_categories)
+    ),
+    'image_ids_as_text': Mistake(
+        'boxes', r"of no image that it lists \(image_id '", damage=damaged(TRAIN, image_ids_as_text)
+    ),
+    'category_renamed_to_evaluate': Mistake(
+        'boxes',
+        "predicts 6 classes, of which CocoMetric's ann_file has 5",
+        damage=damaged(VAL, lambda content: content['categories'][2].update(name='disc')),
+    ),
+    'single_or_crowd_not_said': Mistake(
+        'boxes',
+        "annotation 1 in CocoMetric's ann_file has no iscrowd",
+        damage=damaged(VAL, lambda content: [one.pop('iscrowd') for one in content['annotations']]),
+    ),
+    'evaluator_of_other_images': Mistake(
+        'boxes', 'does not list image', "val_evaluator = dict(ann_file='data/shapes/other.json')", other_images
     ),
     'box_of_three_numbers': Mistake(
         'boxes',
@@ -280,6 +327,20 @@ MISTAKES = {
     ),
     'map_in_colours': Mistake(
         'maps', f'{MAP} is no map of labels.*grey or a palette', damage=replaced(MAP, np.full((64, 64, 3), 2, np.uint8))
+    ),
+    'no_maps_to_evaluate': Mistake(
+        'maps',
+        'comes without a map of labels.*LoadAnnotations.*format_only',
+        dataset("pipeline=[dict(type='LoadImageFromFile'), dict(type='PackSegInputs')]", 'val'),
+    ),
+    'map_to_evaluate_of_another_size': Mistake(
+        'maps',
+        f'{VAL_MAP} is a map of 32 x 32 for an image of 64 x 64',
+        VALIDATION,
+        replaced(VAL_MAP, np.ones((32, 32), np.uint8)),
+    ),
+    'map_to_evaluate_in_colours': Mistake(
+        'maps', f'{VAL_MAP} is no map of labels', VALIDATION, replaced(VAL_MAP, np.full((64, 64, 3), 2, np.uint8))
     ),
     'label_out_of_range': Mistake(
         'maps',

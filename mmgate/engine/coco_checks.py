@@ -1,0 +1,158 @@
+"""Checks of COCO annotation files: what the mm tools leave out without a word, or meet only after a training."""
+
+from __future__ import annotations
+
+import json
+import os
+import os.path as osp
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .preflight import ConfigError
+
+LARGEST_FILE = 32 << 20  # bytes of an annotation file that is read once more for the checks; a third of a second
+MOST_IMAGES = 20_000  # of a data set whose images are looked for in the evaluator's file; a third of a second
+_MEASURED = {'bbox': ('area', 'iscrowd'), 'segm': ('area', 'iscrowd', 'segmentation')}  # read of each annotation
+
+
+def check_coco_data(dataset: Any, classes: list[str], where: str) -> None:
+    """Compare a data set with its annotation file, as built: classes, and what was read of the file.
+
+    Warns of labels in another order than the classes, of classes without a category, of annotations whose image is not
+    listed, of images whose number another one has, and of a file to learn or to evaluate on without annotations.
+
+    Raises:
+        ConfigError: No class is a category of the file, or no annotation is of one of its images.
+    """
+    ann_file, content = str(dataset.ann_file), _content(str(dataset.ann_file))
+    _check_categories(dict(dataset.cat2label), ann_file, _dicts(content, 'categories'), classes, where)
+    if content.get('images'):
+        _check_images(ann_file, _dicts(content, 'images'), _dicts(content, 'annotations'), where)
+
+
+def check_coco_metric(metric: Any, dataset: Any, predicted: int, where: str) -> None:
+    """Refuse a CocoMetric whose file lacks what it reads once all images are predicted.
+
+    Args:
+        metric: As built; one without a file of its own is not checked.
+        dataset: What is evaluated.
+        predicted: Number of classes that the model predicts.
+        where: The config entry, for the messages.
+
+    Raises:
+        ConfigError: With what is missing.
+    """
+    api = getattr(metric, '_coco_api', None)
+    if api is None or all(kind.__name__ != 'CocoMetric' for kind in type(metric).__mro__):
+        return
+    classes = (getattr(dataset, 'metainfo', None) or {}).get('classes') or ()
+    categories = api.get_cat_ids(cat_names=list(classes))
+    if classes and predicted > len(categories):
+        raise ConfigError(
+            f"{where}: the model predicts {predicted} classes, of which CocoMetric's ann_file has {len(categories)} as "
+            f'categories: {listed([api.cats[one]["name"] for one in categories])}. Set num_classes of the heads and '
+            'metainfo=dict(classes=(...)) to these, or add the others to "categories" of the file.'
+        )
+    if not metric.format_only:
+        _check_annotations(api, metric.metrics, set(categories), where)
+    _check_same_images(api, dataset, where)
+
+
+def _check_categories(
+    labels: dict[Any, int], ann_file: str, found: list[dict[str, Any]], classes: list[str], where: str
+) -> None:
+    if not labels:
+        has = f', which has {listed([c.get("name") for c in found])}' if found else ''
+        raise ConfigError(
+            f'{where}: none of the classes ({listed(classes)}) is a category of {ann_file}{has}. Set '
+            'metainfo=dict(classes=(...)) to the names in the file, spelt as there.'
+        )
+    names = {labels[c['id']]: str(c.get('name')) for c in found if c.get('id') in labels}
+    wrong = next(
+        (label for label, name in sorted(names.items()) if label < len(classes) and classes[label] != name), None
+    )
+    if wrong is not None:
+        warnings.warn(
+            f'{where}: labels follow the order of the categories in {ann_file}, where label {wrong} is '
+            f'{names[wrong]!r}; metainfo.classes calls it {classes[wrong]!r}. List the classes as the file does, '
+            f'without those that it does not have: {listed([names[label] for label in sorted(names)])}.',
+            stacklevel=2,
+        )
+    elif len(labels) < len(classes):
+        lacking = [name for name in classes if name not in names.values()] if names else []
+        warnings.warn(
+            f'{where}: {ann_file} has {len(labels)} of the {len(classes)} classes as categories'
+            + (f'; it lacks {listed(lacking)}.' if lacking else '.'),
+            stacklevel=2,
+        )
+
+
+def _check_images(ann_file: str, images: list[dict[str, Any]], annotations: list[dict[str, Any]], where: str) -> None:
+    numbers = {image.get('id') for image in images}
+    if len(numbers) < len(images):
+        warnings.warn(
+            f'{where}: {len(images) - len(numbers)} of {len(images)} images in {ann_file} have the "id" of another '
+            'one, and are not used. Give each its own.',
+            stacklevel=2,
+        )
+    if not annotations:
+        if not where.startswith('test'):  # those of a challenge are not given away
+            warnings.warn(f'{where}: {ann_file} has no annotations.', stacklevel=2)
+        return
+    stray = [one for one in annotations if one.get('image_id') not in numbers]
+    if stray:
+        example = stray[0].get('image_id')
+        found = (
+            f'{where}: {len(stray)} of {len(annotations)} annotations in {ann_file} are of no image that it lists '
+            f'(image_id {example!r}; the images have id {listed([repr(one) for one in numbers], 3)})'
+        )
+        if len(stray) == len(annotations):
+            raise ConfigError(f'{found}. Write image_id as the images have it, text or number.')
+        warnings.warn(f'{found}, and are not used.', stacklevel=2)
+
+
+def _check_annotations(api: Any, measured: Iterable[str], categories: set[Any], where: str) -> None:
+    keys = {key for name in measured for key in _MEASURED.get(name, ())}
+    for annotation in _dicts(api.dataset, 'annotations'):
+        lacking = keys - annotation.keys() if annotation.get('category_id') in categories else ()
+        if lacking:
+            raise ConfigError(
+                f"{where}: annotation {annotation.get('id')} in CocoMetric's ann_file has no {', '.join(lacking)}, "
+                'which COCO\'s evaluation reads. Write them into the file ("iscrowd": 0 for single objects, "area": '
+                "the object's pixels)."
+            )
+
+
+def _check_same_images(api: Any, dataset: Any, where: str) -> None:
+    if not hasattr(dataset, 'get_data_info') or not 0 < len(dataset) <= MOST_IMAGES:
+        return
+    infos = (dataset.get_data_info(number) for number in range(len(dataset)))
+    strange = next((info for info in infos if 'img_id' in info and info['img_id'] not in api.imgs), None)
+    if strange is not None:
+        raise ConfigError(
+            f"{where}: CocoMetric's ann_file does not list image {strange['img_id']!r} ({strange.get('img_path')}) of "
+            'the data set. Set ann_file of both to the same file.'
+        )
+
+
+def _content(ann_file: str) -> dict[str, Any]:
+    """Return what a local COCO file of moderate size holds."""
+    if not osp.isfile(ann_file) or os.path.getsize(ann_file) > LARGEST_FILE:
+        return {}
+    try:
+        with open(ann_file, encoding='utf-8') as file:
+            found = json.load(file)
+    except ValueError:  # of a form that the data set's own class reads
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _dicts(content: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    return [one for one in content.get(key) or [] if isinstance(one, dict)]
+
+
+def listed(names: Sequence[Any], most: int = 8) -> str:
+    """Return names in one line: all of them, or the first ones and the last."""
+    texts = [str(name) for name in names]
+    return ', '.join(texts if len(texts) <= most else [*texts[: most - 1], '...', texts[-1]])

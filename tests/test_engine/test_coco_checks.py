@@ -1,0 +1,115 @@
+"""What is said of a COCO file whose annotations are left out, or whose classes do not fit."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mmdet.datasets import CocoDataset
+from mmdet.evaluation import CocoMetric
+
+from mmgate.engine.coco_checks import check_coco_metric
+from mmgate.engine.data_checks import check_dataset
+from mmgate.engine.preflight import ConfigError
+
+CLASSES = ('cat', 'dog')
+
+
+def content() -> dict[str, Any]:
+    box = dict(bbox=[1, 1, 4, 4], area=16, iscrowd=0)
+    return dict(
+        images=[dict(id=n, file_name=f'{n}.jpg', width=8, height=8) for n in range(3)],
+        annotations=[dict(id=n, image_id=n % 3, category_id=n % 2 + 1, **box) for n in range(4)],
+        categories=[dict(id=n + 1, name=name) for n, name in enumerate(CLASSES)],
+    )
+
+
+def changed(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> str:
+    found = content()
+    change(found)
+    path = tmp_path / 'a.json'
+    path.write_text(json.dumps(found))
+    return str(path)
+
+
+def dataset(ann_file: str) -> CocoDataset:
+    return CocoDataset(ann_file=ann_file, data_prefix=dict(img=''), metainfo=dict(classes=CLASSES), pipeline=[])
+
+
+def every_image_id_as_text(found: dict[str, Any]) -> None:
+    for one in found['annotations']:
+        one['image_id'] = str(one['image_id'])
+
+
+@pytest.mark.parametrize(
+    ('change', 'where', 'message'),
+    [
+        (lambda found: None, 'train_dataloader', None),
+        (lambda found: found['annotations'].clear(), 'train_dataloader', 'has no annotations'),
+        (lambda found: found['annotations'].clear(), 'test_dataloader', None),
+        (
+            lambda found: found['annotations'][1].update(image_id='1'),
+            'val_dataloader',
+            r"1 of 4 annotations .* \(image_id '1'; the images have id 0, 1, 2\), and are not used",
+        ),
+        (lambda found: found['images'][2].update(id=0), 'val_dataloader', '1 of 3 images .* the "id" of another one'),
+        (lambda found: found['categories'][1].update(name='cow'), 'train_dataloader', 'has 1 of the 2 .* lacks dog'),
+    ],
+    ids=['right', 'none', 'a challenge', 'a text', 'twice', 'renamed'],
+)
+def test_what_is_left_out_is_said(
+    change: Callable[[dict[str, Any]], Any], where: str, message: str | None, tmp_path: Path
+) -> None:
+    data = dataset(changed(tmp_path, change))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter('always')
+        check_dataset(data, where)
+    said = [str(one.message) for one in caught if where in str(one.message)]
+    if message is None:
+        assert not said
+    else:
+        with pytest.warns(UserWarning, match=message):
+            check_dataset(data, where)
+
+
+def test_annotations_of_no_image_at_all(tmp_path: Path) -> None:
+    data = dataset(changed(tmp_path, every_image_id_as_text))
+    with pytest.raises(ConfigError, match='4 of 4 annotations .* Write image_id as the images have it'):
+        check_dataset(data, 'train_dataloader')
+
+
+@pytest.mark.parametrize(
+    ('change', 'options', 'message'),
+    [
+        (lambda found: None, {}, None),
+        (lambda found: found['annotations'][0].pop('area'), {}, 'annotation 0 .* has no area'),
+        (lambda found: None, dict(metric=['bbox', 'segm']), 'annotation 0 .* has no segmentation'),
+        # of a class that is not measured
+        (lambda found: [found['annotations'][0].pop('area'), found['annotations'][0].update(category_id=9)], {}, None),
+        (lambda found: found['annotations'][0].pop('area'), dict(format_only=True, outfile_prefix='out'), None),
+        (lambda found: found['categories'].pop(), {}, 'predicts 2 classes, of which .* has 1 as categories: cat'),
+        (lambda found: found['images'].pop(1), {}, r'does not list image 1 \(.*1.jpg\)'),
+    ],
+    ids=['right', 'area', 'masks', 'another class', 'only written', 'category', 'image'],
+)
+def test_what_an_evaluation_would_stumble_over(
+    change: Callable[[dict[str, Any]], Any], options: dict[str, Any], message: str | None, tmp_path: Path
+) -> None:
+    data = dataset(changed(tmp_path, lambda found: None))
+    metric = CocoMetric(ann_file=changed(tmp_path, change), **options)
+    if message is None:
+        check_coco_metric(metric, data, 2, 'val')
+        return
+    with pytest.raises(ConfigError, match=f'val: .*{message}'):
+        check_coco_metric(metric, data, 2, 'val')
+
+
+def test_metrics_without_a_file_pass(tmp_path: Path) -> None:
+    data = dataset(changed(tmp_path, lambda found: None))
+    for metric in (CocoMetric(), SimpleNamespace(_coco_api=None), object()):
+        check_coco_metric(metric, data, 80, 'val')
