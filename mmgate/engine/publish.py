@@ -50,9 +50,7 @@ def publish(source: str, out: str | None = None, *, form: str | None = None, wei
     if form is None:
         form = 'safetensors' if out and out.endswith('.safetensors') else 'pth'
     if out and out.endswith(OTHER_ENDINGS):
-        raise ConfigError(
-            f'{out}: a published checkpoint is a .pth or a .safetensors file.'
-        )
+        raise ConfigError(f'{out}: a published checkpoint is a .pth or a .safetensors file.')
     check_checkpoint(source)
     checkpoint = CheckpointLoader.load_checkpoint(source, map_location='cpu', logger='silent')
     state, meta = chosen_weights(checkpoint, weights), _kept(checkpoint)
