@@ -136,6 +136,7 @@ class SaveOnInterruptHook(Hook):
         if self._group is not None:
             distributed.barrier(self._group)  # a launcher ends all once one has ended
         self.after_train(runner)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise for workers that end from here on
         raise SystemExit(128 + int(self._asked or signal.SIGINT))
 
     def _leave_out(self, runner: Any, batches: int, of: int) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,6 +163,34 @@ def test_a_saved_run_ends_as_one_that_was_not_stopped(
     for part in ('state_dict', 'ema_state_dict', 'optimizer'):
         assert_equal(stopped[part], whole[part], part)
     assert stopped['param_schedulers'][0]['last_step'] == whole['param_schedulers'][0]['last_step']
+
+
+def test_a_cluster_ends_the_workers_too(tmp_path: Path) -> None:
+    """``timeout`` and slurm signal the whole group: what a killed worker makes torch say is no error of the run."""
+    text = CONFIG
+    for name, value in dict(EPOCHS, WORKERS='2', TELL='').items():
+        text = text.replace(name, value)
+    (tmp_path / 'config.py').write_text(text.replace('max_epochs=6', 'max_epochs=100000'))
+    run = "cli.main(cli.train, ['config.py', '--work-dir', 'work'])"
+    command = [
+        sys.executable,
+        '-W',
+        'ignore',
+        '-c',
+        f'import test_interrupt_hook; from mmgate.engine import cli; {run}',
+    ]
+    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get('PYTHONPATH', '')])
+    environment = {**os.environ, 'PYTHONPATH': paths}
+    with (tmp_path / 'log').open('w') as log:
+        process = subprocess.Popen(
+            command, stdout=log, stderr=log, cwd=tmp_path, env=environment, start_new_session=True
+        )
+    deadline = time.time() + 120
+    while not list(tmp_path.rglob('last_checkpoint')) and time.time() < deadline and process.poll() is None:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGTERM)
+    status, said = process.wait(timeout=120), (tmp_path / 'log').read_text()
+    assert status == 143 and 'the run is saved as' in said and 'Traceback' not in said, said[-3000:]
 
 
 def test_a_second_ctrl_c_ends_at_once(
