@@ -48,11 +48,18 @@ def check_coco_metric(metric: Any, dataset: Any, predicted: int, where: str) -> 
         return
     classes = (getattr(dataset, 'metainfo', None) or {}).get('classes') or ()
     categories = api.get_cat_ids(cat_names=list(classes))
-    if classes and predicted > len(categories):
+    names = listed([api.cats[one]['name'] for one in categories])
+    if len(set(classes)) > len(categories):
         raise ConfigError(
-            f"{where}: the model predicts {predicted} classes, of which CocoMetric's ann_file has {len(categories)} as "
-            f'categories: {listed([api.cats[one]["name"] for one in categories])}. Set num_classes of the heads and '
-            'metainfo=dict(classes=(...)) to these, or add the others to "categories" of the file.'
+            f"{where}: CocoMetric's ann_file has {len(categories)} of the {len(classes)} classes as categories: "
+            f'{names}. Labels of the model would mean others. Add the rest to "categories" of the file, or leave it out of '
+            'metainfo=dict(classes=(...)).'
+        )
+    if classes and predicted > len(categories):
+        warnings.warn(
+            f"{where}: the model predicts {predicted} classes, and CocoMetric's ann_file has {len(categories)}: "
+            f'{names}. The evaluation fails once one beyond them is found. Set num_classes of the heads.',
+            stacklevel=2,
         )
     if not metric.format_only:
         _check_annotations(api, metric.metrics, set(categories), where)

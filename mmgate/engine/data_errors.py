@@ -203,6 +203,11 @@ def explained_run() -> Iterator[None]:
             if sign in str(error):
                 raise ConfigError(f'{meaning}.') from error
         last = traceback.extract_tb(error.__traceback__)[-1]
+        if isinstance(error, IndexError) and last.name == 'results2json':
+            raise ConfigError(
+                "the model found a class that CocoMetric's ann_file does not have as a category. Set num_classes of "
+                'the heads to the number of the classes.'
+            ) from error
         if isinstance(error, ValueError) and Path(last.filename).is_relative_to(PACKAGE):  # arguments of a component
             raise ConfigError(f'{error} ({TRACEBACK})') from error
         if any(frame.f_code is build_from_cfg.__code__ for frame in _frames(error)):  # what is built at the start

@@ -92,7 +92,7 @@ def test_annotations_of_no_image_at_all(tmp_path: Path) -> None:
         # of a class that is not measured
         (lambda found: [found['annotations'][0].pop('area'), found['annotations'][0].update(category_id=9)], {}, None),
         (lambda found: found['annotations'][0].pop('area'), dict(format_only=True, outfile_prefix='out'), None),
-        (lambda found: found['categories'].pop(), {}, 'predicts 2 classes, of which .* has 1 as categories: cat'),
+        (lambda found: found['categories'].pop(), {}, 'has 1 of the 2 classes as categories: cat'),
         (lambda found: found['images'].pop(1), {}, r'does not list image 1 \(.*1.jpg\)'),
     ],
     ids=['right', 'area', 'masks', 'another class', 'only written', 'category', 'image'],
@@ -107,6 +107,12 @@ def test_what_an_evaluation_would_stumble_over(
         return
     with pytest.raises(ConfigError, match=f'val: .*{message}'):
         check_coco_metric(metric, data, 2, 'val')
+
+
+def test_a_head_of_more_classes_is_warned_of(tmp_path: Path) -> None:
+    path = changed(tmp_path, lambda found: None)
+    with pytest.warns(UserWarning, match='predicts 80 classes, and .* has 2: cat, dog'):
+        check_coco_metric(CocoMetric(ann_file=path), dataset(path), 80, 'val')
 
 
 def test_metrics_without_a_file_pass(tmp_path: Path) -> None:

@@ -261,12 +261,17 @@ MISTAKES = {
     'other_categories_to_evaluate': Mistake(
         'boxes', 'val_dataloader: none of the classes', damage=damaged(VAL, rename_categories)
     ),
+    'more_classes_to_evaluate': Mistake(
+        'boxes',
+        'found a class that .* does not have as a category. Set num_classes',
+        'model = dict(bbox_head=dict(num_classes=80))\ntrain_cfg = dict(val_interval=1)',
+    ),
     'image_ids_as_text': Mistake(
         'boxes', r"of no image that it lists \(image_id '", damage=damaged(TRAIN, image_ids_as_text)
     ),
     'category_renamed_to_evaluate': Mistake(
         'boxes',
-        "predicts 6 classes, of which CocoMetric's ann_file has 5",
+        "CocoMetric's ann_file has 5 of the 6 classes as categories: circle, square",
         damage=damaged(VAL, lambda content: content['categories'][2].update(name='disc')),
     ),
     'single_or_crowd_not_said': Mistake(
