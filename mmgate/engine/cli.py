@@ -20,6 +20,7 @@ from mmengine.config import Config, DictAction
 from mmengine.dist import is_main_process
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
+from torch.utils.data import IterableDataset
 
 from .backends import check_backends
 from .batch import count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
@@ -310,7 +311,7 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
                 data = loop.dataloader.dataset
                 predicted = predicted_classes(own_model(runner.model), data)
                 check_metrics(loop.evaluator.metrics, data, predicted, 'the data to evaluate on')
-                if trains and hasattr(data, '__len__'):
+                if trains and not isinstance(data, IterableDataset):
                     data[0]  # what is wrong with it would come to light after the first training
     if not any(isinstance(hook, BackendChoicesHook) for hook in runner.hooks):
         runner.register_hook(BackendChoicesHook())

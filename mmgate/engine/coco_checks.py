@@ -52,8 +52,8 @@ def check_coco_metric(metric: Any, dataset: Any, predicted: int, where: str) -> 
     if len(set(classes)) > len(categories):
         raise ConfigError(
             f"{where}: CocoMetric's ann_file has {len(categories)} of the {len(classes)} classes as categories: "
-            f'{names}. Labels of the model would mean others. Add the rest to "categories" of the file, or leave it out of '
-            'metainfo=dict(classes=(...)).'
+            f'{names}. Labels of the model would mean others. Add the rest to "categories" of the file, or leave it '
+            'out of metainfo=dict(classes=(...)).'
         )
     if classes and predicted > len(categories):
         warnings.warn(
