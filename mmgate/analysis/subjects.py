@@ -23,7 +23,7 @@ from mmgate.engine import cli
 from mmgate.engine.hooks import load_weights
 from mmgate.engine.image_files import find_images
 from mmgate.engine.options import merge_options
-from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data, check_device, check_folder
+from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data, check_device, check_folder, type_name
 from mmgate.engine.safe_load import add_trust_option
 
 from .recording import require
@@ -62,8 +62,8 @@ class Subject:
         if args.images:
             paths = [path for given in args.images for path in find_images(given)]
             steps = _still(_dataset(self.cfg.get('test_dataloader') or loader).pipeline)
-            loads = [step for step in steps if str(step['type']).endswith('LoadImageFromFile')]
-            others = [step for step in steps if not str(step['type']).rpartition('.')[2].startswith('Load')]
+            loads = [step for step in steps if type_name(step).endswith('LoadImageFromFile')]
+            others = [step for step in steps if not type_name(step).startswith('Load')]
             read, pipeline = Compose(loads or [dict(type='LoadImageFromFile')]), Compose(others)
             for number, path in enumerate(paths):
                 yield lambda path=path, number=number: pipeline(_read(read, path, number))
@@ -251,7 +251,7 @@ def _still(pipeline: Sequence[Any]) -> list[Any]:
     Raises:
         ConfigError: It makes several images of one.
     """
-    kinds = [str(step['type']).rpartition('.')[2] for step in pipeline]
+    kinds = [type_name(step) for step in pipeline]
     if 'TestTimeAug' in kinds:
         raise ConfigError('the test pipeline makes several images of each (TestTimeAug); give the config without it.')
     return [deepcopy(step) for step, kind in zip(pipeline, kinds, strict=True) if kind != 'RandomFlip']

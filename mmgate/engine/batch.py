@@ -10,7 +10,7 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.runner import FlexibleRunner, Runner
 
-from .preflight import ConfigError
+from .preflight import ConfigError, type_name
 
 # Scheduler and hook settings that count iterations where by_epoch=False.
 _SCHEDULER_COUNTS = ('begin', 'end', 'milestones', 'T_max', 'step_size', 'total_steps', 'periods')
@@ -137,7 +137,7 @@ def _stretch(cfg: Config, factor: Fraction) -> list[str]:
                 before = owner[key]
                 owner[key] = _times(before, factor)
                 changes.append(f'{where}.{key} {before} -> {owner[key]}')
-        if str(owner.get('type')).endswith('ExponentialLR') and 'gamma' in owner:
+        if type_name(owner).endswith('ExponentialLR') and 'gamma' in owner:
             owner['gamma'] **= float(1 / factor)
             changes.append(f'{where}.gamma -> {owner["gamma"]:g}')
     return changes
@@ -145,7 +145,7 @@ def _stretch(cfg: Config, factor: Fraction) -> list[str]:
 
 def _iteration_counts(cfg: Config) -> Iterator[tuple[str, MutableMapping[str, Any], tuple[str, ...]]]:
     loop = cfg.get('train_cfg') or {}
-    if str(loop.get('type')).endswith('IterBasedTrainLoop') or loop.get('by_epoch') is False:
+    if type_name(loop).endswith('IterBasedTrainLoop') or loop.get('by_epoch') is False:
         yield 'train_cfg', loop, _LOOP_COUNTS
     schedulers = cfg.get('param_scheduler') or []
     for number, scheduler in enumerate(schedulers if isinstance(schedulers, list) else [schedulers]):

@@ -23,7 +23,7 @@ from torch import nn
 
 from .data_checks import check_dataset, check_names, lacks, wrapped
 from .gate_hooks import own_model
-from .preflight import ConfigError
+from .preflight import ConfigError, type_name
 from .sample_checks import DataError, Found, LabelCheck, LabelWarning, MapCheck, MapSurvey, SameSizeCollate
 
 PACKAGE = Path(__file__).parents[1]
@@ -148,7 +148,7 @@ def _checks(runner: Any, split: str, loader: Any) -> list[Callable[[dict[str, An
     trains, labels = split == 'train', label_check(runner.model)
     evaluators = None if trains else getattr(runner, f'_{split}_evaluator', None)
     measured = any(
-        str(one.get('type')).endswith('IoUMetric') and not one.get('format_only')
+        type_name(one) == 'IoUMetric' and not one.get('format_only')
         for one in (evaluators if isinstance(evaluators, list) else [evaluators])
         if isinstance(one, Mapping)
     )

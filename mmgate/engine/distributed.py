@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (
 )
 
 from .gate_hooks import own_model
-from .preflight import ConfigError
+from .preflight import ConfigError, type_name
 from .sync_batch_norm import DistributedDataParallelOnCPU
 
 LOST = ('Connection closed by peer', 'Connection reset by peer', 'Broken pipe', 'NCCL communicator was aborted')
@@ -170,12 +170,12 @@ def _wrap_without_devices(cfg: Config) -> None:
     plain = dict(type=ours, broadcast_buffers=False, device_ids=None)
     if cfg.get('runner_type') == 'FlexibleRunner':
         strategy = cfg.get('strategy') or dict(type='DDPStrategy')
-        if strategy['type'] == 'DDPStrategy':
+        if type_name(strategy) == 'DDPStrategy':
             wrapper = strategy.get('model_wrapper') or plain
             cfg.strategy = dict(strategy, model_wrapper=dict(wrapper, device_ids=None))
     elif cfg.get('model_wrapper_cfg') is None:
         cfg.model_wrapper_cfg = dict(plain, find_unused_parameters=cfg.get('find_unused_parameters', False))
-    elif cfg.model_wrapper_cfg.get('type', 'MMDistributedDataParallel') == 'MMDistributedDataParallel':
+    elif type_name({'type': 'MMDistributedDataParallel', **cfg.model_wrapper_cfg}) == 'MMDistributedDataParallel':
         cfg.model_wrapper_cfg.update(type=ours, device_ids=None)
-    elif cfg.model_wrapper_cfg.type == 'MMSeparateDistributedDataParallel':
+    elif type_name(cfg.model_wrapper_cfg) == 'MMSeparateDistributedDataParallel':
         cfg.model_wrapper_cfg.device_ids = None

@@ -118,8 +118,14 @@ def _prefixes(dataset: Mapping[str, Any]) -> dict[str, Any]:
     return {f'data_prefix.{key}': value for key, value in prefix.items()} if isinstance(prefix, Mapping) else {}
 
 
+def type_name(entry: Mapping[str, Any]) -> str:
+    """Return the bare name of what a config entry's ``type`` is: a class, or its name with or without a scope."""
+    kind = entry.get('type')
+    return getattr(kind, '__name__', str(kind)).rpartition('.')[2]
+
+
 def _is_kind(dataset: Mapping[str, Any], *kinds: str) -> bool:
-    return str(dataset.get('type')).rpartition('.')[2] in kinds
+    return type_name(dataset) in kinds
 
 
 def _is_local(path: str, owner: Mapping[str, Any]) -> bool:
@@ -218,7 +224,7 @@ def check_device(device: str) -> None:
             f'--device {device}: torch sees {f"{there} GPUs, from cuda:0 on" if there else "no GPU"} here.'
         )
     if wanted.type == 'meta':
-        raise ConfigError('--device meta computes nothing: give cpu or cuda.')
+        raise ConfigError('--device meta: give cpu or cuda; it computes nothing.')
 
 
 def check_amp(cfg: Config) -> None:
@@ -227,8 +233,7 @@ def check_amp(cfg: Config) -> None:
     Raises:
         ConfigError: The optimizer wrapper is mmengine's AmpOptimWrapper and there is no accelerator.
     """
-    kind = (cfg.get('optim_wrapper') or {}).get('type')
-    if kind == 'AmpOptimWrapper' and get_device() in ('cpu', 'mps'):
+    if type_name(cfg.get('optim_wrapper') or {}) == 'AmpOptimWrapper' and get_device() in ('cpu', 'mps'):
         raise ConfigError(
             'mixed precision: AmpOptimWrapper needs a GPU, and there is none here. Leave --amp out; '
             "if the config itself asks for it, inherit it with optim_wrapper=dict(type='OptimWrapper', _delete_=True, "

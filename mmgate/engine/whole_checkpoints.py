@@ -22,7 +22,7 @@ from mmengine.hooks import CheckpointHook
 
 from mmgate.models.guarded_pickle import damaged_member
 
-from .preflight import ConfigError, check_checkpoint
+from .preflight import ConfigError, check_checkpoint, type_name
 
 INTERRUPTED = 'interrupted.pth'  # what SaveOnInterruptHook writes
 SAVED = re.compile(rf'(epoch|iter)_\d+\.pth|{re.escape(INTERRUPTED)}')
@@ -125,7 +125,7 @@ def remove_unfinished(*folders: str) -> None:
 def checkpoint_folders(cfg: Config) -> list[str]:
     """Return the local folders other than the work dir into which a config's checkpoint hooks write."""
     hooks = [*(cfg.get('default_hooks') or {}).values(), *(cfg.get('custom_hooks') or [])]
-    saving = [hook for hook in hooks if hook and str(hook.get('type')).endswith('CheckpointHook')]
+    saving = [hook for hook in hooks if hook and type_name(hook).endswith('CheckpointHook')]
     roots = [str(hook['out_dir']) for hook in saving if hook.get('out_dir')]
     run = osp.basename(cfg.work_dir.rstrip('/'))  # mmengine gives every run a folder there
     return [osp.join(root, run) for root in roots if '://' not in root]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from mmengine.config import Config
+from mmengine.runner import Runner
 
 from mmgate.engine import cli
 from mmgate.engine.preflight import (
@@ -14,6 +17,7 @@ from mmgate.engine.preflight import (
     check_data,
     check_packages,
     check_pretrained,
+    type_name,
 )
 
 
@@ -34,6 +38,15 @@ def make_config(**changes) -> Config:
         auto_scale_lr=dict(base_batch_size=16),
     )
     return Config({**cfg, **changes})
+
+
+@pytest.mark.parametrize(
+    ('kind', 'name'),
+    [('AmpOptimWrapper', 'AmpOptimWrapper'), ('mmengine.AmpOptimWrapper', 'AmpOptimWrapper'), (Runner, 'Runner')],
+)
+def test_types_as_names_and_as_classes(kind: Any, name: str) -> None:
+    """Configs in Python's style have classes."""
+    assert type_name(dict(type=kind)) == name
 
 
 def test_missing_data_names_the_entry_and_the_place(tmp_path) -> None:
