@@ -7,7 +7,7 @@ from copy import deepcopy
 
 from mmengine.config import Config, ConfigDict
 
-from .preflight import ConfigError
+from .preflight import ConfigError, type_name
 
 
 def is_segmentation(cfg: Config) -> bool:
@@ -26,7 +26,7 @@ def enable_amp(cfg: Config) -> None:
     Raises:
         ConfigError: The wrapper is of a type that has no such form.
     """
-    kind = cfg.optim_wrapper.get('type', 'OptimWrapper')
+    kind = type_name({'type': 'OptimWrapper', **cfg.optim_wrapper})
     if kind == 'AmpOptimWrapper':
         warnings.warn('--amp: the config trains in mixed precision already.', stacklevel=2)
         return
