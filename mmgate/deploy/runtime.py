@@ -77,9 +77,9 @@ class Exported:
         if len(inputs) != len(names):
             raise ConfigError(f'{self.path} takes {", ".join(names)}, got {len(inputs)} tensors.')
         images = inputs[0]
-        if images.dim() != 4 or images.shape[1] != 3 or not images.numel() or images.dtype != torch.float32:
+        if images.dim() != 4 or not images.numel() or images.dtype != torch.float32:
             raise ConfigError(
-                f'{self.path}: images must be (B, 3, H, W) in float32, got {tuple(images.shape)} in {images.dtype}.'
+                f'{self.path}: images must be (B, C, H, W) in float32, got {tuple(images.shape)} in {images.dtype}.'
             )
         if 'sizes' not in names:
             return

@@ -20,7 +20,6 @@ from mmengine.config import Config, DictAction
 from mmengine.dist import is_main_process
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
-from torch.utils.data import IterableDataset
 
 from .backends import check_backends
 from .batch import count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
@@ -28,7 +27,7 @@ from .choices_hook import BackendChoicesHook
 from .classes import check_classes, predicted_classes
 from .config_checks import check_optimizer, check_shape
 from .data_checks import check_metrics
-from .data_errors import DataError, cannot_be_built, explained_run, watch_data
+from .data_errors import DataError, FileError, cannot_be_built, explained_run, try_first_map, watch_data
 from .distributed import explained_failures, prepare_processes
 from .gate_hooks import own_model
 from .hooks import LoadReportHook
@@ -62,6 +61,10 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
             raise
         print('interrupted', file=sys.stderr)
         return 130
+    except FileError as error:
+        if os.environ.get('MMGATE_TRACEBACK'):
+            raise
+        return _say(error)
     except OSError as error:
         if error.errno not in FULL or os.environ.get('MMGATE_TRACEBACK'):
             raise
@@ -72,11 +75,15 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
     except ConfigError as error:
         if os.environ.get('MMGATE_TRACEBACK'):
             raise
-        # a data loader's worker hands over its traceback in the message, the error last
-        message = str(error).rpartition(f'{DataError.__name__}: ')[2].strip() if isinstance(error, DataError) else error
-        print(f'error: {message}', file=sys.stderr)
-        return 2
+        return _say(error)
     return 0
+
+
+def _say(error: Exception) -> int:
+    # a data loader's worker hands over its traceback in the message, the error last
+    message = str(error).rpartition(f'{type(error).__name__}: ')[2].strip() if isinstance(error, DataError) else error
+    print(f'error: {message}', file=sys.stderr)
+    return 2
 
 
 def train(argv: list[str]) -> None:
@@ -186,7 +193,7 @@ class Options(DictAction):
         option_string: str | None = None,
     ) -> None:
         """Add the options to the namespace."""
-        texts = {}
+        texts: dict[str, str] = {}
         for option in values:
             key, sign, value = option.partition('=')
             if not sign or key != key.strip():
@@ -194,7 +201,8 @@ class Options(DictAction):
                     f'--cfg-options {option}: write key=value, without blanks around the sign; a value with blanks '
                     'goes into quotes, as in key="[1, 2]".'
                 )
-            if ' ' in value.strip() and not set(value) & set(',()[]'):
+            texts.pop(key, None)  # the last one counts
+            if ' ' in value.strip() and ',' not in value and not value.strip().startswith(('(', '[')):
                 texts[key] = value.strip().strip('\'"')
         try:
             super().__call__(parser, namespace, values, option_string)
@@ -310,9 +318,9 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
             if hasattr(loop, 'evaluator'):
                 data = loop.dataloader.dataset
                 predicted = predicted_classes(own_model(runner.model), data)
-                check_metrics(loop.evaluator.metrics, data, predicted, 'the data to evaluate on')
-                if trains and not isinstance(data, IterableDataset):
-                    data[0]  # what is wrong with it would come to light after the first training
+                check_metrics(loop.evaluator, data, predicted, 'the data to evaluate on')
+                if trains:
+                    try_first_map(loop)
     if not any(isinstance(hook, BackendChoicesHook) for hook in runner.hooks):
         runner.register_hook(BackendChoicesHook())
     check_backends(runner.model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os.path as osp
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from .coco_checks import check_coco_data, check_coco_metric
@@ -59,11 +59,11 @@ def check_names(dataset: Any, where: str) -> None:
         check_coco_data(dataset, list(classes), where)
 
 
-def check_metrics(metrics: Sequence[Any], dataset: Any, predicted: int, where: str) -> None:
+def check_metrics(evaluator: Any, dataset: Any, predicted: int, where: str) -> None:
     """Refuse metrics that would fail after the first training, or after all images are predicted.
 
     Args:
-        metrics: As built.
+        evaluator: As built.
         dataset: As built, in wrappers or not.
         predicted: Number of classes that the model predicts.
         where: The config entry, for the messages.
@@ -71,8 +71,10 @@ def check_metrics(metrics: Sequence[Any], dataset: Any, predicted: int, where: s
     Raises:
         ConfigError: mIoU over classes that nobody names, or what :func:`check_coco_metric` refuses.
     """
-    for metric in metrics:
-        for one in innermost(dataset):
+    parts = list(innermost(dataset))
+    each = type(evaluator).__name__ == 'MultiDatasetsEvaluator'  # a metric for each part
+    for number, metric in enumerate(evaluator.metrics):
+        for one in parts[number : number + 1] if each else parts:
             if type(metric).__name__ == 'IoUMetric' and not (getattr(one, 'metainfo', None) or {}).get('classes'):
                 raise ConfigError(
                     f'{where}: IoUMetric needs the names of the classes, and {type(one).__name__} has none. Set '

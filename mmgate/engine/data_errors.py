@@ -1,12 +1,13 @@
 """What is wrong with the data of a run, said by file: while data sets are built, and when a sample is met.
 
-Nothing is decoded beforehand but one image to evaluate on, so that a start costs the same for ten images and for a
+Nothing is decoded beforehand but one image with its map of labels: a start costs the same for ten images and for a
 million.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os.path as osp
 import traceback
 import warnings
@@ -16,15 +17,16 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 from mmengine.dataset import Compose
-from mmengine.registry import build_from_cfg
 from PIL import Image
 from torch import nn
+from torch.utils.data import DataLoader, Subset
 
-from .data_checks import check_dataset, check_names, lacks, wrapped
+from .data_checks import check_dataset, check_names, innermost, lacks, wrapped
 from .gate_hooks import own_model
 from .preflight import ConfigError, type_name
-from .sample_checks import DataError, Found, LabelCheck, LabelWarning, MapCheck, MapSurvey, SameSizeCollate
+from .sample_checks import DataError, FileError, Found, LabelCheck, LabelWarning, MapCheck, MapSurvey, SameSizeCollate
 
 PACKAGE = Path(__file__).parents[1]
 TRACEBACK = 'MMGATE_TRACEBACK=1 shows the traceback'
@@ -43,9 +45,6 @@ _RUNNING = {
     'Set ann_file of both to the same file',
     "'segm is not in results'": 'CocoMetric measures segm, and this model predicts no masks. Set metric of the '
     "evaluator to 'bbox'",
-    'loaded state dict': 'the checkpoint to resume groups its parameters otherwise than this config: other rates or '
-    'another constructor in optim_wrapper. A run goes on with its own config alone; --cfg-options load_from=FILE '
-    'without --resume starts a new one from its weights',
 }
 
 
@@ -75,7 +74,8 @@ class FileNamingCompose(Compose):
                 for key, path in files.items():
                     reason = unreadable(path, error)
                     if reason:
-                        raise DataError(f'{key} {path} {reason}.') from error
+                        kind = FileError if isinstance(error, OSError) else DataError
+                        raise kind(f'{key} {path} {reason}.') from error
                 key, path = next(iter(files.items()), ('', ''))
                 if path and isinstance(error, KeyError) and error.args == ('mask',):  # mmdet's name for it
                     raise DataError(
@@ -86,13 +86,12 @@ class FileNamingCompose(Compose):
                     raise
                 raise DataError(
                     f'{key} {path}: {type(transform).__name__} cannot take it or its annotation: '
-                    f'{type(error).__name__}: {error}'
+                    f'{type(error).__name__}: {error} ({_where(error)}; {TRACEBACK})'
                 ) from error
             if sample is None:
                 return None
-            if None not in annotated and 'ori_shape' in sample:
+            if type(transform).__name__ == 'LoadImageFromFile':  # others may scale images and boxes
                 self._warn_of_size(annotated, sample)
-                annotated = None, None
         for check in self.checks:
             blamed = check(sample)
             if blamed:
@@ -101,9 +100,11 @@ class FileNamingCompose(Compose):
         return sample
 
     def _warn_of_size(self, annotated: tuple[Any, Any], sample: dict[str, Any]) -> None:
-        height, width = sample['ori_shape'][:2]
-        if self._warned or annotated == (height, width):
+        size = tuple(sample.get('ori_shape') or ())[:2]
+        known = len(size) == 2 and all(isinstance(side, int) for side in (*annotated, *size))  # not of a video
+        if self._warned or not known or size == annotated:
             return
+        height, width = size
         self._warned = True
         turned = ' (is it turned by its EXIF?)' if annotated == (width, height) else ''
         warnings.warn(
@@ -152,13 +153,41 @@ def _checks(runner: Any, split: str, loader: Any) -> list[Callable[[dict[str, An
         for one in (evaluators if isinstance(evaluators, list) else [evaluators])
         if isinstance(one, Mapping)
     )
-    checks: list[Callable[[dict[str, Any]], Found]] = [MapCheck(measured)] if trains or measured else []
+    # a model may bring results of its own to the size of its own maps
+    measured = measured and _is_of_mmseg(getattr(type(own_model(runner.model)), 'postprocess_result', None))
+    checks: list[Callable[[dict[str, Any]], Found]] = []
+    if measured or (trains and labels is not None):
+        checks.append(MapCheck(measured))
     if labels is not None:
         checks.append(labels if trains else LabelWarning(labels))
         if labels.ignored is not None and labels.classes > 1 and hasattr(loader.dataset, '__len__'):
             seen = len(loader.dataset) // max(getattr(loader, 'num_workers', 0), 1)  # by each worker
             checks.append(MapSurvey(labels.ignored, min(max(seen, 1), 8)))
     return checks
+
+
+def _is_of_mmseg(method: Any) -> bool:
+    return str(getattr(method, '__module__', '')).startswith('mmseg.')
+
+
+def try_first_map(loop: Any) -> None:
+    """Read the first sample of a loop that measures mIoU, in another process: what is wrong would show too late.
+
+    Files that a data set opens, and random numbers, stay those of its own workers.
+    """
+    data, context = loop.dataloader.dataset, loop.dataloader.multiprocessing_context
+    forks = (context or multiprocessing).get_start_method() == 'fork'
+    measures = any(type(metric).__name__ == 'IoUMetric' for metric in loop.evaluator.metrics)
+    if forks and measures and all(hasattr(one, 'img_suffix') for one in innermost(data)):
+        loader = DataLoader(
+            Subset(data, [0]), None, num_workers=1, multiprocessing_context='fork', generator=torch.Generator()
+        )
+        try:
+            next(iter(loader))
+        except ConfigError:
+            raise
+        except Exception:  # the evaluation itself shows it better
+            return
 
 
 def label_check(model: Any) -> LabelCheck | None:
@@ -202,26 +231,37 @@ def explained_run() -> Iterator[None]:
         for sign, meaning in _RUNNING.items():
             if sign in str(error):
                 raise ConfigError(f'{meaning}.') from error
-        last = traceback.extract_tb(error.__traceback__)[-1]
+        frames = traceback.extract_tb(error.__traceback__)
+        last, passed = frames[-1], {frame.name for frame in frames}
+        if 'loaded state dict' in str(error) and passed & {'resume', 'load_or_resume'}:
+            raise ConfigError(
+                'the checkpoint to resume groups its parameters otherwise than this config: other rates or another '
+                'constructor in optim_wrapper. A run goes on with its own config alone; --cfg-options load_from=FILE '
+                'without --resume starts a new one from its weights.'
+            ) from error
         if isinstance(error, IndexError) and last.name == 'results2json':
             raise ConfigError(
                 "the model found a class that CocoMetric's ann_file does not have as a category. Set num_classes of "
                 'the heads to the number of the classes.'
             ) from error
-        if isinstance(error, ValueError) and Path(last.filename).is_relative_to(PACKAGE):  # arguments of a component
+        said = str(last.line).startswith('raise')  # and not by Python
+        if isinstance(error, ValueError) and said and Path(last.filename).is_relative_to(PACKAGE):
             raise ConfigError(f'{error} ({TRACEBACK})') from error
-        if any(frame.f_code is build_from_cfg.__code__ for frame in _frames(error)):  # what is built at the start
+        if 'build_from_cfg' in passed and not passed & {'run_iter', 'run_epoch'}:  # what is built at the start
             raise cannot_be_built(error) from error
         raise
 
 
 def cannot_be_built(error: Exception) -> ConfigError:
     """Return an error that a component's constructor raised, or a registry, as one message."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
     reason = error.args[0] if isinstance(error, KeyError) and error.args else error
-    return ConfigError(
-        f'the config cannot be built: {type(error).__name__}: {reason} ({last.filename}:{last.lineno}; {TRACEBACK})'
-    )
+    return ConfigError(f'the config cannot be built: {type(error).__name__}: {reason} ({_where(error)}; {TRACEBACK})')
+
+
+def _where(error: Exception) -> str:
+    """Return the last place that an error passed."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f'{last.filename}:{last.lineno}'
 
 
 def _explain(error: BaseException, where: str) -> str | None:

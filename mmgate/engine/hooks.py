@@ -19,6 +19,9 @@ from torch.optim import Optimizer
 
 from .preflight import ConfigError
 
+COUNTERS = 'num_batches_tracked'  # batch norms', often left out of checkpoints
+OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
+
 
 class LoadReportHook(Hook):
     """Says how many keys of the model a checkpoint filled before testing or training goes on from it.
@@ -48,7 +51,7 @@ class LoadReportHook(Hook):
         """Note the state of every tensor; mmengine calls this when the file is read and nothing is copied yet."""
         if getattr(runner, '_resume', False):
             self._check_run(runner, checkpoint)
-        self._given = list(checkpoint.get('state_dict', checkpoint))
+        self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
         self._classes = _classes((checkpoint.get('meta') or {}).get('dataset_meta'))
         self._before = _versions(runner.model)
 
@@ -122,7 +125,7 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
     Args:
         model: Model.
         checkpoint: File or address.
-        whole: Whether every parameter has to be filled.
+        whole: Whether every parameter has to be filled, but for those of heads that training alone has.
 
     Raises:
         ConfigError: It fills less than half of the model's keys, or leaves a parameter as it is.
@@ -134,7 +137,7 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
     found, share = hook.report(runner)
     if share < 0.5:
         raise ConfigError(f'{found}. It is of another model; give the config that it belongs to, or one of this model.')
-    parameters = {name for name, _ in model.named_parameters()}
+    parameters = {name for name, _ in model.named_parameters() if name.partition('.')[0] not in OF_TRAINING}
     if whole and parameters.intersection(hook.missing(runner)):
         raise ConfigError(
             f'{found}. These stay as they are drawn at random. Give the checkpoint or the num_classes that belong '
@@ -184,11 +187,11 @@ def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     own = _own(model)
     if is_model_wrapper(own):
         return {}
-    # torch counts writes into a tensor; batch norms' counters are often left out of checkpoints
+    # torch counts writes into a tensor
     return {
         key: (id(value), value._version)
         for key, value in own.state_dict(keep_vars=True).items()
-        if isinstance(value, Tensor) and not key.endswith('num_batches_tracked')
+        if isinstance(value, Tensor) and not key.endswith(COUNTERS)
     }
 
 

@@ -15,6 +15,10 @@ class DataError(ConfigError):
     """A file of the data set cannot be used; the message names it."""
 
 
+class FileError(DataError, OSError):
+    """A file cannot be read; data sets that skip such files catch an OSError."""
+
+
 Found = tuple[str, str] | None  # the key of the file to blame, and why
 
 
@@ -31,10 +35,9 @@ class LabelCheck:
 
     def __call__(self, sample: dict[str, Any]) -> Found:
         """Return the file to blame and why, or None."""
-        data = sample.get('data_samples')
-        labels, key = getattr(data, 'gt_label', None), 'img_path'
-        if data is not None and hasattr(data, 'gt_sem_seg'):
-            labels, key = data.gt_sem_seg.data, 'seg_map_path'
+        labels, key = _labels(sample), 'seg_map_path'
+        if labels is None:
+            labels, key = getattr(sample.get('data_samples'), 'gt_label', None), 'img_path'
         if not isinstance(labels, Tensor) or not labels.numel() or int(labels.max()) < self.classes:
             return None
         wrong = labels[(labels >= self.classes) & (labels != (-1 if self.ignored is None else self.ignored))]
@@ -64,7 +67,7 @@ class LabelWarning:
         if found:
             self.said = True
             path = sample['data_samples'].get(found[0], found[0])
-            warnings.warn(f'{path} {found[1]} The metric does not count what is beyond the classes.', stacklevel=2)
+            warnings.warn(f'{path} {found[1]} What is beyond the classes lowers the result.', stacklevel=2)
 
 
 class MapCheck:
@@ -80,28 +83,34 @@ class MapCheck:
     def __call__(self, sample: dict[str, Any]) -> Found:
         """Return the file to blame and why, or None."""
         data: Any = sample.get('data_samples')
-        if not hasattr(data, 'gt_sem_seg'):
-            if not self.measured or data is None:
+        if data is None or isinstance(data, list):  # a list: several of one image, which are merged
+            return None
+        labels = _labels(sample)
+        if labels is None:
+            if not self.measured:
                 return None
             return 'img_path', (
                 'comes without a map of labels, which IoUMetric compares with. Give the data set '
                 "data_prefix=dict(seg_map_path=...) and its pipeline dict(type='LoadAnnotations'), or only write "
                 'predictions: test_evaluator.format_only=True test_evaluator.output_dir=DIR.'
             )
-        shape = tuple(data.gt_sem_seg.data.shape)
+        shape = tuple(labels.shape)
         if (len(shape) == 3 and shape[0] != 1) or len(shape) > 3:
             return 'seg_map_path', (
                 f'is no map of labels: its shape is {shape}, where one channel (a grey or a palette '
                 'PNG) with the number of the class in each pixel is needed; convert its colours to numbers.'
             )
         size = tuple(data.metainfo.get('ori_shape', ()))[:2]
-        if self.measured and size and shape[-2:] != size:
-            return 'seg_map_path', f'{_another_size(shape, size)}. Give it the size of its image.'
+        if self.measured and len(size) == 2 and shape[-2:] != size:
+            return 'seg_map_path', (
+                f'{_another_size(shape, size)} (after the pipeline). Give it the size of its image, or, if the file '
+                'has it, put LoadAnnotations after Resize in the pipeline.'
+            )
         return None
 
 
 class MapSurvey:
-    """Warns if the first maps of labels of a data set show no class, or one class beside what is ignored.
+    """Warns if the first maps of labels of a data set show nothing but class 0 and what is ignored.
 
     Args:
         ignored: The label of what is no class.
@@ -115,21 +124,28 @@ class MapSurvey:
 
     def __call__(self, sample: dict[str, Any]) -> None:
         """Look at a sample."""
-        data: Any = sample.get('data_samples')
-        if not self._left or not hasattr(data, 'gt_sem_seg'):
+        labels = _labels(sample) if self._left else None
+        if labels is None:
             return
-        self._labels |= set(data.gt_sem_seg.data.unique().tolist())
+        self._labels |= set(labels.unique().tolist())
         self._left -= 1
-        classes = self._labels - {self.ignored}
-        if self._left or len(classes) > 1 or self.ignored not in self._labels:
+        if self._left or self.ignored not in self._labels or self._labels - {0, self.ignored}:
             return
-        seen = f'have label {classes.pop()} and' if classes else 'have'
+        seen = 'have label 0 and' if 0 in self._labels else 'have'
+        last = sample['data_samples'].get('seg_map_path', '')
         warnings.warn(
             f'the first {self.maps} maps of labels {seen} {self.ignored} alone, which is ignored: there is nothing to '
-            f'tell apart (the last one: {data.get("seg_map_path", "")}). Masks of 0 and 255 are written as 0 and 1; '
+            f'tell apart (the last one: {last}). Masks of 0 and 255 are written as 0 and 1; '
             'reduce_zero_label=True lets what was 0 be ignored.',
             stacklevel=2,
         )
+
+
+def _labels(sample: Any) -> Tensor | None:
+    """Return the map of labels of a sample of mmseg or mmdet, if it is a single sample and has one."""
+    found = getattr(sample.get('data_samples'), 'gt_sem_seg', None)
+    labels = getattr(found, 'data', getattr(found, 'sem_seg', None))
+    return labels if isinstance(labels, Tensor) else None
 
 
 class SameSizeCollate:
@@ -172,8 +188,8 @@ class SameSizeCollate:
         """Refuse maps of labels of which some have another size than their image; warn if all have."""
         wrong = []
         for sample in batch:
-            labels = getattr(sample.get('data_samples'), 'gt_sem_seg', None) if isinstance(sample, dict) else None
-            if labels is not None and tuple(labels.shape) != tuple(sample['inputs'].shape[-2:]):
+            labels = _labels(sample) if isinstance(sample, dict) else None
+            if labels is not None and tuple(labels.shape[-2:]) != tuple(sample['inputs'].shape[-2:]):
                 wrong.append((sample, labels))
         if not wrong or (self._warned and len(wrong) == len(batch)):
             return

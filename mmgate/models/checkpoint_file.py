@@ -123,7 +123,7 @@ def download(url: str) -> Path:
             if _ends_early(file):
                 file.unlink()
                 raise OSError('it ended early')
-            _origin(file).write_text(url)
+            _origin(file).write_text(_address(url))
 
     if get_dist_info()[0] == 0:
         with suppress(OSError, HTTPException):  # raised below, once the others wait no more
@@ -144,14 +144,21 @@ def _cached(url: str) -> Path:
     name = PurePosixPath(path).name + ('.pth' if path.endswith('/') else '')
     file = Path(torch.hub.get_dir()) / 'checkpoints' / name
     origin = _origin(file)
-    if file.is_file() and origin.is_file() and origin.read_text() != url:
-        return file.with_name(f'{file.stem}-{hashlib.sha256(url.encode()).hexdigest()[:8]}{file.suffix}')
+    if file.is_file() and origin.is_file() and origin.read_text() != _address(url):
+        return file.with_name(f'{file.stem}-{_address(url)[:8]}{file.suffix}')
     return file
 
 
+def _address(url: str) -> str:
+    """Return a hash of what tells addresses apart: of a file's name not the query, which may be a signature."""
+    parts = urlparse(url)
+    query = '' if PurePosixPath(parts.path).suffix else parts.query
+    return hashlib.sha256(f'{parts.hostname}:{parts.port}{parts.path}?{query}'.encode()).hexdigest()
+
+
 def _origin(file: Path) -> Path:
-    """Return where the address of a downloaded file is noted."""
-    return file.with_name(f'{file.name}.url')
+    """Return where the hash of a downloaded file's address is noted."""
+    return file.with_name(f'{file.name}.address')
 
 
 def _ends_early(file: Path) -> bool:

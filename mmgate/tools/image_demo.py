@@ -95,13 +95,13 @@ def check_inputs(images: list[str], args: argparse.Namespace, *, segments: bool)
     """
     if args.device:
         check_device(args.device)
-    if args.palette:
+    if args.palette and (segments or args.palette != 'none'):
         try:
             _colours(args.palette, segments)
         except (KeyError, ValueError, AssertionError, TypeError) as error:
             raise ConfigError(
                 f'--palette {args.palette} is of no data set that {"mmseg" if segments else "mmdet"} knows; give one '
-                'such as coco or ade20k, or leave it out for those of the checkpoint.'
+                'such as {"ade20k or cityscapes" if segments else "coco, voc or random"}, or leave it out.'
             ) from error
     stems = Counter(osp.splitext(osp.basename(image))[0] for image in images)
     twice = sorted(stem for stem, number in stems.items() if number > 1)
@@ -134,7 +134,7 @@ def named_images(images: list[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        for image in images:
+        for image in images if not isinstance(error, (RuntimeError, MemoryError, ConfigError)) else ():
             reason = unreadable(image, error)
             if reason:
                 raise ConfigError(f'{image} {reason}. What was drawn before is kept.') from error

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, skip_unless_readable
+from mmdet.structures import DetDataSample, TrackDataSample
 from mmengine.config import Config
 from mmengine.registry import DATASETS, init_default_scope
 from mmengine.structures import PixelData
@@ -19,7 +20,7 @@ from torch import nn
 from mmgate.analysis.structure import build_structure
 from mmgate.engine.classes import check_classes
 from mmgate.engine.preflight import ConfigError
-from mmgate.engine.sample_checks import LabelCheck, LabelWarning, MapSurvey, SameSizeCollate
+from mmgate.engine.sample_checks import LabelCheck, LabelWarning, MapCheck, MapSurvey, SameSizeCollate
 
 
 class Head(nn.Module):
@@ -172,6 +173,7 @@ def test_labels_to_evaluate_on_are_warned_of_once() -> None:
         ([[0, 0], [0, 0]], None),  # one class may be rare
         ([[255, 255], [255, 255]], 'the first 2 maps of labels have 255 alone, .*last one: map.png'),
         ([[255, 0], [0, 255]], 'have label 0 and 255 alone'),
+        ([[255, 5], [5, 255]], None),  # data sorted by classes
     ],
 )
 def test_maps_without_anything_to_learn(maps: list[list[int]], said: str | None) -> None:
@@ -184,6 +186,19 @@ def test_maps_without_anything_to_learn(maps: list[list[int]], said: str | None)
             survey(dict(data_samples=sample))
     assert len(caught) == (said is not None)
     assert all(re.search(str(said), str(one.message)) for one in caught)
+
+
+def test_samples_of_other_forms_are_not_asked() -> None:
+    """mmdet's maps have another name, test-time augmentation makes lists, videos have lists of everything."""
+    check, survey = MapCheck(measured=True), MapSurvey(255, maps=1)
+    panoptic = DetDataSample(gt_sem_seg=PixelData(sem_seg=torch.full((1, 4, 4), 255)))
+    for sample in (dict(data_samples=[SegDataSample()] * 2), dict(data_samples=TrackDataSample())):
+        LabelWarning(LabelCheck(6, 255))(sample)
+        survey(sample)
+    assert check(dict(data_samples=[SegDataSample()])) is None and check(dict(data_samples=panoptic)) is None
+    assert LabelCheck(6, 255)(dict(data_samples=panoptic)) is None
+    with pytest.warns(UserWarning, match='have 255 alone'):
+        survey(dict(data_samples=panoptic))
 
 
 def test_maps_of_another_size_all_at_once() -> None:

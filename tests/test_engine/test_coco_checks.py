@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 from mmdet.datasets import CocoDataset
 from mmdet.evaluation import CocoMetric
+from mmdet.evaluation.evaluator import MultiDatasetsEvaluator
+from mmengine.evaluator import Evaluator
+from mmengine.registry import init_default_scope
 
 from mmgate.engine.coco_checks import check_coco_metric
-from mmgate.engine.data_checks import check_dataset
+from mmgate.engine.data_checks import check_dataset, check_metrics
 from mmgate.engine.preflight import ConfigError
 
 CLASSES = ('cat', 'dog')
@@ -32,6 +35,7 @@ def content() -> dict[str, Any]:
 def changed(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> str:
     found = content()
     change(found)
+    tmp_path.mkdir(exist_ok=True)
     path = tmp_path / 'a.json'
     path.write_text(json.dumps(found))
     return str(path)
@@ -39,6 +43,12 @@ def changed(tmp_path: Path, change: Callable[[dict[str, Any]], Any]) -> str:
 
 def dataset(ann_file: str) -> CocoDataset:
     return CocoDataset(ann_file=ann_file, data_prefix=dict(img=''), metainfo=dict(classes=CLASSES), pipeline=[])
+
+
+def other_images(found: dict[str, Any]) -> None:
+    for key, entry in (('images', 'id'), ('annotations', 'image_id')):
+        for one in found[key]:
+            one[entry] += 10
 
 
 def every_image_id_as_text(found: dict[str, Any]) -> None:
@@ -50,8 +60,7 @@ def every_image_id_as_text(found: dict[str, Any]) -> None:
     ('change', 'where', 'message'),
     [
         (lambda found: None, 'train_dataloader', None),
-        (lambda found: found['annotations'].clear(), 'train_dataloader', 'has no annotations'),
-        (lambda found: found['annotations'].clear(), 'test_dataloader', None),
+        (lambda found: found['annotations'].clear(), 'train_dataloader', None),  # half of the data may be unlabelled
         (
             lambda found: found['annotations'][1].update(image_id='1'),
             'val_dataloader',
@@ -60,7 +69,7 @@ def every_image_id_as_text(found: dict[str, Any]) -> None:
         (lambda found: found['images'][2].update(id=0), 'val_dataloader', '1 of 3 images .* the "id" of another one'),
         (lambda found: found['categories'][1].update(name='cow'), 'train_dataloader', 'has 1 of the 2 .* lacks dog'),
     ],
-    ids=['right', 'none', 'a challenge', 'a text', 'twice', 'renamed'],
+    ids=['right', 'unlabelled', 'a text', 'twice', 'renamed'],
 )
 def test_what_is_left_out_is_said(
     change: Callable[[dict[str, Any]], Any], where: str, message: str | None, tmp_path: Path
@@ -92,10 +101,11 @@ def test_annotations_of_no_image_at_all(tmp_path: Path) -> None:
         # of a class that is not measured
         (lambda found: [found['annotations'][0].pop('area'), found['annotations'][0].update(category_id=9)], {}, None),
         (lambda found: found['annotations'][0].pop('area'), dict(format_only=True, outfile_prefix='out'), None),
-        (lambda found: found['categories'].pop(), {}, 'has 1 of the 2 classes as categories: cat'),
+        (lambda found: found['categories'].pop(0), {}, 'has 1 of the 2 classes as categories: dog'),
         (lambda found: found['images'].pop(1), {}, r'does not list image 1 \(.*1.jpg\)'),
+        (lambda found: found['images'].pop(1), dict(format_only=True, outfile_prefix='out'), None),
     ],
-    ids=['right', 'area', 'masks', 'another class', 'only written', 'category', 'image'],
+    ids=['right', 'area', 'masks', 'another class', 'only written', 'category', 'image', 'image, only written'],
 )
 def test_what_an_evaluation_would_stumble_over(
     change: Callable[[dict[str, Any]], Any], options: dict[str, Any], message: str | None, tmp_path: Path
@@ -113,6 +123,61 @@ def test_a_head_of_more_classes_is_warned_of(tmp_path: Path) -> None:
     path = changed(tmp_path, lambda found: None)
     with pytest.warns(UserWarning, match='predicts 80 classes, and .* has 2: cat, dog'):
         check_coco_metric(CocoMetric(ann_file=path), dataset(path), 80, 'val')
+    path = changed(tmp_path, lambda found: found['categories'].pop())  # the last one: no label means another
+    with pytest.warns(UserWarning, match='predicts 2 classes, and .* has 1: cat'):
+        check_coco_metric(CocoMetric(ann_file=path), dataset(path), 2, 'val')
+
+
+def test_the_things_of_a_panoptic_data_set_are_measured_alone(tmp_path: Path) -> None:
+    metric = CocoMetric(ann_file=changed(tmp_path, lambda found: None))
+    meta = dict(classes=(*CLASSES, 'sky'), thing_classes=CLASSES, stuff_classes=('sky',))
+    check_coco_metric(metric, SimpleNamespace(metainfo=meta), 3, 'val')
+
+
+class OneClass(CocoMetric):
+    """Has numbers of its own for the classes."""
+
+
+class OwnFile(CocoDataset):
+    def load_data_list(self) -> list[dict[str, Any]]:
+        self.cat2label: dict[int, int] = {}
+        return [dict(img_path='0.jpg', img_id='0.jpg', height=8, width=8, instances=[])]
+
+
+class OwnLabels(CocoDataset):
+    def parse_data_info(self, raw_data_info: dict[str, Any]) -> Any:
+        self.cat2label = {1: 0, 2: 0}
+        return super().parse_data_info(raw_data_info)
+
+
+@pytest.mark.parametrize('kind', [OwnFile, OwnLabels])
+def test_what_projects_read_in_their_own_way_is_theirs(kind: type[CocoDataset], tmp_path: Path) -> None:
+    path = changed(tmp_path, every_image_id_as_text)
+    data = kind(ann_file=path, data_prefix=dict(img=''), metainfo=dict(classes=CLASSES), pipeline=[])
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        check_dataset(data, 'train_dataloader')
+        check_dataset(SimpleNamespace(metainfo=dict(classes=CLASSES), cat2label={1: 0}), 'train_dataloader')
+        check_coco_metric(OneClass(ann_file=path), data, 80, 'val')
+
+
+def test_several_categories_may_be_one_class(tmp_path: Path) -> None:
+    data = dataset(changed(tmp_path, lambda found: None))
+    data.cat2label = {1: 0, 2: 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', UserWarning)
+        check_dataset(data, 'train_dataloader')
+
+
+def test_a_metric_for_each_data_set(tmp_path: Path) -> None:
+    """As MultiDatasetsEvaluator has them."""
+    init_default_scope('mmdet')
+    paths = [changed(tmp_path / name, change) for name, change in (('a', lambda f: None), ('b', other_images))]
+    parts = SimpleNamespace(datasets=[dataset(path) for path in paths])
+    evaluator = MultiDatasetsEvaluator([dict(type='CocoMetric', ann_file=path) for path in paths], ['a', 'b'])
+    check_metrics(evaluator, parts, 2, 'val')
+    with pytest.raises(ConfigError, match='does not list image'):
+        check_metrics(Evaluator([CocoMetric(ann_file=path) for path in paths]), parts, 2, 'val')
 
 
 def test_metrics_without_a_file_pass(tmp_path: Path) -> None:

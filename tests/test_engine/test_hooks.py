@@ -5,23 +5,28 @@ from __future__ import annotations
 import logging
 import pickle
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mmcv.transforms import LoadImageFromFile
 from mmdet.datasets.transforms import LoadAnnotations
 from mmengine.dataset import Compose
+from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from PIL import Image
 from torch import nn
 
 from mmgate.engine import cli
-from mmgate.engine.data_errors import DataError, FileNamingCompose, watch_data
+from mmgate.engine.data_errors import DataError, FileNamingCompose, explained_run, try_first_map, watch_data
 from mmgate.engine.hooks import LoadReportHook, load_weights
 from mmgate.engine.preflight import ConfigError
+from mmgate.engine.safe_load import add_trust_option
+from mmgate.layers import PLuGMultiScaleDeformableAttention
 
 
 class Renaming(nn.Linear):
@@ -188,6 +193,94 @@ def test_an_image_of_another_size_than_annotated(annotated: tuple[int, int], sai
             pipeline(dict(img_path=str(tmp_path / 'image.png'), height=height, width=width))
     texts = [str(one.message) for one in caught if 'its annotation says' in str(one.message)]
     assert len(texts) == (said is not None) and all(str(said) in text for text in texts)
+
+
+class Frames:
+    def __call__(self, data: dict[str, Any]) -> dict[str, Any]:
+        return dict(data, ori_shape=[(8, 8), (8, 8)], img_path=['0.jpg', '1.jpg'])
+
+
+Frames.__name__ = 'LoadImageFromFile'
+
+
+def test_frames_of_a_video_have_no_one_size() -> None:
+    data = dict(height=[8, 8], width=[8, 8], img_path=['0.jpg', '1.jpg'])
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert FileNamingCompose(Compose([Frames()]))(data)
+
+
+def test_data_sets_that_skip_broken_files_still_do(images: dict[str, str]) -> None:
+    with pytest.raises(OSError, match='does not exist'):
+        FileNamingCompose(Compose([read]))(dict(img_path=images['none.png']))
+
+
+class Opens(torch.utils.data.Dataset):
+    """Opens what it reads from once, as data sets of large archives do."""
+
+    img_suffix = '.png'
+
+    def __init__(self, error: type[Exception] | None = None) -> None:
+        self.opened, self.error = False, error
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> float:
+        self.opened = True
+        if self.error:
+            raise self.error('what is wrong')
+        return np.random.rand() + float(torch.rand(1))
+
+
+@pytest.mark.parametrize('error', [None, DataError, RuntimeError])
+def test_the_first_map_is_read_elsewhere(error: type[Exception] | None) -> None:
+    IoUMetric = type('IoUMetric', (), {})
+    loader = torch.utils.data.DataLoader(Opens(error))
+    loop = SimpleNamespace(dataloader=loader, evaluator=SimpleNamespace(metrics=[IoUMetric()]))
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    if error is DataError:
+        with pytest.raises(DataError, match='what is wrong'):
+            try_first_map(loop)
+    else:
+        try_first_map(loop)
+    assert not loader.dataset.opened and torch.equal(before, torch.get_rng_state())
+
+
+OTHER = torch.optim.SGD([dict(params=[torch.ones(1)]), dict(params=[torch.ones(1)])]).state_dict()
+
+
+def resumes(error: Exception) -> None:
+    def resume() -> None:
+        raise error
+
+    resume()
+
+
+def run_epoch() -> None:
+    MODELS.build(dict(type='NoModelOfThisName'))
+
+
+@pytest.mark.parametrize(
+    ('command', 'kind', 'message'),
+    [
+        (lambda: resumes(ValueError('loaded state dict has')), ConfigError, 'groups its parameters otherwise'),
+        (lambda: nn.Linear(1, 1).load_state_dict(1), TypeError, 'state_dict'),
+        (lambda: torch.optim.SGD([torch.ones(1)]).load_state_dict(OTHER), ValueError, 'loaded state dict'),
+        (lambda: MODELS.build(dict(type='NoModelOfThisName')), ConfigError, 'the config cannot be built: KeyError'),
+        (run_epoch, KeyError, 'NoModelOfThisName'),  # too late to be the config's
+        (lambda: add_trust_option(None), AttributeError, 'add_argument'),
+        (lambda: PLuGMultiScaleDeformableAttention(16, 2, init='none'), ConfigError, 'MMGATE_TRACEBACK'),
+    ],
+    ids=['resumed', 'types', 'not resumed', 'misspelt', 'built late', 'a bug', 'an argument'],
+)
+def test_only_what_the_user_can_mend_loses_its_traceback(
+    command: Callable[[], Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message) as found, explained_run():
+        command()
+    assert type(found.value) is kind
 
 
 @pytest.mark.parametrize('workers', [0, 1])

@@ -290,6 +290,9 @@ def test_addresses_with_one_name_are_two_files(drive: str, tmp_path: Path, monke
     monkeypatch.setattr(_Drive, 'content', b'changed')
     for number, server in enumerate(('a', 'b')):  # each is there
         assert read_checkpoint(f'{drive}/f/{server}/best.pth')['model']['weight'].sum() == 3 * number
+    assert len(list(folder.glob('*.pth'))) == 2
+    for signature in ('x', 'y'):  # of one file, for a time
+        assert read_checkpoint(f'{drive}/f/a/best.pth?Signature={signature}')['model']['weight'].sum() == 0
     (tmp_path / 'served.pth').rename(folder / 'mine.pth')  # put there by hand, or by torch
     assert read_checkpoint(f'{drive}/f/c/mine.pth')['model']['weight'].sum() == 3
 

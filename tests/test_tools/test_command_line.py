@@ -186,10 +186,10 @@ def test_blanks_in_a_path_stay() -> None:
     """mmengine takes them out."""
     parser = argparse.ArgumentParser()
     parser.add_argument('--cfg-options', nargs='+', action=cli.Options)
-    options = ['data_root=/my data/coco', 'sizes=[1, 2]', 'lr= 0.1', "name='two words'", 'text=1, 2']
-    assert parser.parse_args(['--cfg-options', *options]).cfg_options == dict(
-        data_root='/my data/coco', sizes=[1, 2], lr=0.1, name='two words', text=[1, 2]
-    )
+    options = ['data_root=/my data (1)/x', 'sizes=[1, 2]', 'lr= 0.1', "name='two words'", 'text=1, 2']
+    expected = dict(data_root='/my data (1)/x', sizes=[1, 2], lr=0.1, name='two words', text=[1, 2])
+    assert parser.parse_args(['--cfg-options', *options]).cfg_options == expected
+    assert parser.parse_args(['--cfg-options', 'a=x y', 'a=z']).cfg_options == dict(a='z')
 
 
 def test_a_work_dir_that_is_a_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

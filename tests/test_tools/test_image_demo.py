@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -101,6 +102,17 @@ def test_refuses(
     monkeypatch.chdir(folder)
     with pytest.raises(ConfigError, match=message):
         image_demo.run([*arguments, '--out-dir', str(tmp_path)])
+
+
+def test_what_is_no_fault_of_an_image_stays_as_it_is(folder: Path) -> None:
+    with pytest.raises(RuntimeError, match='out of memory'), image_demo.named_images([str(folder / 'empty/a.png')]):
+        raise RuntimeError('CUDA out of memory')
+
+
+def test_the_default_of_the_palettes_may_be_said() -> None:
+    image_demo.check_inputs(
+        ['a.jpg'], argparse.Namespace(device=None, palette='none', no_save_pred=True), segments=False
+    )
 
 
 def test_results_that_overwrite_one_another_are_said(folder: Path, tmp_path: Path) -> None:
