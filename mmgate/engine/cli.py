@@ -208,7 +208,8 @@ class Options(DictAction):
             super().__call__(parser, namespace, values, option_string)
         except AssertionError as error:
             parser.error(f'--cfg-options {" ".join(values)}: {error}')
-        getattr(namespace, self.dest).update(texts)
+        found = getattr(namespace, self.dest)
+        found.update((key, text) for key, text in texts.items() if isinstance(found[key], str))
 
 
 def _parser(description: str) -> argparse.ArgumentParser:

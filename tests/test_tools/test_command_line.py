@@ -189,7 +189,7 @@ def test_blanks_in_a_path_stay() -> None:
     options = ['data_root=/my data (1)/x', 'sizes=[1, 2]', 'lr= 0.1', "name='two words'", 'text=1, 2']
     expected = dict(data_root='/my data (1)/x', sizes=[1, 2], lr=0.1, name='two words', text=[1, 2])
     assert parser.parse_args(['--cfg-options', *options]).cfg_options == expected
-    assert parser.parse_args(['--cfg-options', 'a=x y', 'a=z']).cfg_options == dict(a='z')
+    assert parser.parse_args(['--cfg-options', 'a=x y', 'a=z', 'b=- 3']).cfg_options == dict(a='z', b=-3)
 
 
 def test_a_work_dir_that_is_a_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
