@@ -56,7 +56,7 @@ class Exported:
         """Return the outputs.
 
         Args:
-            *inputs: Of :attr:`notes`' ``inputs``: images ``(B, 3, H, W)`` in float32, normalised and padded, and where
+            *inputs: Of :attr:`notes`' ``inputs``: images ``(B, C, H, W)`` in float32, normalised and padded, and where
                 the graph asks for them ``sizes (B, 2)``, height and width of each image without its padding.
 
         Raises:

@@ -27,7 +27,7 @@ from .choices_hook import BackendChoicesHook
 from .classes import check_classes, predicted_classes
 from .config_checks import check_optimizer, check_shape
 from .data_checks import check_metrics
-from .data_errors import DataError, FileError, cannot_be_built, explained_run, try_first_map, watch_data
+from .data_errors import DataError, cannot_be_built, explained_run, try_first_map, watch_data
 from .distributed import explained_failures, prepare_processes
 from .gate_hooks import own_model
 from .hooks import LoadReportHook
@@ -61,10 +61,14 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
             raise
         print('interrupted', file=sys.stderr)
         return 130
-    except FileError as error:
+    except ConfigError as error:  # some are an OSError, too
         if os.environ.get('MMGATE_TRACEBACK'):
             raise
-        return _say(error)
+        # a data loader's worker hands over its traceback in the message, the error last
+        kind = type(error).__name__
+        message = str(error).rpartition(f'{kind}: ')[2].strip() if isinstance(error, DataError) else error
+        print(f'error: {message}', file=sys.stderr)
+        return 2
     except OSError as error:
         if error.errno not in FULL or os.environ.get('MMGATE_TRACEBACK'):
             raise
@@ -72,18 +76,7 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
             f'error: {error}. What was saved before is untouched; make room, and go on with --resume.', file=sys.stderr
         )
         return 2
-    except ConfigError as error:
-        if os.environ.get('MMGATE_TRACEBACK'):
-            raise
-        return _say(error)
     return 0
-
-
-def _say(error: Exception) -> int:
-    # a data loader's worker hands over its traceback in the message, the error last
-    message = str(error).rpartition(f'{type(error).__name__}: ')[2].strip() if isinstance(error, DataError) else error
-    print(f'error: {message}', file=sys.stderr)
-    return 2
 
 
 def train(argv: list[str]) -> None:

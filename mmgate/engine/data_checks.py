@@ -71,10 +71,11 @@ def check_metrics(evaluator: Any, dataset: Any, predicted: int, where: str) -> N
     Raises:
         ConfigError: mIoU over classes that nobody names, or what :func:`check_coco_metric` refuses.
     """
-    parts = list(innermost(dataset))
-    each = type(evaluator).__name__ == 'MultiDatasetsEvaluator'  # a metric for each part
-    for number, metric in enumerate(evaluator.metrics):
-        for one in parts[number : number + 1] if each else parts:
+    measured = [dataset] * len(evaluator.metrics)
+    if type(evaluator).__name__ == 'MultiDatasetsEvaluator':  # a metric for each part
+        measured = wrapped(dataset)
+    for metric, data in zip(evaluator.metrics, measured, strict=False):
+        for one in innermost(data):
             if type(metric).__name__ == 'IoUMetric' and not (getattr(one, 'metainfo', None) or {}).get('classes'):
                 raise ConfigError(
                     f'{where}: IoUMetric needs the names of the classes, and {type(one).__name__} has none. Set '

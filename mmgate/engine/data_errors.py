@@ -92,7 +92,7 @@ class FileNamingCompose(Compose):
                 return None
             if type(transform).__name__ == 'LoadImageFromFile':  # others may scale images and boxes
                 self._warn_of_size(annotated, sample)
-        for check in self.checks:
+        for check in self.checks if isinstance(sample, dict) else ():
             blamed = check(sample)
             if blamed:
                 key, reason = blamed
