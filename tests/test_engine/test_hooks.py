@@ -248,7 +248,7 @@ def test_the_first_map_is_read_elsewhere(error: type[Exception] | None) -> None:
     assert not loader.dataset.opened and torch.equal(before, torch.get_rng_state())
 
 
-OTHER = torch.optim.SGD([dict(params=[torch.ones(1)]), dict(params=[torch.ones(1)])]).state_dict()
+OTHER = torch.optim.SGD([dict(params=[torch.ones(1)]), dict(params=[torch.ones(1)])], 0.1).state_dict()
 
 
 def resumes(error: Exception) -> None:
@@ -267,7 +267,7 @@ def run_epoch() -> None:
     [
         (lambda: resumes(ValueError('loaded state dict has')), ConfigError, 'groups its parameters otherwise'),
         (lambda: nn.Linear(1, 1).load_state_dict(1), TypeError, 'state_dict'),
-        (lambda: torch.optim.SGD([torch.ones(1)]).load_state_dict(OTHER), ValueError, 'loaded state dict'),
+        (lambda: torch.optim.SGD([torch.ones(1)], 0.1).load_state_dict(OTHER), ValueError, 'loaded state dict'),
         (lambda: MODELS.build(dict(type='NoModelOfThisName')), ConfigError, 'the config cannot be built: KeyError'),
         (run_epoch, KeyError, 'NoModelOfThisName'),  # too late to be the config's
         (lambda: add_trust_option(None), AttributeError, 'add_argument'),
