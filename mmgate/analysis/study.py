@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmgate.engine.cli import read_config
+from mmgate.engine.config_file import read_config
 from mmgate.engine.preflight import ConfigError
 
 from .runs import as_table, draw_curves_of_runs, read_run, summary

@@ -20,6 +20,7 @@ from mmengine.utils import track_iter_progress
 from torch import nn
 
 from mmgate.engine import cli
+from mmgate.engine.config_file import read_config
 from mmgate.engine.hooks import load_weights
 from mmgate.engine.image_files import find_images
 from mmgate.engine.options import merge_options
@@ -129,7 +130,7 @@ def subjects(args: argparse.Namespace, readings: Sequence[str], purpose: str, *,
     check_device(args.device)
     loaded = []
     for config, checkpoint in [(args.config, args.checkpoint), *([args.against] if args.against else [])]:
-        cfg = cli.read_config(config)
+        cfg = read_config(config)
         if args.cfg_options:
             merge_options(cfg, args.cfg_options)
         subject = build_subject(cfg, checkpoint, args.device)

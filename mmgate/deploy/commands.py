@@ -11,9 +11,11 @@ from mmengine.logging import print_log
 
 from mmgate.analysis.subjects import UNTRAINED, Subject, build_subject
 from mmgate.engine import cli
-from mmgate.engine.data_errors import explained_run
+from mmgate.engine.config_file import load_config, read_config
 from mmgate.engine.options import merge_options
 from mmgate.engine.preflight import ConfigError, check_data, check_writable
+from mmgate.engine.run_errors import explained_run
+from mmgate.engine.runner import build_runner
 from mmgate.engine.safe_load import add_trust_option
 
 from . import export as exporting
@@ -67,9 +69,9 @@ def test(argv: list[str]) -> None:
     args.work_dir = args.work_dir or f'{FOLDER}/{Path(args.file).stem}'
     run = Exported(args.file)
     args.launcher = 'none'
-    cfg = cli.load_config(args)
+    cfg = load_config(args)
     check_data(cfg, ('test',))
-    runner = cli.build_runner(cfg, trains=False)
+    runner = build_runner(cfg, trains=False)
     serve(runner.model, run)
     with explained_run():
         runner.test()
@@ -124,7 +126,7 @@ def _subject(args: argparse.Namespace, *, whole: bool = False) -> tuple[Subject,
     """Return the model, and its images as batches of one."""
     if args.max_images < 1:
         raise ConfigError(f'--max-images {args.max_images}: give 1 or more; an export ends with a comparison.')
-    cfg = cli.read_config(args.config)
+    cfg = read_config(args.config)
     if args.cfg_options:
         merge_options(cfg, args.cfg_options)
     subject = build_subject(cfg, args.checkpoint, whole=whole)

@@ -1,4 +1,4 @@
-"""The command lines of tools/train.py and tools/test.py: arguments, config, Runner.
+"""The command lines of tools/train.py and tools/test.py.
 
 Everything that can be wrong with the input is found before the Runner exists, so a failing start leaves nothing behind
 and touches nothing on disk.
@@ -9,41 +9,24 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import os.path as osp
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from mmengine.config import Config, DictAction
+from mmengine.config import DictAction
 from mmengine.dist import is_main_process
-from mmengine.registry import RUNNERS, init_default_scope
-from mmengine.runner import FlexibleRunner, Runner
 
-from .backends import check_backends
 from .batch import count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
-from .choices_hook import BackendChoicesHook
-from .classes import check_classes, predicted_classes
-from .config_checks import check_optimizer, check_shape
-from .data_checks import check_metrics
-from .data_errors import DataError, cannot_be_built, explained_run, try_first_map, watch_data
-from .distributed import explained_failures, prepare_processes
-from .gate_hooks import own_model
+from .config_file import load_config
+from .distributed import explained_failures
 from .hooks import LoadReportHook
-from .interrupt_hook import SaveOnInterruptHook, shield_loaders
-from .options import merge_options
-from .preflight import ConfigError, check_amp, check_checkpoint, check_data, check_packages, check_pretrained, remedy
+from .preflight import ConfigError, check_amp, check_checkpoint, check_data, check_pretrained
+from .run_errors import explained_run
+from .runner import build_runner
 from .safe_load import add_trust_option
+from .sample_checks import DataError
 from .switches import enable_amp, enable_tta, enable_visualization, is_classification, is_segmentation
-from .whole_checkpoints import (
-    checkpoint_folders,
-    keep_quiet_when_full,
-    last_whole_checkpoint,
-    remove_after_saving,
-    remove_unfinished,
-    write_whole_files,
-)
+from .whole_checkpoints import checkpoint_folders, last_whole_checkpoint, remove_unfinished
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -226,113 +209,3 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
     args = parser.parse_args(argv)
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
     return args
-
-
-def load_config(args: argparse.Namespace) -> Config:
-    """Read ``args.config``, merge ``args.cfg_options`` and settle the work dir: argument, then config, then file name.
-
-    Raises:
-        ConfigError: The file is missing or malformed, or an option cannot be merged into the config.
-    """
-    cfg = read_config(args.config)
-    if args.cfg_options:
-        merge_options(cfg, args.cfg_options)
-    check_shape(cfg)
-    cfg.launcher = args.launcher
-    name = osp.splitext(osp.basename(cfg.filename))[0]
-    cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('./work_dirs', name)
-    in_the_way = next((path for path in (Path(cfg.work_dir), *Path(cfg.work_dir).parents) if path.is_file()), None)
-    if in_the_way:
-        raise ConfigError(f'work dir {cfg.work_dir}: {in_the_way} is a file. Give another --work-dir.')
-    return cfg
-
-
-def read_config(config: str) -> Config:
-    """Return the config of a file or of ``package::path``.
-
-    Raises:
-        ConfigError: The file is missing or malformed.
-    """
-    path = config
-    if '::' in path:
-        from mmengine.config.utils import _get_external_cfg_base_path, _get_package_and_cfg_path
-        from mmengine.utils import get_installed_path
-
-        try:
-            package, relative = _get_package_and_cfg_path(path)
-            path = _get_external_cfg_base_path(get_installed_path(package), relative)
-        except (AssertionError, ValueError, FileNotFoundError, ModuleNotFoundError, ImportError) as error:
-            raise ConfigError(f'config {config}: {error}') from error
-    if not osp.isfile(path):
-        raise ConfigError(f'config {path} does not exist (looked for {osp.abspath(path)}).')
-    try:
-        cfg = Config.fromfile(path)
-    except (ImportError, AssertionError) as error:  # a base of a package that is not here
-        raise ConfigError(f'config {path} cannot be read: {error}{remedy(str(error))}') from error
-    except (OSError, SyntaxError, KeyError, TypeError, ValueError, AttributeError, NameError) as error:
-        raise ConfigError(f'config {path} cannot be read: {type(error).__name__}: {error}') from error
-    check_packages(cfg)
-    return cfg
-
-
-def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
-    """Return the config's Runner, or the default one, with the loops of training or of testing built.
-
-    Args:
-        cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner.
-        trains: Whether the runner trains or tests.
-
-    Raises:
-        ConfigError: A component does not know an argument, or is not registered; a backend cannot run here; the heads
-            do not go with the data set's classes.
-    """
-    if cfg.get('default_scope') == 'mmdet':
-        from mmdet.utils import setup_cache_size_limit_of_dynamo
-
-        setup_cache_size_limit_of_dynamo()
-    init_default_scope(cfg.get('default_scope') or 'mmengine')
-    prepare_processes(cfg)
-    write_whole_files()
-    with _buildable():
-        runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
-        if trains:
-            check_optimizer(cfg)
-        watch_data(runner)
-        remove_after_saving(runner)
-        keep_quiet_when_full(runner.logger)
-        if trains and any(isinstance(hook, SaveOnInterruptHook) for hook in runner.hooks):
-            shield_loaders(runner)  # an iteration-based loop may start its workers when it is built
-        # The runners build these when the loop starts, too late for a typo in a component's arguments.
-        if isinstance(runner, FlexibleRunner):
-            runner.model = runner.strategy.build_model(runner.model)
-        elif trains:
-            runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
-        loops = [runner.train_loop, runner.val_loop] if trains else [runner.test_loop]
-        for loop in loops:
-            if hasattr(loop, 'evaluator'):
-                data = loop.dataloader.dataset
-                predicted = predicted_classes(own_model(runner.model), data)
-                check_metrics(loop.evaluator, data, predicted, 'the data to evaluate on')
-                if trains:
-                    try_first_map(loop)
-    if not any(isinstance(hook, BackendChoicesHook) for hook in runner.hooks):
-        runner.register_hook(BackendChoicesHook())
-    check_backends(runner.model)
-    if trains:
-        check_classes(own_model(runner.model), runner.train_dataloader.dataset)
-    else:
-        try:
-            check_classes(own_model(runner.model), runner.test_dataloader.dataset, 'the data to test on')
-        except ConfigError as error:  # it can be tested, over those classes alone
-            runner.logger.warning(f'{error} The result counts the classes of the data.')
-    return runner
-
-
-@contextmanager
-def _buildable() -> Iterator[None]:
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise cannot_be_built(error) from error

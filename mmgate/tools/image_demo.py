@@ -18,12 +18,14 @@ from mmengine.config import Config
 from mmengine.infer import BaseInferencer
 
 from mmgate.engine import cli
+from mmgate.engine.config_file import read_config
 from mmgate.engine.data_errors import unreadable
 from mmgate.engine.hooks import load_weights
 from mmgate.engine.image_files import find_images
 from mmgate.engine.model_index import find_model
 from mmgate.engine.preflight import ConfigError, check_checkpoint, check_device
 from mmgate.engine.safe_load import add_trust_option
+from mmgate.engine.switches import is_segmentation
 
 
 def main() -> int:
@@ -39,7 +41,7 @@ def run(argv: list[str]) -> None:
     weights = args.checkpoint or args.weights or weights
     if weights:
         check_checkpoint(weights)
-    segments = cli.is_segmentation(cfg)
+    segments = is_segmentation(cfg)
     check_inputs(images, args, segments=segments)
     with named_images(images):
         (segment if segments else detect)(cfg, weights, images, args)
@@ -144,9 +146,9 @@ def named_images(images: list[str]) -> Iterator[None]:
 def read_model(model: str) -> tuple[Config, str | None]:
     """Return the config of a file, of ``package::path`` or of a metafile's name, with the metafile's weights if any."""
     if osp.isfile(model) or '::' in model or model.endswith('.py'):
-        return cli.read_config(model), None
+        return read_config(model), None
     entry = find_model(model)
-    return cli.read_config(entry['Config']), entry['Weights']
+    return read_config(entry['Config']), entry['Weights']
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mmgate.engine import cli
+from mmgate.engine.config_file import read_config
 from mmgate.engine.model_index import HOSTS, package_folder
 from mmgate.engine.preflight import ConfigError
 
@@ -52,7 +53,7 @@ def run(argv: list[str]) -> None:
         print(__doc__ if argv else listing())
         return
     tool = find(argv[0], argv[1:])
-    arguments = [cli.read_config(argument).filename if _is_external(argument) else argument for argument in argv[1:]]
+    arguments = [read_config(argument).filename if _is_external(argument) else argument for argument in argv[1:]]
     print(f'{tool} ({tool.path})', file=sys.stderr)
     sys.argv = [str(tool.path), *arguments]
     sys.path.insert(0, str(tool.path.parent))  # as Python does for a script; some import their neighbours
@@ -161,7 +162,7 @@ def _is_external(argument: str) -> bool:
 def _scope(arguments: Sequence[str]) -> str | None:
     """Return the default scope of the config among ``arguments``."""
     config = next((a for a in arguments if a.endswith('.py') and (_is_external(a) or osp.isfile(a))), None)
-    return cli.read_config(config).get('default_scope') if config else None
+    return read_config(config).get('default_scope') if config else None
 
 
 if __name__ == '__main__':

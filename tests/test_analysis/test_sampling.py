@@ -34,6 +34,7 @@ from mmgate.analysis.subjects import UNTRAINED
 from mmgate.datasets.shapes import write_shapes
 from mmgate.engine import cli
 from mmgate.engine.preflight import ConfigError
+from mmgate.engine.runner import build_runner
 from mmgate.registry import HOOKS
 
 DEMO = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
@@ -188,7 +189,7 @@ def test_hooks_write_to_the_visualizer(demo: str, tmp_path: Path) -> None:
         dict(type='mmgate.SamplingPointsHook', images=2),
     ]
     cfg.launcher, cfg.experiment_name, cfg.visualizer.name = 'none', 'hooks', 'hooks'  # instances are global
-    runner = cli.build_runner(cfg, trains=True)
+    runner = build_runner(cfg, trains=True)
     runner.train()
     scalars: dict[str, float] = {}
     for line in next(tmp_path.glob('*/vis_data/scalars.json')).read_text().splitlines():

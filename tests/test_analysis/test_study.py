@@ -13,7 +13,7 @@ from conftest import ROOT
 from mmengine.config import Config
 
 from mmgate.analysis.study import Study, read_study, report_study, run_study
-from mmgate.engine.cli import read_config
+from mmgate.engine.config_file import read_config
 from mmgate.engine.preflight import ConfigError
 
 METRIC = 'coco/bbox_mAP'

@@ -15,6 +15,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.subjects import UNTRAINED, apart, class_names, image_name, parser, picture_names, subjects
 from mmgate.datasets.shapes import write_shapes
 from mmgate.engine import cli
+from mmgate.engine.config_file import read_config
 from mmgate.engine.preflight import ConfigError
 
 DETR = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
@@ -83,7 +84,7 @@ def test_each_image_has_its_picture(name: str, root: Path, tmp_path: Path) -> No
     [('mmdet::detr/detr_r50_8xb2-150e_coco.py', ('person', 'bicycle')), (DETR, ('circle', 'square'))],
 )
 def test_classes_are_those_of_the_data(config: str, names: tuple[str, ...]) -> None:
-    assert class_names(cli.read_config(config if '::' in config else str(ROOT / config)))[:2] == names
+    assert class_names(read_config(config if '::' in config else str(ROOT / config)))[:2] == names
 
 
 def test_a_window_that_slides_is_not_taken_for_the_image(root: Path, tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ import pytest
 from mmengine.config import Config
 from torch import nn
 
-from mmgate.engine import cli, preflight
+from mmgate.engine import preflight
 from mmgate.engine.classes import check_classes
+from mmgate.engine.config_file import read_config
 from mmgate.engine.preflight import ConfigError, check_data
 from mmgate.engine.switches import enable_tta, enable_visualization
 
@@ -19,7 +20,7 @@ def test_without_mmpretrain_one_line_says_what_to_type(tmp_path: Path, monkeypat
     monkeypatch.setattr(preflight, 'why_not', lambda package: f"{package}: no module named '{package}'")
     (tmp_path / 'config.py').write_text("default_scope = 'mmpretrain'")
     with pytest.raises(ConfigError, match=r"no module named 'mmpretrain'\. Type: pip install \"mmgate\[pretrain\]\""):
-        cli.read_config(str(tmp_path / 'config.py'))
+        read_config(str(tmp_path / 'config.py'))
 
 
 @pytest.mark.parametrize(

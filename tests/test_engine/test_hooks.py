@@ -22,10 +22,12 @@ from PIL import Image
 from torch import nn
 
 from mmgate.engine import cli
-from mmgate.engine.data_errors import DataError, FileNamingCompose, explained_run, try_first_map, watch_data
+from mmgate.engine.data_errors import FileNamingCompose, try_first_map, watch_data
 from mmgate.engine.hooks import LoadReportHook, load_weights
 from mmgate.engine.preflight import ConfigError
+from mmgate.engine.run_errors import explained_run
 from mmgate.engine.safe_load import add_trust_option
+from mmgate.engine.sample_checks import DataError
 from mmgate.layers import PLuGMultiScaleDeformableAttention
 
 

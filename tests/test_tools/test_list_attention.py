@@ -19,7 +19,7 @@ from mmengine.hub import get_config
 
 import mmgate  # noqa: F401
 from mmgate.analysis.structure import Attention, build_structure, list_attention
-from mmgate.engine import cli
+from mmgate.engine.config_file import read_config
 from mmgate.engine.preflight import ConfigError
 
 DENSE = {'PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention', 'DifferentialGatedMultiheadAttention'}
@@ -135,7 +135,7 @@ def test_reads_every_config_of_the_zoo(package: str) -> None:
         if '_base_' in path.parts:
             continue
         try:
-            cfg = cli.read_config(str(path))
+            cfg = read_config(str(path))
             structure = repr(structural(cfg.get('model')))
             if structure not in seen:
                 seen.add(structure)

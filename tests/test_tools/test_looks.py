@@ -14,6 +14,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.subjects import UNTRAINED
 from mmgate.datasets.shapes import write_shapes
 from mmgate.engine import cli
+from mmgate.engine.config_file import read_config
 
 CONFIGS = dict(
     detr='plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py',
@@ -127,7 +128,7 @@ def test_efficiency_of_what_rules_gate(configs: dict[str, str], tmp_path: Path) 
     (tmp_path / 'gated.py').write_text(
         f"_base_ = {configs['pvt']!r}\nmodel = dict(type='mmgate.Gated', host='mmdet.MaskRCNN', attention={rule!r})"
     )
-    built = tool('plot_efficiency').backbone(cli.read_config(str(tmp_path / 'gated.py')))
+    built = tool('plot_efficiency').backbone(read_config(str(tmp_path / 'gated.py')))
     assert any(type(module).__name__.startswith('SDPAGated') for module in built.modules())
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import mmgate  # noqa: F401
 from mmgate.datasets.shapes import write_shapes
 from mmgate.engine import cli
+from mmgate.engine.config_file import read_config
 from mmgate.engine.preflight import ConfigError
 from mmgate.engine.publish import publish
 from mmgate.models.backbones import AgentPVT
@@ -152,7 +153,7 @@ def test_the_tools_take_them(
     monkeypatch.chdir(tmp_path)
     write_shapes('data/shapes', num_train=1, num_val=2, size=64)
     Path('config.py').write_text(CONFIG.replace('EPOCHS', '1'))
-    cfg = cli.read_config('config.py')
+    cfg = read_config('config.py')
     init_default_scope('mmdet')
     model = MODELS.build(deepcopy(cfg.model))  # mmdet adds to it
     model.init_weights()

@@ -10,6 +10,7 @@ from mmengine.logging import MMLogger
 import mmgate  # noqa: F401  (mmgate:: and mmseg:: resolve from here on)
 from mmgate.analysis.flops import count_config
 from mmgate.engine import cli
+from mmgate.engine.config_file import read_config
 
 
 def main(argv: list[str]) -> None:
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> None:
         parser.error('--shape takes a height and a width, or one side, of 32 pixels or more')
     MMLogger.get_current_instance().setLevel('ERROR')
     height, width = args.shape[0], args.shape[-1]
-    counted = count_config(cli.read_config(args.config), height, width)
+    counted = count_config(read_config(args.config), height, width)
     if args.json:
         print(json.dumps(dict(asdict(counted), shape=[height, width])))
         return

@@ -6,6 +6,7 @@ import sys
 
 from mmgate.analysis.structure import build_structure, list_attention
 from mmgate.engine import cli
+from mmgate.engine.config_file import read_config
 
 
 def main(argv: list[str]) -> None:
@@ -14,7 +15,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument('config', help="config file, or 'package::path'")
     args = parser.parse_args(argv)
     logging.getLogger('mmengine').setLevel(logging.WARNING)
-    cfg = cli.read_config(args.config)
+    cfg = read_config(args.config)
     rows = [('path', 'class', 'sizes', 'gates that fit')]
     for attention in list_attention(build_structure(cfg)):
         sizes = ', '.join(f'{name}={size}' for name, size in attention.sizes.items())

@@ -19,6 +19,7 @@ from mmgate.benchmarks.backbones import benchmark_models, with_throughput
 from mmgate.benchmarks.ops import write_csv
 from mmgate.benchmarks.plots import draw_curves
 from mmgate.engine import cli
+from mmgate.engine.config_file import read_config
 from mmgate.engine.preflight import ConfigError, check_device
 
 
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError('--batch and --repetitions take 1 or more, --sizes sides of 32 pixels or more.')
     check_device(args.device)
     MMLogger.get_current_instance().setLevel('ERROR')
-    builds = {Path(path).stem: partial(backbone, cli.read_config(path)) for path in args.configs}
+    builds = {Path(path).stem: partial(backbone, read_config(path)) for path in args.configs}
     if len(builds) < len(args.configs):
         raise ConfigError('two configs have one file name, by which they are told apart; copy one to another name.')
     options = dict(batch=args.batch, repetitions=args.repetitions, device=args.device, autocast=args.autocast)
