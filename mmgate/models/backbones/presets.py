@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 PRETRAIN_AGENTS = (9, 16, 49, 49)
@@ -53,6 +53,32 @@ def per_stage(name: str, values: Any, stages: int) -> tuple[int, ...]:
     if isinstance(values, int) or len(values) != stages:
         raise ValueError(f'{name} needs one number for each of the {stages} stages, got {values!r}.')
     return tuple(int(value) for value in values)
+
+
+def agent_rules(
+    map_sizes: Sequence[tuple[int, int]],
+    agent_nums: Sequence[int] | None,
+    pretrain_agent_nums: Sequence[int],
+    attention: Mapping[str, Any] | None,
+) -> list[dict[str, Any]]:
+    """Return agent attention for each stage of a backbone, as a rule of swaps names it.
+
+    Args:
+        map_sizes: Height and width of each stage's map in pre-training.
+        agent_nums: Agent tokens of each stage; those of pre-training by default.
+        pretrain_agent_nums: Agent tokens of each stage in pre-training.
+        attention: Options for every stage.
+
+    Raises:
+        ValueError: Not one number for each stage.
+    """
+    stages = len(map_sizes)
+    pretrained = per_stage('pretrain_agent_nums', pretrain_agent_nums, stages)
+    numbers = per_stage('agent_nums', pretrained if agent_nums is None else agent_nums, stages)
+    return [
+        dict(type='AgentAttention', map_size=size, agent_num=number, pretrain_agent_num=pretrain, **(attention or {}))
+        for size, number, pretrain in zip(map_sizes, numbers, pretrained, strict=True)
+    ]
 
 
 def no_attention_dropout(fields: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from mmgate.models.gated import swap_attention
 from mmgate.registry import MODELS
 
 from .fitting import ResizesPositions
-from .presets import PRETRAIN_AGENTS, PVT, PVT_V2, no_attention_dropout, per_stage, preset
+from .presets import PRETRAIN_AGENTS, PVT, PVT_V2, agent_rules, no_attention_dropout, preset
 from .pretrained import load_pretrained
 
 PATCH_NORM_EPS = 1e-5  # of PVT's own patch embeddings, where mmdet has the 1e-6 of the blocks
@@ -131,19 +131,7 @@ class AgentPVT(_LinearPVT):
         **overrides: Any,
     ) -> None:
         fields = preset(PVT, arch, overrides)
-        stages = len(fields['num_layers'])
-        pretrained = per_stage('pretrain_agent_nums', pretrain_agent_nums, stages)
-        numbers = per_stage('agent_nums', pretrained if agent_nums is None else agent_nums, stages)
-        rules = [
-            dict(
-                type='AgentAttention',
-                map_size=size,
-                agent_num=number,
-                pretrain_agent_num=pretrain,
-                **(attention or {}),
-            )
-            for size, number, pretrain in zip(_map_sizes(fields), numbers, pretrained, strict=True)
-        ]
+        rules = agent_rules(_map_sizes(fields), agent_nums, pretrain_agent_nums, attention)
         super().__init__(rules, frozen_stages=frozen_stages, with_cp=with_cp, fields=fields, init_cfg=init_cfg)
 
 

@@ -19,6 +19,7 @@ from .presets import (
     PRETRAIN_AGENTS,
     SAGA_SWIN_BLOCKS,
     SWIN,
+    agent_rules,
     no_attention_dropout,
     per_stage,
     preset,
@@ -141,20 +142,8 @@ class AgentSwin(_LinearSwin):
         **overrides: Any,
     ) -> None:
         fields = preset(SWIN, arch, overrides)
-        stages = len(fields['depths'])
-        pretrained = per_stage('pretrain_agent_nums', pretrain_agent_nums, stages)
-        numbers = per_stage('agent_nums', pretrained if agent_nums is None else agent_nums, stages)
-        rules = [
-            dict(
-                type='AgentAttention',
-                map_size=size,
-                agent_num=number,
-                pretrain_agent_num=pretrain,
-                **(attention or {}),
-            )
-            for size, number, pretrain in zip(_map_sizes(fields), numbers, pretrained, strict=True)
-        ]
-        swapped = per_stage('blocks', AGENT_SWIN_BLOCKS[arch] if blocks is None else blocks, stages)
+        rules = agent_rules(_map_sizes(fields), agent_nums, pretrain_agent_nums, attention)
+        swapped = per_stage('blocks', AGENT_SWIN_BLOCKS[arch] if blocks is None else blocks, len(rules))
         super().__init__(rules, swapped, pad_small_map=pad_small_map, fields=fields, init_cfg=init_cfg)
 
 
