@@ -22,9 +22,18 @@ from torch.utils.data import DataLoader, Subset
 
 from .data_checks import check_dataset, check_names, innermost, lacks, wrapped
 from .gate_hooks import own_model
-from .preflight import ConfigError, type_name
+from .preflight import ConfigError, is_of_hosts, type_name
 from .run_errors import raised_at
-from .sample_checks import DataError, FileError, Found, LabelCheck, LabelWarning, MapCheck, MapSurvey, SameSizeCollate
+from .sample_checks import (
+    DataError,
+    Found,
+    LabelCheck,
+    LabelWarning,
+    MapCheck,
+    MapSurvey,
+    SameSizeCollate,
+    data_error_like,
+)
 
 _IMAGES = ('.jpg', '.jpeg', '.png', '.bmp', '.webp')
 _BY_INDEX = ('CrossEntropyLoss', 'LabelSmoothLoss')  # read a label as an index, unless they are of sigmoids
@@ -55,10 +64,10 @@ class FileNamingCompose(Compose):
             try:
                 sample = transform(sample)
             except Exception as error:
+                kind = data_error_like(error)
                 for key, path in files.items():
                     reason = unreadable(path, error)
                     if reason:
-                        kind = FileError if isinstance(error, OSError) else DataError
                         raise kind(f'{key} {path} {reason}.') from error
                 key, path = next(iter(files.items()), ('', ''))
                 if path and isinstance(error, KeyError) and error.args == ('mask',):  # mmdet's name for it
@@ -68,7 +77,7 @@ class FileNamingCompose(Compose):
                     ) from error
                 if not files or isinstance(error, _BUGS):
                     raise
-                raise DataError(
+                raise kind(
                     f'{key} {path}: {type(transform).__name__} cannot take it or its annotation: '
                     f'{type(error).__name__}: {error} ({raised_at(error)})'
                 ) from error
@@ -93,8 +102,8 @@ class FileNamingCompose(Compose):
         turned = ' (is it turned by its EXIF?)' if annotated == (width, height) else ''
         warnings.warn(
             f'img_path {sample.get("img_path", "")} has {width} x {height} pixels, its annotation says '
-            f'{annotated[1]} x {annotated[0]}{turned}. Boxes beyond the annotated size are dropped, the others may not '
-            'fit. Correct the width and height of the images in the file.',
+            f'{annotated[1]} x {annotated[0]}{turned}. Boxes may not fit, and a CocoDataset drops those beyond the '
+            'annotated size. Correct the width and height of the image in the file.',
             stacklevel=2,
         )
 
@@ -118,8 +127,8 @@ def watch_data(runner: Any) -> None:
             if explained is None:
                 raise
             raise ConfigError(f'{where}: {explained}.') from error
-        check_dataset(loader.dataset, where)
         trains = split == 'train'
+        check_dataset(loader.dataset, where, trains=trains)
         _replace_pipelines(loader.dataset, *_checks(runner, split, loader))
         if trains and callable(getattr(loader, 'collate_fn', None)):
             loader.collate_fn = SameSizeCollate(loader.collate_fn, _padded_to(runner.model))
@@ -132,26 +141,23 @@ def _checks(runner: Any, split: str, loader: Any) -> list[Callable[[dict[str, An
     """Return what samples of a split are asked."""
     trains, labels = split == 'train', label_check(runner.model)
     evaluators = None if trains else getattr(runner, f'_{split}_evaluator', None)
-    measured = any(
-        type_name(one) == 'IoUMetric' and not one.get('format_only')
+    judges = [
+        one
         for one in (evaluators if isinstance(evaluators, list) else [evaluators])
-        if isinstance(one, Mapping)
-    )
+        if isinstance(one, Mapping) and not one.get('format_only')
+    ]
     # a model may bring results of its own to the size of its own maps
-    measured = measured and _is_of_mmseg(getattr(type(own_model(runner.model)), 'postprocess_result', None))
+    own = not is_of_hosts(getattr(type(own_model(runner.model)), 'postprocess_result', None))
+    measured = not own and any(type_name(one) == 'IoUMetric' for one in judges)
     checks: list[Callable[[dict[str, Any]], Found]] = []
     if measured or (trains and labels is not None):
         checks.append(MapCheck(measured))
-    if labels is not None:
+    if labels is not None and (trains or judges):
         checks.append(labels if trains else LabelWarning(labels))
         if labels.ignored is not None and labels.classes > 1 and hasattr(loader.dataset, '__len__'):
             seen = len(loader.dataset) // max(getattr(loader, 'num_workers', 0), 1)  # by each worker
             checks.append(MapSurvey(labels.ignored, min(max(seen, 1), 8)))
     return checks
-
-
-def _is_of_mmseg(method: Any) -> bool:
-    return str(getattr(method, '__module__', '')).startswith('mmseg.')
 
 
 def try_first_map(loop: Any) -> None:
@@ -180,8 +186,8 @@ def label_check(model: Any) -> LabelCheck | None:
     head = getattr(model, 'decode_head', None) or getattr(model, 'head', None)
     head = head[-1] if isinstance(head, nn.ModuleList) else head
     classes = getattr(head, 'num_classes', None)
-    if not isinstance(head, nn.Module) or not isinstance(classes, int):
-        return None
+    if not is_of_hosts(type(head)) or not isinstance(head, nn.Module) or not isinstance(classes, int):
+        return None  # a head of one's own may put labels together
     of_classes = [
         m for name in ('loss_cls', 'loss_decode', 'loss_module') if (m := getattr(head, name, None)) is not None
     ]
@@ -216,7 +222,7 @@ def _explain(error: BaseException, where: str) -> str | None:
         return None
     name, place = type(dataset).__name__, _place(dataset)
     if any(frame.f_code.co_name == '_serialize_data' for frame in frames):
-        check_names(dataset, where)
+        check_names(dataset, where, needed=True)
         return lacks(dataset)
     if isinstance(error, json.JSONDecodeError):
         return f'{place} is no whole JSON file ({error}); copy or write it again'

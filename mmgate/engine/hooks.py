@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from .classes import is_one_of
 from .preflight import ConfigError
 
 COUNTERS = 'num_batches_tracked'  # batch norms', often left out of checkpoints
@@ -95,7 +96,8 @@ class LoadReportHook(Hook):
             runner.logger.log(logging.INFO if share == 1 else logging.WARNING, f'{found}.')
         data = getattr(getattr(runner, 'test_dataloader', None), 'dataset', None)
         classes = _classes(getattr(data, 'metainfo', None))
-        if classes and self._classes and classes != self._classes:
+        tracks = is_one_of(_own(runner.model), 'BaseMOTModel')  # whose data name more than it finds
+        if classes and self._classes and classes != self._classes and not tracks:
             runner.logger.log(
                 logging.WARNING,
                 f'{self.checkpoint} was trained on the classes {_first(self._classes)}, the data to test on have '

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from mmengine.config import Config
 from mmengine.device import get_device
+from mmengine.registry import DATASETS, METRICS, Registry
 
 from mmgate._environment import why_not
 
 DOWNLOADED = ('CIFAR10', 'CIFAR100', 'FashionMNIST', 'MNIST')  # mmpretrain's, where nothing is there
-
-
+HOSTS = ('mmengine', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain', 'mmgate')
 EXTRAS = {'mmpretrain': 'pip install "mmgate[pretrain]" (beside OpenMMLab\'s own packages: mmpretrain==1.2.0)'}
 
 
@@ -70,32 +70,36 @@ def check_folder(folder: Path) -> None:
 
 
 def check_data(cfg: Config, splits: Sequence[str]) -> None:
-    """Refuse a config whose local data files or folders are missing.
+    """Refuse a config whose local data files or folders are missing, as far as the mm packages' own classes read them.
 
     Raises:
         ConfigError: With the config path of the entry and the path looked for.
     """
+    scope = cfg.get('default_scope')
     for split in splits:
         loader = cfg.get(f'{split}_dataloader')
         if loader and loader.get('dataset') and cfg.get(f'{split}_cfg') is not None:
-            for entry, path in _dataset_paths(loader.dataset, f'{split}_dataloader.dataset'):
+            for entry, path in _dataset_paths(loader.dataset, f'{split}_dataloader.dataset', scope):
                 _require(entry, path)
         evaluators = cfg.get(f'{split}_evaluator') if split != 'train' else None
         listed: Sequence[Any] = evaluators if isinstance(evaluators, (list, tuple)) else [evaluators]
         for evaluator in listed:
             ann_file = evaluator.get('ann_file') if isinstance(evaluator, Mapping) else None
-            if ann_file and _is_local(ann_file, evaluator):
+            if ann_file and _is_local(ann_file, evaluator) and is_of_hosts(_class_of(evaluator, METRICS, scope)):
                 _require(f'{split}_evaluator.ann_file', ann_file)
 
 
-def _dataset_paths(dataset: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
+def _dataset_paths(dataset: Mapping[str, Any], where: str, scope: str | None) -> Iterator[tuple[str, str]]:
+    """Yield the paths without which a data set cannot list its samples; those of the samples are looked at later."""
     for key in ('dataset', 'datasets'):
         inner = dataset.get(key)
         if isinstance(inner, Mapping):
-            yield from _dataset_paths(inner, f'{where}.{key}')
+            yield from _dataset_paths(inner, f'{where}.{key}', scope)
         elif isinstance(inner, (list, tuple)):
             for number, one in enumerate(inner):
-                yield from _dataset_paths(one, f'{where}.{key}.{number}')
+                yield from _dataset_paths(one, f'{where}.{key}.{number}', scope)
+    if 'dataset' in dataset or 'datasets' in dataset or not is_of_hosts(_class_of(dataset, DATASETS, scope)):
+        return  # a wrapper, or someone's own, which may find its files otherwise
     root = dataset.get('data_root') or ''
     if dataset.get('split') and not dataset.get('data_prefix') and _is_kind(dataset, 'ImageNet'):
         dataset = {**dataset, 'data_prefix': dataset['split']}
@@ -103,19 +107,35 @@ def _dataset_paths(dataset: Mapping[str, Any], where: str) -> Iterator[tuple[str
         return
     if not _is_local(root, dataset):
         return
-    if root:
+    ann_file = dataset.get('ann_file')
+    named = {'ann_file': ann_file} if ann_file else _folders_of_images(dataset)  # which are listed
+    local = {key: path for key, path in named.items() if isinstance(path, str) and path and _is_local(path, dataset)}
+    if root and (not named or not all(osp.isabs(path) for path in local.values())):
         yield f'{where}.data_root', root
-    named = {'ann_file': dataset.get('ann_file'), **_prefixes(dataset)}
-    for key, value in named.items():
-        if isinstance(value, str) and value and _is_local(value, dataset):
-            yield f'{where}.{key}', osp.join(root, value)
+    for key, path in local.items():
+        yield f'{where}.{key}', osp.join(root, path)
 
 
-def _prefixes(dataset: Mapping[str, Any]) -> dict[str, Any]:
+def _folders_of_images(dataset: Mapping[str, Any]) -> dict[str, Any]:
     prefix = dataset.get('data_prefix')
     if isinstance(prefix, str):
         return {'data_prefix': prefix}
-    return {f'data_prefix.{key}': value for key, value in prefix.items()} if isinstance(prefix, Mapping) else {}
+    keys = [key for key in ('img', 'img_path') if isinstance(prefix, Mapping) and prefix.get(key)]
+    return {f'data_prefix.{key}': prefix[key] for key in keys} if isinstance(prefix, Mapping) else {}
+
+
+def _class_of(entry: Mapping[str, Any], registry: Registry, scope: str | None) -> Any:
+    """Return the class that a config entry names, None if none is known."""
+    kind = entry.get('type')
+    if not isinstance(kind, str):
+        return kind
+    with registry.switch_scope_and_registry(scope) as found:
+        return found.get(kind)
+
+
+def is_of_hosts(code: Any) -> bool:
+    """Return whether a class or function is of the mm packages or ours, and not of someone's project."""
+    return str(getattr(code, '__module__', '')).partition('.')[0] in HOSTS
 
 
 def type_name(entry: Mapping[str, Any]) -> str:

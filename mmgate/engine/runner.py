@@ -66,13 +66,8 @@ def build_runner(cfg: Config, *, trains: bool) -> Runner | FlexibleRunner:
     if not any(isinstance(hook, BackendChoicesHook) for hook in runner.hooks):
         runner.register_hook(BackendChoicesHook())
     check_backends(runner.model)
-    if trains:
-        check_classes(own_model(runner.model), runner.train_dataloader.dataset)
-    else:
-        try:
-            check_classes(own_model(runner.model), runner.test_dataloader.dataset, 'the data to test on')
-        except ConfigError as error:  # it can be tested, over those classes alone
-            runner.logger.warning(f'{error} The result counts the classes of the data.')
+    data = runner.train_dataloader if trains else runner.test_dataloader
+    check_classes(own_model(runner.model), data.dataset, trains=trains)
     return runner
 
 

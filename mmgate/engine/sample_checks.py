@@ -15,8 +15,23 @@ class DataError(ConfigError):
     """A file of the data set cannot be used; the message names it."""
 
 
+# Some data sets skip what they cannot use, by the error that it raised.
 class FileError(DataError, OSError):
-    """A file cannot be read; data sets that skip such files catch an OSError."""
+    """A file cannot be read."""
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """A file is not there."""
+
+
+class RefusedError(DataError, AssertionError):
+    """A transform asserted something else than it met."""
+
+
+def data_error_like(error: Exception) -> type[DataError]:
+    """Return the kind of :class:`DataError` that is caught where ``error`` would be."""
+    kinds = (MissingFileError, FileError, RefusedError)
+    return next((kind for kind in kinds if isinstance(error, kind.__bases__[-1])), DataError)
 
 
 Found = tuple[str, str] | None  # the key of the file to blame, and why
@@ -83,7 +98,8 @@ class MapCheck:
     def __call__(self, sample: dict[str, Any]) -> Found:
         """Return the file to blame and why, or None."""
         data: Any = sample.get('data_samples')
-        if data is None or isinstance(data, list):  # a list: several of one image, which are merged
+        # a list: several of one image, which are merged; more dimensions: a volume
+        if data is None or isinstance(data, list) or getattr(sample.get('inputs'), 'ndim', 3) > 3:
             return None
         labels = _labels(sample)
         if labels is None:
@@ -95,7 +111,7 @@ class MapCheck:
                 'predictions: test_evaluator.format_only=True test_evaluator.output_dir=DIR.'
             )
         shape = tuple(labels.shape)
-        if (len(shape) == 3 and shape[0] != 1) or len(shape) > 3:
+        if len(shape) == 3 and shape[-1] in (3, 4) and shape[0] != 1:
             return 'seg_map_path', (
                 f'is no map of labels: its shape is {shape}, where one channel (a grey or a palette '
                 'PNG) with the number of the class in each pixel is needed; convert its colours to numbers.'
@@ -134,7 +150,7 @@ class MapSurvey:
         seen = 'have label 0 and' if 0 in self._labels else 'have'
         last = sample['data_samples'].get('seg_map_path', '')
         warnings.warn(
-            f'the first {self.maps} maps of labels {seen} {self.ignored} alone, which is ignored: there is nothing to '
+            f'the first {self.maps} maps of labels {seen} {self.ignored} alone, which is ignored: they have nothing to '
             f'tell apart (the last one: {last}). Masks of 0 and 255 are written as 0 and 1; '
             'reduce_zero_label=True lets what was 0 be ignored.',
             stacklevel=2,

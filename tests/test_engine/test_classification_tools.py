@@ -34,7 +34,7 @@ def test_without_mmpretrain_one_line_says_what_to_type(tmp_path: Path, monkeypat
     ids=['ImageNet', 'folder', 'downloaded', 'not downloaded'],
 )
 def test_paths_of_image_folders(dataset: dict, missing: str | None) -> None:
-    cfg = Config(dict(val_dataloader=dict(dataset=dataset), val_cfg=dict(a=1)))
+    cfg = Config(dict(default_scope='mmpretrain', val_dataloader=dict(dataset=dataset), val_cfg=dict(a=1)))
     if missing is None:
         check_data(cfg, ('val',))
     else:
@@ -43,11 +43,18 @@ def test_paths_of_image_folders(dataset: dict, missing: str | None) -> None:
 
 
 def test_a_head_of_too_few_classes_is_refused() -> None:
+    class Labels(list):
+        metainfo = dict(classes=[*'abcdef'])
+        pipeline = SimpleNamespace(transforms=[])
+
+        def get_data_info(self, number: int) -> dict[str, int]:
+            return dict(gt_label=self[number])
+
     model, head = nn.Module(), nn.Module()
     head.num_classes = 5
     model.head = head
     with pytest.raises(ConfigError, match=r'Set model\.head\.num_classes=6'):
-        check_classes(model, SimpleNamespace(metainfo=dict(classes=[*'abcdef'])))
+        check_classes(model, Labels([0, 5]))
 
 
 def test_flags_speak_to_mmpretrain() -> None:

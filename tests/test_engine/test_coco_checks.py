@@ -60,7 +60,9 @@ def every_image_id_as_text(found: dict[str, Any]) -> None:
     ('change', 'where', 'message'),
     [
         (lambda found: None, 'train_dataloader', None),
-        (lambda found: found['annotations'].clear(), 'train_dataloader', None),  # half of the data may be unlabelled
+        # half of the data may be unlabelled
+        (lambda found: found['annotations'].clear(), 'train_dataloader', None),
+        (lambda found: [found['annotations'].clear(), found['categories'].clear()], 'train_dataloader', None),
         (
             lambda found: found['annotations'][1].update(image_id='1'),
             'val_dataloader',
@@ -69,7 +71,7 @@ def every_image_id_as_text(found: dict[str, Any]) -> None:
         (lambda found: found['images'][2].update(id=0), 'val_dataloader', '1 of 3 images .* the "id" of another one'),
         (lambda found: found['categories'][1].update(name='cow'), 'train_dataloader', 'has 1 of the 2 .* lacks dog'),
     ],
-    ids=['right', 'unlabelled', 'a text', 'twice', 'renamed'],
+    ids=['right', 'unlabelled', 'no categories', 'a text', 'twice', 'renamed'],
 )
 def test_what_is_left_out_is_said(
     change: Callable[[dict[str, Any]], Any], where: str, message: str | None, tmp_path: Path
@@ -77,19 +79,39 @@ def test_what_is_left_out_is_said(
     data = dataset(changed(tmp_path, change))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
-        check_dataset(data, where)
+        check_dataset(data, where, trains=True)
     said = [str(one.message) for one in caught if where in str(one.message)]
     if message is None:
         assert not said
     else:
         with pytest.warns(UserWarning, match=message):
-            check_dataset(data, where)
+            check_dataset(data, where, trains=True)
 
 
-def test_annotations_of_no_image_at_all(tmp_path: Path) -> None:
-    data = dataset(changed(tmp_path, every_image_id_as_text))
-    with pytest.raises(ConfigError, match='4 of 4 annotations .* Write image_id as the images have it'):
-        check_dataset(data, 'train_dataloader')
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (every_image_id_as_text, '4 of 4 annotations .* Write image_id as the images have it'),
+        (lambda found: [one.update(name='a') for one in found['categories']], 'none of the classes'),
+    ],
+    ids=['of no image', 'of no class'],
+)
+def test_no_annotation_at_all(change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path) -> None:
+    """Nothing can be learned from them; what is tested may only be written."""
+    data = dataset(changed(tmp_path, change))
+    with pytest.raises(ConfigError, match=message):
+        check_dataset(data, 'train_dataloader', trains=True)
+    with pytest.warns(UserWarning, match=message):
+        check_dataset(data, 'val_dataloader', trains=False)
+
+
+def test_classes_without_a_comma(tmp_path: Path) -> None:
+    """mmdet takes the text for a name."""
+    path = changed(tmp_path, lambda found: None)
+    data = CocoDataset(ann_file=path, data_prefix=dict(img=''), metainfo=dict(classes='dog'), pipeline=[])
+    with pytest.warns(UserWarning, match=r"is the text 'dog'.*classes=\('dog',\)"):
+        check_dataset(data, 'train_dataloader', trains=True)
+    check_coco_metric(CocoMetric(ann_file=path), data, 1, 'val')
 
 
 @pytest.mark.parametrize(
@@ -101,11 +123,11 @@ def test_annotations_of_no_image_at_all(tmp_path: Path) -> None:
         # of a class that is not measured
         (lambda found: [found['annotations'][0].pop('area'), found['annotations'][0].update(category_id=9)], {}, None),
         (lambda found: found['annotations'][0].pop('area'), dict(format_only=True, outfile_prefix='out'), None),
-        (lambda found: found['categories'].pop(0), {}, 'has 1 of the 2 classes as categories: dog'),
-        (lambda found: found['images'].pop(1), {}, r'does not list image 1 \(.*1.jpg\)'),
-        (lambda found: found['images'].pop(1), dict(format_only=True, outfile_prefix='out'), None),
+        (lambda found: found['categories'].clear(), {}, 'has 0 of the 2 classes as categories: none'),
+        (other_images, {}, r'does not list 3 of the 3 images .*\(0, .*0.jpg\)'),
+        (other_images, dict(format_only=True, outfile_prefix='out'), None),
     ],
-    ids=['right', 'area', 'masks', 'another class', 'only written', 'category', 'image', 'image, only written'],
+    ids=['right', 'area', 'masks', 'another class', 'only written', 'categories', 'images', 'images, only written'],
 )
 def test_what_an_evaluation_would_stumble_over(
     change: Callable[[dict[str, Any]], Any], options: dict[str, Any], message: str | None, tmp_path: Path
@@ -126,6 +148,23 @@ def test_a_head_of_more_classes_is_warned_of(tmp_path: Path) -> None:
     path = changed(tmp_path, lambda found: found['categories'].pop())  # the last one: no label means another
     with pytest.warns(UserWarning, match='predicts 2 classes, and .* has 1: cat'):
         check_coco_metric(CocoMetric(ann_file=path), dataset(path), 2, 'val')
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (lambda found: found['categories'].pop(0), 'has 1 of the 2 classes as categories: dog'),
+        (lambda found: found['images'].pop(1), r'does not list 1 of the 3 images .*\(1, .*1.jpg\)'),
+    ],
+    ids=['category', 'image'],
+)
+def test_what_an_evaluation_may_stumble_over(
+    change: Callable[[dict[str, Any]], Any], message: str, tmp_path: Path
+) -> None:
+    data = dataset(changed(tmp_path / 'all', lambda found: None))
+    metric = CocoMetric(ann_file=changed(tmp_path, change))
+    with pytest.warns(UserWarning, match=message):
+        check_coco_metric(metric, data, 1, 'val')
 
 
 def test_the_things_of_a_panoptic_data_set_are_measured_alone(tmp_path: Path) -> None:
@@ -156,8 +195,9 @@ def test_what_projects_read_in_their_own_way_is_theirs(kind: type[CocoDataset], 
     data = kind(ann_file=path, data_prefix=dict(img=''), metainfo=dict(classes=CLASSES), pipeline=[])
     with warnings.catch_warnings():
         warnings.simplefilter('error', UserWarning)
-        check_dataset(data, 'train_dataloader')
-        check_dataset(SimpleNamespace(metainfo=dict(classes=CLASSES), cat2label={1: 0}), 'train_dataloader')
+        check_dataset(data, 'train_dataloader', trains=True)
+        other = SimpleNamespace(metainfo=dict(classes=CLASSES), cat2label={1: 0})
+        check_dataset(other, 'train_dataloader', trains=True)
         check_coco_metric(OneClass(ann_file=path), data, 80, 'val')
 
 
@@ -166,7 +206,7 @@ def test_several_categories_may_be_one_class(tmp_path: Path) -> None:
     data.cat2label = {1: 0, 2: 0}
     with warnings.catch_warnings():
         warnings.simplefilter('error', UserWarning)
-        check_dataset(data, 'train_dataloader')
+        check_dataset(data, 'train_dataloader', trains=True)
 
 
 def test_a_metric_for_each_data_set(tmp_path: Path) -> None:
@@ -176,7 +216,7 @@ def test_a_metric_for_each_data_set(tmp_path: Path) -> None:
     parts = SimpleNamespace(datasets=[dataset(path) for path in paths])
     evaluator = MultiDatasetsEvaluator([dict(type='CocoMetric', ann_file=path) for path in paths], ['a', 'b'])
     check_metrics(evaluator, parts, 2, 'val')
-    with pytest.raises(ConfigError, match='does not list image'):
+    with pytest.raises(ConfigError, match='does not list 3 of the 3 images'):
         check_metrics(Evaluator([CocoMetric(ann_file=path) for path in paths]), parts, 2, 'val')
 
 

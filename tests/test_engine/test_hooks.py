@@ -15,13 +15,14 @@ import pytest
 import torch
 from mmcv.transforms import LoadImageFromFile
 from mmdet.datasets.transforms import LoadAnnotations
-from mmengine.dataset import Compose
-from mmengine.registry import MODELS
+from mmengine.dataset import BaseDataset, Compose
+from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from PIL import Image
 from torch import nn
 
 from mmgate.engine import cli
+from mmgate.engine.data_checks import check_folders
 from mmgate.engine.data_errors import FileNamingCompose, try_first_map, watch_data
 from mmgate.engine.hooks import LoadReportHook, load_weights
 from mmgate.engine.preflight import ConfigError
@@ -212,9 +213,52 @@ def test_frames_of_a_video_have_no_one_size() -> None:
         assert FileNamingCompose(Compose([Frames()]))(data)
 
 
-def test_data_sets_that_skip_broken_files_still_do(images: dict[str, str]) -> None:
-    with pytest.raises(OSError, match='does not exist'):
-        FileNamingCompose(Compose([read]))(dict(img_path=images['none.png']))
+def asserted(data: dict[str, Any]) -> None:
+    raise AssertionError('too few boxes')
+
+
+@pytest.mark.parametrize(
+    ('transform', 'name', 'caught', 'message'),
+    [
+        (read, 'none.png', FileNotFoundError, 'does not exist'),
+        (read, 'cut.png', OSError, 'no image that can be read'),
+        (asserted, 'good.png', AssertionError, 'too few boxes'),
+    ],
+)
+def test_data_sets_that_skip_what_they_cannot_use_still_do(
+    images: dict[str, str], transform: Any, name: str, caught: type[Exception], message: str
+) -> None:
+    with pytest.raises(caught, match=message) as found:
+        FileNamingCompose(Compose([transform]))(dict(img_path=images[name]))
+    assert isinstance(found.value, DataError) and pickle.loads(pickle.dumps(type(found.value)))
+
+
+@pytest.mark.parametrize(
+    ('transforms', 'options', 'missing'),
+    [
+        ([dict(type='LoadImageFromFile')], {}, 'img'),
+        ([dict(type='LoadImageFromFile', backend_args=dict(backend='local'))], {}, None),
+        ([Frames()], {}, None),  # of one's own
+        ([dict(type='LoadImageFromFile')], dict(lazy_init=True), None),
+        ([dict(type='mmseg.LoadAnnotations')], {}, 'maps'),
+        ([dict(type='LoadAnnotations', with_bbox=True)], {}, None),
+        ([], {}, None),
+    ],
+)
+def test_folders_that_are_not_there(transforms: list[Any], options: dict, missing: str | None) -> None:
+    init_default_scope('mmdet')
+    prefixes = dict(img_path='nowhere/img', seg_map_path='nowhere/maps')
+
+    class Data(BaseDataset):
+        def load_data_list(self) -> list[dict[str, str]]:
+            return [dict(img_path=f'{prefixes["img_path"]}/a.jpg', seg_map_path=f'{prefixes["seg_map_path"]}/a.png')]
+
+    data = Data(pipeline=transforms, serialize_data=False, **options)
+    if missing is None:
+        check_folders(data, 'train_dataloader')
+    else:
+        with pytest.raises(ConfigError, match=f'train_dataloader: nowhere/{missing}/a.* nor does its folder'):
+            check_folders(data, 'train_dataloader')
 
 
 class Opens(torch.utils.data.Dataset):

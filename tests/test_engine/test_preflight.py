@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from mmdet.datasets import CocoDataset
 from mmengine.config import Config
 from mmengine.runner import Runner
 
@@ -150,7 +152,34 @@ def test_data_that_no_loop_reads_may_be_missing() -> None:
         Config(dict(val_dataloader=loader, val_cfg=None, test_dataloader=None, test_cfg=dict())), ['val', 'test']
     )
     with pytest.raises(ConfigError, match=r'val_dataloader\.dataset\.ann_file.*nowhere\.json'):
-        check_data(Config(dict(val_dataloader=loader, val_cfg=dict())), ['val'])
+        check_data(Config(dict(default_scope='mmdet', val_dataloader=loader, val_cfg=dict())), ['val'])
+
+
+class NamesASplit(CocoDataset):
+    """Finds its files otherwise."""
+
+
+@pytest.mark.parametrize(
+    ('dataset', 'missing'),
+    [
+        (dict(type='CocoDataset', data_root='nowhere', ann_file='a.json'), 'data_root: nowhere'),
+        (dict(type='CocoDataset', ann_file='HERE', data_prefix=dict(img='nowhere')), None),  # files may be named whole
+        (dict(type='CocoDataset', data_root='nowhere', ann_file='HERE', data_prefix=dict(img='/')), None),
+        (dict(type=NamesASplit, ann_file='val'), None),
+        (dict(type='mmseg.ADE20KDataset', data_prefix=dict(img_path='nowhere')), 'data_prefix.img_path: nowhere'),
+        (dict(type='mmseg.ADE20KDataset', data_prefix=dict(img_path='/', seg_map_path='nowhere')), None),
+        (dict(type='ConcatDataset', datasets=[dict(type='CocoDataset', ann_file='a.json')]), 'datasets.0.ann_file: a'),
+    ],
+)
+def test_what_is_read_has_to_be_there(dataset: dict, missing: str | None, tmp_path: Path) -> None:
+    (tmp_path / 'a.json').touch()
+    dataset = {key: str(tmp_path / 'a.json') if value == 'HERE' else value for key, value in dataset.items()}
+    cfg = Config(dict(default_scope='mmdet', train_dataloader=dict(dataset=dataset), train_cfg=dict()))
+    if missing is None:
+        check_data(cfg, ['train'])
+    else:
+        with pytest.raises(ConfigError, match=f'{missing}.* does not exist'):
+            check_data(cfg, ['train'])
 
 
 def test_missing_pretrained_weights(tmp_path) -> None:

@@ -227,9 +227,7 @@ MISTAKES = {
     'fewer_classes': Mistake(
         'boxes', 'predicts 2 classes.*labels 6.*bbox_head.num_classes=6', 'model = dict(bbox_head=dict(num_classes=2))'
     ),
-    'one_class_without_a_comma': Mistake(
-        'boxes', r"is the text 'circle'.*classes=\('circle',\)", dataset("metainfo=dict(classes='circle')")
-    ),
+    'one_class_without_a_comma': Mistake('boxes', None, dataset("metainfo=dict(classes='circle')")),
     'start_from_nothing': Mistake('boxes', 'checkpoint none.pth does not exist', "load_from = 'none.pth'"),
     # data sets in COCO's form
     'no_data': Mistake(
@@ -239,7 +237,9 @@ MISTAKES = {
         'boxes', 'train_dataloader.dataset.ann_file: .*a.json does not', dataset("ann_file='a.json'")
     ),
     'no_images_folder': Mistake(
-        'boxes', 'data_prefix.img: .*trian/ does not', dataset("data_prefix=dict(img='trian/')")
+        'boxes',
+        'train_dataloader: .*trian/.*jpg does not exist, nor does its folder',
+        dataset("data_prefix=dict(img='trian/')"),
     ),
     'json_cut_short': Mistake('boxes', f'train_dataloader: {TRAIN} is no whole JSON file', damage=cut(TRAIN)),
     'json_of_another_form': Mistake(
@@ -259,7 +259,7 @@ MISTAKES = {
         damage=damaged(TRAIN, rename_categories),
     ),
     'other_categories_to_evaluate': Mistake(
-        'boxes', 'val_dataloader: none of the classes', damage=damaged(VAL, rename_categories)
+        'boxes', "CocoMetric's ann_file has 0 of the 6 classes", damage=damaged(VAL, rename_categories)
     ),
     'more_classes_to_evaluate': Mistake(
         'boxes',
@@ -269,18 +269,16 @@ MISTAKES = {
     'image_ids_as_text': Mistake(
         'boxes', r"of no image that it lists \(image_id '", damage=damaged(TRAIN, image_ids_as_text)
     ),
-    'category_renamed_to_evaluate': Mistake(
-        'boxes',
-        "CocoMetric's ann_file has 5 of the 6 classes as categories: circle, square",
-        damage=damaged(VAL, lambda content: content['categories'][2].update(name='disc')),
-    ),
     'single_or_crowd_not_said': Mistake(
         'boxes',
         "annotation 1 in CocoMetric's ann_file has no iscrowd",
         damage=damaged(VAL, lambda content: [one.pop('iscrowd') for one in content['annotations']]),
     ),
     'evaluator_of_other_images': Mistake(
-        'boxes', 'does not list image', "val_evaluator = dict(ann_file='data/shapes/other.json')", other_images
+        'boxes',
+        'does not list 2 of the 2 images',
+        "val_evaluator = dict(ann_file='data/shapes/other.json')",
+        other_images,
     ),
     'box_of_three_numbers': Mistake(
         'boxes',
