@@ -97,7 +97,9 @@ def test_label_maps_of_every_evaluator(folder: Path, monkeypatch: pytest.MonkeyP
     assert found == [dict(type='IoUMetric', output_dir='maps', keep_results=True)] * evaluator.count('IoU')
 
 
-@pytest.mark.parametrize('evaluator', ["[dict(type='CocoMetric', ann_file='{file}')]", "dict(ann_file='{file}')"])
+@pytest.mark.parametrize(
+    'evaluator', ["[dict(type='CocoMetric', ann_file='{file}')]", "dict(type='CocoMetric', ann_file='{file}')"]
+)
 def test_files_of_every_evaluator_are_looked_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], evaluator: str
 ) -> None:
