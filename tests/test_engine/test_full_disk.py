@@ -12,6 +12,7 @@ import pytest
 import test_interrupt_hook  # noqa: F401  its data set
 import torch
 from mmengine.hooks import Hook
+from mmengine.logging import MMLogger
 from mmengine.model import BaseModel
 from mmengine.registry import HOOKS, MODELS
 from torch import Tensor, nn
@@ -74,6 +75,7 @@ def test_one_message_and_the_run_goes_on(
     text, before = CONFIG.replace('CLIENT', client), resource.getrlimit(resource.RLIMIT_FSIZE)
     Path('config.py').write_text(text.replace('EPOCH', 'epoch=2'))
     name = f'experiment_name={tmp_path.name}'
+    MMLogger.get_instance(tmp_path.name)  # the current one may write to another test's output, which is closed
     assert cli.main(cli.train, ['config.py', '--work-dir', 'work', '--cfg-options', name]) == 2
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = capfd.readouterr().err
