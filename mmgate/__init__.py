@@ -14,7 +14,7 @@ from mmengine.config.utils import MODULE2PACKAGE  # noqa: E402
 from . import layers, models  # noqa: E402, F401
 from .engine.model_index import add_to_inferencers  # noqa: E402
 from .engine.safe_load import register_safe_loader  # noqa: E402
-from .models import Gated, adapts, swap_attention  # noqa: E402
+from .models import Gated, adapts, restore_attention, swap_attention  # noqa: E402
 
 # mmengine looks packages of 'package::config' up in this closed list, by the name of a distribution, whose folder it
 # takes for the package's (in an editable install it is not), or else by that of a module: then the module's folder.
@@ -27,4 +27,4 @@ except PackageNotFoundError:  # the fork's distribution has another name; mmengi
     MODULE2PACKAGE['mmseg'] = 'mmseg'  # (mmpretrain's entry is that of the module already)
 
 __version__ = '0.1.0'
-__all__ = ['Gated', '__version__', 'adapts', 'swap_attention']
+__all__ = ['Gated', '__version__', 'adapts', 'restore_attention', 'swap_attention']

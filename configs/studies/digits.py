@@ -1,11 +1,28 @@
-# DGViT beside ViT on scikit-learn's handwritten digits, trained on clean and on noisy images, tested on clean ones.
+# Attention and feed-forward network of a small ViT on scikit-learn's handwritten digits, trained on clean and on noisy images.
 # Data: python tools/dataset_converters/digits.py data/digits
 # Run:  python tools/analysis_tools/study.py configs/studies/digits.py
 runs = dict(
     vit='configs/dgsa/classification/vit_1xb64-40e_digits.py',
+    vit_swiglu='configs/studies/digits/vit-swiglu.py',
+    vanilla='configs/studies/digits/vanilla-attention.py',
+    differential='configs/studies/digits/differential.py',
     dgvit='configs/dgsa/classification/dgvit_1xb64-40e_digits.py',
     vit_noise='configs/dgsa/classification/vit-noise_1xb64-40e_digits.py',
+    vit_swiglu_noise='configs/studies/digits/vit-swiglu-noise.py',
+    vanilla_noise='configs/studies/digits/vanilla-attention-noise.py',
+    differential_noise='configs/studies/digits/differential-noise.py',
     dgvit_noise='configs/dgsa/classification/dgvit-noise_1xb64-40e_digits.py')
-seeds = [0, 1, 2]
-baselines = dict(dgvit_noise='vit_noise')
+# vanilla, differential and dgvit differ by attention alone; the two ViTs differ from vanilla by the feed-forward network
+baselines = dict(
+    vit='vanilla', vit_swiglu='vanilla', differential='vanilla', dgvit='vanilla',
+    vit_noise='vanilla_noise', vit_swiglu_noise='vanilla_noise', vanilla_noise='vanilla',
+    differential_noise='vanilla_noise', dgvit_noise='vanilla_noise')
+interactions = dict(differential_noise='differential', dgvit_noise='dgvit')  # does noise change the difference?
+seeds = [0, 1, 2, 3, 4]
 metric = 'accuracy/top1'
+options = {
+    'train_cfg.max_epochs': 20,
+    'train_cfg.val_interval': 10,
+    'param_scheduler.1.end': 20,
+    'param_scheduler.1.T_max': 20,
+    'default_hooks.logger.interval': 23}

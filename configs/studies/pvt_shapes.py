@@ -1,10 +1,12 @@
-# The attention of a small PVT in Mask R-CNN on hard shapes: softmax, agents, SAGA with and without its parts, focused.
+# The attention of a small PVT in Mask R-CNN on hard shapes, all in one shell: softmax over the whole map and over a
+# reduced one, agents, SAGA with and without its parts, focused linear attention.
 # Data: python tools/dataset_converters/make_shapes.py data/shapes_hard --difficulty hard --num-train 800 --num-val 200 --num-objects 0
 # Run:  python tools/analysis_tools/study.py configs/studies/pvt_shapes.py
 _base_ = '_base_/shapes_detection.py'
 
 runs = dict(
-    softmax='configs/vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
+    softmax='configs/studies/pvt_shapes/softmax.py',
+    softmax_reduced='configs/studies/pvt_shapes/softmax-reduced.py',
     agent='configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
     saga='configs/saga/mask_rcnn/saga-mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
     saga_no_gate='configs/studies/pvt_shapes/saga-no-gate.py',
@@ -12,9 +14,10 @@ runs = dict(
     saga_no_output_augmentation='configs/studies/pvt_shapes/saga-no-output-augmentation.py',
     focused='configs/studies/pvt_shapes/focused.py')
 baselines = dict(saga_no_gate='saga', saga_no_dwc='saga', saga_no_output_augmentation='saga')  # default: softmax
-seeds = [0, 1, 2]
+seeds = [0, 1, 2, 3, 4]
 metric = 'coco/segm_mAP'
 options = {
+    'train_dataloader.dataset.indices': 400,
     'train_cfg.max_epochs': 6,
     'train_cfg.val_interval': 3,
     'param_scheduler.1.end': 6,

@@ -174,6 +174,24 @@ def summary(
     return rows
 
 
+def interaction(
+    name: str, pair: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]
+) -> dict[str, float | str | int]:
+    """Return a row of :func:`summary`: by how much the difference in ``pair`` exceeds that in ``other``.
+
+    Args:
+        name: Of the row.
+        pair: A group and its baseline, a value for each seed.
+        other: Another group and its own, by the same seeds.
+    """
+    differences = [[value - base for value, base in zip(*both, strict=True)] for both in (pair, other)]
+    found, nothing = paired_difference(*differences), float('nan')
+    row: dict[str, float | str | int] = dict(name=name, runs=len(pair[0]), mean=nothing, std=nothing)
+    row.update(against='difference of differences', difference=found.mean, standard_error=found.error)
+    row.update(low=found.low, high=found.high, p=found.p)
+    return row
+
+
 def as_table(rows: Sequence[dict[str, float | str | int]]) -> str:
     """Return a Markdown table; what is not a number is a dash."""
     header = '| | runs | mean | std | against | difference | 95 % interval | p |'

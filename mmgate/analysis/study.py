@@ -13,11 +13,11 @@ from typing import Any
 from mmgate.engine.config_file import read_config
 from mmgate.engine.preflight import ConfigError
 
-from .runs import as_table, draw_curves_of_runs, read_run, summary
+from .runs import as_table, draw_curves_of_runs, interaction, read_run, summary
 from .subjects import write_csv
 
 RESULT, SETTINGS = 'result.json', 'settings.json'
-KEYS = {'runs', 'seeds', 'metric', 'options', 'budgets', 'baselines'}
+KEYS = {'runs', 'seeds', 'metric', 'options', 'budgets', 'baselines', 'interactions'}
 Execute = Callable[[list[str]], None]
 
 
@@ -33,6 +33,8 @@ class Study:
         options: ``--cfg-options`` of every run.
         budgets: By name, further options: the same study on a larger machine.
         baselines: By name of a run, that of the one that it is compared with (default: the first).
+        interactions: By name of a run, that of another: whether the first is further from its baseline than the other
+            from its own, a difference of differences.
     """
 
     path: Path
@@ -42,6 +44,7 @@ class Study:
     options: dict[str, Any]
     budgets: dict[str, dict[str, Any]]
     baselines: dict[str, str] = field(default_factory=dict)
+    interactions: dict[str, str] = field(default_factory=dict)
 
 
 def read_study(path: str | Path) -> Study:
@@ -61,11 +64,12 @@ def read_study(path: str | Path) -> Study:
         raise ConfigError(f'study {path} needs runs and seeds, each seed once.')
     for config in cfg.runs.values():
         read_config(config)
-    options, budgets, baselines = ({**cfg.get(key, {})} for key in ('options', 'budgets', 'baselines'))
-    strangers = sorted({*baselines, *baselines.values()} - set(cfg.runs))
-    if strangers:
-        raise ConfigError(f'baselines of study {path}: {", ".join(strangers)} is none of its runs.')
-    return Study(Path(path), dict(cfg.runs), list(cfg.seeds), cfg.metric, options, budgets, baselines)
+    given = {key: {**cfg.get(key, {})} for key in ('options', 'budgets', 'baselines', 'interactions')}
+    for key in ('baselines', 'interactions'):
+        strangers = sorted({*given[key], *given[key].values()} - set(cfg.runs))
+        if strangers:
+            raise ConfigError(f'{key} of study {path}: {", ".join(strangers)} is none of its runs.')
+    return Study(Path(path), dict(cfg.runs), list(cfg.seeds), cfg.metric, **given)
 
 
 def run_study(
@@ -111,6 +115,10 @@ def report_study(study: Study, out: Path, *, budget: str | None = None) -> str:
         raise ConfigError(f'{out} has no seed yet that every run of {study.path} has done.')
     groups = {name: [found[seed] for seed in seeds] for name, found in values.items()}
     rows = summary(groups, study.baselines)
+    first = next(iter(groups))
+    for name, other in study.interactions.items():
+        pairs = [(groups[one], groups[study.baselines.get(one, first)]) for one in (name, other)]
+        rows.append(interaction(f'{name} beside {other}', *pairs))
     write_csv(out / 'results.csv', [dict(name=n, seed=s, **{study.metric: v[s]}) for n, v in values.items() for s in v])
     reaches = [(float(row['high']) - float(row['low'])) / 2 for row in rows if row['high'] == row['high']]
     sees = f'{max(reaches):.3f}' if reaches else 'unknown: it takes seeds whose differences vary'

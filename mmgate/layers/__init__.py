@@ -21,6 +21,7 @@ from .plug import PLuGMultiScaleDeformableAttention
 from .plug_dense import PLuGAttention, PLuGMultiheadAttention
 from .saga import SAGAAttention
 from .sdpa_gate import SDPAGatedAttention, SDPAGatedMultiheadAttention
+from .softmax import SoftmaxAttention
 
 __all__ = [
     'AgentAttention',
@@ -46,4 +47,5 @@ __all__ = [
     'SAGAAttention',
     'SDPAGatedAttention',
     'SDPAGatedMultiheadAttention',
+    'SoftmaxAttention',
 ]

@@ -14,14 +14,14 @@ from mmgate.registry import MODELS
 
 from .agent_bias import BIASES, CLASS_BIASES, AgentBiases
 from .gml import check_option
-from .start import OwnStart
+from .init import GateInit
 from .stripes import merge_stripes, split_stripes
 
 AGENTS = ('pooled', 'static')
 
 
 @MODELS.register_module()
-class AgentAttention(OwnStart, AgentBiases):
+class AgentAttention(GateInit, AgentBiases):
     """Agent attention over an H x W map: ``softmax(Q A^T / sqrt(d) + B2) softmax(A K^T / sqrt(d) + B1) V + DWC(V)``.
 
     The agent tokens A are the queries averaged over a grid of ``sqrt(agent_num)`` cells a side. Both biases are sums of
@@ -49,13 +49,13 @@ class AgentAttention(OwnStart, AgentBiases):
         ValueError: A number of agents that is no square, an unknown kind of agents, windows beside a class token,
             or ``embed_dims`` no multiple of ``num_heads``.
 
-    The biases start normal with deviation 0.02 and the convolution as torch's, whatever a host's ``init_weights`` does.
+    The biases start normal with deviation 0.02 and the convolution as torch's.
 
     Source: Agent attention, Eq. 6, tables 3, 6 and 7, appendix A; the shapes of the biases are those of the authors'
     checkpoints.
     """
 
-    own = ('dwc', 'agent_tokens', *BIASES, *CLASS_BIASES)
+    gate_parameters = ('dwc', 'agent_tokens', *BIASES, *CLASS_BIASES)
 
     def __init__(
         self,
@@ -89,9 +89,9 @@ class AgentAttention(OwnStart, AgentBiases):
         self.dwc = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims) if dwc else None
         self.agent_tokens = nn.Parameter(torch.empty(1, n, embed_dims)) if agents == 'static' else None
         self.make_biases(n, bias=bias, class_token=class_token)
-        self.reset_start()
+        self.reset_gate()
 
-    def reset_start(self) -> None:
+    def reset_gate(self) -> None:
         """Draw the biases from a normal distribution of deviation 0.02, truncated at 2, and the convolution anew."""
         if self.dwc is not None:
             self.dwc.reset_parameters()

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 
 from mmgate.registry import MODELS
 
+from .init import GateInit
 from .map_attention import MapAttention
 from .stripes import merge_stripes, split_stripes
 
 
 @MODELS.register_module()
-class CrossWindowAttention(MapAttention):
+class CrossWindowAttention(GateInit, MapAttention):
     """Half of the heads attend in vertical stripes, half in horizontal ones, with convolved values added (LePE).
 
     Args:
@@ -32,6 +33,8 @@ class CrossWindowAttention(MapAttention):
     Source: CSWin transformer (Dong et al., 2022), Eq. 1 to 6.
     """
 
+    gate_parameters = ('lepe',)
+
     def __init__(self, embed_dims: int, num_heads: int, *, split: int | None = 7, **kwargs: Any) -> None:
         super().__init__(embed_dims, num_heads, **kwargs)
         if split is not None and num_heads % 2:
@@ -41,6 +44,12 @@ class CrossWindowAttention(MapAttention):
         self.lepe = nn.ModuleList(
             nn.Conv2d(channels, channels, 3, padding=1, groups=channels) for _ in range(self.branches)
         )
+
+    def reset_gate(self) -> None:
+        """Start the convolutions as torch does."""
+        convolutions: Any = self.lepe
+        for convolution in convolutions:
+            convolution.reset_parameters()
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every branch, on its share of the channels."""

@@ -11,13 +11,14 @@ from mmgate.registry import MODELS
 
 from .dense import DenseAttention, GatedMultiheadAttention
 from .gml import check_option
+from .init import GateInit
 from .rms_norm import RMSNorm
 
 RESIDUALS = ('query', 'input', 'none')
 LAMBDA_INIT = 0.8
 
 
-class DifferentialGatedAttention(DenseAttention):
+class DifferentialGatedAttention(GateInit, DenseAttention):
     """An excitatory minus an inhibitory attention, weighted by a gate of each token and head.
 
     The heads keep the width d of the vanilla layer, of which each stream takes half, so the projections keep their
@@ -38,6 +39,7 @@ class DifferentialGatedAttention(DenseAttention):
     Source: M-DGSA, sections 4.1 and 4.2.
     """
 
+    gate_parameters = ('gate_proj', 'head_norm')
     two_streams = True
 
     def __init__(
@@ -57,6 +59,11 @@ class DifferentialGatedAttention(DenseAttention):
         self.residual, self.lambda_init = residual, lambda_init
         self.gate_proj = nn.Linear(self.qdim, num_heads, **self.like)
         self.head_norm = RMSNorm(self.head_dim, eps=1e-5).to(**self.like)
+
+    def reset_gate(self) -> None:
+        """Start the gate's projection as torch does and the norm at 1."""
+        self.gate_proj.reset_parameters()
+        nn.init.ones_(self.head_norm.weight)
 
     def _gate(self, query_input: Tensor) -> Tensor:
         return self.gate_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)

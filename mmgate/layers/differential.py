@@ -12,13 +12,13 @@ from mmgate.ops.differential_attention import differential_streams, stream_maps
 from mmgate.registry import MODELS
 
 from .dense import DenseAttention, GatedMultiheadAttention
+from .init import GateInit
 from .rms_norm import RMSNorm
-from .start import OwnStart
 
 LAMBDAS = ('lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2')
 
 
-class DifferentialAttention(OwnStart, DenseAttention):
+class DifferentialAttention(GateInit, DenseAttention):
     """The difference of two softmax attentions over the same values: ``(A1 - lambda A2) V``.
 
     ``lambda`` is one number a layer: ``exp(lq1 lk1) - exp(lq2 lk2) + lambda_init`` of four learnt vectors, or
@@ -42,7 +42,7 @@ class DifferentialAttention(OwnStart, DenseAttention):
     Source: Differential transformer (Ye et al., 2024), Eq. 1 to 3.
     """
 
-    own = LAMBDAS
+    gate_parameters = (*LAMBDAS, 'head_norm')
     two_streams = True
     lambda_q1: nn.Parameter | None
     lambda_k1: nn.Parameter | None
@@ -70,13 +70,14 @@ class DifferentialAttention(OwnStart, DenseAttention):
             vector = nn.Parameter(torch.empty(self.head_dim // 2, **self.like)) if learnable else None
             self.register_parameter(name, vector)
         self.head_norm = RMSNorm(self.head_dim, eps=1e-5).to(**self.like)
-        self.reset_start()
+        self.reset_gate()
 
-    def reset_start(self) -> None:
-        """Draw the vectors anew."""
+    def reset_gate(self) -> None:
+        """Draw the vectors anew and start the norm at 1."""
         for name in LAMBDAS:
             if getattr(self, name) is not None:
                 nn.init.normal_(getattr(self, name), std=0.1)
+        nn.init.ones_(self.head_norm.weight)
 
     def weight(self) -> Tensor | float:
         """Return lambda."""

@@ -16,9 +16,10 @@ from mmgate.ops.layout import check_layout
 class MapAttention(nn.Module):
     """Self-attention over the tokens of an H x W map; a subclass mixes them in :meth:`mix`.
 
-    Drop-in for mmdet's ``SpatialReductionAttention`` with ``sr_ratio=1`` and for the ``ShiftWindowMSA`` of mmdet, mmseg
-    and mmpretrain, whose checkpoints it loads: projections are renamed, relative position tables dropped. Positions of
-    another resolution are resized on loading, so that the result is what a forward pass makes of them.
+    Drop-in for mmdet's ``SpatialReductionAttention``, of which it leaves out the reduction, and for the
+    ``ShiftWindowMSA`` of mmdet, mmseg and mmpretrain, whose checkpoints it loads: projections are renamed, what belongs
+    to windows or to a reduced map is dropped. Positions of another resolution are resized on loading, so that the
+    result is what a forward pass makes of them.
 
     Args:
         embed_dims: Channels C, a multiple of ``num_heads``.
@@ -74,8 +75,10 @@ class MapAttention(nn.Module):
         """
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 
-    def forward(self, x: Tensor, hw_shape: tuple[int, int] | None = None, identity: Tensor | None = None) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``; ``identity``, if given, is added (PVT).
+    def forward(
+        self, x: Tensor, hw_shape: tuple[int, int] | None = None, identity: Tensor | float | None = None
+    ) -> Tensor:
+        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``; ``identity``, if given, is added (PVT, Twins).
 
         Without ``hw_shape`` (ViT) the map is that of pre-training, or else a square.
 
@@ -83,7 +86,8 @@ class MapAttention(nn.Module):
             TypeError: ``x`` is no tensor.
             ValueError: ``x`` has another shape, or its tokens do not make the map.
         """
-        check_layout(('x', x, f'B N {self.embed_dims}'), ('identity', identity, f'B N {self.embed_dims}'), filled='N')
+        added = identity if isinstance(identity, Tensor) else None  # Twins adds 0.0
+        check_layout(('x', x, f'B N {self.embed_dims}'), ('identity', added, f'B N {self.embed_dims}'), filled='N')
         height, width = self._square(x.shape[1]) if hw_shape is None else tuple(hw_shape)
         if x.shape[1] != self.class_tokens + height * width:
             extra = f' and {self.class_tokens} class token' if self.class_tokens else ''
@@ -119,8 +123,11 @@ class MapAttention(nn.Module):
         """
         for old, new in _RENAMED.items():
             value = state_dict.pop(prefix + old, None)
-            if value is not None and new is not None:
+            if value is not None:
                 state_dict[prefix + new] = value
+        for key in [key for key in state_dict if key.startswith(tuple(f'{prefix}{name}' for name in _OF_HOSTS))]:
+            if not hasattr(self, key[len(prefix) :].partition('.')[0]):
+                del state_dict[key]
         return []
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
@@ -135,7 +142,7 @@ class MapAttention(nn.Module):
         return self.attn_drop if self.training else 0.0
 
 
-_RENAMED = {
+_RENAMED: dict[str, str] = {
     'attn.in_proj_weight': 'qkv.weight',
     'attn.in_proj_bias': 'qkv.bias',
     'attn.out_proj.weight': 'proj.weight',
@@ -144,6 +151,6 @@ _RENAMED = {
     'w_msa.qkv.bias': 'qkv.bias',
     'w_msa.proj.weight': 'proj.weight',
     'w_msa.proj.bias': 'proj.bias',
-    'w_msa.relative_position_bias_table': None,
-    'w_msa.relative_position_index': None,
 }
+# what attention over the whole map has no use for: windows' positions, a reduced map, convolutions in stripes
+_OF_HOSTS = ('w_msa.relative_position_', 'sr.', 'norm.', 'lepe.')

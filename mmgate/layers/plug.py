@@ -11,8 +11,8 @@ from mmgate.ops.ms_deform_attn import POSITIONS
 from mmgate.registry import MODELS
 
 from .gml import GatingModulation, check_option, xavier_
+from .init import GateInit
 from .ms_deform_attn import MultiScaleDeformableAttention
-from .start import OwnStart
 
 # Table 9, by which of (heads, levels, points) a gate value is specific to
 GRANULARITIES = {
@@ -25,7 +25,7 @@ GRANULARITIES = {
 
 
 @MODELS.register_module()
-class PLuGMultiScaleDeformableAttention(OwnStart, MultiScaleDeformableAttention):
+class PLuGMultiScaleDeformableAttention(GateInit, MultiScaleDeformableAttention):
     """Multi-scale deformable attention with PLuG's gate, in the place of mmcv's class.
 
     Takes all of mmcv's arguments and keeps its parameter names; ``gate_proj`` and ``gml`` are new.
@@ -54,7 +54,7 @@ class PLuGMultiScaleDeformableAttention(OwnStart, MultiScaleDeformableAttention)
     Source: PLuG attention, section 3.2, Eq. 8 to 12.
     """
 
-    own = ('gate_proj', 'gml')
+    gate_parameters = ('gate_proj', 'gml')
 
     def __init__(
         self,
@@ -80,16 +80,16 @@ class PLuGMultiScaleDeformableAttention(OwnStart, MultiScaleDeformableAttention)
         self.gate_shape = tuple(n if own else 1 for n, own in zip(full, GRANULARITIES[granularity], strict=True))
         self.gate_proj = nn.Linear(embed_dims, torch.Size(self.gate_shape).numel())
         self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init)
-        self.reset_start()
+        self.reset_gate()
 
     def init_weights(self) -> None:
         """Initialise as mmcv does, then the gate; detectors call this after a xavier pass over everything."""
         MultiScaleDeformableAttention.init_weights(self)
         if hasattr(self, 'gml'):  # mmcv's constructor calls this before the gate exists
-            self.reset_start()
+            self.reset_gate()
 
     @torch.no_grad()
-    def reset_start(self) -> None:
+    def reset_gate(self) -> None:
         """Set the gate's start."""
         xavier_(self.gate_proj)
         if self.gml.variant == 'none' and self.gml.init == 'identity':

@@ -12,12 +12,12 @@ from mmgate.registry import MODELS
 
 from .dense import DenseAttention, GatedMultiheadAttention
 from .gml import GatingModulation, check_option, xavier_
-from .start import OwnStart
+from .init import GateInit
 
 HEADS = ('shared', 'per_head')
 
 
-class PLuGAttention(OwnStart, DenseAttention):
+class PLuGAttention(GateInit, DenseAttention):
     """Attention whose logits are multiplied by a gate of each query-key pair, a drop-in for torch's module.
 
     ``gate_q_proj``, ``gate_k_proj`` and ``gml`` are the only new parameters.
@@ -45,7 +45,7 @@ class PLuGAttention(OwnStart, DenseAttention):
     Source: PLuG attention, section 3.1, Eq. 1 to 7 and Algorithm 1.
     """
 
-    own = ('gate_q_proj', 'gate_k_proj', 'gml')
+    gate_parameters = ('gate_q_proj', 'gate_k_proj', 'gml')
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class PLuGAttention(OwnStart, DenseAttention):
         self.gate_q_proj = nn.Linear(self.qdim, self.gate_heads * width, **self.like)
         self.gate_k_proj = nn.Linear(self.kdim, self.gate_heads * width, **self.like)
         self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init).to(**self.like)
-        self.reset_start()
+        self.reset_gate()
 
-    def reset_start(self) -> None:
+    def reset_gate(self) -> None:
         """Set the gate's start."""
         xavier_(self.gate_q_proj)
         xavier_(self.gate_k_proj)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from mmgate.ops.gated_linear_attention import gated_linear_attention
 from mmgate.registry import MODELS
 
+from .init import start_linear
 from .linear.base import LinearAttention
 
 KERNEL = 5
@@ -39,10 +40,12 @@ class SAGAAttention(LinearAttention):
     Raises:
         ValueError: ``embed_dims`` is no multiple of ``num_heads``, or ``attn_drop`` is not 0.
 
-    The convolution keeps torch's start and the position encoding starts at 0, whatever a host's ``init_weights`` does.
+    The convolution starts as torch's, the position encoding at 0 and the gates as PVT's linear layers.
 
     Source: SAGA, Eq. 9 and 10, Table 4.
     """
+
+    gate_parameters = (*LinearAttention.gate_parameters, 'gate_k', 'gate_v', 'gate_out')
 
     def __init__(
         self,
@@ -68,6 +71,11 @@ class SAGAAttention(LinearAttention):
         self.gate_k = nn.Linear(embed_dims, embed_dims, bias=bias) if gate else None
         self.gate_v = nn.Linear(embed_dims, embed_dims, bias=bias) if gate else None
         self.gate_out = nn.Linear(embed_dims, embed_dims, bias=bias) if output_augmentation else None
+
+    def reset_gate(self) -> None:
+        """Start the convolution, the position encoding and the gates anew."""
+        super().reset_gate()
+        start_linear(self.gate_k, self.gate_v, self.gate_out)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend linearly with gated keys and values."""

@@ -14,7 +14,7 @@ from mmgate.registry import MODELS
 
 from .dense import DenseAttention, GatedMultiheadAttention
 from .gml import INITS, check_option
-from .start import OwnStart
+from .init import GateInit
 
 POSITIONS = ('G1', 'G2', 'G3', 'G4', 'G5')
 GRANULARITIES = ('elementwise', 'headwise')
@@ -35,7 +35,7 @@ IDENTITIES: dict[tuple[str, str], tuple[float | None, float]] = {
 _INPUT = {'G1': 0, 'G2': 2, 'G3': 1, 'G4': 0, 'G5': 0}  # query, key or value input
 
 
-class SDPAGatedAttention(OwnStart, DenseAttention):
+class SDPAGatedAttention(GateInit, DenseAttention):
     """Attention with a gate ``s = scale * act(x W + b)`` at one of five places.
 
     Args:
@@ -64,7 +64,7 @@ class SDPAGatedAttention(OwnStart, DenseAttention):
     Source: Gated attention, section 2: positions G1 to G5 and the gating variants.
     """
 
-    own = ('gate_weight', 'gate_bias')
+    gate_parameters = ('gate_weight', 'gate_bias')
 
     def __init__(
         self,
@@ -103,10 +103,10 @@ class SDPAGatedAttention(OwnStart, DenseAttention):
         inputs = (self.qdim, self.kdim, self.vdim)[_INPUT[position]]
         self.gate_weight = nn.Parameter(torch.empty(outputs, inputs, **self.like))
         self.gate_bias = nn.Parameter(torch.empty(outputs, **self.like))
-        self.reset_start()
+        self.reset_gate()
 
     @torch.no_grad()
-    def reset_start(self) -> None:
+    def reset_gate(self) -> None:
         """Set the start that ``init`` names."""
         if self.init == 'paper':
             bound = self.gate_weight.shape[1] ** -0.5  # torch's Linear

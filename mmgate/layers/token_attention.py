@@ -7,16 +7,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from .dense import DenseAttention
-from .start import OwnStart
 from .window import RENAMED
 
 
-class GatedTokenAttention(OwnStart, nn.Module):
+class GatedTokenAttention(nn.Module):
     """Self-attention over the tokens of a ViT around a gated :class:`~mmgate.layers.dense.DenseAttention`.
 
-    Drop-in for mmpretrain's ``MultiheadAttention``, whose checkpoints it loads: the projections are renamed. The joint
-    projection of query, key and value is no ``nn.Linear`` here, so that a host's ``init_weights`` would pass it by; it
-    starts as DeiT's linear layers, normal with deviation 0.02.
+    Drop-in for mmpretrain's ``MultiheadAttention``, whose checkpoints it loads: the projections are renamed.
 
     Args:
         attn: The gated attention, ``batch_first``; takes over the host's projections.
@@ -25,17 +22,9 @@ class GatedTokenAttention(OwnStart, nn.Module):
         out_drop: Dropout or drop path before the host adds its input.
     """
 
-    own = ('qkv', 'attn.in_proj_weight', 'attn.in_proj_bias')
-
     def __init__(self, attn: DenseAttention, proj_drop: nn.Module, layer_scale: nn.Module, out_drop: nn.Module) -> None:
         super().__init__()
         self.attn, self.proj_drop, self.gamma1, self.out_drop = attn, proj_drop, layer_scale, out_drop
-
-    def reset_start(self) -> None:
-        """Draw the joint projection anew."""
-        nn.init.trunc_normal_(self.attn.in_proj_weight, std=0.02)
-        if self.attn.in_proj_bias is not None:
-            nn.init.zeros_(self.attn.in_proj_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over ``(B, N, C)`` tokens."""

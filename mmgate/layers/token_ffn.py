@@ -10,17 +10,15 @@ from torch import Tensor, nn
 
 from mmgate.ops.library import is_exporting
 
-from .start import OwnStart
-
 CHUNK = 1 << 21  # hidden numbers that exist at a time in inference
 
 
-class TokenFFN(OwnStart, nn.Module):
+class TokenFFN(nn.Module):
     """What mmdet's ``MixFFN`` without its depthwise convolution computes, under the same parameter names.
 
     ``MixFFN`` turns tokens into a map for its 1 x 1 convolutions and back; here they are linear layers on the tokens,
-    and without gradients the hidden layer exists in pieces that stay in the cache. They start as PVT's linear layers,
-    with deviation 0.02, where mmdet's ``init_weights`` takes them for convolutions (0.03 to 0.18 in PVT-T).
+    and without gradients the hidden layer exists in pieces that stay in the cache. Where numbers are dropped, a
+    ``MixFFN`` drops the same ones.
 
     Args:
         host: The ``MixFFN`` to replace; its layers are taken over.
@@ -31,19 +29,11 @@ class TokenFFN(OwnStart, nn.Module):
     Source: Pyramid vision transformer (Wang et al., 2021), the authors' code.
     """
 
-    own = ('layers',)
-
     def __init__(self, host: Any) -> None:
         super().__init__()
         if len(host.layers) != 5:
             raise ValueError('TokenFFN replaces a MixFFN without a depthwise convolution.')
         self.layers, self.dropout_layer = host.layers, host.dropout_layer
-
-    def reset_start(self) -> None:
-        """Draw the weights from a normal distribution of deviation 0.02, truncated at 2; no biases."""
-        for layer in (self.layers[0], self.layers[3]):
-            nn.init.trunc_normal_(layer.weight, std=0.02)
-            nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:
         """Return ``identity`` (``x`` by default) plus the network's output for ``(B, N, C)`` tokens."""

@@ -13,12 +13,13 @@ from mmengine.logging import print_log
 from torch import nn
 
 from mmgate.layers.dense import DenseAttention
-from mmgate.layers.start import OwnStart, keep_starts
+from mmgate.layers.init import GateInit, random_stream
 from mmgate.registry import MODELS
 
 from .adapters import adapter_for, gates_for, hosts_of
 from .adapters.pairs import full_name, gate_names, host_names
 from .paths import path_regex
+from .starts import Swap, initialise_gates_last, start_gate
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -62,8 +63,9 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
             class itself) and the gate's options.
 
     Returns:
-        The names of the replaced modules. Nothing is replaced if anything is wrong. From here on the model's
-        ``init_weights`` ends with the gates' own start.
+        The names of the replaced modules. Nothing is replaced if anything is wrong. The global random numbers stay
+        where they were, and from here on the model's ``init_weights`` gives what is shared the numbers that it has in
+        the vanilla model, see :func:`.starts.initialise_gates_last`.
 
     Raises:
         TypeError: A rule is malformed, its type is no gate, or an option is unknown to the gate.
@@ -91,10 +93,10 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
                 f'{name} lies inside {outer}, and both are to be replaced; let the paths match one of the two, most '
                 f'often the outer. {_inventory(model)}'
             )
-    for name, module in replacements.items():
-        parent, _, leaf = name.rpartition('.')
-        setattr(model.get_submodule(parent), leaf, module)
-    keep_starts(model)
+    swaps = [Swap(name, model.get_submodule(name), gate) for name, gate in replacements.items()]
+    for swap in swaps:
+        swap.put(model, swap.gate)
+    initialise_gates_last(model, swaps)
     return list(replacements)
 
 
@@ -174,7 +176,9 @@ def _matches(
             )
         try:
             if id(module) not in built:
-                built[id(module)] = _take_over(module, adapter(gate, module, **options))
+                with random_stream(name):
+                    built[id(module)] = _take_over(module, adapter(gate, module, **options))
+                start_gate(name, built[id(module)])
             gates[name] = built[id(module)]
         except TypeError as error:  # most often an option that the adapter fills
             raise TypeError(f'{where}: {full_name(gate)} cannot be made from {name}: {error}') from error
@@ -236,17 +240,17 @@ def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
     state = host.state_dict(keep_vars=True)
     reference = next(host.parameters())
     trainable = [(parameter, parameter.requires_grad) for parameter in host.parameters()]
+    parts = [module for module in gate.modules() if isinstance(module, GateInit)]
     gate.to(device=reference.device, dtype=reference.dtype)
     unexpected = gate.load_state_dict(state, strict=False, assign=True).unexpected_keys
     if unexpected:
         raise ValueError(
             f'{full_name(type(gate))} would lose parameters of {full_name(type(host))}: {", ".join(unexpected)}.'
         )
+    for part in parts:  # a host's tensors fill no gate
+        part.gate_loaded = False
     for parameter, required in trainable:  # the gate's own now; assigning reset the flag
         parameter.requires_grad_(required)
-    for module in gate.modules():  # what a host that has not started yet holds is no start
-        if isinstance(module, OwnStart):
-            module.start_loaded = False
     return gate.train(host.training)
 
 

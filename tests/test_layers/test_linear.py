@@ -141,7 +141,7 @@ def test_registered_half_autocast_and_starts(kind: type[LinearAttention]) -> Non
         nn.init.constant_(parameter, 7.0)
     layer.init_weights()
     for name, parameter in layer.named_parameters():
-        assert name.partition('.')[0] not in layer.own or not parameter.eq(7).any(), name
+        assert name.partition('.')[0] not in layer.gate_parameters or not parameter.eq(7).any(), name
     half = layer.bfloat16()(x.bfloat16(), (4, 5))
     assert half.dtype is torch.bfloat16 and half.isfinite().all()
 

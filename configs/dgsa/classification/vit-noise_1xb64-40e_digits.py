@@ -1,11 +1,2 @@
 _base_ = 'vit_1xb64-40e_digits.py'
-
-# Section 5.1: noise on the training images; kinds and levels are ours, the paper names none.
-train_pipeline = _base_.train_dataloader.dataset.pipeline
-train_pipeline.insert(
-    -1,
-    dict(
-        type='mmgate.RandomNoise',
-        kinds=('gaussian', 'salt_and_pepper', 'speckle', 'uniform', 'shot'),
-        levels=(0.1, 0.2, 0.4)))
-train_dataloader = dict(dataset=dict(pipeline=train_pipeline))
+train_dataloader = dict(dataset=dict(pipeline=_base_.noisy_pipeline))

@@ -1,4 +1,2 @@
-_base_ = '../../vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py'
-custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
-model = dict(
-    backbone=dict(type='mmgate.LinearPVT', attention=dict(type='FocusedLinearAttention')))
+_base_ = 'softmax-reduced.py'
+model = dict(backbone=dict(attention=dict(type='FocusedLinearAttention')))

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from mmgate.ops.linear_attention import rotate
 
+from ..init import GateInit
 from ..map_attention import MapAttention
 from ..positions import resize_grid
-from ..start import OwnStart
 
 
-class LinearAttention(OwnStart, MapAttention):
+class LinearAttention(GateInit, MapAttention):
     """Linear attention over an H x W map; a subclass mixes the tokens in :meth:`attend`.
 
     Args:
@@ -33,10 +33,10 @@ class LinearAttention(OwnStart, MapAttention):
     Raises:
         ValueError: ``embed_dims`` is no multiple of ``num_heads``, or ``attn_drop`` is not 0.
 
-    The convolution keeps torch's start and the position encoding starts at 0, whatever a host's ``init_weights`` does.
+    The convolution starts as torch's and the position encoding at 0.
     """
 
-    own: tuple[str, ...] = ('dwc', 'position_encoding')
+    gate_parameters: tuple[str, ...] = ('dwc', 'position_encoding')
     takes_class_token = True
 
     def __init__(
@@ -66,7 +66,7 @@ class LinearAttention(OwnStart, MapAttention):
         if self.map_size is not None:
             self.position_encoding = nn.Parameter(torch.zeros(1, self.map_size[0] * self.map_size[1], embed_dims))
 
-    def reset_start(self) -> None:
+    def reset_gate(self) -> None:
         """Start the convolution and the position encoding anew."""
         if self.dwc is not None:
             self.dwc.reset_parameters()

@@ -33,7 +33,7 @@ class FocusedLinearAttention(LinearAttention):
     Source: FLatten transformer: vision transformer using focused linear attention (Han et al., 2023), Eq. 5 to 8.
     """
 
-    own = ('dwc', 'position_encoding', 'focus_scale')
+    gate_parameters = (*LinearAttention.gate_parameters, 'focus_scale')
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class FocusedLinearAttention(LinearAttention):
         self.power = power
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, embed_dims))
 
-    def reset_start(self) -> None:
+    def reset_gate(self) -> None:
         """Start the convolution, the position encoding and the scale anew."""
-        super().reset_start()
+        super().reset_gate()
         nn.init.zeros_(self.focus_scale)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:

@@ -32,6 +32,8 @@ class InLineAttention(LinearAttention):
     Source: Bridging the divide: reconsidering softmax and linear attention (Han et al., 2024), Eq. 5 and 7.
     """
 
+    gate_parameters = (*LinearAttention.gate_parameters, 'local')
+
     def __init__(
         self, embed_dims: int, num_heads: int, *, local: bool = True, class_token: bool = False, **kwargs: Any
     ) -> None:
@@ -45,6 +47,12 @@ class InLineAttention(LinearAttention):
             if local
             else None
         )
+
+    def reset_gate(self) -> None:
+        """Start the layers that make the neighbourhood's weights as torch does."""
+        super().reset_gate()
+        for layer in () if self.local is None else (self.local[0], self.local[2]):
+            layer.reset_parameters()
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head and add the neighbourhood."""

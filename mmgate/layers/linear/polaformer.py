@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mmgate.ops.linear_attention import polarity_attention
 from mmgate.registry import MODELS
 
+from ..init import start_linear
 from .base import LinearAttention
 
 
@@ -37,7 +38,7 @@ class PolaFormerAttention(LinearAttention):
     Source: PolaFormer: polarity-aware linear attention for vision transformers (Meng et al., 2025).
     """
 
-    own = ('dwc', 'position_encoding', 'focus_scale', 'power')
+    gate_parameters = (*LinearAttention.gate_parameters, 'focus_scale', 'power', 'gate_out')
 
     def __init__(
         self,
@@ -59,11 +60,12 @@ class PolaFormerAttention(LinearAttention):
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, embed_dims))
         self.power = nn.Parameter(torch.zeros(1, num_heads, 1, self.head_dim))
 
-    def reset_start(self) -> None:
-        """Start the convolution, the position encoding, the scale and the power anew."""
-        super().reset_start()
+    def reset_gate(self) -> None:
+        """Start the convolution, the position encoding, the scale, the power and the gate anew."""
+        super().reset_gate()
         nn.init.zeros_(self.focus_scale)
         nn.init.zeros_(self.power)
+        start_linear(self.gate_out)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend by both polarities in every head."""

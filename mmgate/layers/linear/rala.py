@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mmgate.ops.linear_attention import kernel_attention, rank_augmented_keys
 from mmgate.registry import MODELS
 
+from ..init import start_linear
 from .base import LinearAttention
 from .mlla import check_rotation
 
@@ -34,12 +35,19 @@ class RALAAttention(LinearAttention):
     Source: Breaking the low-rank dilemma of linear attention (Fan et al., 2024), section 3.
     """
 
+    gate_parameters = (*LinearAttention.gate_parameters, 'gate_out')
+
     def __init__(
         self, embed_dims: int, num_heads: int, *, dwc: int = 5, class_token: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(embed_dims, num_heads, dwc=dwc, class_token=class_token, **kwargs)
         check_rotation(self.head_dim)
         self.gate_out = nn.Linear(embed_dims, embed_dims, bias=self.qkv.bias is not None)
+
+    def reset_gate(self) -> None:
+        """Start the convolution and the gate anew."""
+        super().reset_gate()
+        start_linear(self.gate_out)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head; the denominator, which has to stay positive, is not rotated."""

@@ -15,7 +15,7 @@ from .torch import multihead_attention as torch_host
 
 
 def adapt_reduced(*hosts: type[nn.Module]) -> None:
-    """Let dense gates replace ``hosts``, and attentions over the whole map those of them that reduce nothing."""
+    """Let dense gates replace ``hosts``, and attentions over the whole map, which need no reduced one."""
 
     @adapts(GatedMultiheadAttention, *hosts)
     def reduced_attention(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> nn.Module:
@@ -26,11 +26,6 @@ def adapt_reduced(*hosts: type[nn.Module]) -> None:
 
     @adapts(MapAttention, *hosts)
     def unreduced_attention(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:
-        if host.sr_ratio != 1:
-            raise ValueError(
-                f'{gate.__name__} reduces no map, but this attention has sr_ratio={host.sr_ratio}; '
-                'set sr_ratios=(1, 1, 1, 1) in the backbone.'
-            )
         module = gate(
             host.embed_dims,
             host.num_heads,

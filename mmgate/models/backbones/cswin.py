@@ -9,9 +9,12 @@ from mmcv.cnn.bricks.drop import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from mmgate.layers import AgentAttention
 from mmgate.layers.cross_window import CrossWindowAttention
+from mmgate.layers.map_attention import MapAttention
+from mmgate.models.adapters import adapts
 from mmgate.models.checkpoint_file import read_checkpoint, tensors
+from mmgate.models.gated import swap_attention
+from mmgate.models.starts import gates_in_place
 from mmgate.registry import MODELS
 
 from .cswin_layout import cswin_layout
@@ -58,7 +61,8 @@ class _Embedding(nn.Module):
 class AgentCSwin(BaseModule):
     """CSwin with agent attention over the whole map in stages 1 and 2, cross-shaped windows in stage 3.
 
-    The last stage sees its whole map. ``agent_nums=(None,) * 4`` and ``splits=(1, 2, 7, None)`` make it vanilla.
+    The last stage sees its whole map. ``agent_nums=(None,) * 4`` makes it vanilla; both start with the same numbers in
+    what they share.
 
     Args:
         arch: ``'tiny'``, ``'small'`` or ``'base'``.
@@ -67,7 +71,8 @@ class AgentCSwin(BaseModule):
         num_heads: Heads of each stage, likewise.
         agent_nums: Agent tokens of each stage, None for cross-shaped windows; those of pre-training by default.
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
-        splits: Width of each stage's stripes where there are no agents; None for the whole map.
+        splits: Width of each stage's stripes where there are no agents; None for the whole map. The default is
+            CSwin's.
         pretrain_img_size: Side of the images in pre-training, of which the biases have their shapes.
         mlp_ratio: Width of the feed-forward networks over the channels.
         drop_path_rate: Of the last block; the others rise to it.
@@ -91,7 +96,7 @@ class AgentCSwin(BaseModule):
         num_heads: Sequence[int] | None = None,
         agent_nums: Numbers | None = None,
         pretrain_agent_nums: Numbers = (9, 16, None, None),
-        splits: Numbers = (None, None, 7, None),
+        splits: Numbers = (1, 2, 7, None),
         pretrain_img_size: int = 224,
         mlp_ratio: float = 4.0,
         drop_path_rate: float = 0.0,
@@ -118,24 +123,38 @@ class AgentCSwin(BaseModule):
         self.embeddings, self.stages = nn.ModuleList(), nn.ModuleList()
         for i, (depth, heads) in enumerate(zip(sizes['depths'], sizes['num_heads'], strict=True)):
             channels = sizes['embed_dims'] * 2**i
-            side = pretrain_img_size // 2 ** (i + 2)
             form = (in_channels, channels, 7, 4, 2) if i == 0 else (channels // 2, channels, 3, 2, 1)
             self.embeddings.append(_Embedding(*form))
             stage = nn.ModuleList()
             for _ in range(depth):
-                attn = _attention(channels, heads, agents[i], pretrain_agent_nums[i], splits[i], side)
+                attn = CrossWindowAttention(channels, heads, split=splits[i])
                 stage.append(_Block(attn, channels, mlp_ratio, drop_path_rate * blocks / total))
                 blocks += 1
             self.stages.append(stage)
             if i in self.out_indices:
                 self.add_module(f'norm{i}', nn.LayerNorm(channels))
 
+        rules = [
+            dict(
+                path=f'stages.{i}.*.attn',
+                type='AgentAttention',
+                map_size=(pretrain_img_size // 2 ** (i + 2),) * 2,
+                agent_num=number,
+                pretrain_agent_num=pretrain_agent_nums[i] or number,
+            )
+            for i, number in enumerate(agents)
+            if number is not None
+        ]
+        if rules:
+            swap_attention(self, rules)
+
     def init_weights(self) -> None:
         """Initialise from scratch, or from the checkpoint of a ``Pretrained`` init_cfg."""
         if self.init_cfg is not None:
             source = self.init_cfg['checkpoint']
-            state = cswin_layout(tensors(read_checkpoint(source)), self.state_dict())
-            fill(self, state, source, may_miss=OF_THE_ATTENTION)
+            with gates_in_place(self):
+                state = cswin_layout(tensors(read_checkpoint(source)), self.state_dict())
+                fill(self, state, source, may_miss=OF_THE_ATTENTION)
             return
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -158,11 +177,9 @@ class AgentCSwin(BaseModule):
         return tuple(maps)
 
 
-def _attention(
-    channels: int, heads: int, agents: int | None, pretrained: int | None, split: int | None, side: int
-) -> nn.Module:
-    if agents is None:
-        return CrossWindowAttention(channels, heads, split=split)
-    return AgentAttention(
-        channels, heads, map_size=(side, side), agent_num=agents, pretrain_agent_num=pretrained or agents
-    )
+@adapts(MapAttention, CrossWindowAttention)
+def _whole_map(gate: type[MapAttention], host: CrossWindowAttention, /, **options: Any) -> MapAttention:
+    qkv_bias, drops = host.qkv.bias is not None, dict(attn_drop=host.attn_drop, proj_drop=host.proj_drop.p)
+    module = gate(host.embed_dims, host.num_heads, qkv_bias=qkv_bias, qk_scale=host.scale, **drops, **options)
+    module.dropout_layer = host.dropout_layer
+    return module

@@ -13,14 +13,17 @@ from .presets import LINEAR_SWIN_BLOCKS, PVT, SWIN, per_stage, preset
 
 
 @MODELS.register_module()
-class LinearPVT(pvt._LinearPVT):
-    """PVT with an attention over the whole map in every stage, and no spatial reduction.
+class LinearPVT(pvt._GatedPVT):
+    """PVT with an attention over the whole map in every stage and no spatial reduction, or the vanilla one.
 
     Args:
         attention: Type and options of the attention, such as ``dict(type='FocusedLinearAttention')``: a registered
             subclass of :class:`~mmgate.layers.map_attention.MapAttention`; or a list of them, one a stage. ``map_size``
-            is filled in for a type that needs it.
+            is filled in for a type that needs it. None (default) for PVT's own attention over a reduced map, and
+            ``dict(type='SoftmaxAttention')`` for the same over the whole map: the partners of comparisons.
         arch: ``'tiny'``, ``'small'``, ``'medium'`` or ``'large'``.
+        init: ``'host'`` (default): what is shared with mmdet's PVT starts as there; ``'paper'``: as in the authors'
+            code, every linear layer normal with deviation 0.02.
         frozen_stages: How many stages, from the first on, are not trained; -1 for none.
         with_cp: Recompute the blocks in the backward pass.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of PVT's authors and of mmdet are
@@ -33,9 +36,10 @@ class LinearPVT(pvt._LinearPVT):
 
     def __init__(
         self,
-        attention: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        attention: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         arch: str = 'tiny',
         *,
+        init: str = 'host',
         frozen_stages: int = -1,
         with_cp: bool = False,
         init_cfg: dict | None = None,
@@ -43,7 +47,8 @@ class LinearPVT(pvt._LinearPVT):
     ) -> None:
         fields = preset(PVT, arch, overrides)
         rules = _rules(attention, pvt._map_sizes(fields)[: len(fields['num_layers'])])
-        super().__init__(rules, frozen_stages=frozen_stages, with_cp=with_cp, fields=fields, init_cfg=init_cfg)
+        options: dict[str, Any] = dict(init=init, frozen_stages=frozen_stages, with_cp=with_cp)
+        super().__init__(rules, **options, fields=fields, init_cfg=init_cfg)
 
 
 @MODELS.register_module()
@@ -51,7 +56,7 @@ class LinearSwin(swin._LinearSwin):
     """Swin with an attention over the whole map in its early blocks, Swin's own windows in the others.
 
     Args:
-        attention: As :class:`LinearPVT`.
+        attention: As :class:`LinearPVT`; None (default) for Swin's windows in every block.
         arch: ``'tiny'``, ``'small'`` or ``'base'``.
         blocks: How many blocks of each stage, from its first on, have the attention; all of stages 1 and 2 by default,
             as in FLatten-Swin.
@@ -67,7 +72,7 @@ class LinearSwin(swin._LinearSwin):
 
     def __init__(
         self,
-        attention: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        attention: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         arch: str = 'tiny',
         *,
         blocks: Sequence[int] | None = None,
@@ -78,13 +83,21 @@ class LinearSwin(swin._LinearSwin):
         fields = preset(SWIN, arch, overrides)
         rules = _rules(attention, swin._map_sizes(fields))
         swapped = per_stage('blocks', LINEAR_SWIN_BLOCKS[arch] if blocks is None else blocks, len(fields['depths']))
-        super().__init__(rules, swapped, pad_small_map=pad_small_map, fields=fields, init_cfg=init_cfg)
+        super().__init__(
+            rules or [{}] * len(swapped),
+            swapped if rules else (0,) * len(swapped),
+            pad_small_map=pad_small_map,
+            fields=fields,
+            init_cfg=init_cfg,
+        )
 
 
 def _rules(
-    attention: Mapping[str, Any] | Sequence[Mapping[str, Any]], sizes: Sequence[tuple[int, int]]
+    attention: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None, sizes: Sequence[tuple[int, int]]
 ) -> list[dict[str, Any]]:
-    """Return one rule a stage, with the map's size where the type needs it."""
+    """Return one rule a stage, with the map's size where the type needs it; none for the vanilla attention."""
+    if attention is None:
+        return []
     stages = [attention] * len(sizes) if isinstance(attention, Mapping) else list(attention)
     if len(stages) != len(sizes) or not all(isinstance(stage, Mapping) and 'type' in stage for stage in stages):
         raise ValueError(

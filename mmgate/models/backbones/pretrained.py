@@ -14,9 +14,9 @@ from mmgate.models.checkpoint_file import State, read_checkpoint, tensors
 from .fitting import DERIVED, fill
 from .presets import OF_THE_ATTENTION
 
-# by what a key starts or ends with: not of a backbone for dense prediction, or without spatial reduction
+# by what a key starts or ends with: not of a backbone for dense prediction
 _HEADS = ('head.', 'norm.', 'head_dist.')
-_NOT_SHARED = ('.sr.weight', '.sr.bias', '.attn.norm.weight', '.attn.norm.bias', 'cls_token')
+_NOT_SHARED = ('cls_token',)
 
 
 def load_pretrained(backbone: nn.Module, init_cfg: Mapping[str, Any]) -> None:

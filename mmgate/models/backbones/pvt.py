@@ -1,4 +1,4 @@
-"""PVT and PVTv2 with agent and SAGA attention: mmdet's backbones with every stage's attention swapped."""
+"""PVT and PVTv2 with agent, SAGA and other attention: mmdet's backbones with every stage's attention swapped."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 from mmdet.models.backbones.pvt import PVTEncoderLayer, PyramidVisionTransformer, PyramidVisionTransformerV2
 from mmdet.models.layers import nlc_to_nchw
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from mmgate.layers.gml import check_option
+from mmgate.layers.init import start_linear
 from mmgate.layers.token_ffn import TokenFFN
 from mmgate.models.gated import swap_attention
+from mmgate.models.starts import gates_in_place
 from mmgate.registry import MODELS
 
 from .fitting import ResizesPositions
@@ -19,12 +22,15 @@ from .presets import PRETRAIN_AGENTS, PVT, PVT_V2, agent_rules, no_attention_dro
 from .pretrained import load_pretrained
 
 PATCH_NORM_EPS = 1e-5  # of PVT's own patch embeddings, where mmdet has the 1e-6 of the blocks
+SR_RATIOS = (8, 4, 2, 1)
+INITS = ('host', 'paper')
 
 
-class _LinearPVT(ResizesPositions, PyramidVisionTransformer):
-    """mmdet's PVT without spatial reduction, its attention swapped by one rule a stage.
+class _GatedPVT(ResizesPositions, PyramidVisionTransformer):
+    """mmdet's PVT, its attention swapped by one rule a stage (``rules``, without their paths), or vanilla without any.
 
-    ``rules`` lists the rules without their paths.
+    The vanilla attention, which reduces its keys and values, initialises before it is swapped, so that whatever is in
+    its place, what is shared starts with the same numbers.
     """
 
     convolves = False  # whether the feed-forward networks convolve by default
@@ -33,30 +39,36 @@ class _LinearPVT(ResizesPositions, PyramidVisionTransformer):
         self,
         rules: Sequence[Mapping[str, Any]],
         *,
+        init: str,
         frozen_stages: int,
         with_cp: bool,
         fields: Mapping[str, Any],
         init_cfg: dict | None,
     ) -> None:
+        check_option('init', init, INITS)
         stages = len(fields['num_layers'])
-        super().__init__(**{'sr_ratios': [1] * stages, 'num_stages': stages, **fields}, init_cfg=init_cfg)
+        super().__init__(**{'sr_ratios': SR_RATIOS[:stages], 'num_stages': stages, **fields}, init_cfg=init_cfg)
         if not -1 <= frozen_stages <= stages:
             raise ValueError(f'frozen_stages={frozen_stages} must be -1 (none) to {stages}.')
-        self.frozen_stages, self.with_cp = frozen_stages, with_cp
+        self.init, self.frozen_stages, self.with_cp = init, frozen_stages, with_cp
         for embed, blocks, _ in self.layers:
             embed.norm.eps = PATCH_NORM_EPS
             for block in blocks:
                 if isinstance(block, PVTEncoderLayer) and not fields.get('use_conv_ffn', self.convolves):
                     block.ffn = TokenFFN(block.ffn)
-        swap_attention(self, [{'path': f'layers.{i}.1.*.attn', **rule} for i, rule in enumerate(rules)])
+        if rules:
+            swap_attention(self, [{'path': f'layers.{i}.1.*.attn', **rule} for i, rule in enumerate(rules)])
         self._freeze_stages()
 
     def init_weights(self) -> None:
         """Initialise from scratch, or strictly from the checkpoint of a ``Pretrained`` init_cfg."""
         if self.init_cfg is not None:
-            load_pretrained(self, self.init_cfg)
-        else:
-            super().init_weights()
+            with gates_in_place(self):
+                load_pretrained(self, self.init_cfg)
+            return
+        super().init_weights()
+        if self.init == 'paper':
+            self._start_as_the_authors()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
@@ -73,11 +85,21 @@ class _LinearPVT(ResizesPositions, PyramidVisionTransformer):
                 maps.append(x)
         return tuple(maps)  # mmpretrain's necks and heads take no list
 
-    def train(self, mode: bool = True) -> _LinearPVT:
+    def train(self, mode: bool = True) -> _GatedPVT:
         """Set the mode; frozen stages stay in evaluation."""
         super().train(mode)
         self._freeze_stages()
         return self
+
+    def _start_as_the_authors(self) -> None:
+        """Draw what mmdet starts otherwise than the authors, whose feed-forward layers and qkv are ``nn.Linear``."""
+        for module in self.modules():
+            if isinstance(module, nn.MultiheadAttention):
+                nn.init.trunc_normal_(module.in_proj_weight, std=0.02)
+            elif isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):
+                start_linear(module)
+            elif isinstance(module, nn.Conv2d) and not self.convolves:  # PVTv2 draws them as mmdet does
+                module.reset_parameters()
 
     def _freeze_stages(self) -> None:
         for stage in self.layers[: max(self.frozen_stages, 0)]:
@@ -96,7 +118,7 @@ def _map_sizes(fields: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 @MODELS.register_module()
-class AgentPVT(_LinearPVT):
+class AgentPVT(_GatedPVT):
     """PVT with agent attention in every stage and no spatial reduction.
 
     Args:
@@ -105,6 +127,8 @@ class AgentPVT(_LinearPVT):
             for dense prediction.
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         attention: Options of :class:`~mmgate.layers.AgentAttention` for every stage, such as ``dict(bias=False)``.
+        init: ``'host'`` (default): what is shared with mmdet's PVT starts as there; ``'paper'``: as in the authors'
+            code, every linear layer normal with deviation 0.02. The vanilla partner has the same option.
         frozen_stages: How many stages, from the first on, are not trained; -1 for none.
         with_cp: Recompute the blocks in the backward pass.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors, with agent attention
@@ -125,6 +149,7 @@ class AgentPVT(_LinearPVT):
         agent_nums: Sequence[int] | None = None,
         pretrain_agent_nums: Sequence[int] = PRETRAIN_AGENTS,
         attention: Mapping[str, Any] | None = None,
+        init: str = 'host',
         frozen_stages: int = -1,
         with_cp: bool = False,
         init_cfg: dict | None = None,
@@ -132,16 +157,19 @@ class AgentPVT(_LinearPVT):
     ) -> None:
         fields = preset(PVT, arch, overrides)
         rules = agent_rules(_map_sizes(fields), agent_nums, pretrain_agent_nums, attention)
-        super().__init__(rules, frozen_stages=frozen_stages, with_cp=with_cp, fields=fields, init_cfg=init_cfg)
+        options: dict[str, Any] = dict(init=init, frozen_stages=frozen_stages, with_cp=with_cp)
+        super().__init__(rules, **options, fields=fields, init_cfg=init_cfg)
 
 
 @MODELS.register_module()
-class SAGAPVT(_LinearPVT):
+class SAGAPVT(_GatedPVT):
     """PVT with SAGA in every stage and no spatial reduction.
 
     Args:
         arch: ``'tiny'``, ``'small'``, ``'medium'`` or ``'large'``.
         attention: Options of :class:`~mmgate.layers.SAGAAttention` for every stage, such as ``dict(gate=False)``.
+        init: ``'host'`` (default): what is shared with mmdet's PVT starts as there; ``'paper'``: as in the authors'
+            code, every linear layer normal with deviation 0.02. The vanilla partner has the same option.
         frozen_stages: How many stages, from the first on, are not trained; -1 for none.
         with_cp: Recompute the blocks in the backward pass.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of PVT's authors and of mmdet are
@@ -161,6 +189,7 @@ class SAGAPVT(_LinearPVT):
         arch: str | None = None,
         *,
         attention: Mapping[str, Any] | None = None,
+        init: str = 'host',
         frozen_stages: int = -1,
         with_cp: bool = False,
         init_cfg: dict | None = None,
@@ -169,7 +198,8 @@ class SAGAPVT(_LinearPVT):
         fields = preset(self.presets, next(iter(self.presets)) if arch is None else arch, overrides)
         no_attention_dropout(fields)
         rules = [dict(type='SAGAAttention', map_size=size, **(attention or {})) for size in _map_sizes(fields)]
-        super().__init__(rules, frozen_stages=frozen_stages, with_cp=with_cp, fields=fields, init_cfg=init_cfg)
+        options: dict[str, Any] = dict(init=init, frozen_stages=frozen_stages, with_cp=with_cp)
+        super().__init__(rules, **options, fields=fields, init_cfg=init_cfg)
 
 
 @MODELS.register_module()

@@ -11,6 +11,7 @@ from torch import Tensor
 from mmgate.layers.map_attention import MapAttention
 from mmgate.models.adapters import adapts
 from mmgate.models.gated import swap_attention
+from mmgate.models.starts import gates_in_place
 from mmgate.registry import MODELS
 
 from .fitting import ResizesPositions
@@ -85,7 +86,8 @@ class _LinearSwin(ResizesPositions, SwinTransformer):
         if self.init_cfg is None:
             super().init_weights()
         else:
-            load_pretrained(self, self.init_cfg)
+            with gates_in_place(self):
+                load_pretrained(self, self.init_cfg)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""

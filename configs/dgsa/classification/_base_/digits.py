@@ -5,6 +5,15 @@ train_pipeline = [
     dict(type='RandomCrop', crop_size=32, padding=2),
     dict(type='PackInputs')
 ]
+# Section 5.1: noise on the training images; kinds and levels are ours, the paper names none.
+noisy_pipeline = [
+    *train_pipeline[:-1],
+    dict(
+        type='mmgate.RandomNoise',
+        kinds=('gaussian', 'salt_and_pepper', 'speckle', 'uniform', 'shot'),
+        levels=(0.1, 0.2, 0.4)),
+    train_pipeline[-1]
+]
 test_pipeline = [dict(type='LoadImageFromFile'), dict(type='PackInputs')]
 dataset_type = 'CustomDataset'
 data_root = 'data/digits'

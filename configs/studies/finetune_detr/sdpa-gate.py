@@ -1,0 +1,9 @@
+_base_ = 'vanilla.py'
+model = dict(
+    type='mmgate.Gated',
+    host='mmdet.DeformableDETR',
+    attention=dict(
+        type='SDPAGatedMultiheadAttention',
+        path='decoder.layers.*.self_attn',
+        init='identity',
+        scale=2.0))

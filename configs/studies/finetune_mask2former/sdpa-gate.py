@@ -1,0 +1,2 @@
+_base_ = 'plug.py'
+model = dict(attention=dict(type='SDPAGatedMultiheadAttention', init='identity', scale=2.0))

@@ -1,0 +1,7 @@
+# The Mask2Former from which finetune_mask2former.py goes on.
+_base_ = '_base_/shapes_segmentation.py'
+
+runs = dict(vanilla='configs/_base_/mask2former_r18_1xb8-1k_shapes-128x128.py')
+seeds = [0]
+metric = 'mIoU'
+options = {'train_cfg.val_interval': 1000}

@@ -1,0 +1,2 @@
+_base_ = 'softmax-reduced.py'
+model = dict(backbone=dict(attention=dict(type='SoftmaxAttention')))
