@@ -86,7 +86,7 @@ def _panels(drawn: Any) -> tuple[int, Any]:
     """Return the columns of a picture, and titles and maps; heads of each model begin below the image."""
     if drawn[0][2].ndim == 2:
         return len(drawn) + 1, [(name, crop_to_image(values, sample)) for name, sample, values in drawn]
-    columns = min(max(len(maps) for *_, maps in drawn), 6) + 1
+    columns = min(max(len(maps) for *_, maps in drawn), 4) + 1
     panels: list[Any] = []
     for name, sample, maps in drawn:
         panels += [('', None)] * (-len(panels) % columns)
