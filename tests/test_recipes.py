@@ -66,7 +66,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'agent-(deit|swin)-s_8xb64-300e_in1k-(288|448)px': dict(IMAGENET, lr=5e-4, warm_up=20),
     r'agent-pvt-m_8xb64-300e_in1k-256px': dict(IMAGENET, lr=5e-4, warm_up=5),
     r'(dgvit|vit|diff-vit).*_1xb128-100e_(cifar100?|fashionmnist|svhn)': dict(lr=3e-4, weight_decay=0.01, epochs=100),
-    r'(dgvit|vit)(-noise)?_1xb64-40e_digits': dict(lr=1e-3, weight_decay=0.01, epochs=40),  # ours
+    r'(dgvit|(sdpa-gate-)?vit)(-noise)?_1xb64-40e_digits': dict(lr=1e-3, weight_decay=0.01, epochs=40),  # ours
     r'.*_1xb(8|32)-(8e|12e|1k)_shapes(-128x128)?': {},  # the demos: ours, small and fast
 }
 DROP_PATH = {

@@ -50,6 +50,37 @@ def beit(module: Any, **given: Any) -> Readings:
     return dict(attention=lambda: _before_dropout(module, given))
 
 
+@probes('timm.WindowAttentionGlobal', reads=('attention',))
+def global_windows(module: Any, **given: Any) -> Readings:
+    """Read the weights ``(B nW, H, N, N)`` in GCViT's windows; global queries stand at the places of a window."""
+    return dict(attention=lambda: _before_dropout(module, given))
+
+
+@probes('timm.GlobalContextVitBlock', reads=('geometry',))
+def global_window_geometry(module: Any, x: Tensor, **_: Any) -> Readings:
+    """Read ``(height, width, window height, window width, 0)``: where the windows of the attention inside lie."""
+    return dict(geometry=lambda: torch.tensor([*x.shape[1:3], *module.window_size, 0]))
+
+
+@probes('mmpretrain.LeAttention', reads=('attention',))
+def le_attention(module: Any, x: Tensor) -> Readings:
+    """Read the weights ``(B nW, H, N, N)`` in TinyViT's windows."""
+
+    def attention() -> Tensor:
+        joint = module.qkv(module.norm(x)).unflatten(-1, (module.num_heads, -1)).transpose(1, 2)
+        query, key, _ = joint.split([module.key_dim, module.key_dim, module.d], -1)
+        logits = query @ key.transpose(-1, -2) * module.scale
+        return (logits + module.attention_biases[:, module.attention_bias_idxs]).softmax(-1)
+
+    return dict(attention=attention)
+
+
+@probes('mmpretrain.TinyViTBlock', reads=('geometry',))
+def tiny_window_geometry(module: Any, **_: Any) -> Readings:
+    """Read ``(height, width, window, 0)``, likewise."""
+    return dict(geometry=lambda: torch.tensor([*module.img_size, module.window_size, 0]))
+
+
 @probes('mmdet.ConditionalAttention', reads=('attention',))
 def conditional(module: Any, **given: Any) -> Readings:
     """Read the weights ``(B, H, N, M)`` of Conditional DETR and DAB-DETR."""

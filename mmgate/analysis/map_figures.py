@@ -9,36 +9,59 @@ from typing import Any
 import mmcv
 import numpy as np
 
-from .figures import COLOURS, LINE, SEQUENTIAL, WIDTH, layer_labels, panels, save, wrap
+from .figures import COLOURS, DIVERGING, LINE, SEQUENTIAL, WIDTH, layer_labels, panels, save, wrap
 
 
-def draw_maps(image: str, maps: Sequence[tuple[str, np.ndarray]], out: Path, *, columns: int, label: str) -> Path:
-    """Draw an image on disk, and maps ``(h, w)`` over it in multiples of their means; return the path.
+def draw_maps(
+    sample: Any, maps: Sequence[tuple[str, np.ndarray | None]], out: Path, *, columns: int, label: str
+) -> Path:
+    """Draw an image, and maps ``(h, w)`` over it in multiples of their means; return the path.
 
-    All are on one scale, from 0 to twice the mean or more, on which an even map looks even.
+    All are on one scale, from 0 to twice the mean or more, on which an even map looks even. Where a map has negative
+    values, M-DGSA's inhibition, the scale is centred on 0 and inhibition is blue; the mean is that of sizes.
+
+    Args:
+        sample: The image's data sample.
+        maps: Their titles and values; None leaves a panel empty.
+        out: PNG to write.
+        columns: Of panels, the image's among them.
+        label: What the values are.
     """
-    picture = mmcv.imread(image, channel_order='rgb')
+    picture = seen_part(mmcv.imread(sample.img_path, channel_order='rgb'), sample)
     height, width = picture.shape[:2]
     grey = picture.mean(-1)
     rows = -(-(len(maps) + 1) // columns)
     figure, axes = panels(rows, columns, height=WIDTH / columns * height / width * 0.88 + 0.3)
-    maps = [(title, values / max(float(values.mean()), 1e-12)) for title, values in maps]
-    high = max(2.0, *(float(values.max()) for _, values in maps))
+    scaled = [values / max(float(np.abs(values).mean()), 1e-12) for _, values in maps if values is not None]
+    high = max(2.0, *(float(np.abs(values).max()) for values in scaled))
+    signed = any(float(values.min()) < 0 for values in scaled)
+    scale = dict(cmap=DIVERGING, vmin=-high, vmax=high) if signed else dict(cmap='magma', vmin=0, vmax=high)
     drawn: Any = None
     for axis in axes.flat:
         axis.set_axis_off()
     axes.flat[0].imshow(picture)
     axes.flat[0].set_title('image')
-    for axis, (title, values) in zip(axes.flat[1:], maps, strict=False):
+    places = [(axis, title) for axis, (title, values) in zip(axes.flat[1:], maps, strict=False) if values is not None]
+    for (axis, title), values in zip(places, scaled, strict=True):
         axis.imshow(grey, cmap='gray', extent=(0, width, height, 0))
-        style = dict(cmap='magma', alpha=0.65, vmin=0, vmax=high, interpolation='bilinear')
+        style = dict(scale, alpha=0.65, interpolation='bilinear')
         drawn = axis.imshow(values, extent=(0, width, height, 0), **style)
         axis.set_title(wrap(title, round(LINE / columns)))
     bar = figure.colorbar(drawn, ax=axes, shrink=0.8, fraction=0.03)
     bar.ax.tick_params(labelsize=7)
     bar.ax.set_facecolor('0.5')  # seen through its colours, as the image is
-    bar.set_label(f'{label},\ntimes its mean')
+    bar.set_label(f'{label},\ntimes its mean{" size; blue inhibits" if signed else ""}')
     return save(figure, out)
+
+
+def seen_part(picture: np.ndarray, sample: Any) -> np.ndarray:
+    """Return what a model sees of an image on disk: all of it, or its middle, to which classifiers' pipelines crop."""
+    scales = tuple(sample.get('scale_factor') or (1.0, 1.0))[1::-1]
+    sides = [
+        min(round(n / x), side) for n, x, side in zip(sample.img_shape[:2], scales, picture.shape[:2], strict=True)
+    ]
+    top, left = ((side - seen) // 2 for side, seen in zip(picture.shape[:2], sides, strict=True))
+    return picture[top : top + sides[0], left : left + sides[1]]
 
 
 def crop_to_image(values: np.ndarray, sample: Any) -> np.ndarray:
@@ -64,27 +87,26 @@ def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: 
     return save(figure, out)
 
 
-def draw_over_layers(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path, *, ceiling: str) -> Path:
-    """Draw mean and spread of the rows' ``effective_rank`` over the layers; return the path.
+def draw_ranks(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> Path:
+    """Draw mean and spread of :func:`~mmgate.analysis.ranks.kv_ranks` over the layers, a panel a kind; return the path.
 
-    Args:
-        models: Their names and rows.
-        out: PNG to write.
-        ceiling: Key of what a rank can be at most: a dotted line, or, where it lies far above, a word.
+    The most that a rank can be is a dotted line, or, where it lies far above, a word.
     """
-    figure, ((axis,),) = panels(1, 1, height=3.2, width=5.0)
-    most = sorted({row[ceiling] for _, rows in models for row in rows})
-    near = most[0] < 3 * max(row['effective_rank'] + row['std'] for _, rows in models for row in rows)
-    for number, (name, rows) in enumerate(models):
-        colour, places = COLOURS[number % len(COLOURS)], range(len(rows))
-        means, spreads = ([row[key] for row in rows] for key in ('effective_rank', 'std'))
-        style = dict(color=colour, marker='os^D'[number % 4], markersize=4, capsize=2, linewidth=1.2)
-        axis.errorbar(places, means, yerr=spreads, label=name, **style)
-        if near:
-            axis.step(places, [row[ceiling] for row in rows], where='mid', color=colour, linewidth=0.8, linestyle=':')
-    what = 'dotted: the most, d' if near else f'of at most {", ".join(map(str, most))}'
-    axis.set(xlabel='layer', ylabel=f'effective rank of $K^T V$\n({what})', ylim=(0, None))
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.grid(alpha=0.3)
+    figure, (axes,) = panels(1, 2, height=3.0)
+    most = sorted({row['channels'] for _, rows in models for row in rows})
+    for axis, kind in zip(axes, ('matrix_rank', 'effective_rank'), strict=True):
+        near = most[0] < 3 * max(row[kind] + row[f'{kind}_std'] for _, rows in models for row in rows)
+        for number, (name, rows) in enumerate(models):
+            colour, places = COLOURS[number % len(COLOURS)], range(len(rows))
+            means, spreads = ([row[key] for row in rows] for key in (kind, f'{kind}_std'))
+            style = dict(color=colour, marker='os^D'[number % 4], markersize=4, capsize=2, linewidth=1.2)
+            axis.errorbar(places, means, yerr=spreads, label=name if kind == 'matrix_rank' else None, **style)
+            if near:
+                ceiling = [row['channels'] for row in rows]
+                axis.step(places, ceiling, where='mid', color=colour, linewidth=0.8, linestyle=':')
+        what = 'dotted: the most, d' if near else f'of at most {", ".join(map(str, most))}'
+        axis.set(xlabel='layer', ylabel=f'{kind.replace("_", " ")} of $K^T V$\n({what})', ylim=(0, None))
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(alpha=0.3)
     figure.legend(loc='outside lower center', ncols=1 if len(models) < 4 else 2, fontsize=7, frameon=False)
     return save(figure, out)

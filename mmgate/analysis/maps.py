@@ -1,4 +1,4 @@
-"""Figures computed from attention maps: rollout, CKA, rank, the sink."""
+"""Figures computed from attention maps: rollout, dependence, rank, shares."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ def roll_back(relevance: Tensor, weights: Tensor, geometry: Sequence[int] = (), 
 
     Args:
         relevance: ``(h, w)`` over the layer's map.
-        weights: Attention, heads averaged: ``(N, N)``; ``(N, M)`` where PVT reduces keys; ``(nW, n, n)`` of windows.
+        weights: Attention: ``(N, N)``; ``(N, M)`` where PVT reduces keys; ``(nW, n, n)`` of windows. Rows
+            that sum to 1 keep the sum of relevances; signed ones stay signed.
         geometry: ``(h, w, ratio)`` of PVT, ``(h, w, window, shift)`` of Swin, ``(h, w, wh, ww, shift)`` of windows that
             are not square; nothing for a plain map.
         residual: Share of the layer's input that passes by.
     """
     height, width = relevance.shape
-    shares = row_shares(weights)
     if len(geometry) >= 4:
-        attended = _windows_back(relevance, shares, (int(geometry[2]), int(geometry[-2])), int(geometry[-1]))
+        attended = _windows_back(relevance, weights, (int(geometry[2]), int(geometry[-2])), int(geometry[-1]))
     elif len(geometry) == 3 and geometry[2] > 1:
         ratio = int(geometry[2])
-        keys = (relevance.flatten() @ shares).view(height // ratio, width // ratio) / ratio**2
+        keys = (relevance.flatten() @ weights).view(height // ratio, width // ratio) / ratio**2
         spread = keys.repeat_interleave(ratio, 0).repeat_interleave(ratio, 1)
         attended = F.pad(spread, (0, width - spread.shape[1], 0, height - spread.shape[0]))
     else:
-        attended = (relevance.flatten() @ shares).view(height, width)
+        attended = (relevance.flatten() @ weights).view(height, width)
     return residual * relevance + (1 - residual) * attended
 
 
@@ -75,30 +75,20 @@ def pixel_centres(levels: Sequence[tuple[int, int]]) -> Tensor:
     return torch.cat([torch.stack([x, y], -1).view(-1, 2) for y, x in grids])
 
 
-def dependence(x: Tensor, y: Tensor) -> float:
-    """Return the Hilbert-Schmidt independence criterion of ``(n, p)`` and ``(n, q)`` with linear kernels, unbiased.
+def products(x: Tensor) -> Tensor:
+    """Return the products ``(n, n)`` of different rows of ``(n, p)``, centred: a shift of all changes but rounding."""
+    centred = x.double() - x.double().mean(0)
+    return (centred @ centred.T).fill_diagonal_(0)
+
+
+def dependence_of(one: Tensor, other: Tensor) -> float:
+    """Return the Hilbert-Schmidt independence criterion of two matrices' :func:`products`, unbiased.
 
     The biased one grows with the width: maps of unrelated layers would look alike as soon as they have more keys than
     queries. NaN for fewer than four rows.
 
     Source: Song et al., Feature selection via dependence maximization (JMLR 13, 2012), Eq. 5.
     """
-    return _dependence(_kernel(x), _kernel(y))
-
-
-def dependences(x: Tensor, y: Tensor) -> tuple[float, float, float]:
-    """Return the :func:`dependence` of two matrices on each other, and of each on itself."""
-    one, other = _kernel(x), _kernel(y)
-    return _dependence(one, other), _dependence(one, one), _dependence(other, other)
-
-
-def _kernel(x: Tensor) -> Tensor:
-    """Return the products of different rows, centred: shifting all alike changes nothing but the rounding."""
-    centred = x.double() - x.double().mean(0)
-    return (centred @ centred.T).fill_diagonal_(0)
-
-
-def _dependence(one: Tensor, other: Tensor) -> float:
     count = len(one)
     if count < 4:
         return float('nan')
@@ -106,28 +96,35 @@ def _dependence(one: Tensor, other: Tensor) -> float:
     return float((found - 2 / (count - 2) * (one.sum(0) @ other.sum(0))) / (count * (count - 3)))
 
 
-def linear_cka(x: Tensor, y: Tensor) -> float:
-    """Return the linear centred kernel alignment of ``(n, p)`` and ``(n, q)``: 1 for equal up to rotation and scale.
+def dependences(x: Tensor, y: Tensor) -> tuple[float, float, float]:
+    """Return the :func:`dependence_of` ``(n, p)`` and ``(n, q)`` on each other, and of each on itself."""
+    one, other = products(x), products(y)
+    return dependence_of(one, other), dependence_of(one, one), dependence_of(other, other)
 
-    It is that of the unbiased dependences, which is 0 on average for unrelated matrices, and may be less. Constant
-    matrices have no alignment: NaN.
+
+def alignment(found: np.ndarray) -> np.ndarray:
+    """Return the linear centred kernel alignments (CKA) of :func:`dependences` ``(..., 3)``.
+
+    1 for matrices that are equal up to rotation and scale, 0 on average for unrelated ones, which may be less; NaN
+    where one of the two is constant.
 
     Source: Kornblith et al., Similarity of neural network representations revisited (arXiv 1905.00414), section 3;
     Nguyen et al., Do wide and deep networks learn the same things? (arXiv 2010.15327), Eq. 3.
     """
-    return float(alignment(np.array(dependences(x, y))))
-
-
-def alignment(found: np.ndarray) -> np.ndarray:
-    """Return the kernel alignments of :func:`dependences` ``(..., 3)``; NaN where one of the two depends on nothing."""
     mutual, own, other = np.moveaxis(found, -1, 0)
     return mutual / np.sqrt(np.where(own * other > 0, own * other, np.nan))
 
 
-def numerical_rank(matrices: Tensor, tolerance: float = 0.01) -> Tensor:
-    """Return how many singular values exceed ``tolerance`` times the largest, of ``(..., d, d)``."""
-    values = torch.linalg.svdvals(matrices.double())
-    return (values > tolerance * values[..., :1].clamp(min=1e-300)).sum(-1)
+def matrix_rank(matrices: Tensor) -> Tensor:
+    """Return the rank of ``(..., d, e)`` as linear algebra has it: singular values that rounding does not explain.
+
+    Those count that exceed the largest times the longer side times the precision of the matrices' dtype, numpy's and
+    Matlab's rule; SAGA names no other.
+
+    Source: SAGA, Figs. 1 and 5.
+    """
+    precision = torch.finfo(matrices.dtype).eps  # in float64 the rounding of float32 would look like full rank
+    return torch.linalg.matrix_rank(matrices.double(), rtol=max(matrices.shape[-2:]) * precision)
 
 
 def effective_rank(matrices: Tensor) -> Tensor:
@@ -140,12 +137,9 @@ def effective_rank(matrices: Tensor) -> Tensor:
     return torch.special.entr(shares).sum(-1).exp()
 
 
-def sink_share(weights: Tensor) -> tuple[float, int]:
-    """Return the share of attention on the most attended key of ``(B, H, N, M)``, and that key's number.
+def key_shares(weights: Tensor) -> Tensor:
+    """Return each key's share of the attention ``(B, H, N, M)`` of a head, mean over queries and images, ``(H, M)``.
 
-    Rows, heads and images are averaged first; a uniform attention gives ``1 / M``.
-
-    Source: Gated attention for large language models, section 4.3 (there the first token).
+    Signed weights count by their size; a uniform attention gives ``1 / M``.
     """
-    shares = row_shares(weights.float()).mean((0, 1, 2))
-    return float(shares.max()), int(shares.argmax())
+    return row_shares(weights.float()).mean((0, 2))

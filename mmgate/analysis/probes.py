@@ -193,10 +193,12 @@ def _window_bias(module: Any, x: Tensor, mask: Tensor | None) -> Tensor:
     return bias if mask is None else (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
 
 
-@probes('mmdet.ShiftWindowMSA', 'mmseg.ShiftWindowMSA', reads=('geometry',))
+@probes('mmdet.ShiftWindowMSA', 'mmseg.ShiftWindowMSA', 'mmpretrain.ShiftWindowMSA', reads=('geometry',))
 def window_geometry(module: Any, query: Tensor, hw_shape: tuple[int, int]) -> Readings:
     """Read ``(height, width, window, shift)``: where the windows of the attention inside lie."""
     shift = module.shift_at(hw_shape) if hasattr(module, 'shift_at') else module.shift_size
+    if min(hw_shape) == module.window_size and not getattr(module, 'pad_small_map', True):
+        shift = 0  # mmpretrain's: one window holds the smaller side
     return dict(geometry=lambda: torch.tensor([*hw_shape, module.window_size, shift]))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .accumulators import RunningStatistics
-from .maps import effective_rank, numerical_rank
+from .maps import effective_rank, matrix_rank
 from .recording import record
 from .subjects import predict
 
@@ -17,22 +17,23 @@ class _Ranks:
     """Ranks over heads and images; the maps themselves are not kept."""
 
     def __init__(self) -> None:
-        self.effective, self.numerical, self.channels = RunningStatistics(), RunningStatistics(), 0
+        self.matrix, self.effective, self.channels = RunningStatistics(), RunningStatistics(), 0
 
     def add(self, maps: Tensor) -> None:
+        self.matrix.add(matrix_rank(maps))
         self.effective.add(effective_rank(maps))
-        self.numerical.add(numerical_rank(maps))
-        self.channels = maps.shape[-1]
+        self.channels = min(maps.shape[-2:])
 
 
 def kv_ranks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Run a model over batches and return a row for every linear attention, in the order in which they run.
 
     Returns:
-        ``layer``; ``effective_rank`` and ``std``, over heads and images; ``rank_at_1_percent``, the mean number of
-        singular values above 1 % of the largest; ``channels``, the most that a rank can be.
+        ``layer``; mean and deviation over heads and images of ``matrix_rank``, the paper's, and of ``effective_rank``,
+        that of the entropy of singular values, which is ours; ``channels``, the most that a rank can be; where
+        there are fewer tokens, it is at most their number.
 
-    Source: SAGA, Fig. 1 and 5.
+    Source: SAGA, Figs. 1 and 5.
     """
     with record(model, ['kv'], accumulate=_Ranks) as recording:
         for batch in batches:
@@ -40,6 +41,7 @@ def kv_ranks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[s
     rows = []
     for path, readings in recording.items():
         found = readings['kv']
-        figures = dict(effective_rank=found.effective.mean, std=found.effective.deviation)
-        rows.append(dict(layer=path, **figures, rank_at_1_percent=found.numerical.mean, channels=found.channels))
+        kinds = dict(matrix_rank=found.matrix, effective_rank=found.effective)
+        figures = {key: x for name, of in kinds.items() for key, x in ((name, of.mean), (f'{name}_std', of.deviation))}
+        rows.append(dict(layer=path, **figures, channels=found.channels))
     return rows

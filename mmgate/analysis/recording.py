@@ -148,6 +148,33 @@ def readable(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
+def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
+    """Return, by path, how many tokens stand before those of the image: a class token, DeiT's distillation token, too.
+
+    Args:
+        model: The model; a class token is its ``cls_token``, or that of a part.
+        keys: The number of keys of the attentions, by path, in the order in which they run. Only those with as many as
+            the last have the token: T2T-ViT's first attentions run before it joins.
+    """
+    found: dict[str, int] = {}
+    for owner, module in _with_class_token(model):
+        inside = [path for path in keys if path.startswith(f'{owner}.' if owner else '')]
+        count = getattr(module, 'num_extra_tokens', 1)
+        found.update({path: count for path in inside if keys[path] == keys[inside[-1]]})
+    return found
+
+
+def has_class_token(model: nn.Module) -> bool:
+    """Whether a class token stands before the image's tokens somewhere in the model."""
+    return any(True for _ in _with_class_token(model))
+
+
+def _with_class_token(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if getattr(module, 'cls_token', None) is not None and getattr(module, 'with_cls_token', True):
+            yield path, module
+
+
 def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
     """Raise ConfigError unless the model has one of ``names``, with what it has.
 

@@ -1,9 +1,8 @@
-"""Rollout of a model's attention over an image, CKA between its layers."""
+"""What a model attends to in an image: rollout through its layers, maps of a layer's heads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import combinations_with_replacement
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,22 +12,34 @@ from torch import Tensor, nn
 
 from mmgate.engine.preflight import ConfigError
 
-from .maps import alignment, dependences, roll_back, rollout
-from .recording import Recording, record
+from .maps import roll_back, rollout, row_shares
+from .recording import Recording, class_tokens, record
 from .subjects import predict
-
-MOST_ROWS = 1024  # of the maps that CKA compares: of more, as many are chosen evenly
 
 
 class HeadMean:
-    """Keeps attention weights ``(B, H, N, M)`` averaged over the heads."""
+    """Keeps the shares of attention weights ``(B, H, N, M)``, averaged over the heads.
+
+    Of signed weights (M-DGSA) the sizes count, head by head: signed, heads that disagree would cancel out.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
     def add(self, x: Tensor) -> None:
         """Take one map."""
-        self.tensors.append(x.float().mean(1).cpu())
+        self.tensors.append(row_shares(x.float()).mean(1).cpu())
+
+
+class QueryRows:
+    """Keeps the first and the mean row of attention weights ``(B, H, N, M)``, with their signs, as ``(2, B, H, M)``."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def add(self, x: Tensor) -> None:
+        """Take one map."""
+        self.tensors.append(torch.stack([x[:, :, 0], x.mean(2)]).float().cpu())
 
 
 def record_maps(model: nn.Module) -> Any:
@@ -49,7 +60,7 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
     Raises:
         ConfigError: There is no self-attention over the image.
     """
-    placed = [(maps, shape) for maps, shape in _placed(recording) if shape is not None]
+    placed = [(maps, shape) for _, maps, shape in placed_maps(recording) if shape is not None]
     if placed:
         relevance = torch.full(_map(placed[-1][1]), 1.0)
         for weights, geometry in reversed(placed):
@@ -59,76 +70,81 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
             relevance = roll_back(relevance, weights if len(geometry) >= 4 else weights[0], geometry)
         return relevance / relevance.sum()
     over_image = {path: readings for path, readings in recording.items() if 'decoder' not in path}  # there: queries
-    square = [weights for weights, _ in _placed(over_image) if weights.shape[-1] == weights.shape[-2]]
+    square = [weights for _, weights, _ in placed_maps(over_image) if weights.shape[-1] == weights.shape[-2]]
     if any(len(weights) > 1 for weights in square):  # of one image: these are windows, nobody knows where
         raise ConfigError('the attention lies in windows of which this host does not tell where they are.')
     maps = [weights[0] for weights in square]
-    for tokens in (0, 1):
+    for tokens in (0, 1, 2):  # a class token, DeiT's distillation token
         plain = [x for x in maps if factors(x.shape[-1] - tokens, size) and x.shape == maps[0].shape]
         shape = factors(plain[0].shape[-1] - tokens, size) if plain else None
         if shape is not None:
             whole = rollout(plain)
-            flow = whole[0, 1:] if tokens else whole.mean(0)
+            flow = whole[0, tokens:] if tokens else whole.mean(0)
             return (flow / flow.sum()).view(shape)
     attend = [path for path, readings in recording.items() if 'attention' in readings]
     raise ConfigError(f'no self-attention over the image: {", ".join(attend) or "none"} attend to other things.')
 
 
-def attention_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[list[str], np.ndarray]:
-    """Return the layers with attention weights, in the order in which they run, and their CKA ``(layers, layers)``.
+def attended(model: nn.Module, recording: Recording) -> dict[str, Tensor]:
+    """Return, by layer, what its heads attend to among the regions of the image, ``(B, H, M)``, of :class:`QueryRows`.
 
-    The rows of a map, averaged over heads (and windows), are what is compared: what a query attends to. Of two layers
-    with another number of queries, those of the larger one count that lie where the smaller one's do. The dependences
-    are summed up over images before their ratio is taken; NaN where a map has fewer than four queries.
+    It is the class token's row where the layer has one, else the mean of all queries' (of each window's).
     """
-    total: np.ndarray = np.zeros((0, 0, 3))
-    paths: list[str] = []
-    for batch in batches:
-        with record_maps(model) as recording:
-            predict(model, batch)
-        paths = [path for path, readings in recording.items() if 'attention' in readings]
-        maps = [
-            (weights.mean(0), None if geometry is None or len(geometry) >= 4 else _map(geometry))
-            for weights, geometry in _placed(recording)
-        ]
-        found = np.zeros((len(maps), len(maps), 3))
-        for (i, one), (j, other) in combinations_with_replacement(enumerate(maps), 2):
-            mutual, own, own_of_other = _dependences(one, other)
-            found[i, j], found[j, i] = (mutual, own, own_of_other), (mutual, own_of_other, own)
-        total = found + total if total.size else found
-    return paths, alignment(total)
+    rows = {path: maps for path, maps, _ in placed_maps(recording)}
+    extra = class_tokens(model, {path: maps.shape[-1] for path, maps in rows.items()})
+    return {path: maps[0, ..., extra[path] :] if path in extra else maps[1] for path, maps in rows.items()}
 
 
-def _dependences(one: tuple[Tensor, Any], other: tuple[Tensor, Any]) -> tuple[float, float, float]:
-    """Return the dependence of two maps on each other, and of each on itself, over queries that lie at one place."""
-    (x, size), (y, size_of_y) = one, other
-    if len(x) > len(y):
-        mutual, own, own_of_y = _dependences(other, one)
-        return mutual, own_of_y, own
-    y = y[_same_places(len(x), size, len(y), size_of_y)]
-    chosen = torch.linspace(0, len(x) - 1, min(len(x), MOST_ROWS)).round().long()
-    return dependences(x[chosen], y[chosen])
+def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple[str, np.ndarray, Any]:
+    """Return a layer's path, what each of its heads attends to ``(H, h, w)``, and the image's data sample.
+
+    Maps are those of the class token, else the mean of the queries'. M-DGSA's are signed: below 0 they inhibit.
+
+    Args:
+        model: With self-attention over the image.
+        batch: Of one image.
+        layer: Which of these attentions, in the order in which they run.
+
+    Raises:
+        ConfigError: There is no such layer, or nobody knows where its tokens lie.
+
+    Source: PLuG, Fig. 8; M-DGSA, Fig. 3.
+    """
+    with record(model, ('attention', 'geometry'), accumulate=dict(attention=QueryRows)) as recording:
+        sample = predict(model, batch)
+    geometries = {path: geometry for path, _, geometry in placed_maps(recording) if 'decoder' not in path}
+    if not -len(geometries) <= layer < len(geometries):
+        raise ConfigError(f'--layer {layer}: {type(model).__name__} has {len(geometries)} attentions over an image.')
+    path = list(geometries)[layer]
+    rows, geometry = attended(model, recording)[path], geometries[path]
+    if geometry is not None:
+        return path, _on_map(rows, geometry).numpy(), sample
+    shape = factors(rows.shape[-1], tuple(sample.get('batch_input_shape') or sample.img_shape[:2]))
+    if shape is None or len(rows) > 1:
+        raise ConfigError(f'{path} attends to {rows.shape[-1]} tokens of which nobody knows where they are.')
+    return path, rows[0].unflatten(-1, shape).numpy(), sample
 
 
-def _same_places(rows: int, size: Any, rows_of_larger: int, larger: Any) -> Tensor:
-    """Return, for each token of a smaller map, that of a larger one which lies there: on the image if both do."""
-
-    def along(count: int, count_of_larger: int) -> Tensor:
-        return ((torch.arange(count) + 0.5) * count_of_larger / count).long()
-
-    if rows == rows_of_larger or size is None or larger is None:
-        return along(rows, rows_of_larger)
-    return (along(size[0], larger[0])[:, None] * larger[1] + along(size[1], larger[1])).flatten()
+def _on_map(rows: Tensor, geometry: Sequence[int]) -> Tensor:
+    """Return rows ``(B nW, H, M)`` of windows, or of reduced keys, as maps ``(H, h, w)``."""
+    height, width = _map(geometry)
+    queries = rows.shape[-1] if len(geometry) >= 4 else height * width
+    even = torch.full((height, width), 1 / queries)
+    maps = [rows[:, head, None].expand(-1, queries, -1) for head in range(rows.shape[1])]
+    return torch.stack([roll_back(even, x if len(geometry) >= 4 else x[0], geometry, residual=0.0) for x in maps])
 
 
-def _placed(recording: Recording) -> list[tuple[Tensor, tuple[int, ...] | None]]:
+def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...] | None]]:
+    """Return the path of each attention, what was kept of it last, and where it lies, if a module around it says so."""
     found = []
     for path, readings in recording.items():
         if 'attention' not in readings:
             continue
-        outer = next((p for p in (path, path.rpartition('.')[0]) if 'geometry' in recording.get(p, {})), None)
+        names = path.split('.')
+        around = ('.'.join(names[:count]) for count in range(len(names), 0, -1))
+        outer = next((p for p in around if 'geometry' in recording.get(p, {})), None)
         geometry = tuple(recording[outer]['geometry'].tensors[-1].tolist()) if outer else None
-        found.append((readings['attention'].tensors[-1], geometry))
+        found.append((path, readings['attention'].tensors[-1], geometry))
     return found
 
 

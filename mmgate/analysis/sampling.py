@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ class SamplingPoints:
         weights: ``(q, H, L, P)``.
         reference: ``(q, 2)``, pixels: the reference point, or the centre of the reference box.
         queries: Which queries, ``(q,)``.
+        levels: Which levels, ``(L,)``; 0 is the finest.
         is_encoder: Whether the queries are the pixels of the levels.
     """
 
@@ -39,6 +40,7 @@ class SamplingPoints:
     weights: np.ndarray
     reference: np.ndarray
     queries: np.ndarray
+    levels: Sequence[int]
     is_encoder: bool
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -46,7 +48,7 @@ class SamplingPoints:
         for place in np.ndindex(*self.weights.shape):
             query, head, level, point = place
             x, y = self.xy[place]
-            numbers = dict(query=int(self.queries[query]), head=head, level=level, point=point)
+            numbers = dict(query=int(self.queries[query]), head=head, level=self.levels[level], point=point)
             yield dict(layer=self.path, **numbers, x=float(x), y=float(y), weight=float(self.weights[place]))
 
 
@@ -131,7 +133,9 @@ def query_at(layers: Recording, path: str, sample: Any, pixel: Any = None, level
     return pixel_query(layers[path]['spatial_shapes'].tensors[-1], x, y, level)
 
 
-def sampling_points(layers: Recording, path: str, sample: Any, queries: Any, image: int = 0) -> SamplingPoints:
+def sampling_points(
+    layers: Recording, path: str, sample: Any, queries: Any, image: int = 0, level: int | None = None
+) -> SamplingPoints:
     """Return the points of ``queries`` in the layer ``path``.
 
     Args:
@@ -141,22 +145,28 @@ def sampling_points(layers: Recording, path: str, sample: Any, queries: Any, ima
             ``batch_input_shape``.
         queries: Their numbers.
         image: The image's place in the batch.
+        level: The points of this level alone.
 
     Raises:
-        ConfigError: A query does not exist.
+        ConfigError: A query or the level does not exist.
     """
     readings = {name: found.tensors[-1] for name, found in layers[path].items()}
     queries, count = np.asarray(queries), readings['locations'].shape[1]
     if queries.size and queries.max() >= count:
         raise ConfigError(f'query {queries.max()} does not exist in {path}, which has {count}.')
+    count = readings['locations'].shape[3]
+    levels = range(count) if level is None else [level]
+    if not 0 <= levels[0] < count:
+        raise ConfigError(f'level {level} does not exist; the model has levels 0 to {count - 1}.')
     chosen = torch.from_numpy(queries)
     reference = readings['reference_points'][image][chosen, 0, :2].double().numpy()
     return SamplingPoints(
         path,
-        to_image(readings['locations'][image][chosen].double().numpy(), sample),
-        readings['weights'][image][chosen].double().numpy(),
+        to_image(readings['locations'][image][chosen][:, :, list(levels)].double().numpy(), sample),
+        readings['weights'][image][chosen][:, :, list(levels)].double().numpy(),
         to_image(reference, sample),
         queries,
+        levels,
         _is_encoder(layers[path]),
     )
 
@@ -178,6 +188,33 @@ def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: i
         return None
     x, y = np.meshgrid(np.linspace(0, size[1], steps), np.linspace(0, size[0], steps))
     return kernel(np.stack([x.ravel(), y.ravel()])).reshape(steps, steps)
+
+
+def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Any], steps: int = 96) -> np.ndarray:
+    """Return the density of the points on the finest level over a set of images, ``(steps, steps)``.
+
+    Every point counts alike, whatever its weight; places are shares of the images' heights and widths, so that images
+    of any size come together, and 1 is an even density.
+
+    Args:
+        points: Of the best queries of each image.
+        samples: The images' data samples.
+        steps: Of the grid.
+
+    Raises:
+        ConfigError: The points have no spread to estimate a density from.
+
+    Source: PLuG, appendix G and Fig. 9, there of one image.
+    """
+    shares = [
+        found.xy[:, :, list(found.levels).index(0)].reshape(-1, 2) / np.array(sample.ori_shape[1::-1])
+        for found, sample in zip(points, samples, strict=True)
+    ]
+    together = np.concatenate(shares)
+    estimated = density(together, np.ones(len(together)), (1, 1), steps)
+    if estimated is None:
+        raise ConfigError(f'{len(together)} sampling points of no spread have no density.')
+    return estimated
 
 
 def sampling_picture(found: dict[str, Any], sample: Any, image: int, *, top_k: int) -> tuple[str, np.ndarray]:

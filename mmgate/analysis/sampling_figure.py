@@ -9,7 +9,7 @@ from typing import Any
 import mmcv
 import numpy as np
 
-from .figures import COLOURS, WIDTH, panels, save, short
+from .figures import COLOURS, SEQUENTIAL, WIDTH, panels, save, short, wrap
 from .sampling import SamplingPoints, density
 
 THRESHOLD = 0.3  # boxes of lower scores are not drawn
@@ -37,7 +37,7 @@ def draw_sampling(
     figure, axes = panels(rows, columns, height=across / columns * height / width + 0.6, width=across)
     for axis in axes.flat[len(drawn) :]:
         axis.set_axis_off()
-    levels = max(points.weights.shape[2] for _, points, _ in drawn)
+    levels = sorted({level for _, points, _ in drawn for level in points.levels})
     # one scale of sizes for all panels, so that they can be compared
     largest = max(max(float(points.weights.max()) for _, points, _ in drawn), 1e-12)
     for axis, (title, points, sample) in zip(axes.flat, drawn, strict=False):
@@ -57,6 +57,25 @@ def draw_sampling(
     return np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()
 
 
+def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, images: int) -> Path:
+    """Draw densities ``(steps, steps)`` of points over images, a panel each, on one scale; return the path.
+
+    Args:
+        models: Their names and :func:`~mmgate.analysis.sampling.mean_density`.
+        out: PNG to write.
+        images: How many there were.
+    """
+    figure, (axes,) = panels(1, len(models), height=3.2, width=3.2 * len(models) + 0.6)
+    high = max(float(values.max()) for _, values in models)
+    for axis, (title, values) in zip(axes, models, strict=True):
+        drawn = axis.imshow(values, cmap=SEQUENTIAL, vmin=0, vmax=high, extent=(0, 1, 1, 0))
+        axis.set(title=wrap(title, 34), xlabel="share of the image's width", ylabel='of its height')
+    bar = figure.colorbar(drawn, ax=axes, shrink=0.8)
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label(f'density of points on the finest level,\n{images} images; 1: even', fontsize=8)
+    return save(figure, out)
+
+
 def _panel(axis: Any, image: np.ndarray, points: SamplingPoints, largest: float) -> None:
     height, width = image.shape[:2]
     # dim and grey, so that the colours of the levels stand out
@@ -71,8 +90,8 @@ def _panel(axis: Any, image: np.ndarray, points: SamplingPoints, largest: float)
         x, y = np.linspace(0, width, heights.shape[1]), np.linspace(0, height, heights.shape[0])
         shares = heights.max() * np.array([0.1, 0.3, 0.5, 0.7, 0.9])
         axis.contour(x, y, heights, levels=shares, colors='black', linewidths=0.6, alpha=0.55)
-    for level in reversed(range(points.weights.shape[2])):  # fine levels on top: their points spread less
-        xy, weights = points.xy[:, :, level].reshape(-1, 2), points.weights[:, :, level].ravel()
+    for place, level in reversed([*enumerate(points.levels)]):  # fine levels on top: their points spread less
+        xy, weights = points.xy[:, :, place].reshape(-1, 2), points.weights[:, :, place].ravel()
         sizes = 2 + 40 * weights.clip(min=0) / largest
         style = dict(color=COLOURS[level % len(COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85)
         axis.scatter(*xy.T, s=sizes, **style)
@@ -125,14 +144,14 @@ def _scores(axis: Any, sample: Any, threshold: float) -> None:
             text.remove()
 
 
-def _legend(figure: Any, levels: int, largest: float, samples: Sequence[Any], threshold: float) -> None:
+def _legend(figure: Any, levels: Sequence[int], largest: float, samples: Sequence[Any], threshold: float) -> None:
     from matplotlib.lines import Line2D
 
     def dot(label: str, colour: str, size: float, marker: str = 'o', edge: str = 'white') -> Any:
         style: dict[str, Any] = dict(marker=marker, color=colour, markeredgecolor=edge, markersize=size)
         return Line2D([], [], linestyle='', label=label, **style)
 
-    entries = [dot(f'level {level}', COLOURS[level % len(COLOURS)], 6) for level in range(levels)]
+    entries = [dot(f'level {level}', COLOURS[level % len(COLOURS)], 6) for level in levels]
     entries.append(dot(f'largest weight {largest:.2f}', 'grey', 42**0.5))
     entries.append(dot('reference', 'white', 7, 'P', 'black'))
     if any(_predicted(sample, threshold) for sample in samples):

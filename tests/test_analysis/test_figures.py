@@ -13,8 +13,18 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from mmgate.analysis.maps import dependence, effective_rank, linear_cka, numerical_rank, roll_back, rollout, sink_share
-from mmgate.analysis.relevance import _same_places
+from mmgate.analysis.cka import _same_places
+from mmgate.analysis.maps import (
+    alignment,
+    dependence_of,
+    dependences,
+    effective_rank,
+    key_shares,
+    matrix_rank,
+    products,
+    roll_back,
+    rollout,
+)
 from mmgate.analysis.runs import as_table, choose_metric, paired_difference, read_run, summary
 from mmgate.engine.preflight import ConfigError
 
@@ -66,16 +76,20 @@ def test_roll_back_through_reduced_keys_keeps_the_sum() -> None:
     torch.testing.assert_close(found[:, -1], relevance[:, -1] / 2)
 
 
+def cka(x: Tensor, y: Tensor) -> float:
+    return float(alignment(np.array(dependences(x, y))))
+
+
 def test_cka_of_itself_is_one_whatever_the_rotation_and_scale() -> None:
     x, (rotation, _) = torch.randn(40, 6), torch.linalg.qr(torch.randn(6, 6))
-    assert linear_cka(x, x) == pytest.approx(1)
-    assert linear_cka(x, 3 * x @ rotation + 1) == pytest.approx(1, abs=1e-5)
-    assert np.isnan(linear_cka(x, torch.ones(40, 6))) and np.isnan(linear_cka(x[:3], x[:3]))
+    assert cka(x, x) == pytest.approx(1)
+    assert cka(x, 3 * x @ rotation + 1) == pytest.approx(1, abs=1e-5)
+    assert np.isnan(cka(x, torch.ones(40, 6))) and np.isnan(cka(x[:3], x[:3]))
 
 
 @pytest.mark.parametrize('width', [6, 400])
 def test_cka_of_the_unrelated_is_none_however_wide(width: int) -> None:
-    found = [linear_cka(torch.randn(60, width), torch.randn(60, width)) for _ in range(20)]
+    found = [cka(torch.randn(60, width), torch.randn(60, width)) for _ in range(20)]
     assert abs(np.mean(found)) < 0.05
 
 
@@ -93,7 +107,7 @@ def test_cka_is_computed_by_pairs_of_rows() -> None:
         + mean(lambda i, j, k, m: one[i, j] * other[k, m], 4)
         - 2 * mean(lambda i, j, k: one[i, j] * other[i, k], 3)
     )
-    assert dependence(x, y) == pytest.approx(expected)
+    assert dependence_of(products(x), products(y)) == pytest.approx(expected)
 
 
 def test_queries_of_two_maps_lie_at_the_same_places() -> None:
@@ -107,14 +121,14 @@ def test_rank_of_a_known_kv(rank: int) -> None:
     """Orthogonal keys and values of equal size: the map's singular values are 1, as many as the rank."""
     key, value = (torch.linalg.qr(torch.randn(20, 8, dtype=torch.float64))[0] for _ in range(2))
     kv = key[:, :rank] @ value[:, :rank].T
-    assert int(numerical_rank(kv)) == rank and float(effective_rank(kv)) == pytest.approx(rank)
+    assert int(matrix_rank(kv)) == rank and float(effective_rank(kv)) == pytest.approx(rank)
 
 
-def test_sink_is_the_most_attended_key() -> None:
-    weights = torch.zeros(1, 2, 3, 4)
-    weights[..., 2] = 1
-    assert sink_share(weights) == (1, 2)
-    assert sink_share(torch.full((1, 2, 3, 4), 0.25))[0] == pytest.approx(0.25)
+def test_shares_of_keys() -> None:
+    """By head; of signed weights the sizes count."""
+    weights = torch.full((1, 2, 3, 4), 0.25)
+    weights[:, 1] = torch.tensor([0, 0.1, -0.3, 0])
+    torch.testing.assert_close(key_shares(weights), torch.tensor([[0.25] * 4, [0, 0.25, 0.75, 0]]))
 
 
 def test_paired_difference_is_the_t_test() -> None:

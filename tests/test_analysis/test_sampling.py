@@ -27,6 +27,7 @@ from mmgate.analysis.sampling import (
     density,
     encoder_layers,
     from_image,
+    mean_density,
     pixel_query,
     to_image,
 )
@@ -110,6 +111,24 @@ def test_density_is_highest_at_the_heavier_points() -> None:
     assert density(np.ones((4, 2)), np.ones(4), (50, 100)) is None
 
 
+def test_density_is_that_of_the_finest_level() -> None:
+    """Over two images of other sizes; the coarse level's points elsewhere weigh more, which counts for nothing."""
+    rng = np.random.default_rng(0)
+    points, samples = [], []
+    for height, width in ((50, 100), (400, 200)):
+        size = np.array([width, height])
+        xy = np.stack([rng.normal((0.25, 0.75), 0.03, (6, 2, 4, 2)), rng.normal((0.75, 0.25), 0.03, (6, 2, 4, 2))], 2)
+        weights = np.broadcast_to(np.array([0.01, 1.0])[:, None], (6, 2, 2, 4))
+        points.append(SamplingPoints('layer', xy * size, weights, xy[:, 0, 0, 0], np.arange(6), range(2), False))
+        samples.append(SimpleNamespace(ori_shape=(height, width)))
+    found = mean_density(points, samples)
+    row, column = np.unravel_index(found.argmax(), found.shape)
+    assert abs(row / 95 - 0.75) < 0.05 and abs(column / 95 - 0.25) < 0.05 and found[24, 71] < 1e-3
+    of_all = density(np.concatenate([p.xy / s.ori_shape[::-1] for p, s in zip(points, samples, strict=True)]),
+                     np.concatenate([p.weights for p in points]), (1, 1))  # fmt: skip
+    assert of_all is not None and of_all[24, 71] > of_all[71, 24]
+
+
 @pytest.mark.parametrize('real', [True, False], ids=['real', 'drawn'])
 def test_points_on_a_photograph(real: bool, demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every offset is (2, -1) pixels of its level, so the points of the image's middle are known."""
@@ -154,7 +173,7 @@ def test_scores_hide_no_better_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sample.pred_instances = InstanceData(bboxes=boxes, scores=scores)
     rng = np.random.default_rng(0)
     points = SamplingPoints('layer', rng.uniform(40, 60, (1, 2, 1, 4, 2)), np.ones((1, 2, 1, 4)),
-                            np.array([[50.0, 50.0]]), np.array([0]), is_encoder=False)  # fmt: skip
+                            np.array([[50.0, 50.0]]), np.array([0]), [0], is_encoder=False)  # fmt: skip
     figures: list[Any] = []
     monkeypatch.setattr(sampling_figure, 'save', lambda figure, path: figures.append(figure))
     sampling_figure.draw_sampling([('model', points, sample)], tmp_path / 'out.png')
@@ -168,6 +187,18 @@ def test_tool_draws_two_models(demo: str, tmp_path: Path) -> None:
     arguments = [demo, UNTRAINED, '--against', demo, UNTRAINED, '--max-images', '1', '--out', str(tmp_path)]
     assert cli.main(tool('plot_sampling_points').main, arguments) == 0
     assert [path.suffix for path in sorted(tmp_path.iterdir())] == ['.csv', '.png']
+
+
+def test_tool_draws_one_level_of_a_decoder_and_the_density(demo: str, tmp_path: Path) -> None:
+    arguments = [demo, UNTRAINED, '--max-images', '2', '--out', str(tmp_path)]
+    assert cli.main(tool('plot_sampling_points').main, [*arguments, '--level', '1']) == 0
+    rows = [row for path in tmp_path.glob('*.csv') for row in csv.DictReader(path.open())]
+    assert {row['level'] for row in rows} == {'1'} and len(rows) == 2 * 3 * 8 * 4
+    assert cli.main(tool('plot_sampling_points').main, [*arguments, '--density']) == 0
+    rows = list(csv.DictReader((tmp_path / 'sampling_density.csv').open()))
+    assert (tmp_path / 'sampling_density.png').stat().st_size > 5_000
+    assert 0 < np.mean([float(row['density']) for row in rows]) < 1.1
+    assert cli.main(tool('plot_sampling_points').main, [*arguments, '--level', '9']) == 2
 
 
 def test_tool_refuses_a_layer_that_is_not_there(demo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

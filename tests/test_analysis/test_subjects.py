@@ -142,7 +142,7 @@ def test_refused_before_any_work(
     ('name', 'options', 'message'),
     [
         ('plot_sampling_points', ['--top-k', '0'], '0: give 1 or more'),
-        ('plot_sampling_points', ['--pixel', '3', '3', '--part', 'decoder'], 'choose a query of the encoder'),
+        ('plot_sampling_points', ['--pixel', '3', '3', '--part', 'decoder'], 'chooses a query of the encoder'),
         ('plot_sampling_points', ['--pixel', '64', '3'], 'the pixel (64, 3) lies outside of the image of 64 x 64'),
         ('plot_rollout', ['--top-k', '-1'], '-1: give 1 or more'),
         ('plot_agents', ['--agents', '0'], '0: give 1 or more'),

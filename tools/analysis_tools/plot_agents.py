@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
             drawn = [(f'agent {i}', crop_to_image(maps[i], sample)) for i in chosen]
             name = f'{subject.name}_{names[image_name(sample.img_path)]}'.replace('/', '_')
             out = Path(args.out) / f'agents_{name}.png'
-            draw_maps(sample.img_path, drawn, out, columns=min(4, len(drawn) + 1), label='attention')
+            draw_maps(sample, drawn, out, columns=min(4, len(drawn) + 1), label='attention')
             print(out, write_csv(out.with_suffix('.csv'), agent_rows(path, maps)))
 
 

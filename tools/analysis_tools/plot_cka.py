@@ -4,18 +4,26 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
+from mmgate.analysis.cka import attention_cka, query_cka
 from mmgate.analysis.map_figures import draw_matrices
-from mmgate.analysis.relevance import attention_cka
+from mmgate.analysis.recording import has_class_token
 from mmgate.analysis.subjects import parser, subjects, write_csv
 from mmgate.engine import cli
+
+SAMPLES = dict(images=attention_cka, queries=query_cka)
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw and write the table."""
-    args = parser(__doc__).parse_args(argv)
+    options = parser(__doc__)
+    over = "images (default with a class token): PLuG's measure, of four images or more; queries: ours, within images"
+    options.add_argument('--samples', choices=list(SAMPLES), help=over)
+    args = options.parse_args(argv)
     models = subjects(args, ['attention'], 'A picture of CKA', whole=True)
-    found = [(subject.name, *attention_cka(subject.model, subject.inputs(args))) for subject in models]
-    out = draw_matrices(found, Path(args.out) / 'cka.png', label='CKA')
+    alike = all(has_class_token(subject.model) for subject in models)
+    samples = args.samples or ('images' if alike else 'queries')
+    found = [(subject.name, *SAMPLES[samples](subject.model, subject.inputs(args))) for subject in models]
+    out = draw_matrices(found, Path(args.out) / 'cka.png', label=f'CKA over {samples}')
     rows = [
         dict(model=name, layer=a, other=b, cka=float(values[i, j]))
         for name, paths, values in found

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.map_figures import draw_over_layers
+from mmgate.analysis.map_figures import draw_ranks
 from mmgate.analysis.ranks import kv_ranks
 from mmgate.analysis.subjects import parser, subjects, write_csv
 from mmgate.engine import cli
@@ -15,7 +15,7 @@ def main(argv: list[str]) -> None:
     args = parser(__doc__).parse_args(argv)
     models = subjects(args, ['kv'], 'A picture of the rank of K^T V')
     found = [(subject.name, kv_ranks(subject.model, subject.inputs(args))) for subject in models]
-    out = draw_over_layers(found, Path(args.out) / 'kv_rank.png', ceiling='channels')
+    out = draw_ranks(found, Path(args.out) / 'kv_rank.png')
     print(out, write_csv(out.with_suffix('.csv'), [dict(model=name, **row) for name, rows in found for row in rows]))
 
 

@@ -1,4 +1,4 @@
-"""Draw attention rollout on images: which places the backbone's tokens, or each query of a decoder, depend on."""
+"""Draw attention on images: rollout of the backbone's tokens or of a decoder's queries, or the heads of one layer."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.map_figures import crop_to_image, draw_maps
 from mmgate.analysis.query_figure import draw_queries
 from mmgate.analysis.query_relevance import decoder_steps, query_relevance, record_queries
-from mmgate.analysis.relevance import relevance_map
+from mmgate.analysis.relevance import head_maps, relevance_map
 from mmgate.analysis.sampling import best_queries
 from mmgate.analysis.subjects import (
     class_names,
@@ -26,34 +26,33 @@ from mmgate.analysis.subjects import (
 from mmgate.engine import cli
 from mmgate.engine.preflight import ConfigError
 
-PARTS = ('image', 'queries')
+PARTS = ('image', 'queries', 'heads')
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw a picture for each image."""
     options = parser(__doc__)
-    part = 'self-attention over the image (default, if there is any), or the queries of a dense decoder'
+    part = 'self-attention over the image (default, if there is any), queries of a dense decoder, heads of one layer'
     options.add_argument('--part', choices=PARTS, help=part)
     options.add_argument('--top-k', type=positive, default=4, help='queries with the best scores (default 4)')
     options.add_argument('--queries', type=int, nargs='+', help='numbers of queries, in the place of the best')
+    options.add_argument('--layer', type=int, default=-1, help='whose heads are drawn (default: the last)')
     args = options.parse_args(argv)
     models, shown = subjects(args, ['attention'], 'A rollout', whole=True), {}
     for subject in models:
         for batch in subject.inputs(args):
-            with record_queries(subject.model) as found:
-                sample = predict(subject.model, batch)
-            size = tuple(sample.get('batch_input_shape') or sample.img_shape[:2])
-            args.part = args.part or _part(found, size)
-            shown.setdefault(image_name(sample.img_path), []).append((subject, sample, _computed(found, size, args)))
+            sample, computed = _computed(subject.model, batch, args)
+            shown.setdefault(image_name(sample.img_path), []).append((subject, sample, computed))
     names = picture_names(shown)
     for image, drawn_by in shown.items():
-        out = Path(args.out) / f'rollout_{names[image]}.png'
+        out = Path(args.out) / f'{"heads" if args.part == "heads" else "rollout"}_{names[image]}.png'
         drawn = [(subject.name, sample, computed) for subject, sample, computed in drawn_by]
         if args.part == 'queries':
             draw_queries(drawn, [class_names(subject.cfg) for subject, *_ in drawn_by], out)
         else:
-            maps = [(name, crop_to_image(values, sample)) for name, sample, values in drawn]
-            draw_maps(drawn[0][1].img_path, maps, out, columns=len(models) + 1, label='relevance')
+            columns, maps = _panels(drawn)
+            label = 'attention' if args.part == 'heads' else 'relevance'
+            draw_maps(drawn[0][1], maps, out, columns=columns, label=label)
         print(out, write_csv(out.with_suffix('.csv'), _rows(drawn)))
 
 
@@ -68,24 +67,48 @@ def _part(found: dict[str, Any], size: tuple[int, int]) -> str:
     return 'image'
 
 
-def _computed(found: dict[str, Any], size: tuple[int, int], args: argparse.Namespace) -> Any:
+def _computed(model: Any, batch: dict[str, Any], args: argparse.Namespace) -> tuple[Any, Any]:
+    """Return the image's data sample, and a map ``(h, w)``, those of queries, or those of heads ``(H, h, w)``."""
+    if args.part == 'heads':
+        _, maps, sample = head_maps(model, batch, args.layer)
+        return sample, maps
+    with record_queries(model) as found:
+        sample = predict(model, batch)
+    size = tuple(sample.get('batch_input_shape') or sample.img_shape[:2])
+    args.part = args.part or _part(found, size)
     if args.part == 'image':
-        return relevance_map(found['layers'], size).numpy()
-    return query_relevance(found, size, args.queries or best_queries(found['head'], 0, args.top_k).tolist())
+        return sample, relevance_map(found['layers'], size).numpy()
+    chosen = args.queries or best_queries(found['head'], 0, args.top_k).tolist()
+    return sample, query_relevance(found, size, chosen)
+
+
+def _panels(drawn: Any) -> tuple[int, Any]:
+    """Return the columns of a picture, and titles and maps; heads of each model begin below the image."""
+    if drawn[0][2].ndim == 2:
+        return len(drawn) + 1, [(name, crop_to_image(values, sample)) for name, sample, values in drawn]
+    columns = min(max(len(maps) for *_, maps in drawn), 4) + 1
+    panels: list[Any] = []
+    for name, sample, maps in drawn:
+        panels += [('', None)] * (-len(panels) % columns)
+        for head, values in enumerate(maps):
+            first = len(panels) % columns == columns - 1
+            panels += [('', None)] * first  # the column of the image
+            panels.append((f'{name}, head {head}' if not head else f'head {head}', crop_to_image(values, sample)))
+    return columns, panels
 
 
 def _rows(drawn: Any) -> Any:
     for name, sample, computed in drawn:
-        if isinstance(computed, np.ndarray):
-            values = crop_to_image(computed, sample)
+        if not isinstance(computed, np.ndarray):
+            parts = [(dict(query=x.number, label=x.label, score=x.score), 'relevance', x.relevance) for x in computed]
+        elif computed.ndim == 3:
+            parts = [(dict(head=head), 'attention', values) for head, values in enumerate(computed)]
+        else:
+            parts = [({}, 'relevance', computed)]
+        for of, what, values in parts:
+            values = crop_to_image(values, sample)
             for row, column in np.ndindex(*values.shape):
-                yield dict(model=name, row=row, column=column, relevance=float(values[row, column]))
-            continue
-        for query in computed:
-            of_query = dict(model=name, query=query.number, label=query.label, score=query.score)
-            values = crop_to_image(query.relevance, sample)
-            for row, column in np.ndindex(*values.shape):
-                yield dict(of_query, row=row, column=column, relevance=float(values[row, column]))
+                yield {'model': name, **of, 'row': row, 'column': column, what: float(values[row, column])}
 
 
 if __name__ == '__main__':
