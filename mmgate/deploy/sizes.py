@@ -28,7 +28,7 @@ class Sizes(Tensor):
     @staticmethod
     def __new__(cls: type[Sizes], numbers: Sequence[Any]) -> Sizes:
         """Make an empty tensor, which nothing reads."""
-        made = Tensor._make_wrapper_subclass(cls, (0,), dtype=torch.int64)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, (0,), dtype=torch.int64)
         made.numbers = list(numbers)
         return made
 
@@ -46,11 +46,11 @@ class Sizes(Tensor):
         """Return the numbers."""
         return self.numbers
 
-    def to(self, *_: Any) -> Sizes:
+    def to(self, *_: Any) -> Sizes:  # type: ignore[override]
         """Return the sizes as they are, whatever device they are asked for on: a graph is written on one."""
         return self
 
-    def view(self, *shape: int) -> Any:
+    def view(self, *shape: int) -> Any:  # type: ignore[override]
         """Return the rows of ``view(-1, n)``; any other shape is the tensor's."""
         if len(shape) == 2 and shape[0] == -1:
             width = shape[1]
@@ -82,7 +82,9 @@ class Sizes(Tensor):
             return function(*(_plain(arg) for arg in args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Refuse: no operator is given the tensor itself."""
         raise NotImplementedError(f'{function} of {cls.__name__}')
 
