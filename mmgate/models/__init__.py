@@ -6,9 +6,8 @@ from . import backbones
 from .adapters import adapts
 from .classifier import Classifier
 from .gated import Gated, attention_modules, swap_attention
-from .matching import MatchedOnce
 
-__all__ = [*backbones.__all__, 'Classifier', 'Gated', 'MatchedOnce', 'adapts', 'attention_modules', 'swap_attention']
+__all__ = [*backbones.__all__, 'Classifier', 'Gated', 'adapts', 'attention_modules', 'swap_attention']
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from mmgate.analysis.maps import dependence, effective_rank, linear_cka, numerical_rank, roll_back, rollout, sink_share
 from mmgate.analysis.relevance import _same_places
 from mmgate.analysis.runs import as_table, choose_metric, paired_difference, read_run, summary
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 
 def attention(*shape: int) -> Tensor:

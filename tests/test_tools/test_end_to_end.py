@@ -15,7 +15,7 @@ import torch
 from conftest import ROOT
 
 from mmgate.datasets.shapes import write_shapes
-from mmgate.engine import cli
+from mmgate.train import cli
 
 DEMO = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 CONFIG = f"""

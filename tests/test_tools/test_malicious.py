@@ -17,9 +17,9 @@ from test_end_to_end import CONFIG
 
 import mmgate  # noqa: F401
 from mmgate.datasets.shapes import write_shapes
-from mmgate.engine import cli
 from mmgate.models.backbones import AgentPVT
 from mmgate.tools import image_demo
+from mmgate.train import cli
 
 SEGMENTOR = 'plug-mask2former_r18_1xb8-1k_shapes-128x128'
 

@@ -7,7 +7,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.map_figures import draw_matrices
 from mmgate.analysis.relevance import attention_cka
 from mmgate.analysis.subjects import parser, subjects, write_csv
-from mmgate.engine import cli
+from mmgate.train import cli
 
 
 def main(argv: list[str]) -> None:

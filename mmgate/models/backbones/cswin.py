@@ -9,9 +9,9 @@ from mmcv.cnn.bricks.drop import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from mmgate.checkpoints.tensors import read_checkpoint, tensors
 from mmgate.layers import AgentAttention
 from mmgate.layers.cross_window import CrossWindowAttention
-from mmgate.models.checkpoint_file import read_checkpoint, tensors
 from mmgate.registry import MODELS
 
 from .cswin_layout import cswin_layout
