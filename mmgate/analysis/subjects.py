@@ -22,10 +22,9 @@ from torch import nn
 from mmgate.checkpoints.loading import add_trust_option
 from mmgate.errors import ConfigError
 from mmgate.train import cli
-from mmgate.train.config_file import read_config, type_name
+from mmgate.train.config_file import merge_options, read_config, type_name
 from mmgate.train.inputs import check_checkpoint, check_data, check_device, check_folder, find_images
 from mmgate.train.load_report import load_weights
-from mmgate.train.options import merge_options
 
 from .recording import require
 

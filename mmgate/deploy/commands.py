@@ -13,9 +13,8 @@ from mmgate.analysis.subjects import UNTRAINED, Subject, build_subject
 from mmgate.checkpoints.loading import add_trust_option
 from mmgate.errors import ConfigError
 from mmgate.train import cli
-from mmgate.train.config_file import load_config, read_config
+from mmgate.train.config_file import load_config, merge_options, read_config
 from mmgate.train.inputs import check_data, check_writable
-from mmgate.train.options import merge_options
 
 from . import export as exporting
 from .networks import serve

@@ -20,11 +20,10 @@ from mmgate.engine.choices_hook import BackendChoicesHook
 from mmgate.errors import ConfigError
 
 from .accumulation import count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
-from .config_file import load_config
+from .config_file import Options, load_config
 from .data_check_hook import DataCheckHook, refuse_foreign_classes
 from .inputs import check_checkpoint, check_data, check_pretrained
 from .load_report import LoadReportHook
-from .options import Options
 from .processes import prepare_processes
 from .switches import check_amp, enable_amp, enable_tta, enable_visualization, is_classification, is_segmentation
 

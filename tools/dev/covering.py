@@ -80,7 +80,7 @@ COVERING: dict[str, tuple[str, ...]] = {
         'test_tools/test_command_line',
         f'{TRAIN}interrupt_hook',
     ),
-    'train/config_file.py': ('test_tools/test_command_line', f'{TRAIN}inputs', f'{TRAIN}switches'),
+    'train/config_file.py': (f'{TRAIN}config_file', 'test_tools/test_command_line', f'{TRAIN}inputs'),
     'train/switches.py': ('test_tools/test_flags', f'{TRAIN}inputs', f'{TRAIN}switches'),
     'train/inputs.py': (f'{TRAIN}inputs', 'test_tools/test_flags', 'test_tools/test_image_demo'),
     'train/load_report.py': (f'{TRAIN}load_report', 'test_tools/test_command_line'),

@@ -9,7 +9,7 @@ import pytest
 from mmengine.config import Config
 
 from mmgate.errors import ConfigError
-from mmgate.train.options import merge_options
+from mmgate.train.config_file import merge_options
 
 
 def make_config() -> Config:
