@@ -171,10 +171,12 @@ def shield_workers(loader: Any) -> None:
 
 def _restart_workers(loop: Any) -> None:
     """Start the workers of a loop of iterations anew, shielded: mmengine 0.10.7 starts them when it builds the loop."""
-    batches = loop.dataloader_iterator
-    if getattr(batches, '_iterator', None) is not None:
-        batches._iterator = loop.dataloader._iterator = None  # else kept workers would be kept
-        batches._iterator = iter(loop.dataloader)
+    first = getattr(loop.dataloader_iterator, '_iterator', None)
+    if first is not None and loop.dataloader.num_workers:
+        first._shutdown_workers()
+        loop.dataloader._iterator = None  # else kept workers would be asked again
+        loop.dataloader_iterator._iterator = iter(loop.dataloader)
+        loop.first_iterator = first  # with it would end the sampler's endless generator
 
 
 def _start_shielded(start: Callable[[int], None] | None, worker: int) -> None:
