@@ -16,6 +16,8 @@ from mmgate.errors import ConfigError
 from mmgate.models.paths import own_model
 from mmgate.registry import HOOKS
 
+from .inputs import HOSTS
+
 HEADS = ('auxiliary_head', 'bbox_head', 'decode_head', 'head', 'mask_head', 'query_head')
 # predict something else than the data set's classes: boundaries, depth, proposals
 OTHER_TARGETS = ('STDCHead', 'VPDDepthHead', 'RPNHead', 'GARPNHead', 'CascadeRPNHead', 'EmbeddingRPNHead')
@@ -126,10 +128,10 @@ def innermost(dataset: Any) -> Iterator[Any]:
 
 def foreign_classes(dataset: Any) -> str:
     """Return that none of a COCO data set's classes is a category of its annotation file; empty if one is."""
-    classes = _classes(dataset)
-    if not classes or getattr(dataset, 'cat2label', None) != {}:
+    classes, labels = _classes(dataset), _labels(dataset)
+    names = _categories(str(dataset.ann_file)) if classes and labels == {} else []
+    if names == []:  # what is not labelled needs no category
         return ''
-    names = _categories(str(dataset.ann_file))
     there = f', which has {_listed(names)}' if names else ''
     return (
         f'none of the classes ({_listed(classes)}) is a category of {dataset.ann_file}{there}. Set '
@@ -139,7 +141,7 @@ def foreign_classes(dataset: Any) -> str:
 
 def missing_classes(dataset: Any) -> str:
     """Return which classes are no category of the annotation file, though some are; empty if all are."""
-    classes, labels = _classes(dataset), getattr(dataset, 'cat2label', None)
+    classes, labels = _classes(dataset), _labels(dataset)
     if not labels or len(labels) >= len(classes):
         return ''
     names = _categories(str(dataset.ann_file))
@@ -206,10 +208,17 @@ def _classes(dataset: Any) -> list[str]:
     return [found] if isinstance(found, str) else list(found)
 
 
-def _categories(ann_file: str) -> list[str]:
-    """Return the names in a local COCO file of moderate size."""
+def _labels(dataset: Any) -> dict[Any, int] | None:
+    """Return the labels that one of the mm packages has given to a file's categories; someone's own may do without."""
+    load = getattr(type(dataset), 'load_data_list', None)
+    theirs = str(getattr(load, '__module__', '')).partition('.')[0] in HOSTS
+    return getattr(dataset, 'cat2label', None) if theirs else None
+
+
+def _categories(ann_file: str) -> list[str] | None:
+    """Return the names in a local COCO file of moderate size, None of another."""
     if not osp.isfile(ann_file) or osp.getsize(ann_file) > LARGEST_FILE:
-        return []
+        return None
     with open(ann_file, encoding='utf-8') as file:
         return [str(one.get('name')) for one in json.load(file).get('categories', ())]
 

@@ -189,6 +189,25 @@ def test_classes_that_are_no_category_are_refused(wrapped: bool, tmp_path: Path)
     assert [text.partition(':')[0] for text in run.said] == ['val_dataloader']  # once
 
 
+def test_what_is_not_labelled_needs_no_category(tmp_path: Path) -> None:
+    """As the unlabelled part of a semi-supervised training."""
+    run = Run(model_of(bbox_head=Head(num_classes=1)), coco(tmp_path, ('cat',), found=()))
+    DataCheckHook().before_train(run)
+    assert not run.said
+
+
+def test_a_data_set_of_ones_own_may_read_its_file_otherwise(tmp_path: Path) -> None:
+    class Own(CocoDataset):
+        def load_data_list(self) -> list[dict[str, Any]]:
+            self.cat2label: dict[int, int] = {}
+            return []
+
+    coco(tmp_path, ('cat',))
+    data = Own(ann_file=str(tmp_path / 'a.json'), metainfo=dict(classes=('own',)), lazy_init=True)
+    data.load_data_list()
+    DataCheckHook().before_train(Run(model_of(bbox_head=Head(num_classes=1)), data))
+
+
 def test_some_classes_are_said_once(tmp_path: Path) -> None:
     run = Run(model_of(bbox_head=Head(num_classes=3)), coco(tmp_path, ('cat', 'dog', 'cow')))
     hook = DataCheckHook()
