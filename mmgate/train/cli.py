@@ -160,10 +160,10 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
     except (TypeError, ValueError) as error:  # by which our rules, gates and backbones refuse what they are given
         raise ConfigError(f'the config cannot be built: {error} (MMGATE_TRACEBACK=1 shows where)') from error
     check_backends(runner.model)
-    if not any(isinstance(hook, BackendChoicesHook) for hook in runner.hooks):
-        runner.register_hook(BackendChoicesHook())
-    if cfg.get('check_data', True):
-        runner.register_hook(DataCheckHook())
+    added = [BackendChoicesHook, *([DataCheckHook] if cfg.get('check_data', True) else [])]
+    for kind in added:
+        if not any(isinstance(hook, kind) for hook in runner.hooks):  # the config may name it, too
+            runner.register_hook(kind())
     return runner
 
 
