@@ -139,7 +139,7 @@ def test_every_config_builds_from_another_project(installed: Path, tmp_path: Pat
         'from mmengine.hub import get_model\n'
         'from mmengine.infer import BaseInferencer\n'
         f'name = {NAMED.stem!r}\n'
-        'assert name in BaseInferencer.list_models("mmdet") and name in BaseInferencer.list_models("mmgate")\n'
+        'assert name in BaseInferencer.list_models("mmgate")\n'
         f'get_model("mmgate::{NAMED}")\n'
         'print("built", number + 1)\n'
     )
