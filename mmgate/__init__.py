@@ -12,14 +12,12 @@ from importlib.metadata import PackageNotFoundError, distribution  # noqa: E402
 from mmengine.config.utils import MODULE2PACKAGE  # noqa: E402
 
 from . import layers, models  # noqa: E402, F401
-from .engine.model_index import add_to_inferencers  # noqa: E402
-from .engine.safe_load import register_safe_loader  # noqa: E402
+from .checkpoints.loading import register_safe_loader  # noqa: E402
 from .models import Gated, adapts, restore_attention, swap_attention  # noqa: E402
 
 # mmengine looks packages of 'package::config' up in this closed list, by the name of a distribution, whose folder it
 # takes for the package's (in an editable install it is not), or else by that of a module: then the module's folder.
 MODULE2PACKAGE.setdefault('mmgate', 'mmgate.registry')
-add_to_inferencers()
 register_safe_loader()
 try:
     distribution(MODULE2PACKAGE['mmseg'])

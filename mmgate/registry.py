@@ -8,27 +8,33 @@ from mmengine.registry import TASK_UTILS as MMENGINE_TASK_UTILS
 from mmengine.registry import TRANSFORMS as MMENGINE_TRANSFORMS
 from mmengine.registry import Registry
 
-MODELS = Registry('model', parent=MMENGINE_MODELS, scope='mmgate', locations=['mmgate.models', 'mmgate.layers'])
+MODELS = Registry(
+    'model',
+    parent=MMENGINE_MODELS,
+    scope='mmgate',
+    locations=['mmgate.models', 'mmgate.layers', 'mmgate.speed.matching'],
+)
 DATASETS = Registry('dataset', parent=MMENGINE_DATASETS, scope='mmgate', locations=['mmgate.datasets.svhn'])
 TRANSFORMS = Registry('transform', parent=MMENGINE_TRANSFORMS, scope='mmgate', locations=['mmgate.datasets.noise'])
 TASK_UTILS = Registry(
-    'task util', parent=MMENGINE_TASK_UTILS, scope='mmgate', locations=['mmgate.models.matching.assigner']
+    'task util', parent=MMENGINE_TASK_UTILS, scope='mmgate', locations=['mmgate.speed.matching.assigner']
 )
 HOOKS = Registry(
     'hook',
     parent=MMENGINE_HOOKS,
     scope='mmgate',
     locations=[
+        'mmgate.analysis.gate_hooks',
         'mmgate.engine.choices_hook',
-        'mmgate.engine.fault_hooks',
-        'mmgate.engine.gate_hooks',
-        'mmgate.engine.interrupt_hook',
-        'mmgate.engine.speed_hooks',
+        'mmgate.speed.hooks',
+        'mmgate.train.data_check_hook',
+        'mmgate.train.interrupt_hook',
+        'mmgate.train.reproducible',
     ],
 )
 OPTIM_WRAPPER_CONSTRUCTORS = Registry(
     'optimizer wrapper constructor',
     parent=MMENGINE_OPTIM_WRAPPER_CONSTRUCTORS,
     scope='mmgate',
-    locations=['mmgate.engine.optim', 'mmgate.engine.optim_groups'],
+    locations=['mmgate.speed.parameter_groups', 'mmgate.train.decay'],
 )

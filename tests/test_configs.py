@@ -22,8 +22,8 @@ from mmengine.registry import MODELS
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate._environment import available
 from mmgate.analysis.structure import build_structure
-from mmgate.engine.optim import undecayed
 from mmgate.models.backbones.presets import OF_THE_ATTENTION
+from mmgate.train.decay import undecayed
 
 NAMED = Path('plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
 CONFIGS = sorted(
@@ -139,7 +139,7 @@ def test_every_config_builds_from_another_project(installed: Path, tmp_path: Pat
         'from mmengine.hub import get_model\n'
         'from mmengine.infer import BaseInferencer\n'
         f'name = {NAMED.stem!r}\n'
-        'assert name in BaseInferencer.list_models("mmdet") and name in BaseInferencer.list_models("mmgate")\n'
+        'assert name in BaseInferencer.list_models("mmgate")\n'
         f'get_model("mmgate::{NAMED}")\n'
         'print("built", number + 1)\n'
     )

@@ -11,7 +11,7 @@ from conftest import ROOT
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
-from mmgate.engine.config_file import read_config
+from mmgate.train.config_file import read_config
 
 BLOCKS = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.S)
 CONFIGS = [block for block in BLOCKS if block.startswith('_base_')]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 from .recording import readable, record
 from .subjects import predict

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmengine.config import Config
 
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 from mmgate.models.adapters import adapter_for, gates_for
 
 from .structure import build_structure, list_attention

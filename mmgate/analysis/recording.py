@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 from mmgate.layers.window import GatedWindowMSA
 
 from . import host_probes, map_probes  # noqa: F401  (registers)

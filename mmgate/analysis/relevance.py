@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 from .maps import roll_back, rollout, row_shares
 from .recording import Recording, class_tokens, record

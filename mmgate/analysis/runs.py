@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 METRICS = ('coco/bbox_mAP', 'coco/segm_mAP', 'mIoU', 'accuracy/top1')  # what is compared unless one is named
 CONFIDENCE = 0.95

@@ -14,7 +14,7 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 from mmgate.models import attention_modules
 from mmgate.models.adapters import gates_for
 from mmgate.registry import MODELS as MMGATE_MODELS

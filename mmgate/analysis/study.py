@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mmgate.engine.config_file import read_config
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
+from mmgate.train.config_file import read_config
 
 from .runs import as_table, draw_curves_of_runs, interaction, read_run, summary
 from .subjects import write_csv

@@ -19,13 +19,12 @@ from mmengine.registry import DATASETS, MODELS, init_default_scope
 from mmengine.utils import track_iter_progress
 from torch import nn
 
-from mmgate.engine import cli
-from mmgate.engine.config_file import read_config
-from mmgate.engine.hooks import load_weights
-from mmgate.engine.image_files import find_images
-from mmgate.engine.options import merge_options
-from mmgate.engine.preflight import ConfigError, check_checkpoint, check_data, check_device, check_folder, type_name
-from mmgate.engine.safe_load import add_trust_option
+from mmgate.checkpoints.loading import add_trust_option
+from mmgate.errors import ConfigError
+from mmgate.train import cli
+from mmgate.train.config_file import merge_options, read_config, type_name
+from mmgate.train.inputs import check_checkpoint, check_data, check_device, check_folder, find_images
+from mmgate.train.load_report import load_weights
 
 from .recording import require
 

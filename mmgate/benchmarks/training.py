@@ -21,8 +21,7 @@ from torch import Tensor
 
 import mmgate  # noqa: F401  (registers its components)
 from mmgate.analysis.flops import empty_sample
-from mmgate.engine.config_file import read_config
-from mmgate.engine.preflight import mappings
+from mmgate.train.config_file import mappings, read_config
 
 from .ops import Row, environment, interleaved
 

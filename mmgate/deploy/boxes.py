@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from mmdet.models.dense_heads import AnchorHead, RPNHead
 from torch import Tensor
 
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 from .nms import class_offsets, nms
 

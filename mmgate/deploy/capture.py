@@ -12,7 +12,7 @@ import torch
 from mmengine.logging import print_log
 from torch import Tensor
 
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 from .formats import writing
 from .network import Network

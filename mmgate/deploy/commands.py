@@ -10,13 +10,11 @@ import torch
 from mmengine.logging import print_log
 
 from mmgate.analysis.subjects import UNTRAINED, Subject, build_subject
-from mmgate.engine import cli
-from mmgate.engine.config_file import load_config, read_config
-from mmgate.engine.options import merge_options
-from mmgate.engine.preflight import ConfigError, check_data, check_writable
-from mmgate.engine.run_errors import explained_run
-from mmgate.engine.runner import build_runner
-from mmgate.engine.safe_load import add_trust_option
+from mmgate.checkpoints.loading import add_trust_option
+from mmgate.errors import ConfigError
+from mmgate.train import cli
+from mmgate.train.config_file import load_config, merge_options, read_config
+from mmgate.train.inputs import check_data, check_writable
 
 from . import export as exporting
 from .networks import serve
@@ -71,10 +69,9 @@ def test(argv: list[str]) -> None:
     args.launcher = 'none'
     cfg = load_config(args)
     check_data(cfg, ('test',))
-    runner = build_runner(cfg, trains=False)
+    runner = cli.build_runner(cfg)
     serve(runner.model, run)
-    with explained_run():
-        runner.test()
+    runner.test()
 
 
 def benchmark(argv: list[str]) -> None:

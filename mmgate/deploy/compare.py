@@ -12,7 +12,7 @@ import torch
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 from .network import Network
 

@@ -15,7 +15,8 @@ from mmengine.logging import print_log
 from torch import nn
 
 from mmgate._environment import why_not
-from mmgate.engine.preflight import ConfigError, check_writable
+from mmgate.errors import ConfigError
+from mmgate.train.inputs import check_writable
 
 from .capture import MAX_BATCH, Captured, capture, check_torch
 from .compare import Differences, Tolerances, check_finds_something, compare

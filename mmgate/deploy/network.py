@@ -10,7 +10,7 @@ import torch
 from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
 
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 
 class Network(nn.Module):

@@ -12,7 +12,7 @@ from mmengine.logging import print_log
 from torch import nn
 
 from mmgate._environment import available
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 from mmgate.layers.ms_deform_attn import MultiScaleDeformableAttention
 from mmgate.models import swap_attention
 

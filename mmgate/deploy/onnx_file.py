@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 from .capture import plain_attention
 from .network import Network

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .replaced import replaced
 
 
 def adaptive_avg_pool2d(x: Tensor, output_size: Any) -> Tensor:
@@ -31,5 +32,5 @@ def _means(cells: Any, size: Any, like: Tensor) -> Tensor:
 @contextmanager
 def matrix_pooling() -> Iterator[None]:
     """Let torch's adaptive average pooling be this one."""
-    with mock.patch.object(F, 'adaptive_avg_pool2d', adaptive_avg_pool2d):
+    with replaced(F, 'adaptive_avg_pool2d', adaptive_avg_pool2d):
         yield

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .replaced import replaced
 
 
 def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> list[Tensor]:
@@ -21,5 +22,5 @@ def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None)
 @contextmanager
 def plain_projections() -> Iterator[None]:
     """Let torch's ``multi_head_attention_forward`` project by :func:`project`."""
-    with mock.patch.object(F, '_in_projection_packed', project):
+    with replaced(F, '_in_projection_packed', project):
         yield

@@ -55,14 +55,13 @@ def pyramid_roi_align(
     """
     if not writes_onnx():
         return _sampled(maps, rois, levels, scales, options)
-    output: Tensor | None = None
+    output: Any = None  # there is one level at least
     for level, (map_, scale) in enumerate(zip(maps, scales, strict=True)):
         here = (levels == level).to(rois.dtype)[:, None]
         # a RoI of no size has no points: its features are 0, and cost nothing
         boxes, images = rois[:, 1:] * here, rois[:, 0].long()
         features = _node(map_, boxes, images, scale, options) * here[..., None, None]
-        output = features if output is None else output + features
-    assert output is not None
+        output = output + features if level else features
     return output
 
 

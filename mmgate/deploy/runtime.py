@@ -12,8 +12,8 @@ import torch
 from mmengine.logging import print_log
 from torch import Tensor
 
-from mmgate.engine.preflight import ConfigError
-from mmgate.engine.safe_load import HOW_TO_TRUST, is_trusted
+from mmgate.checkpoints.loading import HOW_TO_TRUST, is_trusted
+from mmgate.errors import ConfigError
 
 from .sampling import DOMAIN, PLUGIN
 

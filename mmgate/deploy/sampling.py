@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from mmgate.ops.dispatch import Backend
 from mmgate.ops.ms_deform_attn import grid_sample
 from mmgate.ops.ms_deform_attn.reference import corners
 
+from .replaced import replaced
 from .sizes import Sizes
 
 package = importlib.import_module('mmgate.ops.ms_deform_attn')  # the function of its name hides it
@@ -63,7 +63,7 @@ def grid(
     """Sample each level by ``grid_sample``; arguments as :func:`gather`. Levels lie one after the other."""
     areas = [height * width for height, width in spatial_shapes.tolist()]
     starts = Sizes([sum(areas[:level]) for level in range(len(areas))])
-    return grid_sample.sample(value, spatial_shapes, starts, sampling_locations, weights)  # type: ignore[arg-type]
+    return grid_sample.sample(value, spatial_shapes, starts, sampling_locations, weights)
 
 
 SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid, 'plugin': plugin}
@@ -73,5 +73,5 @@ SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid, 'p
 def sampled_by(name: str) -> Iterator[None]:
     """Let deformable attention sample by one of :data:`SAMPLERS`."""
     backend = Backend(name, lambda value: None, package._sampled(SAMPLERS[name]), plain=True)
-    with mock.patch.object(package, 'BACKENDS', (backend,)):
+    with replaced(package, 'BACKENDS', (backend,)):
         yield

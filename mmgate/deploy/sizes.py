@@ -9,26 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
 
+from .replaced import replaced
 
-class Sizes:
-    """What stands for an integer tensor of sizes: a tensor to operators, numbers to who indexes or unpacks it.
+
+class Sizes(Tensor):
+    """An integer tensor of sizes that keeps its numbers: a tensor to operators, numbers to who indexes or unpacks it.
 
     Args:
         numbers: Of one axis, or rows of them; they may be symbolic.
     """
 
-    def __init__(self, numbers: Sequence[Any]) -> None:
-        self.numbers = list(numbers)
+    numbers: list[Any]
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        """Tensor, for who asks whether it is one."""
-        return Tensor
+    @staticmethod
+    def __new__(cls: type[Sizes], numbers: Sequence[Any]) -> Sizes:
+        """Make an empty tensor, which nothing reads."""
+        made = Tensor._make_wrapper_subclass(cls, (0,), dtype=torch.int64)
+        made.numbers = list(numbers)
+        return made
+
+    def __init__(self, numbers: Sequence[Any]) -> None:
+        super().__init__()
 
     @property
     def tensor(self) -> Tensor:
@@ -41,11 +46,11 @@ class Sizes:
         """Return the numbers."""
         return self.numbers
 
-    def to(self, *_: Any) -> Sizes:
+    def to(self, *_: Any) -> Sizes:  # type: ignore[override]
         """Return the sizes as they are, whatever device they are asked for on: a graph is written on one."""
         return self
 
-    def view(self, *shape: int) -> Any:
+    def view(self, *shape: int) -> Any:  # type: ignore[override]
         """Return the rows of ``view(-1, n)``; any other shape is the tensor's."""
         if len(shape) == 2 and shape[0] == -1:
             width = shape[1]
@@ -63,11 +68,6 @@ class Sizes:
             return self.numbers[index]
         return Sizes(self.numbers[index]) if isinstance(index, slice) else self.tensor[index]
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith('__'):  # copying and pickling ask for hooks of theirs
-            raise AttributeError(name)
-        return getattr(self.tensor, name)
-
     def __mul__(self, other: Any) -> Any:
         return self.tensor * other
 
@@ -78,7 +78,15 @@ class Sizes:
         """Join sizes, and let any other function have the tensor."""
         if function is torch.cat and all(isinstance(part, Sizes) for part in args[0]):
             return Sizes([number for part in args[0] for number in part])
-        return function(*(_plain(arg) for arg in args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*(_plain(arg) for arg in args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Refuse: no operator is given the tensor itself."""
+        raise NotImplementedError(f'{function} of {cls.__name__}')
 
 
 def _plain(argument: Any) -> Any:
@@ -102,6 +110,6 @@ _linspace = torch.linspace
 @contextmanager
 def readable_sizes() -> Iterator[None]:
     """Let mmdet read the sizes of its levels, for which it asks ``torch._shape_as_tensor``, and make grids of them."""
-    shape = mock.patch.object(torch, '_shape_as_tensor', lambda tensor: Sizes(tensor.shape))
-    with shape, mock.patch.object(torch, 'linspace', linspace):
+    shape = replaced(torch, '_shape_as_tensor', lambda tensor: Sizes(tensor.shape))
+    with shape, replaced(torch, 'linspace', linspace):
         yield

@@ -6,12 +6,13 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmgate._environment import available
+
+from .replaced import replaced
 
 HOSTS = ('mmdet', 'mmseg')
 
@@ -42,9 +43,9 @@ def whole_numbers() -> Iterator[None]:
     with ExitStack() as stack:
         for host in filter(available, HOSTS):
             swin = importlib.import_module(f'{host}.models.backbones.swin')
-            stack.enter_context(mock.patch.object(swin.ShiftWindowMSA, 'window_reverse', window_reverse))
+            stack.enter_context(replaced(swin.ShiftWindowMSA, 'window_reverse', window_reverse))
         if available('mmseg'):
             from mmseg.models.utils import Upsample
 
-            stack.enter_context(mock.patch.object(Upsample, 'forward', upsample(Upsample.forward)))
+            stack.enter_context(replaced(Upsample, 'forward', upsample(Upsample.forward)))
         yield

@@ -1,1 +1,1 @@
-"""What stands between a command line and mmengine's Runner."""
+"""Which backend of an operator a run takes."""

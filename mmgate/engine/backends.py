@@ -8,12 +8,11 @@ import torch
 from mmengine.device import get_device
 from torch import nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers import PLuGAttention, PLuGMultiScaleDeformableAttention
 from mmgate.ops.dispatch import Backend, select
 from mmgate.ops.ms_deform_attn import BACKENDS as MS_DEFORM_ATTN
 from mmgate.ops.plug_attention import BACKENDS as PLUG_ATTENTION
-
-from .preflight import ConfigError
 
 
 def check_backends(model: nn.Module) -> None:

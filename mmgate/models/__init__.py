@@ -6,14 +6,12 @@ from . import backbones
 from .adapters import adapts
 from .classifier import Classifier
 from .gated import Gated, attention_modules, swap_attention
-from .matching import MatchedOnce
 from .starts import restore_attention
 
 __all__ = [
     *backbones.__all__,
     'Classifier',
     'Gated',
-    'MatchedOnce',
     'adapts',
     'attention_modules',
     'restore_attention',

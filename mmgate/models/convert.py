@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import nn
 
+from mmgate.checkpoints.tensors import State, tensors
+
 from .backbones import AgentCSwin, AgentPVT, AgentSwin
 from .backbones.cswin_layout import cswin_layout, is_cswin
 from .backbones.fitting import DERIVED, OUTPUT_NORM, misfits
 from .backbones.presets import OF_THE_ATTENTION
 from .backbones.pretrained import host_layout
-from .checkpoint_file import State, tensors
 from .deit import deit_backbone, is_deit
 
 
@@ -26,7 +27,7 @@ def convert(checkpoint: Any) -> State:
     all of an AgentCSwin without agents. Sizes, that of the images in pre-training too, are read from the tensors.
 
     Args:
-        checkpoint: What :func:`~mmgate.models.checkpoint_file.read_checkpoint` or ``torch.load`` returned.
+        checkpoint: What :func:`~mmgate.checkpoints.tensors.read_checkpoint` or ``torch.load`` returned.
 
     Raises:
         ValueError: It is none of these, or a key is unknown, missing or of another shape; they are listed.

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from mmgate.checkpoints.tensors import State, tensors
+
 from .backbones.cswin_layout import is_cswin
-from .checkpoint_file import State, tensors
 from .convert import convert
 from .deit import is_deit
 
@@ -22,7 +23,7 @@ def convert_classifier(checkpoint: Any) -> State:
     or vanilla, mmpretrain's ViT and ``head.layers.head``.
 
     Args:
-        checkpoint: What :func:`~mmgate.models.checkpoint_file.read_checkpoint` or ``torch.load`` returned.
+        checkpoint: What :func:`~mmgate.checkpoints.tensors.read_checkpoint` or ``torch.load`` returned.
 
     Raises:
         ValueError: It has no head, is a vanilla PVT or Swin, or does not convert; see :func:`~.convert.convert`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .checkpoint_file import State
+from mmgate.checkpoints.tensors import State
 
 _RENAMED = (
     (r'patch_embed\.proj\.', 'patch_embed.projection.'),

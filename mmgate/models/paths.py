@@ -1,11 +1,14 @@
-"""Modules by path: the one syntax of patterns, for rules and for hooks."""
+"""Modules by path: the one syntax of patterns, for rules and for hooks; the model inside its wrappers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
+from mmengine.model import is_model_wrapper
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 
 def path_regex(pattern: str) -> re.Pattern[str]:
@@ -40,3 +43,10 @@ def modules_at(model: nn.Module, patterns: Sequence[str], *, each: bool) -> dict
             f'{", ".join(name for name in names if name.count(".") == 2 and name.endswith(".0"))}.'
         )
     return {name: module for name, module in found.items() if not any(name.startswith(f'{outer}.') for outer in found)}
+
+
+def own_model(model: Any) -> nn.Module:
+    """Return the model that wrappers such as DistributedDataParallel are around."""
+    while is_model_wrapper(model) or isinstance(model, DistributedDataParallel):
+        model = model.module
+    return model

@@ -14,13 +14,14 @@ import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from mmgate.engine import cli
-from mmgate.engine.config_file import read_config
-from mmgate.engine.model_index import HOSTS, package_folder
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
+from mmgate.train import cli
+from mmgate.train.config_file import read_config
 
+HOSTS = ('mmdet', 'mmseg')
 PACKAGES = (*HOSTS, 'mmgate')
 
 
@@ -61,6 +62,12 @@ def run(argv: list[str]) -> None:
         runpy.run_path(str(tool.path), run_name='__main__')
     except ModuleNotFoundError as error:
         raise ConfigError(f'{tool}: {error}. Install what provides it.') from error
+
+
+def package_folder(package: str) -> Path | None:
+    """Return the folder of an installed package, without importing it, or None."""
+    spec = find_spec(package)
+    return Path(spec.origin).parent if spec is not None and spec.origin else None
 
 
 def tools_of(package: str) -> list[Tool]:

@@ -2,7 +2,7 @@
 
 import sys
 
-from mmgate.engine import cli
+from mmgate.train import cli
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ from mmgate.analysis.maps import (
     rollout,
 )
 from mmgate.analysis.runs import as_table, choose_metric, paired_difference, read_run, summary
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 
 def attention(*shape: int) -> Tensor:

@@ -15,9 +15,9 @@ from torch import nn
 
 from mmgate.analysis.flops import count_config, count_macs
 from mmgate.analysis.model_table import HEADER, ROWS, markdown
-from mmgate.engine import cli
 from mmgate.layers import AgentAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
+from mmgate.train import cli
 
 
 class Call(nn.Module):

@@ -15,7 +15,7 @@ import mmgate
 from mmgate.analysis.flops import empty_sample
 from mmgate.analysis.maps import rollout
 from mmgate.analysis.query_relevance import add_levels, query_relevance, query_rollout, record_queries
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 Q, COARSE, FINE = 3, 4, 6
 

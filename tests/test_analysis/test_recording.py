@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import mmgate
 from mmgate.analysis.accumulators import Kept, RunningMean, RunningStatistics
 from mmgate.analysis.recording import readable, record, require
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 SWIN: dict[str, Any] = dict(
     embed_dims=16, depths=(2, 1), num_heads=(2, 4), out_indices=(0, 1), strides=(4, 2), window_size=4

@@ -33,10 +33,10 @@ from mmgate.analysis.sampling import (
 )
 from mmgate.analysis.subjects import UNTRAINED
 from mmgate.datasets.shapes import write_shapes
-from mmgate.engine import cli
-from mmgate.engine.preflight import ConfigError
-from mmgate.engine.runner import build_runner
+from mmgate.errors import ConfigError
 from mmgate.registry import HOOKS
+from mmgate.train import cli
+from mmgate.train.cli import build_runner
 
 DEMO = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 COCO = ROOT.parent / 'shared/data/coco_sample/val2017'
@@ -220,7 +220,7 @@ def test_hooks_write_to_the_visualizer(demo: str, tmp_path: Path) -> None:
         dict(type='mmgate.SamplingPointsHook', images=2),
     ]
     cfg.launcher, cfg.experiment_name, cfg.visualizer.name = 'none', 'hooks', 'hooks'  # instances are global
-    runner = build_runner(cfg, trains=True)
+    runner = build_runner(cfg)
     runner.train()
     scalars: dict[str, float] = {}
     for line in next(tmp_path.glob('*/vis_data/scalars.json')).read_text().splitlines():

@@ -13,8 +13,8 @@ from conftest import ROOT
 from mmengine.config import Config
 
 from mmgate.analysis.study import Study, read_study, report_study, run_study
-from mmgate.engine.config_file import read_config
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
+from mmgate.train.config_file import read_config
 
 METRIC = 'coco/bbox_mAP'
 

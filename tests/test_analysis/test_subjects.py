@@ -14,9 +14,9 @@ from mmengine.config import Config
 import mmgate  # noqa: F401
 from mmgate.analysis.subjects import UNTRAINED, apart, class_names, image_name, parser, picture_names, subjects
 from mmgate.datasets.shapes import write_shapes
-from mmgate.engine import cli
-from mmgate.engine.config_file import read_config
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
+from mmgate.train import cli
+from mmgate.train.config_file import read_config
 
 DETR = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 MASK2FORMER = 'configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py'

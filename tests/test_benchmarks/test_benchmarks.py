@@ -149,7 +149,7 @@ def test_mask2formers_classes_have_another_name() -> None:
 def test_speedups_are_measured_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
     compiled = []
-    monkeypatch.setattr('mmgate.engine.speed_hooks.CompileHook.before_train', lambda self, run: compiled.append(run))
+    monkeypatch.setattr('mmgate.speed.hooks.CompileHook.before_train', lambda self, run: compiled.append(run))
     monkeypatch.delitem(training.SPEEDUPS, 'sampler')  # takes its time to compile, too
     options = dict(size=(64, 96), batch=1, repetitions=1, device='cpu', processor_time=True)
     speedups = ('groups', 'matcher', 'all')

@@ -13,7 +13,8 @@ from mmgate.deploy import export as exporting
 from mmgate.deploy.capture import Captured
 from mmgate.deploy.export import check_format
 from mmgate.deploy.runtime import Exported
-from mmgate.engine.preflight import ConfigError, check_writable
+from mmgate.errors import ConfigError
+from mmgate.train.inputs import check_writable
 
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

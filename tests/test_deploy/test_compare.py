@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from mmgate.deploy import networks
 from mmgate.deploy.compare import Differences, Tolerances, check_finds_something, compare
 from mmgate.deploy.networks import network, serve
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 Outputs = tuple[Tensor, ...]
 

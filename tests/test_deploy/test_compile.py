@@ -17,7 +17,7 @@ import mmgate  # noqa: F401
 from mmgate.deploy.export import export
 from mmgate.deploy.networks import network
 from mmgate.deploy.runtime import Exported
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 SMALL = dict(
     AgentPVT=dict(num_layers=(1, 1, 1, 1)),

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from mmgate.deploy.capture import capture
 from mmgate.deploy.network import Network
 from mmgate.deploy.sampling import PLUGIN, SAMPLERS
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 from mmgate.layers import PLuGMultiScaleDeformableAttention
 
 onnx = pytest.importorskip('onnx', reason='needs the extra "deploy"')

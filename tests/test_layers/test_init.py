@@ -10,18 +10,12 @@ from typing import Any
 import pytest
 import torch
 from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models.backbones.pvt import SpatialReductionAttention
 from torch import Tensor, nn
 
-from mmgate.layers import (
-    AgentAttention,
-    PLuGAttention,
-    PLuGMultiheadAttention,
-    PLuGMultiScaleDeformableAttention,
-    SAGAAttention,
-    SDPAGatedAttention,
-)
+from mmgate import restore_attention, swap_attention
+from mmgate.layers import PLuGMultiheadAttention
 from mmgate.layers.gml import VARIANTS, GatingModulation
-from mmgate.layers.start import keep_starts
 from mmgate.registry import MODELS
 
 C, H = 64, 4
@@ -69,9 +63,27 @@ class Host(nn.Module):
         HOSTS[self.host](self)
 
 
-def initialised(host: str, *layers: nn.Module) -> Host:
-    model = Host(host, *layers)
-    keep_starts(model)
+def dense() -> nn.Module:
+    return nn.MultiheadAttention(C, H, batch_first=True)
+
+
+def deformable() -> nn.Module:
+    return MultiScaleDeformableAttention(C, H, num_levels=4, num_points=4)
+
+
+def whole_map() -> nn.Module:
+    return SpatialReductionAttention(C, H)
+
+
+def gated(host: str, *pairs: tuple[Callable[[], nn.Module], dict[str, Any]]) -> Host:
+    """A host whose layers are swapped by the rules beside them."""
+    model = Host(host, *[vanilla() for vanilla, _ in pairs])
+    swap_attention(model, [dict(path=f'layers.{i}', **rule) for i, (_, rule) in enumerate(pairs)])
+    return model
+
+
+def initialised(host: str, *pairs: tuple[Callable[[], nn.Module], dict[str, Any]]) -> Host:
+    model = gated(host, *pairs)
     model.init_weights()
     return model
 
@@ -86,11 +98,12 @@ def assert_uniform(x: Tensor, bound: float) -> None:
 @pytest.mark.parametrize('host', HOSTS)
 @pytest.mark.parametrize('init', ['identity', 'paper'])
 def test_plug_projections_start_xavier_uniform_in_both_forms(init: str, host: str) -> None:
-    sizes: dict[str, Any] = dict(num_levels=4, num_points=4, granularity='head_level_point', init=init)
-    dense, deformable = PLuGAttention(C, H, init=init), PLuGMultiScaleDeformableAttention(C, H, **sizes)
-    built = copy.deepcopy([dense, deformable])
-    model = initialised(host, dense, deformable)
-    for one, other in (built, model.layers):
+    pairs = (
+        (dense, dict(type='PLuGMultiheadAttention', init=init)),
+        (deformable, dict(type='PLuGMultiScaleDeformableAttention', granularity='head_level_point', init=init)),
+    )
+    for model in (gated(host, *pairs), initialised(host, *pairs)):
+        one, other = model.layers
         for projection in (one.gate_q_proj, one.gate_k_proj, other.gate_proj):
             assert_uniform(projection.weight, (6 / sum(projection.weight.shape)) ** 0.5)
             assert_uniform(projection.bias, C**-0.5)
@@ -125,55 +138,60 @@ SDPA_IDENTITIES = [
 ]
 
 
+SDPA = dict(type='SDPAGatedMultiheadAttention', init='identity', act='silu')
+
+
 @pytest.mark.parametrize('host', HOSTS)
 @pytest.mark.parametrize('options', SDPA_IDENTITIES, ids=str)
 def test_sdpa_starts_as_the_vanilla_attention_in_every_host(options: dict, host: str) -> None:
     """In two dimensions, so that layer-decay constructors see a matrix, and nonetheless zero at the start."""
-    vanilla = nn.MultiheadAttention(C, H, batch_first=True)
-    gated = SDPAGatedAttention(C, H, batch_first=True, init='identity', **options)
-    model = initialised(host, gated)
-    gated.load_state_dict(vanilla.state_dict(), strict=False)
-    assert gated.gate_weight.shape == (C, C)
+    model = initialised(host, (dense, dict(type='SDPAGatedMultiheadAttention', init='identity', **options)))
+    layer = model.layers[0]
+    assert layer.gate_weight.shape == (C, C)
     x = torch.randn(2, 5, C)
-    torch.testing.assert_close(model.layers[0](x, x, x)[0], vanilla(x, x, x)[0], rtol=0, atol=1e-6)
+    out = layer(x, x, x)[0]
+    assert restore_attention(model) == ['layers.0']
+    expected = model.layers[0](x, x, x)[0]
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6 * max(1, expected.abs().max().item()))
 
 
 @pytest.mark.parametrize('host', HOSTS)
 def test_map_attentions_keep_convolution_and_biases(host: str) -> None:
-    agent = AgentAttention(C, H, map_size=(4, 4), agent_num=4)
-    saga = SAGAAttention(C, H, map_size=(4, 4))
-    initialised(host, agent, saga)
+    sizes = dict(map_size=(4, 4))
+    pairs = (
+        (whole_map, dict(type='AgentAttention', agent_num=4, **sizes)),
+        (whole_map, dict(type='SAGAAttention', **sizes)),
+    )
+    agent, saga = initialised(host, *pairs).layers
     assert_uniform(agent.dwc.weight, 1 / 3)
     assert_uniform(saga.dwc.weight, 1 / 5)
     for name in ('an_bias', 'na_bias', 'ah_bias', 'ha_bias'):
         assert 0.01 < getattr(agent, name).std() < 0.03
     assert torch.count_nonzero(saga.position_encoding) == 0
+    for projection in (saga.gate_k, saga.gate_v, saga.gate_out):
+        assert 0.015 < projection.weight.std() < 0.025 and torch.count_nonzero(projection.bias) == 0
 
 
 @pytest.mark.parametrize('host', HOSTS)
 def test_what_a_checkpoint_filled_is_not_drawn_anew(host: str) -> None:
-    layer = SDPAGatedAttention(C, H, init='identity', act='silu')
-    state = {name: torch.full_like(value, 0.5) for name, value in layer.state_dict().items()}
-    model = Host('detr', layer)
-    keep_starts(model)
-    layer.load_state_dict(state)
-    model.init_weights()
-    assert torch.equal(layer.gate_bias, state['gate_bias'])
-    other = SDPAGatedAttention(C, H, init='identity', act='silu')
+    model = gated(host, (dense, SDPA), (dense, SDPA))
+    one, other = model.layers
+    state = {name: torch.full_like(value, 0.5) for name, value in one.state_dict().items()}
+    one.load_state_dict(state)
     other.load_state_dict({'in_proj_weight': state['in_proj_weight']}, strict=False)  # of a vanilla attention
-    initialised(host, other)
+    model.init_weights()
+    assert torch.equal(one.gate_bias, state['gate_bias'])
     assert torch.count_nonzero(other.gate_weight) == 0
 
 
 def test_a_model_without_a_start_of_its_own_gets_none() -> None:
-    model = nn.Sequential(SDPAGatedAttention(C, H, init='identity', act='silu'))
-    keep_starts(model)
+    model = nn.Sequential(dense())
+    swap_attention(model, dict(path='0', **SDPA))
     assert not hasattr(model, 'init_weights')
 
 
-def test_a_model_that_keeps_its_starts_copies_and_pickles() -> None:
-    model = Host('detr', SDPAGatedAttention(C, H, init='identity', act='silu'))
-    keep_starts(model)
+def test_a_gated_model_copies_and_pickles() -> None:
+    model = gated('detr', (dense, SDPA))
     pickled = io.BytesIO()
     torch.save(model, pickled)
     pickled.seek(0)
@@ -181,8 +199,25 @@ def test_a_model_that_keeps_its_starts_copies_and_pickles() -> None:
         nn.init.ones_(other.layers[0].gate_weight)
         model.init_weights()
         assert torch.count_nonzero(other.layers[0].gate_weight) == C * C, 'a copy is bound to the original'
+        before = other.layers[0].in_proj_weight.clone()
         other.init_weights()
         assert torch.count_nonzero(other.layers[0].gate_weight) == 0
+        assert not torch.equal(other.layers[0].in_proj_weight, before), "the host's start is not the copy's"
+
+
+@pytest.mark.parametrize('gate', ['DifferentialGatedMultiheadAttention', 'PLuGMultiheadAttention'])
+def test_a_stream_is_of_the_seed_and_the_name(gate: str) -> None:
+    def start(seed: int, path: str) -> Tensor:
+        torch.manual_seed(seed)
+        model = Host('detr', dense(), dense())
+        swap_attention(model, dict(path=path, type=gate))
+        torch.rand(seed)  # whatever was drawn meanwhile
+        model.init_weights()
+        return next(p for n, p in model.named_parameters() if 'gate' in n and n.endswith('weight')).detach()
+
+    assert torch.equal(start(1, 'layers.0'), start(1, 'layers.0'))
+    assert not torch.equal(start(1, 'layers.0'), start(2, 'layers.0'))
+    assert not torch.equal(start(1, 'layers.0'), start(1, 'layers.1'))
 
 
 def test_mmcv_wrapper_initialises_by_itself_after_xavier() -> None:
@@ -214,9 +249,22 @@ def test_backbones_keep_their_starts(backbone: dict, kernel: int) -> None:
     for name, module in model.named_modules():
         if name.endswith('dwc'):
             assert_uniform(module.weight, 1 / kernel)
-        if type(module).__name__ == 'TokenFFN':
-            for layer in (module.layers[0], module.layers[3]):
-                torch.testing.assert_close(layer.weight.std().item(), 0.02, rtol=0.05, atol=0)
-                assert torch.count_nonzero(layer.bias) == 0
         if hasattr(module, 'an_bias'):
             assert 0.015 < module.an_bias.std() < 0.025
+
+
+@pytest.mark.parametrize('kind', ['mmgate.LinearPVT', 'mmgate.AgentPVT', 'mmgate.SAGAPVT'])
+def test_the_paper_start_of_pvt_is_one_of_narrow_linear_layers(kind: str) -> None:
+    """The vanilla partner's as well: under one seed what they share is equal in both starts."""
+    starts = {}
+    for name in (kind, 'mmgate.LinearPVT'):
+        torch.manual_seed(0)
+        model = MODELS.build(dict(type=name, init='paper', **TINY))
+        model.init_weights()
+        starts[name] = [parameter for key, parameter in model.named_parameters() if '.ffn.layers.0.weight' in key]
+        joint = [p for n, p in model.named_parameters() if n.endswith(('in_proj_weight', '.qkv.weight'))]
+        for weight in (*starts[name], *joint):
+            torch.testing.assert_close(weight.std().item(), 0.02, rtol=0.05, atol=0)
+    assert all(
+        torch.equal(one, other) for one, other in zip(*(starts[n] for n in (kind, 'mmgate.LinearPVT')), strict=True)
+    )

@@ -17,12 +17,12 @@ from conftest import tool
 from published import agent_pvt, agent_swin, random_pvt, random_swin
 from torch import Tensor, nn
 
-from mmgate.engine import cli
+from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.layers.map_attention import MapAttention
 from mmgate.layers.token_ffn import TokenFFN
-from mmgate.models.checkpoint_file import read_checkpoint
 from mmgate.models.convert import convert
 from mmgate.registry import MODELS
+from mmgate.train import cli
 
 TINY = dict(num_layers=(1, 1, 1, 1), drop_path_rate=0.0)
 TINY_SWIN = dict(depths=(2, 2, 2, 2), drop_path_rate=0.0)

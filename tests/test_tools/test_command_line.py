@@ -13,7 +13,7 @@ from mmengine.config import Config
 from test_end_to_end import CONFIG
 
 from mmgate.datasets.shapes import write_shapes
-from mmgate.engine import cli
+from mmgate.train import cli
 
 ON_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason='runs here')
 
@@ -66,15 +66,8 @@ def test_options_of_the_mm_tools(project: Path) -> None:
             marks=ON_A_GPU,
             id='backend',
         ),
-        pytest.param(
-            ['--cfg-options', 'model.bbox_head.num_classes=2'],
-            'bbox_head (DeformableDETRHead) predicts 2 classes, but the training data (CocoDataset) labels 6',
-            id='classes',
-        ),
         pytest.param(['--cfg-options', 'model.encoder.num_layers=[1]'], 'MMGATE_TRACEBACK=1 shows', id='type'),
-        pytest.param(
-            ['--cfg-options', 'model.neck.in_channels.7=1'], 'model.neck.in_channels is a list of 3', id='index'
-        ),
+        pytest.param(['--cfg-options', 'model.neck.in_channels.7=1'], 'model.neck.in_channels.7', id='index'),
         pytest.param(
             ['--auto-accumulate', '--cfg-options', 'train_dataloader.batch_size=3'],
             '1 processes x 3 images = 3 at a time, and 8 a step is no multiple',
@@ -89,14 +82,6 @@ def test_said_before_training(
     error = capsys.readouterr().err
     assert 'error: ' in error and message in error and 'Traceback' not in error
     assert not list(project.rglob('*.pth'))
-
-
-def test_a_corrupt_image_is_named(project: Path, capsys: pytest.CaptureFixture) -> None:
-    image = next((project / 'data/shapes/train').iterdir())
-    image.write_bytes(b'\0' * 100)
-    assert run('train', name='corrupt') == 2
-    error = capsys.readouterr().err
-    assert f'{image.name} is no image that can be read' in error and 'Traceback' not in error
 
 
 def test_accumulation_reaches_the_base_batch_and_is_logged(project: Path) -> None:
@@ -115,8 +100,9 @@ def test_a_checkpoint_of_another_model(project: Path, capsys: pytest.CaptureFixt
     assert 'error: 0 of ' in error and 'give --allow-mismatch' in error
     assert run('test', 'other.pth', '--allow-mismatch', name='mismatch') == 0
     fewer = ['--allow-mismatch', '--cfg-options', 'model.bbox_head.num_classes=2']
-    with pytest.warns(UserWarning, match=r'predicts 2 classes, but the data to test on \(CocoDataset\) labels 6'):
-        assert run('test', 'other.pth', *fewer, name='fewer') == 0
+    assert run('test', 'other.pth', *fewer, name='fewer') == 0
+    logs = ''.join(log.read_text() for log in project.rglob('*.log'))
+    assert 'bbox_head (DeformableDETRHead) predicts 2 classes, and CocoDataset has 6' in logs
 
 
 @pytest.mark.parametrize(
@@ -137,29 +123,6 @@ def test_checkpoints_to_start_from(
     assert run('train', *arguments, name=f'start_{state}_{status}') == status
     output, errors = capfd.readouterr()
     assert re.search(message, output + errors, re.DOTALL)
-
-
-def test_a_run_of_another_model_or_optimizer_is_not_resumed(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run('train', name='first') == 0
-    others = {
-        'momentum, which SGD needs': ['optim_wrapper.optimizer.type=SGD', 'optim_wrapper.optimizer.momentum=0.9'],
-        'groups its parameters otherwise': [
-            'optim_wrapper.constructor=DefaultOptimWrapperConstructor',
-            'optim_wrapper.paramwise_cfg=None',
-        ],
-        'parameters of shape (30, 256) were trained there, none are here': ['model.num_queries=20'],
-        'were trained there, ': ['model.encoder.num_layers=2'],
-    }
-    for number, (message, options) in enumerate(others.items()):
-        assert run('train', '--resume', 'work/epoch_1.pth', '--cfg-options', *options, name=f'other{number}') == 2
-        error = capsys.readouterr().err
-        assert message in error and 'starts a new' in error and 'Traceback' not in error
-    checkpoint = torch.load('work/epoch_1.pth', weights_only=False)
-    del checkpoint['optimizer']  # as mmengine saves the best one
-    torch.save(checkpoint, 'best.pth')
-    assert run('train', '--resume', 'best.pth', name='best') == 0
-    logs = ''.join(log.read_text() for log in project.rglob('*.log'))
-    assert "best.pth has no optimizer's state: its moments start anew" in logs
 
 
 @pytest.mark.parametrize(
@@ -187,10 +150,3 @@ def test_blanks_in_a_path_stay() -> None:
     expected = dict(data_root='/my data (1)/x', sizes=[1, 2], lr=0.1, name='two words', text=[1, 2])
     assert parser.parse_args(['--cfg-options', *options]).cfg_options == expected
     assert parser.parse_args(['--cfg-options', 'a=x y', 'a=z', 'b=- 3']).cfg_options == dict(a='z', b=-3)
-
-
-def test_a_work_dir_that_is_a_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path('taken').touch()
-    for folder in ('taken', 'taken/runs/1'):
-        assert cli.main(cli.train, ['config.py', '--work-dir', folder]) == 2
-        assert f'work dir {folder}: taken is a file' in capsys.readouterr().err

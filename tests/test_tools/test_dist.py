@@ -141,8 +141,9 @@ def last(work: Path) -> dict[str, Tensor]:
 
 
 def test_two_processes_train_as_one(project: Path) -> None:
-    alone(project, 'train.py', 'detector.py', '--work-dir', 'one')
-    options = ['--cfg-options', 'train_dataloader.batch_size=4', 'sync_bn=torch']
+    options = ['--cfg-options', 'model.backbone.norm_eval=True']  # torch synchronises batch norms on GPUs alone
+    alone(project, 'train.py', 'detector.py', '--work-dir', 'one', *options)
+    options.append('train_dataloader.batch_size=4')
     done(dist(project, 'dist_train.sh', 'detector.py', '2', '--work-dir', 'two', *options))
     nodes = [
         dist(
@@ -253,8 +254,6 @@ def test_one_dead_process_ends_all(nodes: str, project: Path) -> None:
     assert time.time() - killed < 60
     assert all(launcher.returncode for launcher in launchers)
     assert 'Signal 9 (SIGKILL) received' in outputs[-1]
-    if nodes == '2':  # on one node torchrun ends the other process before it can notice
-        assert 'error: another process of this run has ended, so process 0 ends, too' in outputs[0]
 
 
 def test_ctrl_c_saves_what_both_have_done(project: Path) -> None:

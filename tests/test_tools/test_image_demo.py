@@ -1,10 +1,8 @@
-"""Inference on images, from a config or a name, with mmdet's and mmseg's inferencers."""
+"""Inference on images with mmdet's and mmseg's inferencers, by our command line and by a config's path."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from mmengine.config import Config
-from mmengine.hub import get_config
+from mmengine.hub import get_config, get_model
 from mmengine.registry import MODELS, init_default_scope
 
 import mmgate  # noqa: F401
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 from mmgate.tools import image_demo
 
 DETECTOR = 'plug-deformable-detr-refine_r18_1xb8-12e_shapes'
@@ -51,50 +48,33 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_detector(folder: Path, tmp_path: Path) -> None:
-    arguments = ['--out-dir', str(tmp_path), '--pred-score-thr', '0.1', '--batch-size', '2', '--palette', 'random']
+    arguments = ['--out-dir', str(tmp_path), '--pred-score-thr', '0.1', '--batch-size', '2']
     result = run(folder, 'images', PATHS[DETECTOR], f'{DETECTOR}.pth', *arguments)
     assert result.returncode == 0, result.stderr[-2000:]
     assert sorted(path.name for path in (tmp_path / 'vis').iterdir()) == ['a.jpg', 'b.png']
     assert len(json.loads((tmp_path / 'preds/a.json').read_text())['scores']) == 30
 
 
-def test_segmentor_by_name(folder: Path, tmp_path: Path) -> None:
-    arguments = ['--weights', f'{SEGMENTOR}.pth', '--out-dir', str(tmp_path), '--opacity', '0.7']
-    result = run(folder, 'images/*', SEGMENTOR, *arguments)
+def test_segmentor(folder: Path, tmp_path: Path) -> None:
+    arguments = [PATHS[SEGMENTOR], f'{SEGMENTOR}.pth', '--out-dir', str(tmp_path), '--opacity', '0.7']
+    result = run(folder, 'images/*', *arguments)
     assert result.returncode == 0, result.stderr[-2000:]
     assert sorted(path.name for path in (tmp_path / 'vis').iterdir()) == ['a.jpg', 'b.png']
     labels = cv2.imread(str(tmp_path / 'pred/00000000_pred.png'), cv2.IMREAD_GRAYSCALE)
     assert labels.shape == (64, 64) and labels.max() < 6
 
 
-@pytest.mark.parametrize('name, pred', [(DETECTOR, 'preds'), (SEGMENTOR, 'pred')], ids=['det', 'seg'])
-@pytest.mark.parametrize('skipped', [['vis'], ['pred'], ['vis', 'pred']], ids='-'.join)
-def test_saves_what_is_wanted(folder: Path, tmp_path: Path, name: str, pred: str, skipped: list[str]) -> None:
-    arguments = [f'--no-save-{each}' for each in skipped]
-    inputs = [str(folder / 'images/a.jpg'), name, str(folder / f'{name}.pth')]
-    image_demo.run([*inputs, '--device', 'cpu', '--out-dir', str(tmp_path), *arguments])
-    assert (tmp_path / 'vis').exists() == ('vis' not in skipped)
-    assert (tmp_path / pred).exists() == ('pred' not in skipped)
-
-
 @pytest.mark.parametrize(
     'arguments, message',
     [
-        (['nowhere', DETECTOR], 'nowhere is no image, no folder with images'),
-        (['images', DETECTOR.replace('refine', 'refined')], f'Did you mean {DETECTOR}'),
-        (['images', 'nowhere.py'], 'config nowhere.py does not exist'),
-        (['images', DETECTOR, 'nowhere.pth'], 'checkpoint nowhere.pth does not exist'),
-        (['images', DETECTOR, '--device', 'cuda:99'], 'cuda:99: torch sees'),
-        (['images', DETECTOR, '--device', 'gpu'], '--device gpu: give'),
-        (['images', DETECTOR, '--palette', 'zzz'], '--palette zzz is of no data set that mmdet'),
-        (['images', SEGMENTOR, '--palette', 'zzz'], '--palette zzz is of no data set that mmseg'),
-        (['images', SEGMENTOR, f'{DETECTOR}.pth', '--device', 'cpu'], 'EncoderDecoder .*It is of another model'),
-        (['empty', DETECTOR, f'{DETECTOR}.pth', '--device', 'cpu'], 'empty/a.png is no image that can be read'),
+        (['nowhere', PATHS[DETECTOR], f'{DETECTOR}.pth'], 'nowhere is no image, no folder with images'),
+        (['images', 'nowhere.py', f'{DETECTOR}.pth'], 'config nowhere.py does not exist'),
+        (['images', PATHS[DETECTOR], 'nowhere.pth'], 'checkpoint nowhere.pth does not exist'),
+        (['images', PATHS[DETECTOR], f'{DETECTOR}.pth', '--device', 'cuda:99'], 'cuda:99: torch sees'),
+        (['images', PATHS[DETECTOR], f'{DETECTOR}.pth', '--device', 'gpu'], '--device gpu: give'),
+        (['images', PATHS[SEGMENTOR], f'{DETECTOR}.pth', '--device', 'cpu'], 'EncoderDecoder .*It is of another model'),
     ],
-    ids=[
-        *('images', 'name', 'config', 'checkpoint', 'no such gpu', 'no device', 'palette', 'palette of maps'),
-        *('another model', 'empty'),
-    ],
+    ids=['images', 'config', 'checkpoint', 'no such gpu', 'no device', 'another model'],
 )
 def test_refuses(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
@@ -104,33 +84,36 @@ def test_refuses(
         image_demo.run([*arguments, '--out-dir', str(tmp_path)])
 
 
-def test_what_is_no_fault_of_an_image_stays_as_it_is(folder: Path) -> None:
-    with pytest.raises(RuntimeError, match='out of memory'), image_demo.named_images([str(folder / 'empty/a.png')]):
-        raise RuntimeError('CUDA out of memory')
-
-
-def test_the_default_of_the_palettes_may_be_said() -> None:
-    image_demo.check_inputs(
-        ['a.jpg'], argparse.Namespace(device=None, palette='none', no_save_pred=True), segments=False
-    )
-
-
-def test_results_that_overwrite_one_another_are_said(folder: Path, tmp_path: Path) -> None:
-    for suffix in ('.jpg', '.png'):
-        shutil.copy(folder / 'images/b.png', tmp_path / f'same{suffix}')
-    with pytest.warns(UserWarning, match='several images are called same'):
-        arguments = [DETECTOR, str(folder / f'{DETECTOR}.pth'), '--device', 'cpu', '--no-save-vis']
-        image_demo.run([str(tmp_path), *arguments, '--out-dir', str(tmp_path / 'out')])
-
-
-def test_a_config_may_be_a_file(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / 'mine.py').write_text(f"_base_ = '{PATHS[DETECTOR]}'\nmodel = dict(num_queries=20)")
-    cfg, weights = image_demo.read_model(str(tmp_path / 'mine.py'))
-    assert isinstance(cfg, Config) and cfg.model.num_queries == 20 and weights is None
-
-
 def test_a_checkpoint_of_another_model_draws_nothing(folder: Path, tmp_path: Path) -> None:
     torch.save({'state_dict': {'backbone.unknown': torch.zeros(1)}}, tmp_path / 'other.pth')
     result = run(folder, 'images', PATHS[DETECTOR], str(tmp_path / 'other.pth'), '--out-dir', str(tmp_path / 'out'))
     assert result.returncode == 2 and '0 of 224 keys of DeformableDETR were loaded' in result.stderr
     assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('name', [DETECTOR, SEGMENTOR], ids=['DetInferencer', 'MMSegInferencer'])
+def test_the_inferencers_take_the_path_of_a_config(folder: Path, name: str) -> None:
+    if name == DETECTOR:
+        from mmdet.apis import DetInferencer as Inferencer
+    else:
+        from mmseg.apis import MMSegInferencer as Inferencer
+    weights = folder / f'{name}.pth'
+    model = Inferencer(get_config(PATHS[name]).filename, str(weights), device='cpu').model
+    assert len(model.dataset_meta['classes']) == 6
+    for key, value in torch.load(weights)['state_dict'].items():
+        torch.testing.assert_close(model.state_dict()[key], value, msg=key)
+
+
+@pytest.mark.parametrize(
+    'path, kind, gate',
+    [
+        (PATHS[DETECTOR], 'DeformableDETR', 'PLuGMultiScaleDeformableAttention'),
+        (PATHS[SEGMENTOR], 'EncoderDecoder', 'PLuGMultiheadAttention'),
+        ('mmgate::agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py', 'MaskRCNN', 'AgentAttention'),
+    ],
+    ids=['detector', 'segmentor', 'backbone'],
+)
+def test_the_hub_takes_our_configs(path: str, kind: str, gate: str) -> None:
+    model = get_model(path)
+    assert type(model).__name__ == kind
+    assert any(type(module).__name__ == gate for module in model.modules())

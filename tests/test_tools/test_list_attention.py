@@ -19,8 +19,8 @@ from mmengine.hub import get_config
 
 import mmgate  # noqa: F401
 from mmgate.analysis.structure import Attention, build_structure, list_attention
-from mmgate.engine.config_file import read_config
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
+from mmgate.train.config_file import read_config
 
 DENSE = {'PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention', 'DifferentialGatedMultiheadAttention'}
 MAP = {'AgentAttention', 'SAGAAttention'}

@@ -17,8 +17,8 @@ import mmgate  # noqa: F401
 from mmgate.analysis.map_figures import seen_part
 from mmgate.analysis.subjects import UNTRAINED
 from mmgate.datasets.shapes import write_shapes
-from mmgate.engine import cli
-from mmgate.engine.config_file import read_config
+from mmgate.train import cli
+from mmgate.train.config_file import read_config
 
 CONFIGS = dict(
     detr='plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py',

@@ -17,11 +17,11 @@ from test_end_to_end import CONFIG
 
 import mmgate  # noqa: F401
 from mmgate.datasets.shapes import write_shapes
-from mmgate.engine import cli
 from mmgate.models.backbones import AgentPVT
 from mmgate.tools import image_demo
+from mmgate.train import cli
 
-SEGMENTOR = 'plug-mask2former_r18_1xb8-1k_shapes-128x128'
+SEGMENTOR = str(ROOT / 'configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py')
 
 
 class Calls:
@@ -66,7 +66,7 @@ def script(name: str) -> Callable[[str], int]:
     """Run a converter as a user does, but for the start of a process."""
 
     def call(path: str) -> int:
-        sys.argv = [name, path, 'converted.pth'] if name == 'agent_attention.py' else [name, path]
+        sys.argv = [name, path, 'converted.pth']
         source = ROOT / 'tools/model_converters' / name
         try:
             exec(compile(source.read_text(), name, 'exec'), dict(__name__='__main__', __file__=str(source)))
@@ -112,7 +112,6 @@ WAYS: dict[str, Callable[[str], Any]] = {
     'resume': tool(cli.train, 'config.py', '--work-dir', 'work', '--resume', 'EVIL'),
     'image_demo': tool(image_demo.run, 'data/shapes/val', 'config.py', 'EVIL', '--device', 'cpu'),
     'agent_attention': script('agent_attention.py'),
-    'publish': script('publish.py'),
     'backbone': backbone,
     'init_cfg': init_cfg,
     'DetInferencer': detector,
@@ -121,7 +120,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
 }
 
 
-LIGHT = ('agent_attention', 'publish', 'backbone', 'init_cfg')
+LIGHT = ('agent_attention', 'backbone', 'init_cfg')
 
 
 def case(way: str, attack: Callable[[Path], None]) -> Any:

@@ -11,9 +11,10 @@ import pytest
 import torch
 from conftest import ROOT
 from mmengine.fileio import dump
+from mmengine.logging import HistoryBuffer
 
 from mmgate.datasets.shapes import write_shapes
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 from mmgate.tools import mm
 
 DETECTOR = 'mmgate::plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
@@ -57,6 +58,18 @@ def test_confusion_matrix(project: Path, tmp_path: Path) -> None:
     result = run(project, 'analysis_tools/confusion_matrix.py', *arguments)
     assert result.returncode == 0, result.stderr[-2000:]
     assert (tmp_path / 'confusion_matrix.png').stat().st_size > 0
+
+
+def test_publish_model(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mmdet's tool leaves weights and meta; from torch 2.6 on it has to be told to load what mmengine writes."""
+    monkeypatch.setenv('TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD', '1')
+    weights = dict(weight=torch.ones(1))
+    hub = dict(log_scalars=dict(loss=HistoryBuffer([1.0], [1])))
+    torch.save(dict(meta=dict(epoch=1), state_dict=weights, optimizer={}, message_hub=hub), tmp_path / 'a.pth')
+    result = run(project, 'mmdet:publish_model', str(tmp_path / 'a.pth'), str(tmp_path / 'out.pth'))
+    assert result.returncode == 0, result.stderr[-2000:]
+    (published,) = tmp_path.glob('out-*.pth')
+    assert torch.load(published) == dict(meta=dict(epoch=1), state_dict=weights)
 
 
 @pytest.mark.parametrize(

@@ -31,13 +31,12 @@ def mutants() -> ModuleType:
 
 def test_every_module_has_tests() -> None:
     covering = load('covering')
-    for package in ('layers', 'ops', 'models', 'engine'):
+    bare = [(folder, '__init__.py') for folder in ('checkpoints', 'engine', 'speed', 'train')]
+    for package in ('layers', 'ops', 'models', 'checkpoints', 'engine', 'speed', 'train'):
         for path in (ROOT / 'mmgate' / package).rglob('*.py'):
             tests = covering.tests_of(path.relative_to(ROOT / 'mmgate').as_posix())
             kernel = 'kernel' in path.name or path.name in ('triton.py', 'blocks.py', 'triton_backend.py')
-            assert (tests is None) == ((package == 'ops' and kernel) or path.parts[-2:] == ('engine', '__init__.py')), (
-                path
-            )
+            assert (tests is None) == ((package == 'ops' and kernel) or path.parts[-2:] in bare), path
             for test in covering.files(tests or ()):
                 assert (ROOT / test).is_file(), f'{path}: {test}'
     assert covering.commands(('a', 'b', 'c:x or y', 'd')) == [
@@ -75,7 +74,7 @@ def test_only_what_runs_is_changed(mutants: ModuleType, tmp_path: Path) -> None:
     (tmp_path / 'layers/area.py').write_text(CODE)
     chosen = mutants.sample(tmp_path, 20, seed=3)
     assert chosen == mutants.sample(tmp_path, 20, seed=3) != mutants.sample(tmp_path, 20, seed=4)
-    assert len(chosen) == len({place for place, _ in chosen}) == 5  # a quarter, for want of other packages
+    assert len(chosen) == len({place for place, _ in chosen}) == 3  # a sixth, for want of other packages
 
 
 def test_a_copy_is_changed_and_changed_back(

@@ -10,7 +10,7 @@ from mmengine.logging import MMLogger
 
 from mmgate.benchmarks.ops import Row, write_csv
 from mmgate.benchmarks.training import SPEEDUPS, benchmark_training, profile_training
-from mmgate.engine import cli
+from mmgate.train import cli
 
 CONFIGS = Path(__file__).parents[2] / 'configs/plug/deformable_detr'
 

@@ -13,8 +13,8 @@ import numpy as np
 import mmgate  # noqa: F401
 from mmgate.analysis.runs import Run, as_table, choose_metric, draw_curves_of_runs, read_run, summary
 from mmgate.analysis.subjects import write_csv
-from mmgate.engine import cli
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
+from mmgate.train import cli
 
 
 def main(argv: list[str]) -> None:

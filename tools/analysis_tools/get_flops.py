@@ -9,8 +9,8 @@ from mmengine.logging import MMLogger
 
 import mmgate  # noqa: F401  (mmgate:: and mmseg:: resolve from here on)
 from mmgate.analysis.flops import count_config
-from mmgate.engine import cli
-from mmgate.engine.config_file import read_config
+from mmgate.train import cli
+from mmgate.train.config_file import read_config
 
 
 def main(argv: list[str]) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import mmgate  # noqa: F401
 from mmgate.analysis.host_table import PACKAGES, hosts_in, markdown, zoo
-from mmgate.engine import cli
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
+from mmgate.train import cli
 
 README = Path(__file__).parents[2] / 'configs/README.md'
 BEGIN, END = '<!-- host_table.py begins -->\n', '<!-- host_table.py ends -->\n'

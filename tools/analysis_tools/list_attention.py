@@ -5,8 +5,8 @@ import logging
 import sys
 
 from mmgate.analysis.structure import build_structure, list_attention
-from mmgate.engine import cli
-from mmgate.engine.config_file import read_config
+from mmgate.train import cli
+from mmgate.train.config_file import read_config
 
 
 def main(argv: list[str]) -> None:

@@ -9,7 +9,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.agents import agent_maps, agent_rows
 from mmgate.analysis.map_figures import crop_to_image, draw_maps
 from mmgate.analysis.subjects import image_name, parser, picture_names, positive, subjects, write_csv
-from mmgate.engine import cli
+from mmgate.train import cli
 
 
 def main(argv: list[str]) -> None:

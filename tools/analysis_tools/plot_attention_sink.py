@@ -6,7 +6,7 @@ from pathlib import Path
 import mmgate  # noqa: F401
 from mmgate.analysis.sinks import draw_sinks, sinks
 from mmgate.analysis.subjects import parser, subjects, write_csv
-from mmgate.engine import cli
+from mmgate.train import cli
 
 
 def main(argv: list[str]) -> None:

@@ -8,7 +8,7 @@ from mmgate.analysis.cka import attention_cka, query_cka
 from mmgate.analysis.map_figures import draw_matrices
 from mmgate.analysis.recording import has_class_token
 from mmgate.analysis.subjects import parser, subjects, write_csv
-from mmgate.engine import cli
+from mmgate.train import cli
 
 SAMPLES = dict(images=attention_cka, queries=query_cka)
 

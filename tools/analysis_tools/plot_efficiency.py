@@ -18,9 +18,10 @@ import mmgate  # noqa: F401
 from mmgate.benchmarks.backbones import benchmark_models, with_throughput
 from mmgate.benchmarks.ops import write_csv
 from mmgate.benchmarks.plots import draw_curves
-from mmgate.engine import cli
-from mmgate.engine.config_file import read_config
-from mmgate.engine.preflight import ConfigError, check_device
+from mmgate.errors import ConfigError
+from mmgate.train import cli
+from mmgate.train.config_file import read_config
+from mmgate.train.inputs import check_device
 
 
 def main(argv: list[str]) -> None:

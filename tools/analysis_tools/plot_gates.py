@@ -8,7 +8,7 @@ from mmgate.analysis.gate_figure import draw_gates
 from mmgate.analysis.gates import gate_statistics
 from mmgate.analysis.probes import GATES
 from mmgate.analysis.subjects import parser, subjects, write_csv
-from mmgate.engine import cli
+from mmgate.train import cli
 
 
 def main(argv: list[str]) -> None:

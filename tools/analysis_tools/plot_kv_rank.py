@@ -7,7 +7,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.map_figures import draw_ranks
 from mmgate.analysis.ranks import kv_ranks
 from mmgate.analysis.subjects import parser, subjects, write_csv
-from mmgate.engine import cli
+from mmgate.train import cli
 
 
 def main(argv: list[str]) -> None:

@@ -23,8 +23,8 @@ from mmgate.analysis.subjects import (
     subjects,
     write_csv,
 )
-from mmgate.engine import cli
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
+from mmgate.train import cli
 
 PARTS = ('image', 'queries', 'heads')
 

@@ -20,8 +20,8 @@ from mmgate.analysis.sampling import (
 )
 from mmgate.analysis.sampling_figure import THRESHOLD, draw_densities, draw_sampling
 from mmgate.analysis.subjects import image_name, parser, picture_names, positive, predict, subjects, write_csv
-from mmgate.engine import cli
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
+from mmgate.train import cli
 
 
 def main(argv: list[str]) -> None:

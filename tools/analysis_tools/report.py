@@ -14,8 +14,8 @@ import mmgate  # noqa: F401
 from mmgate.analysis.gallery import Section, write_gallery
 from mmgate.analysis.runs import choose_metric, read_run
 from mmgate.datasets.shapes import write_shapes
-from mmgate.engine import cli
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
+from mmgate.train import cli
 
 TOOLS = Path(__file__).resolve().parent
 VANILLA_DETR = 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import mmgate  # noqa: F401
 from mmgate.analysis.study import read_study, report_study, run_study
-from mmgate.engine import cli
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
+from mmgate.train import cli
 
 
 def main(argv: list[str]) -> None:

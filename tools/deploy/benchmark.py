@@ -4,7 +4,7 @@ import sys
 
 import mmgate  # noqa: F401
 from mmgate.deploy.commands import benchmark
-from mmgate.engine import cli
+from mmgate.train import cli
 
 if __name__ == '__main__':
     sys.exit(cli.main(benchmark))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from fnmatch import fnmatch
 
 LAYERS, OPS, MODELS, ENGINE = (f'test_{name}/test_' for name in ('layers', 'ops', 'models', 'engine'))
+TRAIN, SPEED, CHECKPOINTS = (f'test_{name}/test_' for name in ('train', 'speed', 'checkpoints'))
 DENSE = (f'{LAYERS}open_gates', f'{LAYERS}dense', f'{LAYERS}dropout', f'{LAYERS}start')
 MAPS = (f'{LAYERS}map_attention', f'{LAYERS}dropout', f'{MODELS}swapped_rates')
 PUBLISHED = f'{MODELS}backbones:published or vanilla or own_checkpoint or refused or downloads or message'
@@ -58,45 +59,39 @@ COVERING: dict[str, tuple[str, ...]] = {
     'models/backbones/fitting.py': (f'{MODELS}resolutions', PUBLISHED),
     'models/backbones/pretrained.py': (PUBLISHED, f'{MODELS}resolutions'),
     'models/backbones/*': (f'{MODELS}presets', f'{MODELS}swapped_rates:backbones', f'{MODELS}backbones'),
-    'models/matching/*': (f'{MODELS}matching',),
-    'models/guarded_pickle.py': (f'{MODELS}guarded_pickle', f'{ENGINE}safe_load'),
-    'models/safetensors_file.py': ('test_tools/test_publish', f'{MODELS}guarded_pickle'),
-    'models/checkpoint_file.py': (PUBLISHED, f'{MODELS}backbones:code'),
     'models/convert.py': (PUBLISHED, f'{MODELS}backbones:converter'),
     'models/convert_classifier.py': (f'{MODELS}classification', f'{MODELS}resolutions:classifiers'),
     'models/deit.py': (f'{MODELS}classification',),
-    'models/paths.py': (f'{MODELS}gated:not identity and not parameters', f'{ENGINE}speed_hooks'),
+    'models/paths.py': (f'{MODELS}gated:not identity and not parameters', f'{SPEED}hooks'),
     'models/classifier.py': (f'{MODELS}backbones:parameters', f'{MODELS}resolutions'),
     'models/*': (*SWAPS, f'{MODELS}gated:identity'),
-    'engine/cli.py': (
+    'analysis/gate_hooks.py': ('test_analysis/test_sampling', 'test_analysis/test_gates'),
+    'checkpoints/allowed.py': (f'{CHECKPOINTS}loading', f'{CHECKPOINTS}guarded_pickle'),
+    'checkpoints/download.py': (PUBLISHED, f'{CHECKPOINTS}loading'),
+    'checkpoints/guarded_pickle.py': (f'{CHECKPOINTS}guarded_pickle', f'{CHECKPOINTS}loading'),
+    'checkpoints/plain_config.py': (f'{CHECKPOINTS}loading',),
+    'checkpoints/tensors.py': (PUBLISHED, f'{MODELS}backbones:code', f'{CHECKPOINTS}guarded_pickle'),
+    'checkpoints/*': (),  # the file of its name
+    'speed/matching/*': (f'{SPEED}matching',),
+    'speed/*': (),
+    'train/cli.py': (
         'test_tools/test_flags',
-        f'{ENGINE}preflight',
+        'test_tools/test_mistakes',
         'test_tools/test_command_line',
-        f'{ENGINE}interrupt_hook',
+        f'{TRAIN}interrupt_hook',
     ),
-    'engine/config_file.py': ('test_tools/test_command_line', f'{ENGINE}preflight', 'test_tools/test_mistakes'),
-    'engine/runner.py': ('test_tools/test_command_line', f'{ENGINE}preflight', f'{ENGINE}hooks'),
-    'engine/run_errors.py': (f'{ENGINE}hooks', 'test_tools/test_mistakes'),
-    'engine/switches.py': ('test_tools/test_flags', f'{ENGINE}preflight', f'{ENGINE}classification_tools'),
-    'engine/preflight.py': (f'{ENGINE}preflight', 'test_tools/test_flags', f'{ENGINE}options'),
+    'train/config_file.py': (f'{TRAIN}config_file', 'test_tools/test_command_line', f'{TRAIN}inputs'),
+    'train/switches.py': ('test_tools/test_flags', f'{TRAIN}inputs', f'{TRAIN}switches'),
+    'train/inputs.py': (f'{TRAIN}inputs', 'test_tools/test_flags', 'test_tools/test_image_demo'),
+    'train/load_report.py': (f'{TRAIN}load_report', 'test_tools/test_command_line'),
+    'train/data_check_hook.py': (f'{TRAIN}data_check_hook', 'test_tools/test_mistakes'),
+    'train/*': (),
     'engine/backends.py': ('test_tools/test_command_line', f'{MODELS}triton_backends'),
-    'engine/fault_hooks.py': (f'{ENGINE}whole_checkpoints', f'{ENGINE}hooks', 'test_tools/test_command_line'),
-    'engine/gate_hooks.py': ('test_analysis/test_sampling', 'test_analysis/test_gates'),
-    'engine/distributed.py': (f'{ENGINE}processes',),
-    'engine/image_files.py': ('test_tools/test_image_demo', 'test_analysis/test_subjects'),
-    'engine/model_index.py': ('test_tools/test_names', 'test_metafiles'),
-    'engine/coco_checks.py': (f'{ENGINE}coco_checks', 'test_tools/test_mistakes'),
-    'engine/sample_checks.py': (f'{ENGINE}classes', 'test_tools/test_mistakes'),
-    'engine/*_checks.py': (f'{ENGINE}preflight', 'test_tools/test_flags', 'test_tools/test_mistakes'),
-    'engine/data_errors.py': (f'{ENGINE}hooks', 'test_tools/test_mistakes'),
-    'engine/publish.py': ('test_tools/test_publish',),
-    'engine/plain_config.py': (f'{ENGINE}safe_load',),
-    'engine/sync_batch_norm.py': (f'{ENGINE}processes',),
-    'engine/hooks.py': (f'{ENGINE}hooks', 'test_tools/test_command_line'),
-    'engine/*': (),  # the file of its name
+    'engine/*': (),
 }
 # kernels, how they are launched, and what has no code
-LEFT_OUT = ('ops/*/*kernel*.py', 'ops/*/triton.py', 'ops/*/blocks.py', 'ops/triton_backend.py', 'engine/__init__.py')
+LEFT_OUT = ('ops/*/*kernel*.py', 'ops/*/triton.py', 'ops/*/blocks.py', 'ops/triton_backend.py')
+LEFT_OUT += tuple(f'{folder}/__init__.py' for folder in ('checkpoints', 'engine', 'speed', 'train'))
 
 
 def tests_of(module: str) -> tuple[str, ...] | None:
@@ -105,8 +100,8 @@ def tests_of(module: str) -> tuple[str, ...] | None:
         return None
     for pattern, tests in COVERING.items():
         if fnmatch(module, pattern):
-            stem = module.rpartition('/')[2].removesuffix('.py')
-            return tests or (f'{ENGINE}{stem}',)
+            folder, _, name = module.rpartition('/')
+            return tests or (f'test_{folder}/test_{name.removesuffix(".py")}',)
     return None
 
 

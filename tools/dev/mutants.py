@@ -33,7 +33,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 from covering import commands, files, tests_of
 from trees import ROOT, copy_tree
 
-PACKAGES = ('layers', 'ops', 'models', 'engine')
+PACKAGES = ('layers', 'ops', 'models', 'checkpoints', 'speed', 'train')
 PYTEST = ('-x', '-q', '-p', 'no:cacheprovider', '-m', 'not slow')
 # What every test run needs is imported once; none of it imports mmgate.
 PRELOADED = (

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 
-from mmgate.engine import cli
-from mmgate.engine.preflight import ConfigError
-from mmgate.models.checkpoint_file import read_checkpoint
+from mmgate.checkpoints.tensors import read_checkpoint
+from mmgate.errors import ConfigError
 from mmgate.models.convert import convert
 from mmgate.models.convert_classifier import convert_classifier
+from mmgate.train import cli
 
 
 def main(argv: list[str]) -> None:

@@ -9,10 +9,10 @@ from mmcv.cnn.bricks.drop import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from mmgate.checkpoints.tensors import read_checkpoint, tensors
 from mmgate.layers.cross_window import CrossWindowAttention
 from mmgate.layers.map_attention import MapAttention
 from mmgate.models.adapters import adapts
-from mmgate.models.checkpoint_file import read_checkpoint, tensors
 from mmgate.models.gated import swap_attention
 from mmgate.models.starts import gates_in_place
 from mmgate.registry import MODELS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-from mmgate.models.checkpoint_file import State
+from mmgate.checkpoints.tensors import State
 
 LAST = 3  # the stage whose output has the classifier's norm
 

@@ -10,9 +10,9 @@ from typing import Any
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
+from mmgate.checkpoints.tensors import State
 from mmgate.layers.map_attention import MapAttention
 from mmgate.layers.positions import resize_grid
-from mmgate.models.checkpoint_file import State
 
 DERIVED = ('.relative_position_index', '.attn_mask')  # what a backbone computes itself
 OUTPUT_NORM = re.compile(r'norm\d\.(weight|bias)')  # Swin's; a classifier has none

@@ -9,7 +9,7 @@ from mmdet.models.backbones.pvt import pvt_convert
 from mmdet.models.backbones.swin import swin_converter
 from torch import Tensor, nn
 
-from mmgate.models.checkpoint_file import State, read_checkpoint, tensors
+from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
 
 from .fitting import DERIVED, fill
 from .presets import OF_THE_ATTENTION

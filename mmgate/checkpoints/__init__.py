@@ -1,0 +1,1 @@
+"""Checkpoints from strangers: read without running what a pickle asks for."""

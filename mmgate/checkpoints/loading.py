@@ -1,0 +1,121 @@
+"""mmengine's loaders for files and web addresses, without running what a pickle asks for.
+
+A pickle may call any function by its name; mmengine falls back to the unsafe way or never took the safe one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import os.path as osp
+from typing import Any
+
+from mmengine.runner.checkpoint import CheckpointLoader
+
+from mmgate.errors import ConfigError, UntrustedCheckpoint
+
+from .allowed import ListedUnpickler
+from .download import download
+from .guarded_pickle import UnsafeCheckpoint, load_pickled, refuse
+from .plain_config import running_part
+from .safetensors_file import read_safetensors
+
+TRUST = 'MMGATE_TRUST_CHECKPOINT'
+HOW_TO_TRUST = f'If you trust whoever made it, pass --trust-checkpoint, or set {TRUST}=1'
+
+
+def load_checkpoint_file(filename: str, map_location: Any = None) -> Any:
+    """Load a checkpoint from a file without running code in it.
+
+    Args:
+        filename: Path.
+        map_location: As :func:`torch.load` takes it; what a ``.safetensors`` file holds comes on the CPU.
+
+    Returns:
+        What the file holds; of a ``.safetensors`` file its ``state_dict`` and ``meta``.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        UntrustedCheckpoint: It asks for a function that is on no list, holds a config that calls some, or is a zip bomb
+            or a TorchScript archive (unless trusted).
+        ConfigError: It cannot be read, most often because it is cut short.
+    """
+    path = osp.expanduser(filename)
+    if not osp.isfile(path):
+        raise FileNotFoundError(f'{filename} can not be found.')
+    trusted = is_trusted()
+    try:
+        if path.endswith('.safetensors'):
+            checkpoint = read_safetensors(path)
+        else:
+            checkpoint = load_pickled(path, None if trusted else ListedUnpickler, map_location)
+        if not trusted:
+            _refuse_configs_that_run(checkpoint)
+    except UnsafeCheckpoint as error:
+        raise UntrustedCheckpoint(
+            f'checkpoint {filename} {error}, which no checkpoint of mmengine does and which may run code of whoever '
+            f'made the file, or fill the memory; it was not loaded. {HOW_TO_TRUST}; it is then loaded as pickle does, '
+            'code and all.'
+        ) from error
+    except ImportError as error:
+        raise ConfigError(str(error)) from error
+    except ValueError as error:
+        raise ConfigError(
+            f'checkpoint {filename} cannot be read ({error}); it may be cut short. Copy it again, delete it if it was '
+            'downloaded (it then is once more), or take an earlier one.'
+        ) from error
+    return checkpoint
+
+
+def load_checkpoint_url(filename: str, map_location: Any = None) -> Any:
+    """Download a checkpoint once into torch's cache and load it as :func:`load_checkpoint_file` does.
+
+    Raises:
+        ConfigError: It cannot be downloaded or read.
+        UntrustedCheckpoint: As :func:`load_checkpoint_file`.
+    """
+    try:
+        file = download(filename)
+    except ConnectionError as error:
+        raise ConfigError(f'checkpoint {error}') from error
+    return load_checkpoint_file(str(file), map_location)
+
+
+def is_trusted() -> bool:
+    """Return whether files may run code, by ``--trust-checkpoint`` or the environment."""
+    return os.environ.get(TRUST, '') not in ('', '0')
+
+
+def add_trust_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--trust-checkpoint``, which holds for this process and those that it starts."""
+    parser.add_argument(
+        '--trust-checkpoint',
+        action=_Trust,
+        nargs=0,
+        help='load a checkpoint as pickle does, code and all: only one whose maker you trust',
+    )
+
+
+class _Trust(argparse.Action):
+    def __call__(self, *_: Any) -> None:
+        os.environ[TRUST] = '1'
+
+
+def register_safe_loader() -> None:
+    """Let mmengine load files and web addresses by the functions above, in the Runner, ``init_cfg`` and inferencers."""
+    CheckpointLoader.register_scheme('', load_checkpoint_file, force=True)
+    CheckpointLoader.register_scheme(('http://', 'https://'), load_checkpoint_url, force=True)
+
+
+def _refuse_configs_that_run(checkpoint: Any) -> None:
+    """Refuse configs with more than values: mmengine runs their text when it resumes, and in its inferencers."""
+    if not isinstance(checkpoint, dict):
+        return
+    meta, hub = (checkpoint.get(key) or {} for key in ('meta', 'message_hub'))
+    info = hub.get('runtime_info') if isinstance(hub, dict) else None
+    for place in (meta, info):
+        for key in ('config', 'cfg'):
+            text = place.get(key) if isinstance(place, dict) else None
+            found = running_part(text) if isinstance(text, str) else None
+            if found:
+                refuse(f'holds a config, {key}, with {found}')

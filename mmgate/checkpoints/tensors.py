@@ -1,0 +1,100 @@
+"""The tensors in a checkpoint file, local or published, and nothing else of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from mmengine.logging import print_log
+from mmengine.runner.checkpoint import CheckpointLoader
+from torch import Tensor
+
+from .download import download
+from .guarded_pickle import GuardedUnpickler, UnsafeCheckpoint, load_pickled
+from .safetensors_file import read_safetensors
+
+State = dict[str, Tensor]
+# the averaged weights first: those are what CSwin's authors, with agents and without, start from and evaluate
+PLACES = ('state_dict_ema', 'state_dict', 'model')
+TO_DO = 'point init_cfg.checkpoint at a file that you have, or start from scratch with init_cfg=None'
+
+
+class _Unread:
+    """In the place of every object that is neither a tensor nor a plain container; it takes what pickle gives it."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = add = __init__
+
+    def __call__(self, *_: Any, **__: Any) -> _Unread:
+        return self
+
+
+class _TensorUnpickler(GuardedUnpickler):
+    def find_other(self, module: str, name: str) -> Any:
+        return _Unread
+
+
+def read_checkpoint(source: str) -> Any:
+    """Return what the checkpoint at a path or URL holds, with its tensors on the CPU.
+
+    Training scripts pickle their whole configuration beside the weights (the published agent attention does, as a class
+    of a package that need not be installed). Only tensors, numbers, strings and plain containers are loaded; any other
+    object is left empty, and no code of the file runs. A web address is downloaded once into torch's cache; mmengine
+    reads other schemes (``torchvision://``, ``s3://``, ...) in its own way.
+
+    Args:
+        source: Path, or address with a scheme.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ConnectionError: It cannot be downloaded.
+        ImportError: It is a ``.safetensors`` file, and safetensors is not installed.
+        ValueError: It is no checkpoint, cut short, or made to run code or to fill the memory.
+    """
+    scheme = urlparse(source).scheme if '://' in source else ''
+    if scheme in ('http', 'https'):
+        file = download(source)
+    elif scheme:
+        return CheckpointLoader.load_checkpoint(source, map_location='cpu', logger='current')
+    else:
+        file = Path(source).expanduser()
+    if not file.is_file():
+        what = 'is a folder' if file.is_dir() else f'does not exist (looked for {file.absolute()})'
+        raise FileNotFoundError(f'checkpoint {source} {what}; {TO_DO}.')
+    try:
+        if file.suffix == '.safetensors':
+            return read_safetensors(file)
+        return load_pickled(file, _TensorUnpickler, map_location='cpu')
+    except UnsafeCheckpoint as error:
+        raise ValueError(f'{file} {error}, which no checkpoint of a training does; it was not loaded.') from error
+    except ValueError as error:
+        raise ValueError(
+            f'{file} cannot be read as a torch checkpoint ({error}); it may be cut short, or a web page that was '
+            f'saved in its place. Delete it and download {source} again, or {TO_DO}.'
+        ) from error
+
+
+def tensors(checkpoint: Any) -> State:
+    """Return the tensors of a checkpoint, under one of ``PLACES`` or at its top; of a detector, its backbone's.
+
+    Raises:
+        ValueError: There are no tensors where they are expected.
+    """
+    top: Mapping[str, Any] = checkpoint if isinstance(checkpoint, Mapping) else {}
+    places = [place for place in PLACES if top.get(place)]
+    if len(places) > 1:
+        print_log(f'The checkpoint holds {", ".join(places)}: reading {places[0]}', logger='current')
+    state = top[places[0]] if places else top
+    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(
+            f'The checkpoint holds no tensors under {", ".join(PLACES)} or at its top; '
+            f'its keys are {", ".join(map(str, list(top)[:8])) or "none"}.'
+        )
+    state = {key.removeprefix('module.'): value for key, value in state.items()}
+    if any(key.startswith('backbone.') for key in state):
+        state = {key.removeprefix('backbone.'): value for key, value in state.items() if key.startswith('backbone.')}
+    return state

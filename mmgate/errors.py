@@ -1,0 +1,9 @@
+"""Errors that a user can mend: the command lines print their message and no traceback."""
+
+
+class ConfigError(ValueError):
+    """The user's input is wrong; the message says what, what was expected and what to do."""
+
+
+class UntrustedCheckpoint(ConfigError):
+    """A checkpoint would run code, or unpack into far more than it is."""

@@ -1,0 +1,163 @@
+"""Hooks that make training steps faster: parts compiled, a layout, and what mixed precision needs beside it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from mmengine.hooks import Hook
+from torch import Tensor, nn
+
+from mmgate.errors import ConfigError
+from mmgate.models.paths import modules_at, own_model
+from mmgate.registry import HOOKS
+
+COMPILED = ('backbone', '**encoder.layers.*')
+FLOAT32 = ('**reference_points_fc', '**reg_branches.*', '**cls_branches.*', '**sampling_offsets')
+
+
+class _PathsHook(Hook):
+    """A hook for modules that patterns name.
+
+    Args:
+        paths: Patterns as those of ``mmgate.Gated``, each of which has to match; None for the ``usual``, of which
+            one has to.
+    """
+
+    usual: tuple[str, ...] = ()
+
+    def __init__(self, paths: str | Sequence[str] | None = None) -> None:
+        self.paths = (paths,) if isinstance(paths, str) else paths
+        if self.paths is not None and (not self.paths or not all(isinstance(one, str) for one in self.paths)):
+            raise ConfigError(f'{type(self).__name__}: paths must be a pattern or a list of some, got {paths!r}.')
+
+    def modules(self, runner: Any) -> dict[str, nn.Module]:
+        """Return the modules by name.
+
+        Raises:
+            ConfigError: A pattern matches nothing.
+        """
+        patterns = self.usual if self.paths is None else self.paths
+        try:
+            return modules_at(own_model(runner.model), patterns, each=self.paths is not None)
+        except ValueError as error:
+            raise ConfigError(f'{type(self).__name__}: {error}') from error
+
+
+@HOOKS.register_module()
+class CompileHook(_PathsHook):
+    """Compile parts of the model for training: backbone and encoder layers, each by itself.
+
+    mmengine's ``compile=True`` takes in the whole step with losses and matching, whose sizes differ from image to
+    image. Here modules are compiled in place, so that checkpoints keep their keys and go on without the hook. The first
+    iterations wait for the compiler, minutes on a CPU; evaluation between epochs has its own forms. A compiled
+    attention takes the first backend of the static order, as nothing is measured within it; ``backend='triton'``, say,
+    in its rule names another. Probes and :class:`GateStatisticsHook` do not see into compiled modules.
+
+    Args:
+        paths: Patterns as those of ``mmgate.Gated``; by default ``'backbone'`` and ``'**encoder.layers.*'``, of which
+            one has to match.
+        mode: Of torch.compile.
+        dynamic: Of torch.compile: None compiles for the first size and, at the second, for any.
+        backend: Of torch.compile.
+
+    Raises:
+        ConfigError: ``paths`` is malformed, or a pattern matches nothing (from :meth:`before_train`).
+    """
+
+    usual = COMPILED
+
+    def __init__(
+        self,
+        paths: str | Sequence[str] | None = None,
+        *,
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        backend: str = 'inductor',
+    ) -> None:
+        super().__init__(paths)
+        self.options: dict[str, Any] = dict(mode=mode, dynamic=dynamic, backend=backend)
+
+    def before_train(self, runner: Any) -> None:
+        """Compile; what runs is compiled at its first call."""
+        modules = self.modules(runner)
+        for module in dict.fromkeys(modules.values()):
+            module.compile(**self.options)
+        runner.logger.info(f'CompileHook: {", ".join(modules)} are compiled as they are first called.')
+
+
+@HOOKS.register_module()
+class ChannelsLastHook(_PathsHook):
+    """Hand images to the backbone with their channels last in memory, where a CPU's convolutions are faster.
+
+    Convolutions, norms and activations keep the layout that they are given. Weights stay as they are, in memory and in
+    checkpoints.
+
+    Args:
+        paths: Patterns as those of ``mmgate.Gated``; ``'backbone'`` by default.
+
+    Raises:
+        ConfigError: ``paths`` is malformed, or a pattern matches nothing (from :meth:`before_run`).
+    """
+
+    usual = ('backbone',)
+
+    def before_run(self, runner: Any) -> None:
+        """Turn what the modules are given, from now on."""
+        for module in dict.fromkeys(self.modules(runner).values()):
+            if _channels_last not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_channels_last)
+
+
+def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([x.contiguous(memory_format=torch.channels_last) if _is_map(x) else x for x in args])
+
+
+def _is_map(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() == 4
+
+
+@HOOKS.register_module()
+class Float32Hook(_PathsHook):
+    """Keep parts of the model in float32 where mixed precision would have 16 bits: coordinates and logits.
+
+    A coordinate of bfloat16 has 8 bits, four pixels in a thousand, and mmdet's heads refine boxes in the type that
+    autocast gives to the layers that predict them. Without autocast the hook changes nothing.
+
+    Args:
+        paths: Patterns as those of ``mmgate.Gated``; by default what predicts reference points, boxes, classes and
+            sampling offsets in DETR-like detectors, of which one has to match.
+
+    Raises:
+        ConfigError: ``paths`` is malformed, or a pattern matches nothing (from :meth:`before_run`).
+    """
+
+    usual = FLOAT32
+
+    def before_run(self, runner: Any) -> None:
+        """Exempt the modules from autocast."""
+        for module in dict.fromkeys(self.modules(runner).values()):
+            keep_float32(module)
+
+
+def keep_float32(module: nn.Module) -> None:
+    """Let ``module`` compute in float32 within autocast, from then on."""
+    if not isinstance(module, _Float32):
+        module.__class__ = _in_float32(type(module))  # type: ignore[arg-type]
+
+
+class _Float32(nn.Module):
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(_wide(x), *map(_wide, args), **{key: _wide(y) for key, y in kwargs.items()})
+
+
+def _wide(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+@functools.cache
+def _in_float32(kind: Any) -> type[nn.Module]:
+    return type(kind.__name__, (_Float32, kind), {})

@@ -1,0 +1,1 @@
+"""What our command lines add to mmengine's Runner."""

@@ -1,0 +1,190 @@
+"""The command lines of tools/train.py and tools/test.py.
+
+Data and checkpoints that are missing are found before the Runner exists, so that such a start leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+
+from mmengine.config import Config
+from mmengine.registry import RUNNERS, init_default_scope
+from mmengine.runner import FlexibleRunner, Runner
+
+from mmgate.checkpoints.loading import add_trust_option
+from mmgate.engine.backends import check_backends
+from mmgate.engine.choices_hook import BackendChoicesHook
+from mmgate.errors import ConfigError
+
+from .accumulation import count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
+from .config_file import Options, load_config
+from .data_check_hook import DataCheckHook, refuse_foreign_classes
+from .inputs import check_checkpoint, check_data, check_pretrained
+from .load_report import LoadReportHook
+from .processes import prepare_processes
+from .switches import check_amp, enable_amp, enable_tta, enable_visualization, is_classification, is_segmentation
+
+
+def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
+    """Run a command and turn what the user can mend into one message on stderr (MMGATE_TRACEBACK=1: a traceback).
+
+    Returns:
+        0, 2 after an error in the input, 130 after Ctrl-C.
+    """
+    try:
+        command(sys.argv[1:] if argv is None else argv)
+    except (ConfigError, KeyboardInterrupt) as error:
+        if os.environ.get('MMGATE_TRACEBACK'):
+            raise
+        interrupted = isinstance(error, KeyboardInterrupt)
+        print('interrupted' if interrupted else f'error: {error}', file=sys.stderr)
+        return 130 if interrupted else 2
+    return 0
+
+
+def train(argv: list[str]) -> None:
+    """Train the model of a config."""
+    parser = _parser('Train a detector, a segmentor or a classifier')
+    parser.add_argument('--amp', action='store_true', help='train in automatic mixed precision (on a GPU)')
+    batch = parser.add_mutually_exclusive_group()
+    batch.add_argument(
+        '--auto-scale-lr',
+        action='store_true',
+        help='scale the learning rate to the images of a step (processes x batch x accumulation)',
+    )
+    batch.add_argument(
+        '--auto-accumulate',
+        action='store_true',
+        help='accumulate gradients until a step has auto_scale_lr.base_batch_size images; what the config counts in '
+        'iterations (max_iters, warm-up, intervals) is stretched alike, so that the optimizer steps stay as many',
+    )
+    parser.add_argument(
+        '--resume', nargs='?', const='auto', help='go on from this checkpoint, or from the last one in the work dir'
+    )
+    args = _parse(parser, argv)
+    cfg = load_config(args)
+    note = None
+    if args.amp:
+        enable_amp(cfg)
+    if args.auto_accumulate:
+        note = enable_auto_accumulate(cfg)
+    if args.auto_scale_lr:
+        enable_auto_scale_lr(cfg)
+    if args.resume is not None:
+        cfg.resume, cfg.load_from = True, None if args.resume == 'auto' else args.resume
+    check_amp(cfg)
+    check_data(cfg, ('train', 'val'))
+    check_pretrained(cfg)
+    if cfg.get('load_from'):
+        check_checkpoint(cfg.load_from, sharded='strategy' in cfg)
+    runner = build_runner(cfg)
+    if cfg.get('load_from') or cfg.get('resume'):
+        runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
+    for line in filter(None, (note, count_accumulation(runner, cfg))):
+        runner.logger.info(line)
+    try:
+        runner.train()
+    except ValueError:
+        refuse_foreign_classes(cfg, runner)
+        raise
+
+
+def test(argv: list[str]) -> None:
+    """Evaluate a checkpoint."""
+    parser = _parser('Test (and evaluate) a detector, a segmentor or a classifier')
+    parser.add_argument('checkpoint', help='checkpoint file or URL')
+    parser.add_argument(
+        '--out', help='mmdet, mmpretrain: .pkl file for all predictions; mmseg: folder for the label maps'
+    )
+    parser.add_argument('--show', action='store_true', help='show predictions in a window')
+    parser.add_argument('--show-dir', help='folder for painted images (below the work dir)')
+    parser.add_argument('--wait-time', type=float, default=2, help='seconds a shown image stays')
+    parser.add_argument('--tta', action='store_true', help='test-time augmentation')
+    parser.add_argument(
+        '--allow-mismatch',
+        action='store_true',
+        help="test although the checkpoint has less than half of the model's keys",
+    )
+    args = _parse(parser, argv)
+    cfg = load_config(args)
+    segments = is_segmentation(cfg)
+    if args.out and not segments and not args.out.endswith(('.pkl', '.pickle')):
+        raise ConfigError(f'--out {args.out}: predictions are dumped into a .pkl or .pickle file.')
+    cfg.load_from = args.checkpoint
+    if args.show or args.show_dir:
+        enable_visualization(cfg, show=args.show, show_dir=args.show_dir, wait_time=args.wait_time)
+    if args.tta:
+        enable_tta(cfg)
+    if args.out and segments:
+        evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
+        for evaluator in evaluators:
+            evaluator.update(output_dir=args.out, keep_results=True)
+    check_data(cfg, ('test',))
+    check_checkpoint(args.checkpoint, sharded='strategy' in cfg)
+    runner = build_runner(cfg)
+    runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch))
+    if args.out and not segments:
+        if is_classification(cfg):
+            from mmengine.evaluator import DumpResults as Dump
+        else:
+            from mmdet.evaluation import DumpDetResults as Dump
+        runner.test_loop.evaluator.metrics.append(Dump(out_file_path=args.out))
+    runner.test()
+
+
+def build_runner(cfg: Config) -> Runner | FlexibleRunner:
+    """Return the config's Runner, or mmengine's own, with the hooks of our command lines.
+
+    Args:
+        cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner, and
+            ``check_data=False`` leaves :class:`~mmgate.train.data_check_hook.DataCheckHook` out.
+
+    Raises:
+        ConfigError: A rule matches nothing or has a wrong value, or a backend cannot run here.
+    """
+    if cfg.get('default_scope') == 'mmdet':
+        from mmdet.utils import setup_cache_size_limit_of_dynamo
+
+        setup_cache_size_limit_of_dynamo()
+    init_default_scope(cfg.get('default_scope') or 'mmengine')
+    prepare_processes(cfg)
+    try:
+        runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+        if isinstance(runner, FlexibleRunner):  # it would build the model when it starts
+            runner.model = runner.strategy.build_model(runner.model)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:  # by which our rules, gates and backbones refuse what they are given
+        raise ConfigError(f'the config cannot be built: {error} (MMGATE_TRACEBACK=1 shows where)') from error
+    check_backends(runner.model)
+    added = [BackendChoicesHook, *([DataCheckHook] if cfg.get('check_data', True) else [])]
+    for kind in added:
+        if not any(isinstance(hook, kind) for hook in runner.hooks):  # the config may name it, too
+            runner.register_hook(kind())
+    return runner
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument('config', help="config file, or 'package::path' of an installed package's config")
+    parser.add_argument('--work-dir', help='folder for logs, checkpoints and metrics')
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=Options,
+        help='override settings: key=value, nested keys by dots, lists as key="[a,b]"',
+    )
+    add_trust_option(parser)
+    parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none', help='job launcher')
+    # torchrun sets the variable, torch.distributed.launch passes the argument, in either spelling
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
+    return parser
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    args = parser.parse_args(argv)
+    os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+    return args

@@ -1,0 +1,175 @@
+"""What a command line is given, looked at before anything is built: data, checkpoints, images, folders, devices."""
+
+from __future__ import annotations
+
+import glob
+import os.path as osp
+import re
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.config import Config
+from mmengine.registry import DATASETS, METRICS
+
+from mmgate.errors import ConfigError
+
+from .config_file import mappings, type_name
+
+HOSTS = ('mmengine', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain', 'mmgate')
+IMAGES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.webp')
+
+
+def check_data(cfg: Config, splits: Sequence[str]) -> None:
+    """Refuse a config whose local annotation files or data folders are missing, as far as the mm packages read them.
+
+    Raises:
+        ConfigError: With the config path of the entry and the path looked for.
+    """
+    scope = cfg.get('default_scope')
+    for split in splits:
+        loader = cfg.get(f'{split}_dataloader')
+        if loader and loader.get('dataset') and cfg.get(f'{split}_cfg') is not None:
+            _check_dataset(loader.dataset, f'{split}_dataloader.dataset', scope)
+        evaluators = cfg.get(f'{split}_evaluator') if split != 'train' else None
+        for evaluator in evaluators if isinstance(evaluators, (list, tuple)) else [evaluators]:
+            ann_file = evaluator.get('ann_file') if isinstance(evaluator, Mapping) else None
+            if ann_file and _is_local(ann_file, evaluator) and _is_of_hosts(evaluator, METRICS, scope):
+                _require(f'{split}_evaluator.ann_file', ann_file)
+
+
+def _check_dataset(dataset: Mapping[str, Any], where: str, scope: str | None) -> None:
+    inner = {key: dataset[key] for key in ('dataset', 'datasets') if key in dataset}
+    for key, value in inner.items():
+        for number, one in enumerate(value) if isinstance(value, (list, tuple)) else [('', value)]:
+            _check_dataset(one, '.'.join(filter(None, (where, key, str(number)))), scope)
+    # someone's own data set may find its files otherwise; some of mmpretrain's download theirs or know their folders
+    if inner or not _is_of_hosts(dataset, DATASETS, scope) or 'split' in dataset or dataset.get('download', False):
+        return
+    root, ann_file = dataset.get('data_root') or '', dataset.get('ann_file')
+    prefix = dataset.get('data_prefix')
+    folders = {'data_prefix': prefix} if isinstance(prefix, str) else {}
+    if isinstance(prefix, Mapping):
+        folders = {f'data_prefix.{key}': prefix[key] for key in ('img', 'img_path') if prefix.get(key)}
+    named = {'ann_file': ann_file} if ann_file else folders  # whose files are listed
+    local = {key: path for key, path in named.items() if isinstance(path, str) and path and _is_local(path, dataset)}
+    if not _is_local(root, dataset):
+        return
+    if root and (not named or not all(osp.isabs(path) for path in local.values())):
+        _require(f'{where}.data_root', root)
+    for key, path in local.items():
+        _require(f'{where}.{key}', osp.join(root, path))
+
+
+def _is_of_hosts(entry: Mapping[str, Any], registry: Any, scope: str | None) -> bool:
+    kind = entry.get('type')
+    if isinstance(kind, str):
+        with registry.switch_scope_and_registry(scope) as found:
+            kind = found.get(kind)
+    return str(getattr(kind, '__module__', '')).partition('.')[0] in HOSTS
+
+
+def _is_local(path: str, owner: Mapping[str, Any]) -> bool:
+    return '://' not in path and not owner.get('backend_args')
+
+
+def _require(entry: str, path: str) -> None:
+    if not osp.exists(path):
+        raise ConfigError(
+            f'{entry}: {path} does not exist (looked for {osp.abspath(path)}). Put the data set there, link it, or '
+            'point the config at it with --cfg-options.'
+        )
+
+
+def check_pretrained(cfg: Config) -> None:
+    """Refuse a config whose model starts from a local checkpoint that cannot be read.
+
+    Raises:
+        ConfigError: With the config path of the ``init_cfg`` and the reason.
+    """
+    for where, entry in mappings(cfg.get('model') or {}, 'model'):
+        path = str(entry.get('checkpoint'))
+        if type_name(entry) == 'Pretrained' and not re.match(r'\w[\w-]+:', path):  # https://, torchvision://
+            try:
+                check_checkpoint(path)
+            except ConfigError as error:
+                raise ConfigError(
+                    f'{where}.checkpoint: {error} Put it there, or start from scratch with --cfg-options {where}=None.'
+                ) from None
+
+
+def check_checkpoint(path: str, *, sharded: bool = False) -> None:
+    """Refuse a local checkpoint that is missing, cut short or no checkpoint; URLs pass.
+
+    Args:
+        path: File or URL.
+        sharded: Whether a folder with one file a process will do, as FSDP and DeepSpeed write them.
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    if '://' in path or (sharded and osp.isdir(path)):
+        return
+    if not osp.isfile(path):
+        what = 'is a folder' if osp.isdir(path) else 'does not exist'
+        raise ConfigError(f'checkpoint {path} {what} (looked for {osp.abspath(path)}).')
+    with open(path, 'rb') as file:
+        head = file.read(2)
+    if head == b'PK' and not zipfile.is_zipfile(path):
+        raise ConfigError(f'checkpoint {path} is cut short; copy or download it again.')
+    if head != b'PK' and head[:1] != b'\x80' and not path.endswith('.safetensors'):
+        raise ConfigError(f'checkpoint {path} is no torch checkpoint; it starts with {head!r}.')
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file, and refuse a path that none can be written to.
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    check_folder(path.parent)
+    if path.is_dir():
+        raise ConfigError(f'{path} is a folder. Give another --out.')
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder, and refuse one that nothing can be written to.
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f'nothing can be written to {folder}: {error}. Give another --out.') from error
+
+
+def check_device(device: str) -> None:
+    """Refuse a ``--device`` that is not there.
+
+    Raises:
+        ConfigError: With what there is.
+    """
+    if not re.fullmatch(r'cpu|mps|(cuda|npu|xpu)(:\d+)?', device):
+        raise ConfigError(f'--device {device}: give cpu or cuda.')
+    if device.startswith('cuda') and int(device.partition(':')[2] or 0) >= torch.cuda.device_count():
+        raise ConfigError(f'--device {device}: torch sees {torch.cuda.device_count() or "no"} GPUs here.')
+
+
+def find_images(inputs: str) -> list[str]:
+    """Return the images of a file, a URL, a folder or a pattern.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    images = [inputs]
+    if not osp.isfile(inputs) and '://' not in inputs:
+        found = glob.glob(osp.join(inputs, '*') if osp.isdir(inputs) else inputs)
+        images = sorted(path for path in found if path.lower().endswith(IMAGES))
+    if not images:
+        raise ConfigError(f'{inputs} is no image, no folder with images ({" ".join(IMAGES)}) and no pattern of any.')
+    return images

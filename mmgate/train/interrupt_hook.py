@@ -1,0 +1,202 @@
+"""An opt-in hook that saves a run when it is told to end, by Ctrl-C or by a cluster."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import os.path as osp
+import signal
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from mmengine.dist import is_distributed, is_main_process
+from mmengine.fileio import put_text
+from mmengine.hooks import CheckpointHook, Hook
+from mmengine.optim import OptimWrapperDict
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from torch import distributed
+
+from mmgate.errors import ConfigError
+from mmgate.registry import HOOKS
+
+INTERRUPTED = 'interrupted.pth'
+KEY = 'mmgate_interrupted'  # in a checkpoint's meta: how many of how many batches of the epoch were trained
+FORWARDED = 1.0  # seconds within which a launcher hands on the Ctrl-C that the terminal has sent to all
+LAST_WORDS = 60  # seconds that a loader's worker lives on after a SIGTERM
+
+
+@HOOKS.register_module()
+class SaveOnInterruptHook(Hook):
+    """Saves a run at Ctrl-C or SIGTERM and ends it; ``--resume`` goes on from there, in the middle of an epoch, too.
+
+    The step under way is finished (the optimizer's, where gradients are accumulated; a validation, too), and all
+    processes stop after the same one. ``interrupted.pth`` is written where the run's checkpoints are, and
+    ``last_checkpoint`` names it. The exit status is 130 after Ctrl-C and 143 after SIGTERM, as a shell has it. A second
+    Ctrl-C ends the run at once and saves nothing. torchrun and slurm send SIGKILL 30 seconds after SIGTERM.
+
+    Args:
+        signals: Names of what saves; ``'SIGUSR1'`` for ``sbatch --signal=USR1@120``, say.
+
+    Raises:
+        ConfigError: There is no signal of that name.
+    """
+
+    priority = 'LOWEST'  # after the schedulers, the averages and the checkpoints of the step
+
+    def __init__(self, signals: Sequence[str] = ('SIGINT', 'SIGTERM')) -> None:
+        unknown = [name for name in signals if name not in signal.Signals.__members__]
+        if unknown or isinstance(signals, str):
+            raise ConfigError(
+                f"mmgate.SaveOnInterruptHook: signals={signals!r} must be a list of names such as 'SIGTERM'."
+            )
+        self.signals = [signal.Signals[name] for name in signals]
+        self._asked: int | None = None  # the signal
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+        self._group: Any = None
+        self._process = 0
+        self._meta: dict[str, Any] = {}
+        self._trained: dict[str, int] = {}
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Note where in the epoch a resumed run was."""
+        if getattr(runner, '_resume', False):
+            self._trained = checkpoint.get('meta', {}).get(KEY) or {}
+
+    def before_train(self, runner: Any) -> None:
+        """Listen, shield the loaders' workers, and leave out what an interrupted epoch has trained."""
+        for loop in (runner.train_loop, runner.val_loop):
+            if loop is not None:
+                shield_workers(loop.dataloader)
+        if isinstance(runner.train_loop, IterBasedTrainLoop):
+            _restart_workers(runner.train_loop)
+        self._asked, self._process = None, os.getpid()
+        self._group = distributed.new_group(backend='gloo') if is_distributed() else None
+        self._before = {number: signal.signal(number, self._note) for number in self.signals}
+        if self._trained:
+            self._leave_out(runner, **self._trained)
+
+    def after_train_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Save and end after an optimizer's step, if a process was asked to."""
+        if self._is_asked() and _stepped(runner.optim_wrapper):
+            loop = runner.train_loop
+            meta: dict[str, Any] = dict(epoch=runner.epoch, iter=runner.iter + 1)
+            if isinstance(loop, EpochBasedTrainLoop):
+                meta[KEY] = dict(batches=batch_idx + 1, of=len(loop.dataloader))
+            self._end(runner, meta)
+
+    def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
+        """Save and end after a validation, if a process was asked to and there is more to train."""
+        if self._before and self._is_asked() and runner.iter < runner.max_iters:
+            self._end(runner, dict(epoch=runner.epoch, iter=runner.iter))
+
+    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Say where the run is; FlexibleRunner counts by itself, and as if no validation came between."""
+        checkpoint['meta'].update(self._meta)
+
+    def after_train(self, runner: Any) -> None:
+        """Listen no longer."""
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._before = {}
+
+    def _note(self, number: int, frame: Any) -> None:
+        if os.getpid() != self._process:  # a worker that has just been forked
+            return
+        if self._asked is None:
+            self._asked, self._since = number, time.monotonic()
+            if is_main_process():  # not by a logger, which may be at work
+                os.write(2, b'\nSaving after this step; Ctrl-C once more ends the run at once.\n')
+        elif number == signal.SIGINT and time.monotonic() - self._since > FORWARDED:
+            raise KeyboardInterrupt
+
+    def _is_asked(self) -> bool:
+        if self._group is not None:
+            asked = torch.tensor(self._asked or 0)
+            distributed.all_reduce(asked, distributed.ReduceOp.MAX, group=self._group)
+            self._asked = int(asked) or None
+        return self._asked is not None
+
+    def _end(self, runner: Any, meta: dict[str, Any]) -> None:
+        hook = next((hook for hook in runner.hooks if isinstance(hook, CheckpointHook)), None)
+        folder = getattr(hook, 'out_dir', None) or runner.work_dir
+        places = {name: getattr(hook, name, None) for name in ('file_client_args', 'backend_args')}
+        schedulers, self._meta = runner.param_schedulers is not None, meta
+        runner.save_checkpoint(folder, INTERRUPTED, by_epoch=False, save_param_scheduler=schedulers, **places)
+        path = f'{folder.rstrip("/")}/{INTERRUPTED}'
+        name = signal.Signals(self._asked or signal.SIGINT).name
+        if is_main_process():
+            put_text(path, osp.join(runner.work_dir, 'last_checkpoint'))
+            runner.logger.info(f'{name}: the run is saved as {path} after {meta["iter"]} iterations; --resume goes on.')
+        if self._group is not None:
+            distributed.barrier(self._group)  # a launcher ends all once one has ended
+        self.after_train(runner)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise for workers that end from here on
+        raise SystemExit(128 + int(self._asked or signal.SIGINT))
+
+    def _leave_out(self, runner: Any, batches: int, of: int) -> None:
+        loop, there = runner.train_loop, len(runner.train_loop.dataloader)
+        if there != of:
+            runner.logger.warning(
+                f'The run was interrupted after {batches} of {of} batches of an epoch, which has {there} now: it '
+                'starts anew.'
+            )
+            return
+        epoch, run_iter = loop.epoch, loop.run_iter
+        runner.logger.info(f'{batches} of {of} batches of epoch {epoch + 1} are trained; they are read and left out.')
+
+        def untrained(idx: int, data_batch: Any) -> None:
+            if loop.epoch != epoch or idx >= batches:
+                run_iter(idx, data_batch)
+            elif idx == batches - 1:
+                runner.call_hook('after_left_out')  # of ReproducibleHook
+
+        loop.run_iter = untrained
+
+
+def shield_workers(loader: Any) -> None:
+    """Let the workers of a loader, not yet started, outlive the signals that a terminal or cluster sends to all."""
+    start = loader.worker_init_fn
+    if not (isinstance(start, partial) and start.func is _start_shielded):
+        loader.worker_init_fn = partial(_start_shielded, start)
+        atexit.unregister(_end_workers)
+        atexit.register(_end_workers)
+
+
+def _restart_workers(loop: Any) -> None:
+    """Start the workers of a loop of iterations anew, shielded: mmengine 0.10.7 starts them when it builds the loop."""
+    first = getattr(loop.dataloader_iterator, '_iterator', None)
+    if first is not None and loop.dataloader.num_workers:
+        first._shutdown_workers()
+        loop.dataloader._iterator = None  # else kept workers would be asked again
+        loop.dataloader_iterator._iterator = iter(loop.dataloader)
+        loop.first_iterator = first  # with it would end the sampler's endless generator
+
+
+def _start_shielded(start: Callable[[int], None] | None, worker: int) -> None:
+    if start is not None:
+        start(worker)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, _live_on)
+
+
+def _live_on(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_DFL)  # the next one is of the process that trains
+    signal.alarm(LAST_WORDS)
+
+
+def _end_workers() -> None:
+    """Send the signal that workers outlive; multiprocessing sends the next at its own exit, and waits for them."""
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.terminate()
+
+
+def _stepped(optim_wrapper: Any) -> bool:
+    return isinstance(optim_wrapper, OptimWrapperDict) or bool(optim_wrapper.should_update())

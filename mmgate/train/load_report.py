@@ -1,0 +1,156 @@
+"""What a run says about the checkpoint that it read: how much of it fitted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from mmengine.hooks import Hook
+from mmengine.logging import print_log
+from mmengine.model import BaseTTAModel, is_model_wrapper
+from mmengine.runner import CheckpointLoader, load_checkpoint
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mmgate.errors import ConfigError
+
+COUNTERS = 'num_batches_tracked'  # batch norms', often left out of checkpoints
+OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
+
+
+class LoadReportHook(Hook):
+    """Says how many keys of the model a checkpoint filled before testing or training goes on from it.
+
+    A key counts as filled when loading wrote into its tensor, so that keys which are renamed or resized on loading
+    count. Testing refuses a checkpoint that fills less than half of them. Training may start from one, of another head
+    say, with a warning, but not from one that fills none. Sharded models (FSDP, DeepSpeed) are not counted: theirs are
+    not the model's own tensors.
+
+    Args:
+        checkpoint: What the message calls it.
+        allow_mismatch: Whether to test with less than half.
+
+    Raises:
+        ConfigError: Too few keys were filled (from :meth:`before_test` and :meth:`before_train`), or a run is to be
+            resumed from weights alone (from :meth:`after_load_checkpoint`).
+    """
+
+    def __init__(self, checkpoint: str, *, allow_mismatch: bool = False) -> None:
+        self.checkpoint, self.allow_mismatch = checkpoint, allow_mismatch
+        self._before: dict[str, tuple[int, int]] = {}
+        self._given: list[str] = []
+        self._classes: list[str] | None = None
+
+    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+        """Note the state of every tensor; mmengine calls this when the file is read and nothing is copied yet."""
+        if getattr(runner, '_resume', False) and 'iter' not in checkpoint.get('meta', {}):
+            raise ConfigError(
+                f'{self.checkpoint} holds weights alone, no run that could be resumed. '
+                f'--cfg-options load_from={self.checkpoint} starts a new run from them.'
+            )
+        self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
+        self._classes = _classes((checkpoint.get('meta') or {}).get('dataset_meta'))
+        self._before = _versions(runner.model)
+
+    def before_train(self, runner: Any) -> None:
+        """Report, refuse a checkpoint of which nothing fits, warn of one of which little does."""
+        found, share = self.report(runner)
+        if found and not share:
+            raise ConfigError(f'{found}. It is of another model; leave load_from away, or give one of this model.')
+        if found:
+            runner.logger.log(logging.WARNING if share < 0.5 else logging.INFO, f'{found}.')
+
+    def before_test(self, runner: Any) -> None:
+        """Report, and refuse."""
+        found, share = self.report(runner)
+        if found and share < 0.5 and not self.allow_mismatch:
+            raise ConfigError(
+                f'{found}. The checkpoint is of another model (it starts with {_first(self._given)}); test it with its '
+                'own config, or give --allow-mismatch.'
+            )
+        if found:
+            runner.logger.log(logging.INFO if share == 1 else logging.WARNING, f'{found}.')
+        data = getattr(getattr(runner, 'test_dataloader', None), 'dataset', None)
+        classes = _classes(getattr(data, 'metainfo', None))
+        tracks = 'BaseMOTModel' in {
+            kind.__name__ for kind in type(_own(runner.model)).__mro__
+        }  # finds fewer than named
+        if classes and self._classes and classes != self._classes and not tracks:
+            runner.logger.log(
+                logging.WARNING,
+                f'{self.checkpoint} was trained on the classes {_first(self._classes)}, the data to test on have '
+                f'{_first(classes)}: unless they mean the same in the same order, the result means nothing.',
+            )
+
+    def report(self, runner: Any) -> tuple[str, float]:
+        """Return what was loaded, in words and as a share of the keys; no words where nothing can be said."""
+        after, missing = _versions(runner.model), self.missing(runner)
+        if not self._before or not after:
+            return '', 1.0
+        filled = len(after) - len(missing)
+        found = (
+            f'{filled} of {len(after)} keys of {type(_own(runner.model)).__name__} were loaded from {self.checkpoint}, '
+            f'which has {len(self._given)}'
+        )
+        return found + (f'; not loaded: {_first(missing)}' if missing else ''), filled / len(after)
+
+    def missing(self, runner: Any) -> list[str]:
+        """Return the keys that the checkpoint did not fill."""
+        return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
+
+
+def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> None:
+    """Load a checkpoint into a model where there is no runner, and log what it filled.
+
+    Args:
+        model: Model.
+        checkpoint: File or address.
+        whole: Whether every parameter has to be filled, but for those of heads that training alone has.
+
+    Raises:
+        ConfigError: It fills less than half of the model's keys, or leaves a parameter as it is.
+    """
+    hook = LoadReportHook(checkpoint)
+    runner = SimpleNamespace(model=model)
+    hook.after_load_checkpoint(runner, CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu'))
+    load_checkpoint(model, checkpoint, map_location='cpu')
+    found, share = hook.report(runner)
+    if share < 0.5:
+        raise ConfigError(f'{found}. It is of another model; give the config that it belongs to, or one of this model.')
+    parameters = {name for name, _ in model.named_parameters() if name.partition('.')[0] not in OF_TRAINING}
+    if whole and parameters.intersection(hook.missing(runner)):
+        raise ConfigError(
+            f'{found}. These stay as they are drawn at random. Give the checkpoint or the num_classes that belong '
+            'together, or --allow-mismatch.'
+        )
+    if found:
+        print_log(f'{found}.', logger='current', level=logging.WARNING if share < 1 else logging.INFO)
+
+
+def _classes(meta: Any) -> list[str] | None:
+    classes = meta.get('classes') if isinstance(meta, Mapping) else None
+    return [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
+
+
+def _own(model: nn.Module) -> nn.Module:
+    while isinstance(model, (DistributedDataParallel, BaseTTAModel)):
+        model = model.module
+    return model
+
+
+def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
+    own = _own(model)
+    if is_model_wrapper(own):
+        return {}
+    # torch counts writes into a tensor
+    return {
+        key: (id(value), value._version)
+        for key, value in own.state_dict(keep_vars=True).items()
+        if isinstance(value, Tensor) and not key.endswith(COUNTERS)
+    }
+
+
+def _first(keys: list[str]) -> str:
+    return ', '.join(keys[:3]) + (f' and {len(keys) - 3} more' if len(keys) > 3 else '')

@@ -1,0 +1,215 @@
+"""What no loader of ours takes: the one of the tools and the one of the backbones and the converter."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import tarfile
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.serialization import MAGIC_NUMBER, PROTOCOL_VERSION
+
+from mmgate.checkpoints.loading import load_checkpoint_file
+from mmgate.checkpoints.tensors import read_checkpoint
+
+LOADERS = pytest.mark.parametrize('load', [load_checkpoint_file, read_checkpoint], ids=['tools', 'backbones'])
+HUGE = 1 << 40
+
+
+class Storage:
+    """Stands for a storage of so many float32 numbers."""
+
+    def __init__(self, numbers: int) -> None:
+        self.numbers = numbers
+
+
+class Declared:
+    """Pickles as a tensor of any shape in a storage of any size."""
+
+    def __init__(self, storage: int, shape: tuple[int, ...], stride: tuple[int, ...] = (1,), offset: int = 0) -> None:
+        self.arguments = Storage(storage), offset, shape, stride, False, OrderedDict()
+
+    def __reduce__(self) -> Any:
+        return torch._utils._rebuild_tensor_v2, self.arguments
+
+
+class Pickler(pickle.Pickler):
+    view: tuple[Any, ...] = ()
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, Storage):
+            return 'storage', torch.FloatStorage, '0', 'cpu', obj.numbers, *self.view
+        return None
+
+
+class LegacyPickler(Pickler):
+    view = (None,)
+
+
+def zipped(path: Path, content: Any, pickled: bytes | None = None) -> None:
+    """Write a checkpoint whose one storage holds 4 numbers."""
+    torch.save(dict(weight=torch.ones(4)), path)
+    with zipfile.ZipFile(path) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    with zipfile.ZipFile(path, 'w') as file:
+        for name, data in members.items():
+            if name.endswith('data.pkl'):
+                with file.open(name, 'w') as member:
+                    member.write(pickled) if pickled else Pickler(member, 2).dump(content)
+            else:
+                file.writestr(name, data)
+
+
+def legacy(path: Path, content: Any) -> None:
+    with path.open('wb') as file:
+        for part in (MAGIC_NUMBER, PROTOCOL_VERSION, dict(little_endian=True)):
+            pickle.dump(part, file, 2)
+        LegacyPickler(file, 2).dump(content)
+        pickle.dump(['0'], file, 2)
+        file.write(struct.pack('<q', 4) + bytes(16))
+
+
+@LOADERS
+@pytest.mark.parametrize('write', [zipped, legacy])
+def test_a_tensor_that_fits_is_loaded(write: Callable[..., None], load: Callable[[str], Any], tmp_path: Path) -> None:
+    write(tmp_path / 'a.pth', dict(weight=Declared(4, (2, 2), (2, 1)), row=Declared(4, (3,), (0,), 3)))
+    found = load(str(tmp_path / 'a.pth'))
+    assert found['weight'].shape == (2, 2) and found['row'].shape == (3,)
+
+
+@LOADERS
+def test_damage_inside_is_noticed(load: Callable[[str], Any], tmp_path: Path) -> None:
+    """torch reads numbers as they come."""
+    torch.save(dict(weight=torch.ones(1000)), path := tmp_path / 'a.pth')
+    content = bytearray(path.read_bytes())
+    content[content.index(torch.ones(8).numpy().tobytes()) + 3] ^= 1
+    path.write_bytes(content)
+    assert torch.load(path, weights_only=True)['weight'].sum() != 1000
+    with pytest.raises(ValueError, match='data/0 in it is damaged'):
+        load(str(path))
+
+
+@LOADERS
+def test_files_without_check_sums_are_loaded(load: Callable[[str], Any], tmp_path: Path) -> None:
+    """torch.serialization.set_crc32_options(False) leaves them 0."""
+    torch.save(dict(weight=torch.ones(3)), path := tmp_path / 'a.pth')
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as file:
+        sums = [struct.pack('<I', member.CRC) for member in file.infolist()]
+    for number in sums:
+        content = content.replace(number, bytes(4))
+    path.write_bytes(content)
+    assert load(str(path))['weight'].sum() == 3
+
+
+@LOADERS
+def test_a_tensor_with_attributes_is_loaded(load: Callable[[str], Any], tmp_path: Path) -> None:
+    """FSDP's optimizer states are some."""
+    tensor = torch.arange(3.0)
+    tensor.note = 'of FSDP'  # type: ignore[attr-defined]
+    torch.save(dict(weight=tensor), tmp_path / 'a.pth')
+    assert torch.equal(load(str(tmp_path / 'a.pth'))['weight'], tensor)
+
+
+@LOADERS
+@pytest.mark.parametrize('write', [zipped, legacy])
+@pytest.mark.parametrize(
+    'declared',
+    [
+        Declared(HUGE, (HUGE,)),
+        Declared(4, (HUGE,)),
+        Declared(4, (4,), offset=1),
+        Declared(4, (2, 2), (4, 1)),
+        Declared(4, (HUGE,), (0,)),
+    ],
+    ids=['storage', 'shape', 'offset', 'stride', 'repeated'],
+)
+def test_nothing_larger_than_the_file(
+    declared: Declared, write: Callable[..., None], load: Callable[[str], Any], tmp_path: Path
+) -> None:
+    write(tmp_path / 'a.pth', dict(state_dict=dict(weight=declared)))
+    with pytest.raises(ValueError, match=r'declares .* where it has|declares a tensor of shape'):
+        load(str(tmp_path / 'a.pth'))
+
+
+PICKLES = {
+    'bytearray': (b'\x80\x05\x96' + struct.pack('<Q', 1 << 36) + b'.', 'holds a bytearray'),
+    'class': (b'\x80\x02ccollections\nOrderedDict\n}X\x06\x00\x00\x00markedK\x01sb.', 'changes <class'),
+    'function': (b'\x80\x02ctorch._utils\n_rebuild_parameter\n}X\x06\x00\x00\x00markedK\x01sb.', 'changes <function'),
+    'tensors': (b'\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x06\x00\x00\x00markedK\x01sb.', 'changes <function'),
+    'kind': (
+        b'\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(ctorch\nSize\nctorch\nTensor\n)}tR.',
+        'asks for a tensor of',
+    ),
+    'source': (b'\x80\x02(X\x06\x00\x00\x00moduleNNNtQ.', 'brings the source of a module'),
+}
+
+
+@LOADERS
+@pytest.mark.parametrize('case', PICKLES)
+def test_instructions_that_are_refused(case: str, load: Callable[[str], Any], tmp_path: Path) -> None:
+    pickled, message = PICKLES[case]
+    zipped(tmp_path / 'a.pth', None, pickled)
+    with pytest.raises(ValueError, match=message):
+        load(str(tmp_path / 'a.pth'))
+    assert not hasattr(OrderedDict, 'marked') and not hasattr(torch._utils._rebuild_parameter, 'marked')
+
+
+class Adds(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def script(path: Path) -> None:
+    torch.jit.save(torch.jit.script(Adds()), str(path))
+
+
+def tar(path: Path) -> None:
+    """Write torch's oldest format, with a name that begins as a pickle does."""
+    with tarfile.open(path, 'w', format=tarfile.GNU_FORMAT, encoding='latin-1') as file:
+        file.add(__file__, '\x80tensors')
+
+
+def bomb(path: Path) -> None:
+    with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as file:
+        file.writestr('archive/data.pkl', b'\0' * (100 << 20))
+
+
+@LOADERS
+@pytest.mark.parametrize(
+    'write, message',
+    [(script, 'TorchScript'), (tar, 'no checkpoint of torch'), (bomb, 'unpacks into 104,857,600')],
+    ids=['script', 'tar', 'bomb'],
+)
+def test_other_formats(write: Callable[[Path], None], message: str, load: Callable[[str], Any], tmp_path: Path) -> None:
+    write(tmp_path / 'a.pth')
+    with pytest.raises(ValueError, match=message):
+        load(str(tmp_path / 'a.pth'))
+
+
+@LOADERS
+@pytest.mark.parametrize('legacy_format', [False, True], ids=['zip', 'legacy'])
+def test_no_module_is_imported(
+    legacy_format: bool, load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / 'evil_module.py').write_text(f'open({str(tmp_path / "code_ran")!r}, "w")\nclass Config: pass\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    pickled = b'\x80\x02cevil_module\nConfig\n)R.'
+    if legacy_format:
+        magic = b''.join(pickle.dumps(part, 2) for part in (MAGIC_NUMBER, PROTOCOL_VERSION, {}))
+        (tmp_path / 'a.pth').write_bytes(magic + pickled + pickle.dumps([], 2))
+    else:
+        zipped(tmp_path / 'a.pth', None, pickled)
+    if load is load_checkpoint_file:
+        with pytest.raises(ValueError, match=r'asks for evil_module.Config'):
+            load(str(tmp_path / 'a.pth'))
+    else:
+        load(str(tmp_path / 'a.pth'))  # left empty
+    assert not (tmp_path / 'code_ran').exists()

@@ -1,0 +1,315 @@
+"""Strangers' checkpoints: what mmengine saves loads, what would run code does not."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import os
+import pickle
+import tarfile
+import zipfile
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mmengine.config import ConfigDict
+from mmengine.logging import HistoryBuffer, MessageHub
+from mmengine.registry import MODELS, PARAM_SCHEDULERS, Registry
+from mmengine.runner.checkpoint import CheckpointLoader, load_checkpoint
+from torch import nn
+
+import mmgate  # noqa: F401
+from mmgate.checkpoints.loading import TRUST, UntrustedCheckpoint, add_trust_option
+from mmgate.checkpoints.plain_config import running_part
+from mmgate.errors import ConfigError
+
+
+class Calls:
+    """Pickles as a call of a function."""
+
+    def __init__(self, function: Callable, *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def marker(tmp_path: Path) -> Path:
+    return tmp_path / 'code_ran'
+
+
+ATTACKS: dict[str, Callable[[Path], Any]] = {
+    'system': lambda tmp: Calls(os.system, f'touch {marker(tmp)}'),
+    'eval': lambda tmp: Calls(eval, f"open({str(marker(tmp))!r}, 'w')"),
+    'open': lambda tmp: Calls(open, str(marker(tmp)), 'w'),
+    'getattr': lambda tmp: Calls(getattr, dict, 'fromkeys'),
+    'torch_load': lambda tmp: Calls(torch.load, str(tmp / 'other.pth')),
+    'doubled': lambda tmp: Calls(codecs.encode, b'ab', 'hex'),
+    'history': lambda tmp: Calls(HistoryBuffer, [[1], [2]], [1, 1]),
+    'huge_array': lambda tmp: Calls(np.zeros(1).__reduce__()[0], np.ndarray, (1 << 40,), b'b'),
+}
+
+
+@pytest.mark.parametrize('place', ['top', 'meta', 'state_dict', 'key'])
+@pytest.mark.parametrize('attack', ATTACKS)
+@pytest.mark.parametrize('legacy', [False, True], ids=['zip', 'legacy'])
+def test_code_does_not_run(attack: str, place: str, legacy: bool, tmp_path: Path) -> None:
+    evil = ATTACKS[attack](tmp_path)
+    content: Any = {
+        'top': evil,
+        'meta': dict(meta=dict(deep=[(evil,)]), state_dict={}),
+        'state_dict': dict(state_dict=dict(weight=evil)),
+        'key': {'state_dict': {}, ('x', evil): 1},
+    }[place]
+    if place == 'key':
+        content = [(evil, 1)]
+    torch.save(content, tmp_path / 'evil.pth', _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(UntrustedCheckpoint, match='it was not loaded. If you trust whoever made it, pass --trust-ch'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'evil.pth'), map_location='cpu')
+    assert not marker(tmp_path).exists()
+
+
+class Writes(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_a_script_is_no_checkpoint(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.script(Writes()), str(tmp_path / 'script.pth'))
+    with pytest.raises(UntrustedCheckpoint, match='TorchScript'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'script.pth'))
+
+
+def test_an_archive_is_no_checkpoint(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / 'old.pth', 'w') as file:
+        file.add(__file__, 'pickle')
+    with pytest.raises(ConfigError, match='no checkpoint of torch'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'old.pth'))
+
+
+@pytest.mark.parametrize('place', ['meta.config', 'meta.cfg', 'message_hub.runtime_info.cfg'])
+@pytest.mark.parametrize(
+    'text, runs',
+    [
+        ("model = dict(type='X', a=[1, -2.5, None], b=float('inf'))\nlr = 1e-3\nx = dict(y=lr)", False),
+        ("__import__('os').system('true')", True),
+        ('import os', True),
+        ('x = ().__class__.__base__', True),
+        ("dict = eval\nx = dict('1')", True),
+        ('x = (lambda: 1)()', True),
+        ('x = [open for open in [1]]', True),
+        ('not python (', False),
+        ('x = {{\'$NO_SUCH:1|__import__("os").system("true")#\'}}', True),
+        ("_base_ = '/tmp/x.py'", True),
+        ('while True: pass', True),
+        ('x = 9**9**9', True),
+        ("model = dict(type='subprocess.check_call', args=['true'])", True),
+        ("model = dict(backbone={'type': 'mmengine.utils.package_utils.call_command', 'cmd': ['true']})", True),
+        ("model = dict(type='mmengine.hub.os.system')", True),
+        ("keys = dict({'backbone.a': dict(lr_mult=0.1)})", False),  # as mmengine writes keys with dots
+        ("model = dict({'type': 'subprocess.check_call'})", True),
+        ("model = dict([('type', 'subprocess.check_call')])", True),
+        ("model = {**{'type': 'subprocess.check_call'}}", True),
+        ("name = 'subprocess.check_call'\nmodel = dict(type=name)", True),
+        ("key = 'type'\nmodel = {key: 'subprocess.check_call'}", True),
+        (
+            "model = dict(type='mmgate.Gated', host='mmdet.models.detectors.DETR', o=dict(type='torch.optim.AdamW'))",
+            False,
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, bool) else value.split('(')[0][:20],
+)
+def test_a_config_may_only_hold_values(text: str, runs: bool, place: str, tmp_path: Path) -> None:
+    """mmengine runs it as Python where it resumes, and in its inferencers."""
+    content: Any = text
+    for key in reversed(place.split('.')):
+        content = {key: content}
+    torch.save(content, tmp_path / 'a.pth')
+    if runs:
+        with pytest.raises(UntrustedCheckpoint, match='holds a config'):
+            CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+    else:
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+def test_a_project_with_registries_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "model = dict(type='project_of_mine.Net')"
+    assert running_part(text) == "type='project_of_mine.Net'"
+    monkeypatch.setitem(MODELS.children, 'project_of_mine', Registry('model', scope='project_of_mine'))
+    assert running_part(text) is None
+
+
+@pytest.mark.parametrize('protocol', [2, 4])
+def test_what_numpy_leaves_beside_tensors(protocol: int, tmp_path: Path) -> None:
+    history = HistoryBuffer([1.0, 2.0], [1, 1])
+    given = dict(empty=np.zeros((0, 4)), numbers=np.arange(3), history=history)
+    torch.save(given, tmp_path / 'a.pth', pickle_protocol=protocol)
+    found = CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+    assert found['empty'].shape == (0, 4) and found['numbers'].tolist() == [0, 1, 2]
+    assert found['history'].mean() == 1.5
+
+
+@pytest.mark.parametrize('opcode', ['list', 'obj', 'inst'])
+def test_a_small_file_makes_nothing_large(opcode: str, tmp_path: Path) -> None:
+    data = {
+        'list': b'cnumpy\nndarray\nJ\x00\xe1\xf5\x05\x85\x85R',
+        'obj': b'(cmmengine.logging.history_buffer\nHistoryBuffer\n]]o',
+        'inst': b'(]]immengine.logging.history_buffer\nHistoryBuffer\n',
+    }[opcode]
+    in_zip(tmp_path / 'a.pth', b'\x80\x02' + data + b'.')
+    with pytest.raises(ConfigError):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+def change(found: Any, state: Any) -> bytes:
+    """Return a pickle that changes an object found by its name."""
+    module, name = found.__module__, found.__qualname__
+    return b'\x80\x02c' + f'{module}\n{name}\n'.encode() + pickle.dumps(state, 2)[2:-1] + b'b.'
+
+
+def in_zip(path: Path, data: bytes) -> None:
+    torch.save({}, path)
+    with zipfile.ZipFile(path) as file:
+        members = {member: file.read(member) for member in file.namelist()}
+    with zipfile.ZipFile(path, 'w') as file:
+        for member, content in members.items():
+            file.writestr(member, data if member.endswith('data.pkl') else content)
+
+
+@pytest.mark.parametrize(
+    'found', [Path, OrderedDict, torch._utils._rebuild_parameter], ids=lambda found: found.__name__
+)
+def test_nothing_that_is_there_is_changed(found: Any, tmp_path: Path) -> None:
+    in_zip(tmp_path / 'a.pth', change(found, (None, {'marked': 1})))
+    with pytest.raises(UntrustedCheckpoint, match='changes'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+    assert not hasattr(found, 'marked')
+
+
+def test_no_text_of_nested_lists(tmp_path: Path) -> None:
+    """Each list holds the one before twice, so that the text doubles with each."""
+    lists = b']q\0' + b''.join(b'](h%ch%ceq%c' % (i, i, i + 1) for i in range(9))
+    in_zip(tmp_path / 'a.pth', b'\x80\x04' + lists + b'cbuiltins\nstr\nh\x09\x85R.')
+    with pytest.raises(UntrustedCheckpoint, match='asks for builtins.str'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+@pytest.mark.parametrize('name', ['UntypedStorage', 'storage.UntypedStorage'])
+def test_no_storage_at_an_address(name: str, tmp_path: Path) -> None:
+    module, _, leaf = f'torch.{name}'.rpartition('.')
+    made = b'\x80\x04c' + f'{module}\n{leaf}\n'.encode() + b'K\x08\x85}\x8c\tallocatorJAAAAs\x92.'
+    in_zip(tmp_path / 'a.pth', made)
+    with pytest.raises(ConfigError):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+@pytest.mark.parametrize('dtype', ['object', [('a', 'O')], [('a', 'i4')]], ids=str)
+def test_no_objects_in_arrays(dtype: Any, tmp_path: Path) -> None:
+    torch.save(np.zeros(1, dtype), tmp_path / 'a.pth')
+    with pytest.raises(UntrustedCheckpoint, match='asks numpy for the type'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+@pytest.mark.parametrize(
+    'kind', ['OneCycleLR', 'CosineAnnealingLR', 'MultiStepLR', 'PolyLR', 'LinearLR', 'ReduceOnPlateauLR']
+)
+def test_schedulers_come_back(kind: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = dict(
+        OneCycleLR=dict(eta_max=0.1, total_steps=9),
+        CosineAnnealingLR=dict(T_max=9),
+        MultiStepLR=dict(milestones=[3]),
+        ReduceOnPlateauLR=dict(monitor='loss'),
+    ).get(kind, {})
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1, momentum=0.9)
+    scheduler = PARAM_SCHEDULERS.build(dict(type=kind, optimizer=optimizer, **options))
+    torch.save(scheduler.state_dict(), tmp_path / 'a.pth')
+    loaded = CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+    scheduler.load_state_dict(loaded)
+    optimizer.step()
+    if kind != 'ReduceOnPlateauLR':
+        scheduler.step()
+
+
+def test_raw_pickles_are_no_way_around(tmp_path: Path) -> None:
+    (tmp_path / 'evil.pth').write_bytes(pickle.dumps(Calls(os.system, f'touch {marker(tmp_path)}')))
+    with pytest.raises(ConfigError):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'evil.pth'))
+    assert not marker(tmp_path).exists()
+
+
+def test_trust_is_the_users_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(dict(meta=Calls(os.mkdir, str(marker(tmp_path)))), tmp_path / 'mine.pth')
+    monkeypatch.setenv(TRUST, '1')
+    CheckpointLoader.load_checkpoint(str(tmp_path / 'mine.pth'))
+    assert marker(tmp_path).exists()
+
+
+def test_what_mmengine_saves_comes_back(tmp_path: Path) -> None:
+    hub = MessageHub('test_safe_load')
+    for value in (1.0, 3.0):
+        hub.update_scalar('train/loss', value)
+    hub.update_info('best', np.float32(0.25))
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    saved = dict(
+        meta=dict(epoch=3, dataset_meta=dict(classes=('a',), palette=np.arange(6).reshape(2, 3))),
+        state_dict=OrderedDict(model.state_dict(), half=torch.ones(1, dtype=torch.bfloat16)),
+        message_hub=hub.state_dict(),
+        optimizer=optimizer.state_dict(),
+        param_schedulers=[dict(milestones=Counter([3, 5]))],
+        others=[defaultdict(list, a=[1]), ConfigDict(a=dict(b=1)), {1, 2}, np.array(['x']), torch.device('cpu'), 1j],
+    )
+    torch.save(saved, tmp_path / 'epoch_3.pth')
+    loaded = CheckpointLoader.load_checkpoint(str(tmp_path / 'epoch_3.pth'), map_location='cpu')
+    fresh = MessageHub('test_safe_load_fresh')
+    fresh.load_state_dict(loaded['message_hub'])
+    assert fresh.get_scalar('train/loss').mean() == 2.0 and fresh.get_scalar('train/loss').max() == 3.0
+    assert fresh.get_info('best') == 0.25
+    assert loaded['others'][1].a.b == 1 and loaded['others'][3].tolist() == ['x']
+    np.testing.assert_array_equal(loaded['meta']['dataset_meta']['palette'], np.arange(6).reshape(2, 3))
+    optimizer.load_state_dict(loaded['optimizer'])
+    assert all(torch.equal(loaded['state_dict'][key], value) for key, value in saved['state_dict'].items())
+
+
+@pytest.mark.parametrize('share', [0.2, 0.9])
+def test_a_file_cut_short_is_named(share: float, tmp_path: Path) -> None:
+    torch.save(dict(state_dict=dict(weight=torch.ones(1000))), tmp_path / 'whole.pth')
+    content = (tmp_path / 'whole.pth').read_bytes()
+    (tmp_path / 'cut.pth').write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(ConfigError, match=r'checkpoint .*cut.pth cannot be read .* cut short'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'cut.pth'))
+
+
+def test_a_zip_bomb_is_not_unpacked(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / 'bomb.pth', 'w', zipfile.ZIP_DEFLATED) as file:
+        file.writestr('archive/data.pkl', b'\0' * (100 << 20))
+    with pytest.raises(UntrustedCheckpoint, match='unpacks into 104,857,600'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'bomb.pth'))
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip('safetensors.torch', reason='no safetensors')
+    model = nn.Linear(2, 3)
+    safetensors.save_file(model.state_dict(), tmp_path / 'model.safetensors')
+    other = nn.Linear(2, 3)
+    load_checkpoint(other, str(tmp_path / 'model.safetensors'))
+    assert torch.equal(model.weight, other.weight)
+    (tmp_path / 'model.safetensors').write_bytes(b'nonsense')
+    with pytest.raises(ConfigError, match='cannot be read'):
+        load_checkpoint(other, str(tmp_path / 'model.safetensors'))
+
+
+def test_tools_take_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUST, '')  # restored afterwards
+    parser = argparse.ArgumentParser()
+    add_trust_option(parser)
+    parser.parse_args([])
+    assert os.environ[TRUST] == ''
+    parser.parse_args(['--trust-checkpoint'])
+    assert os.environ[TRUST] == '1'

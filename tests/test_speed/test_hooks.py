@@ -1,0 +1,244 @@
+"""Parts of a model compiled or kept in float32 during training."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from mmdet.structures import DetDataSample
+from mmengine.config import Config
+from mmengine.model import BaseModel
+from mmengine.registry import HOOKS, MODELS, init_default_scope
+from mmengine.runner import Runner
+from mmengine.structures import InstanceData
+from torch import Tensor, nn
+
+import mmgate.layers.ms_deform_attn as layer_file
+from mmgate.errors import ConfigError
+from mmgate.speed.hooks import CompileHook, Float32Hook
+
+DEMO = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
+
+
+class Net(BaseModel):
+    """The parts that the hooks look for, as small as can be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
+        self.encoder = nn.ModuleDict(dict(layers=nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, mode: str = 'tensor') -> Any:
+        x = self.backbone(x)
+        for layer in self.encoder['layers']:
+            x = layer(x)
+        y = self.head(x)
+        return dict(loss=y.square().mean()) if mode == 'loss' else y
+
+
+def train(work_dir: Path, hooks: list[dict[str, Any]], epochs: int, resume: bool = False) -> Runner:
+    torch.manual_seed(0)
+    data = [dict(x=torch.randn(3, generator=torch.Generator().manual_seed(i))) for i in range(6)]
+    runner = Runner(
+        Net(),
+        str(work_dir),
+        train_dataloader=dict(
+            dataset=data,
+            batch_size=3,
+            sampler=dict(type='DefaultSampler', shuffle=False),
+            collate_fn=dict(type='default_collate'),
+        ),
+        train_cfg=dict(by_epoch=True, max_epochs=epochs),
+        optim_wrapper=dict(optimizer=dict(type='AdamW', lr=0.1)),
+        custom_hooks=hooks,
+        resume=resume,
+        default_scope='mmengine',
+        experiment_name=f'{work_dir.name}{epochs}{len(hooks)}{resume}',
+    )
+    runner.train()
+    return runner
+
+
+HOOK = dict(type='mmgate.CompileHook', backend='aot_eager')
+
+
+def test_a_compiled_run_is_the_same_run(tmp_path: Path) -> None:
+    expected = train(tmp_path / 'plain', [], 4).model.state_dict()
+    compiled = train(tmp_path / 'compiled', [HOOK], 2).model
+    inner = [compiled.backbone, *compiled.encoder['layers']]
+    assert all(module._compiled_call_impl is not None for module in inner)
+    assert compiled._compiled_call_impl is None and compiled.head._compiled_call_impl is None
+    saved = torch.load(tmp_path / 'compiled/epoch_2.pth', weights_only=False)['state_dict']
+    assert list(saved) == list(expected)
+    for hooks in ([HOOK], []):  # the third epoch with it, the fourth without
+        resumed = train(tmp_path / 'compiled', hooks, 4 - len(hooks), resume=True).model
+    torch.testing.assert_close(resumed.state_dict(), expected)
+
+
+def run(hook: CompileHook, model: nn.Module) -> list[str]:
+    lines: list[str] = []
+    hook.before_train(SimpleNamespace(model=model, logger=SimpleNamespace(info=lines.append)))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ('paths', 'named'),
+    [
+        (None, 'backbone, encoder.layers.0, encoder.layers.1'),
+        ('encoder.layers.*', 'encoder.layers.0, encoder.layers.1'),
+        (['backbone', 'backbone.*'], 'backbone'),
+        (['**.1'], 'backbone.1, encoder.layers.1'),
+    ],
+    ids=['default', 'one', 'nested', 'anywhere'],
+)
+def test_paths(paths: Any, named: str) -> None:
+    assert run(CompileHook(paths), Net()) == [f'CompileHook: {named} are compiled as they are first called.']
+
+
+def test_the_default_takes_what_there_is() -> None:
+    net = Net()
+    del net.encoder
+    assert 'CompileHook: backbone are' in run(CompileHook(), net)[0]
+
+
+@pytest.mark.parametrize(
+    ('paths', 'message'),
+    [
+        (
+            ['backbone', 'encodr.*'],
+            r"'encodr\.\*' matches no module of Net; it has .*encoder, head, .*layers.0",
+        ),
+        (['neck', 'x.*'], r"'neck', 'x\.\*' match no module"),
+        (dict(path='x'), 'paths must be a pattern or a list'),
+        ([], 'paths must be a pattern or a list'),
+    ],
+    ids=['one_of_two', 'both', 'no_list', 'empty'],
+)
+def test_a_pattern_without_a_match_is_refused(paths: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(CompileHook(paths if isinstance(paths, list) else tuple(paths.items())), Net())
+
+
+def test_nothing_of_the_defaults_is_refused() -> None:
+    with pytest.raises(ConfigError, match='match no module of Linear'):
+        run(CompileHook(), nn.Linear(2, 2))
+
+
+def detector() -> nn.Module:
+    cfg = Config.fromfile(DEMO)
+    init_default_scope('mmdet')
+    torch.manual_seed(0)
+    model = MODELS.build(cfg.model)
+    model.init_weights()
+    return model.train()
+
+
+def batch() -> tuple[Tensor, list[DetDataSample]]:
+    generator = torch.Generator().manual_seed(0)
+    sample = DetDataSample(metainfo=dict(img_shape=(64, 96), batch_input_shape=(64, 96), ori_shape=(64, 96)))
+    corners = torch.rand(4, 2, 2, generator=generator).sort(1).values * torch.tensor([96.0, 64.0])
+    sample.gt_instances = InstanceData(bboxes=corners.flatten(1), labels=torch.arange(4))
+    return torch.randn(1, 3, 64, 96, generator=generator), [sample]
+
+
+def losses(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    images, samples = batch()
+    torch.manual_seed(1)  # of the dropout
+    with torch.autocast('cpu', dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        found = model.loss(images, deepcopy(samples))
+    sum(found.values()).backward()
+    return {name: loss.detach().float() for name, loss in found.items()}
+
+
+def test_coordinates_stay_float32_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = detector()
+    keys = list(model.state_dict())
+    expected = losses(model, None)
+    seen: list[tuple[torch.dtype, ...]] = []
+    operator = layer_file.ms_deform_attn
+
+    def recorded(value: Tensor, shapes: Tensor, start: Tensor, points: Tensor, *rest: Any, **options: Any) -> Tensor:
+        seen.append((value.dtype, points.dtype, options['reference_points'].dtype))
+        return operator(value, shapes, start, points, *rest, **options)
+
+    predicted: list[torch.dtype] = []
+    by_feat = model.bbox_head.loss_by_feat
+    monkeypatch.setattr(layer_file, 'ms_deform_attn', recorded)
+    monkeypatch.setattr(
+        model.bbox_head, 'loss_by_feat', lambda *args: predicted.extend(x.dtype for x in args[:2]) or by_feat(*args)
+    )
+    losses(model, torch.bfloat16)
+    assert (torch.bfloat16, torch.bfloat16, torch.bfloat16) in seen, 'without the hook there is nothing to mend'
+    seen.clear(), predicted.clear(), model.zero_grad()
+    HOOKS.build(dict(type='mmgate.Float32Hook')).before_run(SimpleNamespace(model=model))
+    actual = losses(model, torch.bfloat16)
+    assert set(seen) == {(torch.bfloat16, torch.float32, torch.float32)} and len(seen) == 4
+    assert predicted == [torch.float32, torch.float32]
+    for name, loss in actual.items():
+        torch.testing.assert_close(loss, expected[name], rtol=0.05, atol=0.02, msg=lambda m, n=name: f'{n}: {m}')
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    assert grads and all(g.isfinite().all() and g.dtype == torch.float32 for g in grads)
+    assert list(model.state_dict()) == keys
+
+
+def test_float32_changes_nothing_without_autocast() -> None:
+    model = detector()
+    expected = losses(model, None)
+    for _ in range(2):  # a second run of the same model
+        Float32Hook().before_run(SimpleNamespace(model=model))
+    torch.testing.assert_close(losses(deepcopy(model), None), expected, rtol=0, atol=0)
+
+
+def test_float32_within_a_compiled_layer() -> None:
+    from mmgate.speed.hooks import keep_float32
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    keep_float32(net[1])
+    plain = deepcopy(net)
+    net.compile(backend='aot_eager')
+    x = torch.randn(2, 4)
+    with torch.autocast('cpu', dtype=torch.bfloat16):
+        actual, expected = net(x), plain(x)
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, expected)
+
+
+def test_all_parts_together() -> None:
+    """As the fast configs have them, on the demo's detector."""
+    cfg = Config.fromfile(DEMO)
+    fast = Config.fromfile(DEMO.with_name('plug-deformable-detr-refine-fast-bf16_r50_8xb4-50e_coco.py'))
+    cfg.model.bbox_head.update(type=fast.model.bbox_head.type, host=fast.model.bbox_head.host)
+    init_default_scope('mmdet')
+    torch.manual_seed(0)
+    model = MODELS.build(cfg.model)
+    model.init_weights()
+    plain = deepcopy(model).train()
+    run = SimpleNamespace(model=model.train(), logger=SimpleNamespace(info=lambda line: None))
+    for each in fast.custom_hooks:
+        hook = HOOKS.build(dict(each, backend='eager') if each.type == 'mmgate.CompileHook' else each)
+        hook.before_run(run)
+        hook.before_train(run)
+    expected, actual = losses(plain, None), losses(model, torch.bfloat16)
+    for name, loss in actual.items():
+        torch.testing.assert_close(loss, expected[name], rtol=0.05, atol=0.02, msg=lambda m, n=name: f'{n}: {m}')
+    assert list(model.state_dict()) == list(plain.state_dict())
+
+
+def test_channels_last() -> None:
+    model = detector()
+    expected = losses(deepcopy(model), None)
+    seen: list[bool] = []
+    for _ in range(2):
+        HOOKS.build(dict(type='mmgate.ChannelsLastHook')).before_run(SimpleNamespace(model=model))
+    assert len(model.backbone._forward_pre_hooks) == 1
+    model.backbone.layer4.register_forward_hook(
+        lambda module, args, y: seen.append(y.is_contiguous(memory_format=torch.channels_last))
+    )
+    torch.testing.assert_close(losses(deepcopy(model), None), expected, rtol=1e-3, atol=1e-4)
+    assert seen == [True]

@@ -1,0 +1,286 @@
+"""Matching with one wait for the device: mmdet's assignments and losses, and how often a step waits."""
+
+from __future__ import annotations
+
+from collections import Counter
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mmdet.models.task_modules.assigners import HungarianAssigner as MMDetHungarianAssigner
+from mmengine.registry import MODELS, init_default_scope
+from mmengine.structures import InstanceData
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import mmgate
+from mmgate.speed.matching import head as heads
+from mmgate.speed.matching.assigner import HungarianAssigner
+
+CLASSES, QUERIES, LAYERS = 5, 12, 3
+BOXES = [dict(type='BBoxL1Cost', weight=5.0, box_format='xywh'), dict(type='IoUCost', iou_mode='giou', weight=2.0)]
+COSTS = {
+    'focal': [dict(type='FocalLossCost', weight=2.0), *BOXES],
+    'softmax': [dict(type='ClassificationCost', weight=1.0), *BOXES],
+    'one': dict(type='BBoxL1Cost'),
+    'corners_and_iou': [dict(type='BBoxL1Cost'), dict(type='IoUCost', iou_mode='iou')],
+    'masks': [
+        dict(type='CrossEntropyLossCost', use_sigmoid=True),
+        dict(type='DiceCost', pred_act=True),
+        dict(type='FocalLossCost', binary_input=True),
+    ],
+}
+FOCAL = dict(type='FocalLoss', use_sigmoid=True, gamma=2.0, alpha=0.25, loss_weight=2.0)
+PLAIN = dict(num_classes=CLASSES, embed_dims=16)
+SOFTMAX = dict(PLAIN, loss_cls=dict(type='CrossEntropyLoss', bg_cls_weight=0.1, use_sigmoid=False, class_weight=1.0))
+SIGMOID = dict(
+    **PLAIN,
+    loss_cls=FOCAL,
+    train_cfg=dict(assigner=dict(type='HungarianAssigner', match_costs=COSTS['focal'])),
+)
+QUALITY = dict(type='QualityFocalLoss', use_sigmoid=True, beta=2.0, loss_weight=1.0)
+TWO_STAGE = dict(SIGMOID, as_two_stage=True, num_pred_layer=LAYERS + 1, sync_cls_avg_factor=True)
+HEADS = {
+    'DETR': ('DETRHead', SOFTMAX),
+    'Conditional': ('ConditionalDETRHead', dict(SIGMOID)),
+    'DAB': ('DABDETRHead', dict(SIGMOID)),
+    'Deformable': ('DeformableDETRHead', dict(SIGMOID, num_pred_layer=LAYERS)),
+    'Deformable_twostage': ('DeformableDETRHead', TWO_STAGE),
+    'DINO': ('DINOHead', TWO_STAGE),
+    'DINO_quality': ('DINOHead', dict(TWO_STAGE, loss_cls=QUALITY)),
+}
+
+
+class Waits(TorchFunctionMode):
+    """Counts what waits for a CUDA device: values and sizes that the host needs, copies there or back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__
+        always = {'cpu', 'numpy', 'item', 'tolist', '__bool__', '__int__', '__float__', 'new_tensor'}
+        of_unknown_size = {'nonzero', 'unique', 'masked_select', '_unique2', 'argwhere'}
+        copies = name == 'to' and not kwargs.get('non_blocking') and any(isinstance(x, torch.device) for x in args)
+        masks = name == '__getitem__' and isinstance(args[1], Tensor) and args[1].dtype == torch.bool
+        own = name == 'numpy' and args[0].device.type == 'cpu' and not args[0].requires_grad
+        if (name in always | of_unknown_size and not own) or copies or masks:
+            self.counts[name] += 1
+        return func(*args, **kwargs)
+
+
+def objects(generator: torch.Generator, count: int) -> InstanceData:
+    corners = torch.rand(count, 2, 2, generator=generator).sort(1).values * torch.tensor([96.0, 64.0])
+    labels = torch.randint(0, CLASSES, (count,), generator=generator)
+    masks = (torch.rand(count, 6, 7, generator=generator) > 0.5).float()
+    return InstanceData(bboxes=corners.flatten(1), labels=labels, masks=masks)
+
+
+def predictions(generator: torch.Generator, count: int) -> InstanceData:
+    boxes = objects(generator, count).bboxes
+    scores = torch.randn(count, CLASSES + 1, generator=generator)
+    return InstanceData(scores=scores, bboxes=boxes, masks=torch.randn(count, 6, 7, generator=generator))
+
+
+META = dict(img_shape=(64, 96), img_id=0)
+
+
+@pytest.mark.parametrize('costs', COSTS)
+def test_assignments_are_mmdets(costs: str) -> None:
+    init_default_scope('mmdet')
+    theirs, ours = MMDetHungarianAssigner(deepcopy(COSTS[costs])), HungarianAssigner(deepcopy(COSTS[costs]))
+    generator = torch.Generator().manual_seed(0)
+    for case in range(150):
+        queries, count = (int(torch.randint(0, 9, (), generator=generator)) for _ in range(2))
+        given = predictions(generator, queries), objects(generator, count)
+        if case % 3 == 0 and count > 1:  # as like as two peas
+            for one in given:
+                one.bboxes[-1:], one.labels = one.bboxes[:1], getattr(one, 'labels', torch.zeros(len(one))) * 0
+        expected, actual = (assigner.assign(*given, META) for assigner in (theirs, ours))
+        assert actual.num_gts == expected.num_gts and actual.max_overlaps is None
+        for name in ('gt_inds', 'labels'):
+            value = getattr(actual, name)
+            assert value.dtype == torch.long and torch.equal(value, getattr(expected, name)), (case, name)
+
+
+@pytest.mark.parametrize('value', [float('nan'), -float('inf'), float('inf')], ids=str)
+def test_costs_that_are_no_numbers(value: float) -> None:
+    init_default_scope('mmdet')
+    generator = torch.Generator().manual_seed(0)
+    given = predictions(generator, 4), objects(generator, 2)
+    given[0].bboxes[1, 2] = value
+    outcomes = []
+    for kind in (MMDetHungarianAssigner, HungarianAssigner):
+        try:
+            outcomes.append(kind(COSTS['one']).assign(*given, META).gt_inds.tolist())
+        except ValueError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == outcomes[1] and (value == value or 'invalid' in outcomes[0])
+
+
+def test_an_assigner_waits_once() -> None:
+    init_default_scope('mmdet')
+    generator = torch.Generator().manual_seed(0)
+    given = predictions(generator, 9), objects(generator, 4)
+    counts = {}
+    for kind in (MMDetHungarianAssigner, HungarianAssigner):
+        assigner = kind(deepcopy(COSTS['focal']))
+        with Waits() as waits:
+            assigner.assign(*given, META)
+        counts[kind.__module__.partition('.')[0]] = waits.counts
+    assert counts['mmgate'] == {'cpu': 1}
+    assert counts['mmdet'].total() == 5, counts  # its errors come without a mode's notice: scipy reads the tensor
+
+
+def build(name: str, **more: Any) -> Any:
+    kind, options = HEADS[name]
+    init_default_scope('mmdet')
+    torch.manual_seed(0)
+    if 'host' in more:
+        more['host'] = f'mmdet.{kind}'
+    head = MODELS.build(dict(type=f'mmdet.{kind}', **deepcopy(options)) | more)
+    head.init_weights()
+    return head
+
+
+def loss_inputs(name: str, counts: tuple[int, ...]) -> tuple[list[Tensor], list[Any]]:
+    """Return predictions that have gradients and the rest of what ``loss_by_feat`` takes."""
+    generator = torch.Generator().manual_seed(len(counts))
+    channels = CLASSES + (name == 'DETR')
+
+    def predicted(*shape: int) -> list[Tensor]:
+        scores = torch.randn(*shape, channels, generator=generator)
+        boxes = torch.rand(*shape, 4, generator=generator) * 0.5 + 0.25
+        return [scores.requires_grad_(), boxes.requires_grad_()]
+
+    gts, metas = [objects(generator, count) for count in counts], [META] * len(counts)
+    if name in ('DETR', 'Conditional', 'DAB'):
+        return predicted(LAYERS, len(counts), QUERIES), [gts, metas]
+    if name == 'Deformable':
+        return predicted(LAYERS, len(counts), QUERIES), [None, None, gts, metas]
+    encoded = predicted(len(counts), 40)
+    if name == 'Deformable_twostage':
+        return [*predicted(LAYERS, len(counts), QUERIES), *encoded], [gts, metas]
+    groups = 2
+    noised = max(counts) * 2 * groups
+    meta = dict(num_denoising_queries=noised, num_denoising_groups=groups)
+    return [*predicted(LAYERS, len(counts), QUERIES + noised), *encoded], [gts, metas, meta]
+
+
+CASES = {'usual': (3, 0, 5), 'more_than_queries': (20, 2), 'one': (1,), 'none': (0, 0)}
+
+
+@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('name', HEADS)
+def test_losses_are_mmdets(name: str, case: str) -> None:
+    results = []
+    for head in (build(name), build(name, type='mmgate.MatchedOnce', host='')):
+        leaves, rest = loss_inputs(name, CASES[case])
+        losses = head.loss_by_feat(*leaves, *rest)
+        sum(loss.sum() for loss in losses.values()).backward()
+        results.append(({k: v.detach().view(()) for k, v in losses.items()}, [leaf.grad for leaf in leaves]))
+    (expected, grads), (actual, our_grads) = results
+    assert list(actual) == list(expected)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(our_grads, grads, rtol=1e-5, atol=1e-6)
+
+
+def test_grounding_dino_keeps_its_own_losses() -> None:
+    init_default_scope('mmdet')
+    costs = [dict(type='BinaryFocalLossCost', weight=2.0), *BOXES]
+    options = dict(TWO_STAGE, train_cfg=dict(assigner=dict(type='HungarianAssigner', match_costs=costs)))
+    options['contrastive_cfg'] = dict(max_text_len=8)
+    results = []
+    for more in (dict(type='mmdet.GroundingDINOHead'), dict(type='mmgate.MatchedOnce', host='mmdet.GroundingDINOHead')):
+        head = MODELS.build(dict(deepcopy(options), **more))
+        generator = torch.Generator().manual_seed(0)
+        head.text_masks = torch.ones(2, 6, dtype=torch.bool)
+        gts = [objects(generator, count) for count in (3, 2)]
+        for one in gts:
+            one.positive_maps = torch.nn.functional.one_hot(one.labels, 8).float()
+            one.text_token_mask = torch.ones(len(one), 8, dtype=torch.bool)
+            one.text_token_mask[:, 6:] = False
+        shapes = (LAYERS, 2, QUERIES + 12), (2, 20)
+        given = [torch.rand(*shape, width, generator=generator) for shape in shapes for width in (8, 4)]
+        meta = dict(num_denoising_queries=12, num_denoising_groups=2)
+        results.append(head.loss_by_feat(*given, gts, [META] * 2, meta))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_layers_matched_as_one_are_matched_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU does, where a number's last bit is the same anywhere in a tensor."""
+    head = build('Deformable', type='mmgate.MatchedOnce', host='')
+    for seed in range(20):
+        torch.manual_seed(seed)
+        gts, other = ([objects(torch.default_generator, count) for count in (4, 0, 7)] for _ in range(2))
+        layers = [
+            heads.Layer(torch.randn(3, queries, CLASSES), torch.rand(3, queries, 4), given, [META] * 3)
+            for queries, given in ((9, gts), (9, gts), (30, gts), (9, other))
+        ]
+        apart = heads.match(head.assigner, layers)
+        with monkeypatch.context() as patch:
+            patch.setattr(heads, '_groups', lambda layers: [[0, 1, 2], [3]])
+            together = heads.match(head.assigner, layers)
+        for one, two in zip(apart, together, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize('name', ['DETR', 'Deformable', 'Deformable_twostage'])
+def test_a_step_waits_once(name: str) -> None:
+    head = build(name, type='mmgate.MatchedOnce', host='')
+    leaves, rest = loss_inputs(name, (3, 0, 5))
+    with Waits() as waits:
+        head.loss_by_feat(*leaves, *rest)
+    assert waits.counts == {'cpu': 1}
+
+
+def test_how_often_mmdet_waits() -> None:
+    """What the documentation says of mmdet: ten times an image and layer that has objects, and more a layer."""
+    counts = []
+    for images in ((3,), (3, 5), (3, 5, 2)):
+        leaves, rest = loss_inputs('Deformable', images)
+        with Waits() as waits:
+            build('Deformable').loss_by_feat(*leaves, *rest)
+        counts.append(waits.counts.total() / LAYERS)
+    assert counts[2] - counts[1] == counts[1] - counts[0] == 11 and counts[0] == 11 + 5
+
+
+def test_the_result_is_the_host() -> None:
+    head = build('DETR', type='mmgate.MatchedOnce', host='')
+    plain = build('DETR')
+    assert isinstance(head, type(plain)) and list(head.state_dict()) == list(plain.state_dict())
+    assert head.bg_cls_weight == plain.bg_cls_weight != 0
+    assert type(deepcopy(head)) is type(head)
+
+
+@pytest.mark.parametrize(
+    ('config', 'message'),
+    [
+        (dict(host='mmdet.RetinaHead', num_classes=3, in_channels=4), 'RetinaHead is no head that derives'),
+        (
+            dict(
+                host='mmdet.DETRHead',
+                **SOFTMAX,
+                train_cfg=dict(assigner=dict(type='mmdet.MaxIoUAssigner', pos_iou_thr=0.5, neg_iou_thr=0.4)),
+            ),
+            'MaxIoUAssigner does not assign',
+        ),
+    ],
+    ids=['another_head', 'another_assigner'],
+)
+def test_what_does_not_fit_is_refused(config: dict[str, Any], message: str) -> None:
+    init_default_scope('mmdet')
+    assert mmgate.__version__
+    with pytest.raises(TypeError, match=message):
+        MODELS.build(dict(type='mmgate.MatchedOnce', **deepcopy(config)))
+
+
+def test_the_registered_assigner() -> None:
+    init_default_scope('mmdet')
+    cfg = dict(type='mmgate.HungarianAssigner', match_costs=COSTS['focal'])
+    head = build('Deformable', train_cfg=dict(assigner=cfg))
+    assert type(head.assigner) is HungarianAssigner

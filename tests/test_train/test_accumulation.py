@@ -1,0 +1,135 @@
+"""Images of an optimizer step, and what is scaled to go with them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from mmengine.config import Config
+
+from mmgate.errors import ConfigError
+from mmgate.train.accumulation import accumulation, count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
+
+
+def make_config(batch: int = 4, **changes: Any) -> Config:
+    cfg = dict(
+        launcher='pytorch',
+        train_dataloader=dict(batch_size=batch),
+        train_cfg=dict(type='EpochBasedTrainLoop', max_epochs=50, val_interval=1),
+        optim_wrapper=dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=2e-4)),
+        param_scheduler=[
+            dict(type='LinearLR', by_epoch=False, begin=0, end=500),
+            dict(type='MultiStepLR', by_epoch=True, begin=0, end=50, milestones=[40]),
+        ],
+        auto_scale_lr=dict(base_batch_size=32),
+    )
+    return Config({**cfg, **changes})
+
+
+def iterations_config(**changes: Any) -> Config:
+    return make_config(
+        train_cfg=dict(
+            type='IterBasedTrainLoop', max_iters=1000, val_interval=100, dynamic_intervals=[(900, 1000)], val_begin=1
+        ),
+        param_scheduler=[
+            dict(type='PolyLR', by_epoch=False, begin=0, end=1000, power=0.9),
+            dict(type='MultiStepLR', by_epoch=False, milestones=[600, 900]),
+            dict(type='ExponentialLR', by_epoch=False, gamma=0.81),
+        ],
+        default_hooks=dict(
+            checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=500, max_keep_ckpts=3),
+            logger=dict(type='LoggerHook', interval=50),
+        ),
+        **changes,
+    )
+
+
+@pytest.mark.parametrize('batch', [1, 4])
+@pytest.mark.parametrize('world', [1, 2, 8])
+def test_a_step_has_32_images(monkeypatch: pytest.MonkeyPatch, world: int, batch: int) -> None:
+    monkeypatch.setenv('WORLD_SIZE', str(world))
+    cfg = make_config(batch)
+    note = enable_auto_accumulate(cfg)
+    assert world * batch * accumulation(cfg) == 32
+    assert '= 32 a step' in note
+
+
+@pytest.mark.parametrize(
+    'launcher, variable', [('pytorch', 'WORLD_SIZE'), ('slurm', 'SLURM_NTASKS'), ('mpi', 'OMPI_COMM_WORLD_SIZE')]
+)
+def test_every_launcher_says_how_many_processes_there_are(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, variable: str
+) -> None:
+    monkeypatch.setenv(variable, '8')
+    cfg = make_config(launcher=launcher)
+    enable_auto_accumulate(cfg)
+    assert accumulation(cfg) == 1
+
+
+def test_without_a_launcher_there_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('WORLD_SIZE', '8')
+    cfg = make_config(launcher='none')
+    enable_auto_accumulate(cfg)
+    assert accumulation(cfg) == 8
+
+
+@pytest.mark.parametrize(
+    'world, changes, message',
+    [
+        (3, {}, '3 processes x 4 images = 12 at a time, and 32 a step is no multiple. 3 processes cannot share 32'),
+        (8, dict(train_dataloader=dict(batch_size=3)), 'batch_size must be one of 1, 2, 4;'),
+        (16, {}, 'batch_size must be one of 1, 2; for another batch give --auto-scale-lr'),
+        (1, dict(auto_scale_lr=dict(enable=False)), 'needs auto_scale_lr.base_batch_size'),
+        (1, dict(strategy=dict(type='DeepSpeedStrategy')), 'strategy.gradient_accumulation_steps=8'),
+        (1, dict(optim_wrapper=dict(constructor='Two', a=1)), 'accumulative_counts=8'),
+        (1, dict(train_dataloader=dict()), 'no train_dataloader.batch_size'),
+    ],
+    ids=['odd world', 'odd batch', 'too many', 'no base', 'DeepSpeed', 'two optimizers', 'no batch'],
+)
+def test_says_why_no_accumulation_does(
+    monkeypatch: pytest.MonkeyPatch, world: int, changes: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setenv('WORLD_SIZE', str(world))
+    with pytest.raises(ConfigError, match=message):
+        enable_auto_accumulate(make_config(**changes))
+
+
+def test_iterations_are_stretched_so_that_the_steps_stay_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('WORLD_SIZE', '2')
+    cfg = iterations_config()
+    note = enable_auto_accumulate(cfg)
+    assert cfg.train_cfg.max_iters // accumulation(cfg) == 1000
+    assert cfg.train_cfg.val_interval == 400 and cfg.train_cfg.dynamic_intervals == [(3600, 4000)]
+    poly, steps, decay = cfg.param_scheduler
+    assert (poly.begin, poly.end, poly.power) == (0, 4000, 0.9)
+    assert steps.milestones == [2400, 3600]
+    assert decay.gamma**4 == pytest.approx(0.81)
+    assert (cfg.default_hooks.checkpoint.interval, cfg.default_hooks.checkpoint.max_keep_ckpts) == (2000, 3)
+    assert cfg.default_hooks.logger.interval == 50
+    assert 'train_cfg.max_iters 1000 -> 4000' in note
+    # once more, as from the config that the run dumped, on other machines
+    monkeypatch.setenv('WORLD_SIZE', '8')
+    enable_auto_accumulate(cfg)
+    assert (cfg.train_cfg.max_iters, cfg.param_scheduler[0].end, accumulation(cfg)) == (1000, 1000, 1)
+
+
+def test_epochs_stay_and_the_warm_up_is_stretched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv('WORLD_SIZE', '1')
+    cfg = make_config()
+    enable_auto_accumulate(cfg)
+    warm_up, drop = cfg.param_scheduler
+    assert warm_up.end == 4000 and drop.milestones == [40] and cfg.train_cfg.max_epochs == 50
+
+
+@pytest.mark.parametrize(('world', 'counts'), [(1, 8), (2, 1), (8, 4)])
+def test_the_learning_rate_counts_accumulated_images(world: int, counts: int) -> None:
+    cfg = make_config(optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1), accumulative_counts=counts))
+    runner = SimpleNamespace(world_size=world, auto_scale_lr=cfg.auto_scale_lr)
+    assert count_accumulation(runner, cfg) is None
+    enable_auto_scale_lr(cfg)
+    note = count_accumulation(runner, cfg)
+    ratio = world * 4 * counts / 32
+    # mmengine's own formula, which knows no accumulation
+    assert world * 4 / runner.auto_scale_lr['base_batch_size'] == ratio
+    assert cfg.auto_scale_lr.base_batch_size == 32 and note is not None and f'x {ratio:g} ' in note

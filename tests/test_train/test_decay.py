@@ -1,0 +1,98 @@
+"""The rule on weight decay, under every kind of optimizer constructor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mmengine.optim import DefaultOptimWrapperConstructor, build_optim_wrapper
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
+from torch import nn
+
+import mmgate  # noqa: F401  (registers)
+from mmgate.registry import MODELS
+from mmgate.train.decay import undecayed
+
+DECAY = 0.05
+
+
+class _ByDimension(DefaultOptimWrapperConstructor):
+    """As mmdet's and mmseg's layer decay: two groups, by the number of dimensions alone."""
+
+    def add_params(self, params: list[dict[str, Any]], module: nn.Module, **kwargs: Any) -> None:
+        for name, decay in (('no_decay', 0.0), ('decay', self.base_wd)):
+            own = [(n, p) for n, p in module.named_parameters() if (p.ndim == 1) == (name == 'no_decay')]
+            names, parameters = zip(*own, strict=True)
+            params.append(
+                dict(params=list(parameters), param_names=list(names), group_name=name, weight_decay=decay, lr_scale=1)
+            )
+
+
+@pytest.fixture(autouse=True)
+def _by_dimension() -> Any:
+    OPTIM_WRAPPER_CONSTRUCTORS.register_module(name='ByDimension', module=_ByDimension, force=True)
+    yield
+    del OPTIM_WRAPPER_CONSTRUCTORS._module_dict['ByDimension']
+
+
+def model() -> nn.Module:
+    """Every kind of parameter that the rule is about, beside plain ones."""
+    return nn.ModuleDict(
+        dict(
+            backbone=nn.ModuleList(
+                [
+                    MODELS.build(dict(type='mmgate.AgentAttention', embed_dims=16, num_heads=2, map_size=(4, 4))),
+                    MODELS.build(dict(type='mmgate.SAGAAttention', embed_dims=16, num_heads=2, map_size=(4, 4))),
+                ]
+            ),
+            plug=MODELS.build(dict(type='mmgate.PLuGMultiheadAttention', embed_dims=16, num_heads=2)),
+            dgsa=MODELS.build(dict(type='mmgate.DifferentialGatedMultiheadAttention', embed_dims=16, num_heads=2)),
+            sdpa=MODELS.build(dict(type='mmgate.SDPAGatedMultiheadAttention', embed_dims=16, num_heads=2)),
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    'paramwise',
+    [
+        None,
+        dict(norm_decay_mult=1.0),
+        dict(custom_keys=dict(backbone=dict(lr_mult=0.1, decay_mult=1.0))),
+        dict(constructor='ByDimension', num_layers=2),
+    ],
+    ids=['one group', 'a group a parameter', 'custom keys', 'by dimension'],
+)
+def test_what_gates_add_is_not_decayed(paramwise: dict[str, Any] | None) -> None:
+    net = model()
+    wrapper = build_optim_wrapper(
+        net,
+        dict(
+            constructor='mmgate.GateOptimWrapperConstructor',
+            optimizer=dict(type='AdamW', lr=1e-3, weight_decay=DECAY),
+            paramwise_cfg=paramwise,
+        ),
+    )
+    groups = wrapper.optimizer.param_groups
+    decay = {id(parameter): group['weight_decay'] for group in groups for parameter in group['params']}
+    assert sorted(decay) == sorted(map(id, net.parameters()))  # each once
+    assert sum(len(group['params']) for group in groups) == len(decay)
+    spared = dict(undecayed(net))
+    assert {name.rpartition('.')[2] for name in spared} >= {'an_bias', 'wa_bias', 'position_encoding'}
+    assert {name for name in spared if 'gml' in name} == {n for n, _ in net.named_parameters() if '.gml.' in n}
+    assert [name for name in spared if 'dgsa' in name] == ['dgsa.attn.head_norm.weight']
+    assert not any(name.startswith('sdpa') for name in spared)
+    for name, parameter in net.named_parameters():
+        flat = (paramwise or {}).get('constructor') and parameter.ndim == 1
+        assert decay[id(parameter)] == (0.0 if name in spared or flat else DECAY), name
+    for group in groups:
+        assert len(group.get('param_names', group['params'])) == len(group['params'])
+    rates = {id(p): group['lr'] for group in groups for p in group['params']}
+    slow = (paramwise or {}).get('custom_keys')
+    assert rates[id(net['backbone'][0].an_bias)] == pytest.approx(1e-4 if slow else 1e-3)
+    for parameter in net.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+    wrapper.optimizer.step()
+    for name in spared:
+        torch.testing.assert_close(net.get_parameter(name).detach(), before[name], rtol=0, atol=0)

@@ -1,0 +1,115 @@
+"""What a run reports of a checkpoint: keys loaded, and classes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from mmengine.runner.checkpoint import _load_checkpoint_to_model
+from torch import nn
+
+from mmgate.errors import ConfigError
+from mmgate.train.load_report import LoadReportHook, load_weights
+
+
+class Renaming(nn.Linear):
+    """Loads a weight by its former name, half as large."""
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *rest: Any) -> None:
+        if f'{prefix}w' in state_dict:
+            state_dict[f'{prefix}weight'] = state_dict.pop(f'{prefix}w').repeat(2, 1)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def report(given: dict[str, torch.Tensor], allow_mismatch: bool = False, **classes: tuple[str, ...]) -> str:
+    torch.manual_seed(0)
+    model = nn.Sequential(Renaming(3, 4), nn.BatchNorm1d(4))
+    lines: list[str] = []
+    logger = SimpleNamespace(log=lambda level, line: lines.append(f'{logging.getLevelName(level)}: {line}'))
+    runner = SimpleNamespace(model=model, logger=logger)
+    hook = LoadReportHook('x.pth', allow_mismatch=allow_mismatch)
+    checkpoint = dict(state_dict=given, meta=dict(dataset_meta=dict(classes=classes.get('trained'))))
+    dataset = SimpleNamespace(metainfo=dict(classes=classes.get('tested')))
+    runner.test_dataloader = SimpleNamespace(dataset=dataset)
+    hook.after_load_checkpoint(runner, checkpoint)
+    _load_checkpoint_to_model(model, checkpoint)
+    hook.before_test(runner)
+    return '\n'.join(lines)
+
+
+LINEAR = {'0.weight': torch.zeros(4, 3), '0.bias': torch.zeros(4)}
+NORM = {f'1.{name}': torch.ones(4) for name in ('weight', 'bias', 'running_mean', 'running_var')}
+
+
+@pytest.mark.parametrize(
+    ('given', 'line'),
+    [
+        (LINEAR | NORM, 'INFO: 6 of 6 keys of Sequential were loaded from x.pth, which has 6.'),
+        (
+            LINEAR | NORM | {'2.weight': torch.zeros(1)},
+            '6 of 6 keys of Sequential were loaded from x.pth, which has 7.',
+        ),
+        (NORM, '4 of 6 keys of Sequential were loaded from x.pth, which has 4; not loaded: 0.weight, 0.bias.'),
+        ({'0.w': torch.zeros(2, 3), '0.bias': torch.zeros(4)} | NORM, '6 of 6'),
+        (LINEAR | NORM | {'0.weight': torch.zeros(4, 9)}, 'WARNING: 5 of 6 keys of Sequential were loaded'),
+        (LINEAR | dict(list(NORM.items())[3:]), 'which has 3; not loaded: 1.weight, 1.bias, 1.running_mean'),
+    ],
+    ids=['all', 'and more', 'most', 'renamed and resized', 'of another size', 'three missing'],
+)
+def test_keys_are_counted(given: dict[str, torch.Tensor], line: str) -> None:
+    assert line in report(given)
+
+
+def test_classes_in_another_order_are_warned_of() -> None:
+    lines = report(LINEAR | NORM, trained=('cat', 'dog'), tested=('dog', 'cat')).splitlines()
+    assert lines[1].startswith('WARNING: x.pth was trained on the classes cat, dog, the data to test on have dog, cat')
+    assert '\n' not in report(LINEAR | NORM, trained=('cat', 'dog'), tested=('cat', 'dog'))
+
+
+def test_less_than_half_is_refused() -> None:
+    other = {f'{key}.x': value for key, value in NORM.items()} | LINEAR
+    with pytest.raises(ConfigError, match=r'2 of 6 keys.*of another model.*--allow-mismatch') as error:
+        report(other)
+    assert 'not loaded: 1.weight, 1.bias, 1.running_mean and 1 more' in str(error.value)
+    assert '2 of 6' in report(other, allow_mismatch=True)
+
+
+@pytest.mark.parametrize(
+    'left_out, level', [(0, 'INFO'), (2, 'WARNING'), (3, None)], ids=['whole', 'in part', 'little']
+)
+def test_weights_without_a_run_are_counted_too(
+    left_out: int, level: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, logged = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)), []
+    monkeypatch.setattr(
+        'mmgate.train.load_report.print_log',
+        lambda text, level, **_: logged.append((text, logging.getLevelName(level))),
+    )
+    given = dict(list(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).state_dict().items())[left_out:])
+    torch.save(given, path := str(tmp_path / 'weights.pth'))
+    if level is None:
+        with pytest.raises(ConfigError, match=r'1 of 4 keys of Sequential were loaded from .* of another model'):
+            load_weights(model, path)
+        return
+    load_weights(model, path)
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in given.items())
+    ((text, said),) = logged
+    assert said == level and text.startswith(f'{4 - left_out} of 4 keys of Sequential were loaded')
+
+
+def test_what_is_exported_is_loaded_as_a_whole(tmp_path: Path) -> None:
+    """Buffers may be missing: older checkpoints have none of a new one."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
+    path = str(tmp_path / 'weights.pth')
+    for left_out, refused in (('1.running_mean', False), ('2.weight', True)):
+        torch.save({key: value for key, value in model.state_dict().items() if key != left_out}, path)
+        load_weights(model, path)
+        if refused:
+            with pytest.raises(ConfigError, match=f'not loaded: {left_out}. .*--allow-mismatch'):
+                load_weights(model, path, whole=True)
+        else:
+            load_weights(model, path, whole=True)

@@ -1,0 +1,218 @@
+"""Two processes on a CPU: they train as one does, DDP and FSDP train alike, and FSDP resumes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from mmengine.config import Config
+from mmengine.model import MMDistributedDataParallel
+from torch import Tensor
+
+from mmgate.errors import ConfigError
+from mmgate.train import cli
+from mmgate.train.processes import MODEL_WRAPPERS, STRATEGIES, FSDPStrategy, prepare_processes
+
+COMPONENTS = """
+import torch
+from mmengine.model import BaseModel
+from mmengine.registry import DATASETS, MODELS
+from torch.nn.functional import mse_loss
+
+
+@DATASETS.register_module()
+class Points(torch.utils.data.Dataset):
+    metainfo = dict(name='points')
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        x = torch.sin(torch.arange(6) * (index + 1.0))
+        return dict(inputs=x, target=x[:2].abs())
+
+
+@MODELS.register_module()
+class TwoLayers(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = torch.nn.Linear(6, 9), torch.nn.LayerNorm(9), torch.nn.Linear(9, 2)
+
+    def forward(self, inputs, target, mode):
+        return dict(loss=mse_loss(self.second(self.norm(self.first(inputs)).tanh()), target))
+
+
+@MODELS.register_module()
+class Idle(TwoLayers):
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Linear(1, 1)
+"""
+CONFIG = """
+custom_imports = dict(imports=['components'])
+model = dict(type='TwoLayers')
+train_dataloader = dict(
+    batch_size=3,
+    num_workers=0,
+    dataset=dict(type='Points'),
+    sampler=dict(type='DefaultSampler', shuffle=True),
+    collate_fn=dict(type='default_collate'))
+optim_wrapper = dict(
+    accumulative_counts=2,
+    optimizer=dict(type='AdamW', lr=0.05, weight_decay=0.1),
+    paramwise_cfg=dict(norm_decay_mult=0.0),
+    clip_grad=dict(max_norm=0.05, norm_type=2))
+param_scheduler = dict(type='MultiStepLR', milestones=[3], end=4)
+train_cfg = dict(by_epoch=True, max_epochs=4)
+randomness = dict(seed=1)
+env_cfg = dict(dist_cfg=dict(backend='nccl'))
+"""
+# One start of two processes for all runs: importing the packages takes longer than they do.
+RUNS = """
+import sys
+import mmgate
+import torch
+from mmgate.train import cli
+
+flexible = ['runner_type=FlexibleRunner']
+sharded = [*flexible, 'strategy.type=FSDPStrategy']
+for name, options, resume in (
+    ('runner', [], False),
+    ('ddp', flexible, False),
+    ('full', [*sharded, 'strategy.state_dict_cfg=full'], False),
+    ('full-resumed', [*sharded, 'strategy.state_dict_cfg=full', 'train_cfg.max_epochs=2'], False),
+    ('full-resumed', [*sharded, 'strategy.state_dict_cfg=full'], True),
+    ('local', sharded, False),
+    ('local-resumed', [*sharded, 'train_cfg.max_epochs=2'], False),
+    ('local-resumed', sharded, True),
+):
+    if 'strategy' in str(options) and sys.argv[1:] != ['fsdp']:
+        continue
+    argv = ['config.py', '--launcher', 'pytorch', '--work-dir', name, *(['--resume'] if resume else [])]
+    if name == 'local-resumed' and resume:
+        assert cli.main(cli.train, [*argv, '--cfg-options', f'experiment_name={name}refused', *options]) == 2
+        argv.append('--trust-checkpoint')  # shards are objects of torch's own
+    # several runs a second: mmengine tells them apart by name and second
+    options = [f'experiment_name={name}{resume}', *options]
+    assert cli.main(cli.train, [*argv, '--cfg-options', *options]) == 0, name
+    torch.distributed.barrier()  # the next run may look for what the first process of this one writes last
+"""
+AS_ONE = """
+import mmgate
+from mmgate.train import cli
+
+argv = ['config.py', '--launcher', 'pytorch', '--cfg-options', 'model.type=Idle']
+found = [*argv, 'find_unused_parameters=True', 'experiment_name=found', '--work-dir', 'two']
+assert cli.main(cli.train, found) == 0
+"""
+
+
+def shards_on_a_cpu() -> bool:
+    try:
+        torch.cpu.Stream(priority=-1)
+    except TypeError:
+        return False
+    return True
+
+
+def torchrun(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, 'PYTHONPATH': f'{ROOT}:{folder}', 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}
+    command = ['-W', 'ignore', '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', script, *arguments]
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+    )
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name, text in (('components.py', COMPONENTS), ('config.py', CONFIG), ('runs.py', RUNS)):
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    state = torch.load(folder / 'epoch_4.pth', weights_only=False)['state_dict']
+    return {key.removeprefix('module.'): value for key, value in state.items()}  # so mmengine's DDPStrategy saves
+
+
+def test_two_processes_train_as_one(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a parameter that takes no part, clipping and accumulation."""
+    (project / 'as_one.py').write_text(AS_ONE)
+    result = torchrun(project, 'as_one.py')
+    assert result.returncode == 0, result.stderr[-3000:]
+    monkeypatch.chdir(project)
+    monkeypatch.syspath_prepend(project)
+    options = ['model.type=Idle', 'train_dataloader.batch_size=6']
+    assert cli.main(cli.train, ['config.py', '--work-dir', 'one', '--cfg-options', *options]) == 0
+    one, two = weights(project / 'one'), weights(project / 'two')
+    assert 'unused.weight' in one
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_fsdp_trains_as_ddp_does_and_resumes(project: Path) -> None:
+    sharded = shards_on_a_cpu()
+    result = torchrun(project, 'runs.py', *(['fsdp'] if sharded else []))
+    assert result.returncode == 0, result.stderr[-3000:]
+    expected = weights(project / 'runner')
+    for name in ('ddp', 'full', 'full-resumed') if sharded else ('ddp',):
+        torch.testing.assert_close(weights(project / name), expected, msg=lambda m, n=name: f'{n}: {m}')
+    if not sharded:
+        pytest.skip('DDP does; this torch has no FSDP on a CPU')
+    losses = {}
+    for name in ('full', 'local', 'local-resumed'):  # a local checkpoint holds shards: compare what the runs log
+        logs = sorted((project / name).glob('*/vis_data/scalars.json'))
+        losses[name] = logs[-1].read_text().splitlines()[-1].partition('"loss": ')[2].partition(',')[0]
+    assert losses['local'] and len(set(losses.values())) == 1, losses
+    assert sorted(p.name for p in (project / 'local/epoch_4.pth').iterdir()) == ['rank0.pth', 'rank1.pth']
+
+
+def test_mmengines_strategy_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='localhost', MASTER_PORT='1').items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cuda')
+    cfg = Config(dict(launcher='pytorch', strategy=dict(type='FSDPStrategy')))
+    prepare_processes(cfg)
+    assert STRATEGIES.get(cfg.strategy.type) is FSDPStrategy
+
+
+@pytest.mark.parametrize(
+    'wrapper',
+    [None, dict(type='MMDistributedDataParallel'), dict(type='mmgate.DistributedDataParallelOnCPU')],
+    ids=['default', 'named', 'deprecated'],
+)
+def test_without_a_gpu_no_device_is_handed_over(monkeypatch: pytest.MonkeyPatch, wrapper: dict | None) -> None:
+    """The last name stands in configs that older runs on CPUs wrote."""
+    for name, value in dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='localhost', MASTER_PORT='1').items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cpu')
+    monkeypatch.setattr('mmgate.train.processes.is_distributed', lambda: True)
+    cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=wrapper))
+    prepare_processes(cfg)
+    assert cfg.model_wrapper_cfg.device_ids is None
+    assert MODEL_WRAPPERS.get(cfg.model_wrapper_cfg.type) is MMDistributedDataParallel
+
+
+@pytest.mark.parametrize(
+    'settings, message',
+    [
+        (dict(launcher='pytorch'), '--launcher pytorch: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set; torchrun'),
+        (dict(launcher='slurm'), '--launcher slurm needs GPUs'),
+        (
+            dict(launcher='none', strategy=dict(type='FSDPStrategy')),
+            'FSDP shards over processes: start them with torchrun',
+        ),
+    ],
+    ids=['no torchrun', 'slurm', 'one process'],
+)
+def test_a_start_that_cannot_work(monkeypatch: pytest.MonkeyPatch, settings: dict, message: str) -> None:
+    for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cpu')
+    with pytest.raises(ConfigError, match=message):
+        prepare_processes(Config(settings))
