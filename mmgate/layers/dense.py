@@ -170,7 +170,10 @@ class DenseAttention(nn.MultiheadAttention):
             weights = self.attention_map(q, k, inputs, bias)
             weights = weights if dead is None else weights.masked_fill(dead, 0.0)
             weights = weights.mean(1) if average_attn_weights else weights
-        return output if self.batch_first else output.transpose(0, 1), weights
+        output = output.transpose(0, 1)
+        if self.training:  # a dropout that follows draws in the order of memory, which is torch's: tokens first
+            output = output.contiguous()
+        return output.transpose(0, 1) if self.batch_first else output, weights
 
     def project(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value ``(B, H, N|M, d)``."""

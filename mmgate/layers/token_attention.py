@@ -28,7 +28,10 @@ class GatedTokenAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over ``(B, N, C)`` tokens."""
-        return self.out_drop(self.gamma1(self.proj_drop(self.attn(x, x, x)[0])))
+        inputs = (x, x, x)
+        query, key, value = self.attn.project(inputs)
+        heads = self.attn.attend(query, key, value, inputs, None)
+        return self.out_drop(self.gamma1(self.proj_drop(self.attn.merge(heads, query, inputs))))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         for old, new in RENAMED.items():

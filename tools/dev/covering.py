@@ -10,29 +10,29 @@ from fnmatch import fnmatch
 
 LAYERS, OPS, MODELS, ENGINE = (f'test_{name}/test_' for name in ('layers', 'ops', 'models', 'engine'))
 TRAIN, SPEED, CHECKPOINTS = (f'test_{name}/test_' for name in ('train', 'speed', 'checkpoints'))
-DENSE = (f'{LAYERS}open_gates', f'{LAYERS}dense', f'{LAYERS}dropout', f'{LAYERS}start')
+DENSE = (f'{LAYERS}open_gates', f'{LAYERS}dense', f'{LAYERS}dropout', f'{LAYERS}init')
 MAPS = (f'{LAYERS}map_attention', f'{LAYERS}dropout', f'{MODELS}swapped_rates')
 PUBLISHED = f'{MODELS}backbones:published or vanilla or own_checkpoint or refused or downloads or message'
 SWAPS = (f'{MODELS}gated:not identity and not parameters', f'{MODELS}adapters', f'{MODELS}swapped_rates')
 
 COVERING: dict[str, tuple[str, ...]] = {
-    'layers/agent*.py': (*MAPS, f'{MODELS}backbones:cache or published', f'{LAYERS}start', f'{MODELS}resolutions'),
-    'layers/saga.py': (*MAPS, f'{LAYERS}start', f'{MODELS}resolutions'),
+    'layers/agent*.py': (*MAPS, f'{MODELS}backbones:cache or published', f'{LAYERS}init', f'{MODELS}resolutions'),
+    'layers/saga.py': (*MAPS, f'{LAYERS}init', f'{MODELS}resolutions'),
     'layers/map_attention.py': (*MAPS, f'{MODELS}backbones:vanilla', f'{MODELS}resolutions'),
     'layers/linear/*': (f'{LAYERS}linear', f'{LAYERS}map_attention', f'{MODELS}linear_backbones'),
     'layers/cross_window.py': (f'{MODELS}cswin', *MAPS),
     'layers/stripes.py': (f'{MODELS}cswin', f'{MODELS}linear_backbones'),
     'layers/positions.py': (f'{MODELS}resolutions',),
-    'layers/token_ffn.py': (f'{LAYERS}dropout', f'{LAYERS}start', f'{MODELS}backbones:scratch'),
+    'layers/token_ffn.py': (f'{LAYERS}dropout', f'{LAYERS}init', f'{MODELS}backbones:scratch'),
     'layers/token_attention.py': (f'{MODELS}swapped_rates', f'{MODELS}classification', f'{MODELS}vit_hosts'),
     'layers/window.py': (f'{MODELS}swapped_rates', f'{MODELS}hosts:dense', f'{LAYERS}map_attention:windows'),
     'layers/*window.py': (f'{MODELS}pretrain_hosts',),
     'layers/relative_positions.py': (f'{MODELS}pretrain_hosts:sam', f'{MODELS}project_hosts'),
     'layers/swiglu.py': (f'{MODELS}dgvit',),
-    'layers/start.py': (f'{LAYERS}start',),
+    'layers/init.py': (f'{LAYERS}init',),
     'layers/gate_alone.py': (f'{MODELS}swapped_rates', f'{MODELS}adapters'),
-    'layers/gml.py': (f'{LAYERS}plug', f'{LAYERS}open_gates', f'{LAYERS}start'),
-    'layers/plug.py': (f'{LAYERS}plug', f'{LAYERS}open_gates', f'{LAYERS}dropout', f'{LAYERS}start'),
+    'layers/gml.py': (f'{LAYERS}plug', f'{LAYERS}open_gates', f'{LAYERS}init'),
+    'layers/plug.py': (f'{LAYERS}plug', f'{LAYERS}open_gates', f'{LAYERS}dropout', f'{LAYERS}init'),
     'layers/ms_deform_attn.py': (f'{LAYERS}plug', f'{LAYERS}ungated_deformable', f'{LAYERS}open_gates', DENSE[2]),
     'layers/*': (*DENSE, f'{MODELS}adapters'),
     'ops/agent_attention.py': (*MAPS, f'{MODELS}resolutions'),
