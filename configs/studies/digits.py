@@ -20,9 +20,4 @@ baselines = dict(
 interactions = dict(differential_noise='differential', dgvit_noise='dgvit')  # does noise change the difference?
 seeds = [0, 1, 2, 3, 4]
 metric = 'accuracy/top1'
-options = {
-    'train_cfg.max_epochs': 20,
-    'train_cfg.val_interval': 10,
-    'param_scheduler.1.end': 20,
-    'param_scheduler.1.T_max': 20,
-    'default_hooks.logger.interval': 23}
+options = {'default_hooks.logger.interval': 23}

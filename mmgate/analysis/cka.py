@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 from .maps import alignment, dependence_of, dependences, products
 from .recording import record

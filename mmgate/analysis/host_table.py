@@ -139,6 +139,6 @@ def reasons(refusals: dict[str, str]) -> list[str]:
     """Return why gates do not fit, each reason once behind the gates that give it."""
     gates: dict[str, list[str]] = {}
     for gate in sorted(refusals):
-        reason = re.sub(r'sr_ratio=\d+', 'an sr_ratio above 1', refusals[gate].removeprefix(f'{gate} '))
+        reason = refusals[gate].removeprefix(f'{gate} ')
         gates.setdefault(reason, []).append(gate)
     return [f'{", ".join(names)}: {reason}' for reason, names in gates.items()]

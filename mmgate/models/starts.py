@@ -12,6 +12,7 @@ from torch import nn
 
 from mmgate.layers.init import GateInit, random_stream
 
+INITIALISERS = 'mmengine.model.weight_init'  # whose functions an init_cfg applies to every module
 REPORT = '_params_init_info'  # by parameter, what mmengine logs of its start
 
 
@@ -74,15 +75,17 @@ def initialise_gates_last(model: nn.Module, swaps: Sequence[Swap]) -> None:
 
     Under one seed every parameter that the two models share gets the same numbers bit for bit, and the global random
     numbers go on as they do in the vanilla model. Hosts draw in passes over all of their parameters, so that this has
-    to surround them: it is an attribute of this one model, which copies and pickles with it.
+    to surround them: it is an attribute of this one model, which copies and pickles with it. So is ``apply``, through
+    which the ``init_cfg`` of a model around this one reaches in.
 
     Args:
         model: With the gates in place.
         swaps: What was replaced, after what was replaced before.
     """
     vars(model).setdefault('attention_swaps', []).extend(swaps)
-    if hasattr(model, 'init_weights') and 'init_weights' not in vars(model):
-        vars(model)['init_weights'] = partial(_init_weights, model)
+    if hasattr(model, 'init_weights'):
+        vars(model).setdefault('init_weights', partial(_init_weights, model))
+    vars(model).setdefault('apply', partial(_apply, model))
 
 
 def restore_attention(model: nn.Module) -> list[str]:
@@ -96,7 +99,8 @@ def restore_attention(model: nn.Module) -> list[str]:
         swap.follow()
         swap.vanilla.train(swap.gate.training)  # some return nothing
         swap.put(model, swap.vanilla)
-    vars(model).pop('init_weights', None)
+    for name in ('init_weights', 'apply'):
+        vars(model).pop(name, None)
     return [swap.name for swap in swaps]
 
 
@@ -120,6 +124,15 @@ def _init_weights(model: Any) -> None:
         type(model).init_weights(model)
     for swap in swaps:
         start_gate(swap.name, swap.gate)
+
+
+def _apply(model: Any, function: Callable[[nn.Module], None]) -> nn.Module:
+    swaps: list[Swap] = model.attention_swaps
+    initialises = getattr(function, '__module__', '') == INITIALISERS
+    if not initialises or any(model.get_submodule(swap.name) is swap.vanilla for swap in swaps):
+        return type(model).apply(model, function)
+    with _vanilla_in_place(model, swaps):
+        return type(model).apply(model, function)
 
 
 @contextmanager

@@ -24,11 +24,11 @@ def test_a_gate_that_fits_some_and_why_not_the_others() -> None:
     (host,) = hosts_in('mmseg', SEGFORMER)
     assert (host.path, host.kind) == ('backbone.layers.*.*.*.attn', 'EfficientMultiheadAttention')
     assert host.gates['PLuGMultiheadAttention'] == host.count == 8
-    assert host.gates['AgentAttention'] == 2 and 'sr_ratio' in host.refusals['AgentAttention']
+    assert host.gates['AgentAttention'] == host.count, 'the whole map needs no reduced one'
+    assert host.gates['CrossWindowAttention'] == 4 and 'must be even' in host.refusals['CrossWindowAttention']
     row = markdown([host], []).splitlines()[-1]
     assert row.startswith('| mmseg | segformer | `backbone.layers.*.*.*.attn` | EfficientMultiheadAttention |')
-    assert '`AgentAttention` (not all)' in row
-    assert row.count('an sr_ratio above 1') == 1, 'said once for all gates'
+    assert '`CrossWindowAttention` (not all)' in row and row.count('must be even') == 1
     assert '| mmseg | segformer | `backbone.layers.*.*.*.attn` |' in (ROOT / 'configs/README.md').read_text()
 
 

@@ -22,7 +22,7 @@ from mmgate.analysis.probes import Readings, probes
 from mmgate.analysis.recording import class_tokens
 from mmgate.analysis.relevance import HeadMean, head_maps, record_maps, relevance_map
 from mmgate.analysis.sinks import sinks
-from mmgate.engine.preflight import ConfigError
+from mmgate.errors import ConfigError
 
 SIDE = 3
 TOKENS = 1 + SIDE**2

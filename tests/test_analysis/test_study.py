@@ -115,14 +115,14 @@ def test_studies_of_the_repository(path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(ROOT)
     study = read_study(path)
     configs = {name: read_config(config) for name, config in study.runs.items()}
-    assert len({f'{cfg.model} {cfg.train_pipeline}' for cfg in configs.values()}) == len(configs)
+    assert len({f'{cfg.model} {cfg.train_dataloader} {cfg.optim_wrapper}' for cfg in configs.values()}) == len(configs)
     for options in (study.options, *({**study.options, **budget} for budget in study.budgets.values())):
         for cfg in configs.values():
             for key in options:
                 check_key(cfg, key)
             cfg.merge_from_dict(options)
             roots = [loader.dataset.data_root for loader in (cfg.train_dataloader, cfg.val_dataloader)]
-            assert roots[0] == roots[1] and ('shapes_hard' in roots[0]) == path.stem.endswith('_shapes')
+            assert roots[0] == roots[1] and ('shapes_hard' in roots[0]) == (path.stem != 'digits')
             last = cfg.train_cfg.get('max_epochs', cfg.train_cfg.get('max_iters'))
             assert cfg.param_scheduler[1].get('end', last) >= last, 'the schedule ends before the training'
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.layers.map_attention import MapAttention
-from mmgate.layers.token_ffn import TokenFFN
 from mmgate.models.convert import convert
 from mmgate.registry import MODELS
 from mmgate.train import cli
@@ -224,14 +223,9 @@ def test_agents_fill_all_or_are_refused(
 
 @pytest.mark.parametrize('name', BACKBONES)
 def test_start_from_scratch(name: str) -> None:
-    """The host's init_weights leaves what it does not know, or would mistake for a convolutional network's, alone."""
+    """The host's init_weights leaves what it does not know alone."""
     model = build(name)
     model.init_weights()
-    networks = [m for m in model.modules() if isinstance(m, TokenFFN)]
-    assert bool(networks) == (name in ('agent_pvt', 'agent_pvt_dense', 'saga_pvt'))
-    for network in networks:
-        for layer in (network.layers[0], network.layers[3]):
-            assert abs(layer.weight.std().item() - 0.02) < 1e-3 and not layer.bias.any()
     attentions = [m for m in model.modules() if isinstance(m, MapAttention)]
     for attention in attentions:
         taps = attention.dwc.kernel_size[0] ** 2
@@ -396,7 +390,6 @@ def test_bias_cache_follows_the_parameters() -> None:
         (dict(type='mmgate.AgentPVT', arch='huge'), 'tiny, small, medium, large'),
         (dict(type='mmgate.AgentPVT', agent_nums=(9, 16, 49)), 'agent_nums needs one number for each of the 4 stages'),
         (dict(type='mmgate.AgentPVT', agent_nums=(9, 16, 50, 49)), 'agent_num=50 must be a square number'),
-        (dict(type='mmgate.AgentPVT', sr_ratios=(8, 4, 2, 1)), 'sr_ratio'),
         (dict(type='mmgate.AgentPVT', frozen_stages=7), 'frozen_stages=7'),
         (dict(type='mmgate.AgentSwin', blocks=(2, 2, 9, 0)), 'no 9 to swap'),
         (dict(type='mmgate.SAGAPVTv2', arch='tiny'), 'b0, b1'),

@@ -178,10 +178,15 @@ PARTNERS: dict[str, tuple[dict, dict]] = {
 @pytest.mark.parametrize('wrapped', [False, True], ids=['alone', 'in-a-model'])
 @pytest.mark.parametrize('partners', PARTNERS.values(), ids=list(PARTNERS))
 def test_backbones_start_as_their_partners(partners: tuple[dict, dict], wrapped: bool) -> None:
-    """Alone, and inside a model whose initialisation mmengine reports parameter by parameter."""
+    """Alone, and inside a model that has an ``init_cfg`` and whose start mmengine reports parameter by parameter."""
     init_default_scope('mmdet')
     if wrapped:
-        partners = tuple(dict(_scope_='mmpretrain', type='ImageClassifier', backbone=backbone) for backbone in partners)
+        init_cfg = [
+            dict(type='TruncNormal', layer='Linear', std=0.02),
+            dict(type='Constant', layer='LayerNorm', val=1.0),
+        ]
+        whole = dict(_scope_='mmpretrain', type='ImageClassifier', init_cfg=init_cfg)
+        partners = tuple(dict(backbone=backbone, **whole) for backbone in partners)
     vanilla, gated = (initialised(cfg) for cfg in partners)
     assert_starts_as(vanilla, gated)
     assert not any('_params_init_info' in vars(m) for swap in swaps_in(gated[0]) for m in swap.vanilla.modules())

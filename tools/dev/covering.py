@@ -62,6 +62,7 @@ COVERING: dict[str, tuple[str, ...]] = {
     'models/convert.py': (PUBLISHED, f'{MODELS}backbones:converter'),
     'models/convert_classifier.py': (f'{MODELS}classification', f'{MODELS}resolutions:classifiers'),
     'models/deit.py': (f'{MODELS}classification',),
+    'models/starts.py': (f'{MODELS}starts:not every_host', f'{LAYERS}init'),
     'models/paths.py': (f'{MODELS}gated:not identity and not parameters', f'{SPEED}hooks'),
     'models/classifier.py': (f'{MODELS}backbones:parameters', f'{MODELS}resolutions'),
     'models/*': (*SWAPS, f'{MODELS}gated:identity'),
