@@ -63,7 +63,7 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
     def reset_gate(self) -> None:
         """Start the gate's projection as torch does and the norm at 1."""
         self.gate_proj.reset_parameters()
-        nn.init.ones_(self.head_norm.weight)
+        nn.init.ones_(self.head_norm.get_parameter('weight'))
 
     def _gate(self, query_input: Tensor) -> Tensor:
         return self.gate_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)

@@ -77,7 +77,7 @@ class DifferentialAttention(GateInit, DenseAttention):
         for name in LAMBDAS:
             if getattr(self, name) is not None:
                 nn.init.normal_(getattr(self, name), std=0.1)
-        nn.init.ones_(self.head_norm.weight)
+        nn.init.ones_(self.head_norm.get_parameter('weight'))
 
     def weight(self) -> Tensor | float:
         """Return lambda."""

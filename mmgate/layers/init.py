@@ -45,7 +45,7 @@ class GateInit:
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
 
 
-def start_linear(*layers: nn.Linear | None) -> None:
+def start_linear(*layers: nn.Linear | nn.Conv2d | None) -> None:
     """Draw weights from a normal distribution of deviation 0.02, truncated at 2, and set biases to 0.
 
     What the public code of PVT, Swin and DeiT does with every linear layer.

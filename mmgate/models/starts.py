@@ -65,7 +65,7 @@ def start_gate(name: str, gate: nn.Module) -> None:
     """Draw the parameters of a gate called ``name`` from a stream of their own, unless a state dict filled them."""
     for inner, module in gate.named_modules():
         if isinstance(module, GateInit) and not module.gate_loaded:
-            device = next((parameter.device for parameter in module.parameters()), None)
+            device = next((parameter.device for parameter in gate.parameters()), None)
             with random_stream(f'{name}.{inner}', device):
                 module.reset_gate()
 

@@ -51,8 +51,9 @@ class InLineAttention(LinearAttention):
     def reset_gate(self) -> None:
         """Start the layers that make the neighbourhood's weights as torch does."""
         super().reset_gate()
-        for layer in () if self.local is None else (self.local[0], self.local[2]):
-            layer.reset_parameters()
+        for layer in () if self.local is None else self.local:
+            if isinstance(layer, nn.Conv1d):
+                layer.reset_parameters()
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head and add the neighbourhood."""

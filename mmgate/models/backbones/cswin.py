@@ -179,7 +179,7 @@ class AgentCSwin(BaseModule):
 
 @adapts(MapAttention, CrossWindowAttention)
 def _whole_map(gate: type[MapAttention], host: CrossWindowAttention, /, **options: Any) -> MapAttention:
-    qkv_bias, drops = host.qkv.bias is not None, dict(attn_drop=host.attn_drop, proj_drop=host.proj_drop.p)
+    qkv_bias, drops = host.qkv.bias is not None, dict[str, Any](attn_drop=host.attn_drop, proj_drop=host.proj_drop.p)
     module = gate(host.embed_dims, host.num_heads, qkv_bias=qkv_bias, qk_scale=host.scale, **drops, **options)
     module.dropout_layer = host.dropout_layer
     return module
