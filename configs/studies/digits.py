@@ -1,6 +1,6 @@
 # Attention and feed-forward network of a small ViT on scikit-learn's handwritten digits, trained on clean and on noisy images.
 # Data: python tools/dataset_converters/digits.py data/digits
-# Run:  python tools/analysis_tools/study.py configs/studies/digits.py
+# Run:  python tools/analysis_tools/study.py configs/studies/digits.py, and with --budget short for half of the epochs
 runs = dict(
     vit='configs/dgsa/classification/vit_1xb64-40e_digits.py',
     vit_swiglu='configs/studies/digits/vit-swiglu.py',
@@ -21,3 +21,9 @@ interactions = dict(differential_noise='differential', dgvit_noise='dgvit')  # d
 seeds = [0, 1, 2, 3, 4]
 metric = 'accuracy/top1'
 options = {'default_hooks.logger.interval': 23}
+budgets = dict(
+    short=dict({
+        'train_cfg.max_epochs': 20,
+        'train_cfg.val_interval': 10,
+        'param_scheduler.1.end': 20,
+        'param_scheduler.1.T_max': 20}))
