@@ -41,6 +41,13 @@ class Swap:
         parent, _, leaf = self.name.rpartition('.')
         setattr(model.get_submodule(parent), leaf, module)
 
+    def stands(self, model: nn.Module) -> bool:
+        """Return whether the gate is still where it was put; someone may have wrapped, moved or removed it."""
+        module: nn.Module | None = model
+        for part in self.name.split('.'):
+            module = None if module is None else module._modules.get(part)
+        return module is self.gate
+
     def holder(self, model: nn.Module) -> nn.Module:
         """Return the module in which they stand."""
         return model.get_submodule(self.name.rpartition('.')[0])
@@ -48,12 +55,26 @@ class Swap:
     def follow(self) -> None:
         """Bring the host's module to where the gate has gone since: its device, dtype and tensors."""
         like = next(self.gate.parameters())
-        left = [tensor for name, tensor in _tensors(self.vanilla) if name not in dict(self.shared)]
-        if any(tensor.is_meta for tensor in left) and not like.is_meta:
+        shared = dict(self.shared)
+        if not like.is_meta and any(t.is_meta for name, t in _tensors(self.vanilla) if name not in shared):
             self.vanilla.to_empty(device=like.device)
         for theirs, ours in self.shared:
             _hand_over(self.gate, ours, self.vanilla, theirs)
-        self.vanilla.to(device=like.device, dtype=like.dtype)
+        for name, tensor in _tensors(self.vanilla):
+            if name not in shared:
+                tensor.data = tensor.data.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
+
+    def start_by_itself(self) -> None:
+        """Let a gate that is no :class:`GateInit` initialise as it wants, what is shared excepted."""
+        initialise = getattr(self.gate, 'init_weights', None)
+        if initialise is None or any(isinstance(module, GateInit) for module in self.gate.modules()):
+            return
+        ours = dict(_tensors(self.gate))
+        kept = {name: ours[name].detach().clone() for _, name in self.shared}
+        with random_stream(self.name, next(self.gate.parameters()).device):
+            initialise()
+        for name, value in kept.items():
+            ours[name].data.copy_(value)
 
     def hand_back(self) -> None:
         """Give the gate the tensors that the host's initialisation may have put in the place of those it had."""
@@ -76,7 +97,8 @@ def initialise_gates_last(model: nn.Module, swaps: Sequence[Swap]) -> None:
     Under one seed every parameter that the two models share gets the same numbers bit for bit, and the global random
     numbers go on as they do in the vanilla model. Hosts draw in passes over all of their parameters, so that this has
     to surround them: it is an attribute of this one model, which copies and pickles with it. So is ``apply``, through
-    which the ``init_cfg`` of a model around this one reaches in.
+    which the ``init_cfg`` of a model around this one reaches in. A model whose ``init_weights`` goes through the
+    parameters of its parts by itself, as DETR's does, has to be the one that is swapped, not its encoder alone.
 
     Args:
         model: With the gates in place.
@@ -89,25 +111,34 @@ def initialise_gates_last(model: nn.Module, swaps: Sequence[Swap]) -> None:
 
 
 def restore_attention(model: nn.Module) -> list[str]:
-    """Put the vanilla modules back, with the parameters that they share with the gates as these are now.
+    """Put the vanilla modules back, in ``model`` and in the modules inside, with what they share with the gates.
+
+    A gate that no longer stands where it was put, because someone wrapped or removed it, is left as it is.
 
     Returns:
         The names of the modules; none if nothing is swapped.
+
+    Raises:
+        ValueError: A parameter that was shared is gone (LoRA, parametrizations); nothing of that module is restored.
     """
-    swaps: list[Swap] = vars(model).pop('attention_swaps', [])
-    for swap in reversed(swaps):
-        swap.follow()
-        swap.vanilla.train(swap.gate.training)  # some return nothing
-        swap.put(model, swap.vanilla)
-    for name in ('init_weights', 'apply'):
-        vars(model).pop(name, None)
-    return [swap.name for swap in swaps]
+    names = []
+    for prefix, module in list(model.named_modules()):
+        swaps = _standing(module)
+        for swap in swaps:
+            swap.follow()
+        for swap in reversed(swaps):
+            swap.vanilla.train(swap.gate.training)  # some return nothing
+            swap.put(module, swap.vanilla)
+        for name in ('attention_swaps', 'init_weights', 'apply') if 'attention_swaps' in vars(module) else ():
+            vars(module).pop(name, None)
+        names += [f'{prefix}.{swap.name}'.lstrip('.') for swap in swaps]
+    return names
 
 
 @contextmanager
 def gates_in_place(model: nn.Module) -> Iterator[None]:
     """While a host initialises, let the gates stand in the model, to be filled from a checkpoint of theirs."""
-    swaps: list[Swap] = vars(model).get('attention_swaps', [])
+    swaps = [swap for swap in vars(model).get('attention_swaps', []) if model.get_submodule(swap.name) is swap.vanilla]
     for swap in swaps:
         swap.hand_back()
         swap.put(model, swap.gate)
@@ -119,20 +150,22 @@ def gates_in_place(model: nn.Module) -> Iterator[None]:
 
 
 def _init_weights(model: Any) -> None:
-    swaps: list[Swap] = model.attention_swaps
+    swaps, again = _standing(model), getattr(model, 'is_init', False)
     with _vanilla_in_place(model, swaps):
         type(model).init_weights(model)
-    for swap in swaps:
+    for swap in () if again else swaps:  # mmengine initialises once
         start_gate(swap.name, swap.gate)
+        swap.start_by_itself()
 
 
 def _apply(model: Any, function: Callable[[nn.Module], None]) -> nn.Module:
-    swaps: list[Swap] = model.attention_swaps
-    initialises = getattr(function, '__module__', '') == INITIALISERS
-    if not initialises or any(model.get_submodule(swap.name) is swap.vanilla for swap in swaps):
-        return type(model).apply(model, function)
+    swaps = _standing(model) if getattr(function, '__module__', '') == INITIALISERS else []
     with _vanilla_in_place(model, swaps):
         return type(model).apply(model, function)
+
+
+def _standing(model: nn.Module) -> list[Swap]:
+    return [swap for swap in vars(model).get('attention_swaps', []) if swap.stands(model)]
 
 
 @contextmanager
@@ -193,8 +226,12 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _hand_over(source: nn.Module, name: str, target: nn.Module, other: str) -> None:
     """Let ``target`` hold the tensor of ``source``."""
-    parent, _, leaf = name.rpartition('.')
-    tensor = getattr(source.get_submodule(parent), leaf)
+    tensor = dict(_tensors(source)).get(name)
+    if tensor is None:
+        raise ValueError(
+            f'{name} of {type(source).__name__} is gone, which {type(target).__name__} held as {other}; initialise or '
+            'restore before parameters are wrapped or parametrized.'
+        )
     parent, _, leaf = other.rpartition('.')
     holder = target.get_submodule(parent)
     if getattr(holder, leaf) is not tensor:

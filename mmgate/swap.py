@@ -175,7 +175,7 @@ def _matches(
             )
         try:
             if id(module) not in built:
-                with random_stream(name):
+                with random_stream(name, next(module.parameters()).device):
                     built[id(module)] = _take_over(module, adapter(gate, module, **options))
                 start_gate(name, built[id(module)])
             gates[name] = built[id(module)]

@@ -16,6 +16,7 @@ from mmengine.runner import save_checkpoint
 from test_zoo import ZOO
 from torch import Tensor, nn
 
+import mmgate
 from mmgate import restore_attention, swap_attention
 from mmgate.hosts import adapter_for, gates_for
 from mmgate.layers.base.map import MapAttention
@@ -195,8 +196,7 @@ def test_backbones_start_as_their_partners(partners: tuple[dict, dict], wrapped:
 
 def named_modules(model: nn.Module) -> set[str]:
     """Names with the vanilla modules back in their places, which is how a model is before it was gated."""
-    for module in list(model.modules()):
-        restore_attention(module)
+    restore_attention(model)
     return {name for name, _ in model.named_modules()}
 
 
@@ -292,3 +292,73 @@ def test_the_vanilla_model_comes_back() -> None:
     assert model.state_dict().keys() == vanilla.state_dict().keys()
     assert model.stages[0].blocks[0].attn.w_msa.proj.bias.eq(1).all(), 'what was trained stays'
     assert not any(module.training for module in model.modules())
+
+
+VIT_GATED = dict(type='mmgate.Gated', host='mmpretrain.VisionTransformer', **VIT)
+VIT_GATED['attention'] = dict(path='layers.*.attn', type='PLuGMultiheadAttention')
+
+
+def replaced(model: nn.Module) -> nn.Module:
+    model.layers[0].attn = copy.deepcopy(model.attention_swaps[0].vanilla)
+    return model.layers[0].attn
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    model.layers[0].attn = nn.Sequential(model.layers[0].attn)
+    return model.layers[0].attn
+
+
+def pruned(model: nn.Module) -> nn.Module:
+    model.layers = model.layers[:1]
+    return model.layers[0].attn
+
+
+@pytest.mark.parametrize('change', [replaced, wrapped, pruned])
+def test_what_someone_put_in_the_place_of_a_gate_stays(change: Any) -> None:
+    model = MODELS.build(copy.deepcopy(VIT_GATED))
+    module = change(model)
+    model.init_weights()
+    assert model.layers[0].attn is module
+    assert len(restore_attention(model)) == (1 if change is pruned else 11)
+
+
+def test_gates_come_off_inside_a_model_and_through_its_wrappers() -> None:
+    model = nn.Sequential(nn.Sequential(MODELS.build(copy.deepcopy(VIT_GATED))))
+    assert restore_attention(model)[0] == '0.0.layers.0.attn'
+    assert not restore_attention(model)
+
+
+def test_a_second_initialisation_leaves_gates_as_the_host() -> None:
+    model = MODELS.build(copy.deepcopy(VIT_GATED))
+    model.init_weights()
+    nn.init.constant_(model.layers[0].attn.attn.gml.bias, 9.0)
+    model.init_weights()
+    assert model.layers[0].attn.attn.gml.bias.eq(9).all()
+
+
+def test_a_gate_that_knows_nothing_of_starts_initialises_itself() -> None:
+    from mmpretrain.models.utils import MultiheadAttention
+
+    class Own(MultiheadAttention):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.own = nn.Linear(self.embed_dims, 1)
+
+        def init_weights(self) -> None:
+            super().init_weights()
+            nn.init.constant_(self.own.weight, 4.0)
+            nn.init.zeros_(self.qkv.weight)
+
+    mmgate.adapts(Own, MultiheadAttention)(lambda gate, host, /, **options: gate(host.embed_dims, host.num_heads))
+    vit = dict(type='mmpretrain.VisionTransformer', **VIT)
+    vanilla, gated = initialised(vit), initialised(vit, [dict(path='layers.*.attn', type=Own)])
+    assert_starts_as(vanilla, gated)
+    assert gated[0].layers[0].attn.own.weight.eq(4).all()
+
+
+def test_parameters_that_are_gone_are_named() -> None:
+    model = MODELS.build(copy.deepcopy(VIT_GATED))
+    nn.utils.parametrizations.weight_norm(model.layers[0].attn.attn.out_proj)
+    with pytest.raises(ValueError, match=r'attn.out_proj.weight of GatedTokenAttention is gone'):
+        restore_attention(model)
+    assert len(model.attention_swaps) == 12
