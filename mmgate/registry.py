@@ -12,7 +12,7 @@ MODELS = Registry(
     'model',
     parent=MMENGINE_MODELS,
     scope='mmgate',
-    locations=['mmgate.models', 'mmgate.layers', 'mmgate.speed.matching'],
+    locations=['mmgate.swap', 'mmgate.layers', 'mmgate.backbones', 'mmgate.speed.matching'],
 )
 DATASETS = Registry('dataset', parent=MMENGINE_DATASETS, scope='mmgate', locations=['mmgate.datasets.svhn'])
 TRANSFORMS = Registry('transform', parent=MMENGINE_TRANSFORMS, scope='mmgate', locations=['mmgate.datasets.noise'])

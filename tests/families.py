@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmgate import layers
-from mmgate.layers.map_attention import MapAttention
+from mmgate.layers.base.map import MapAttention
 
 C, HEADS = 16, 2
 DENSE: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {

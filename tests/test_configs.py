@@ -22,7 +22,7 @@ from mmengine.registry import MODELS
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate._environment import available
 from mmgate.analysis.structure import build_structure
-from mmgate.models.backbones.presets import OF_THE_ATTENTION
+from mmgate.backbones.presets import OF_THE_ATTENTION
 from mmgate.train.decay import undecayed
 
 NAMED = Path('plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')

@@ -9,7 +9,7 @@ from typing import Any
 from mmengine.hooks import Hook
 from torch import Tensor
 
-from mmgate.models.paths import own_model
+from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from mmengine.config import Config
 
 from mmgate.errors import ConfigError
-from mmgate.models.adapters import adapter_for, gates_for
+from mmgate.hosts import adapter_for, gates_for
 
 from .structure import build_structure, list_attention
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.layers.window import GatedWindowMSA
+from mmgate.hosts.window import GatedWindowMSA
 
 from . import host_probes, map_probes  # noqa: F401  (registers)
 from .accumulators import Accumulator, Kept

@@ -15,9 +15,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
-from mmgate.models import attention_modules
-from mmgate.models.adapters import gates_for
+from mmgate.hosts import gates_for
 from mmgate.registry import MODELS as MMGATE_MODELS
+from mmgate.swap import attention_modules
 
 SIZES = ('embed_dims', 'embed_dim', 'num_heads', 'num_levels', 'num_points', 'window_size', 'sr_ratio')
 

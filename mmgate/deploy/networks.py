@@ -13,8 +13,8 @@ from torch import nn
 
 from mmgate._environment import available
 from mmgate.errors import ConfigError
-from mmgate.layers.ms_deform_attn import MultiScaleDeformableAttention
-from mmgate.models import swap_attention
+from mmgate.layers.base.deformable import MultiScaleDeformableAttention
+from mmgate.swap import swap_attention
 
 from .network import Network, refuse
 

@@ -1,5 +1,7 @@
 """Attention layers, one file per paper; importing them registers them."""
 
+from mmgate.layers.base.deformable import MultiScaleDeformableAttention
+
 from .agent import AgentAttention
 from .cross_window import CrossWindowAttention
 from .dgsa import DifferentialGatedAttention, DifferentialGatedMultiheadAttention
@@ -16,7 +18,6 @@ from .linear import (
     PolaFormerAttention,
     RALAAttention,
 )
-from .ms_deform_attn import MultiScaleDeformableAttention
 from .plug import PLuGMultiScaleDeformableAttention
 from .plug_dense import PLuGAttention, PLuGMultiheadAttention
 from .saga import SAGAAttention

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.layers.base.init import GateInit
 from mmgate.ops.agent_attention import agent_attention
 from mmgate.registry import MODELS
 
 from .agent_bias import BIASES, CLASS_BIASES, AgentBiases
 from .gml import check_option
-from .init import GateInit
 from .stripes import merge_stripes, split_stripes
 
 AGENTS = ('pooled', 'static')
@@ -43,7 +43,7 @@ class AgentAttention(GateInit, AgentBiases):
         class_token: Whether a class token stands before the map's tokens (DeiT). It takes part in both attentions with
             biases of its own, ``ac_bias`` and ``ca_bias``, but neither in the pooling nor in the convolution.
         **kwargs: ``qkv_bias``, ``qk_scale``, ``attn_drop``, ``proj_drop`` and ``dropout_layer`` of
-            :class:`~mmgate.layers.map_attention.MapAttention`.
+            :class:`~mmgate.layers.base.map.MapAttention`.
 
     Raises:
         ValueError: A number of agents that is no square, an unknown kind of agents, windows beside a class token,

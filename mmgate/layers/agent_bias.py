@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmgate.layers.base.map import MapAttention
 from mmgate.ops.agent_attention import interpolation_matrix
 from mmgate.ops.library import is_compiling
 
-from .map_attention import MapAttention
 from .positions import resize_axis
 
 BLOCK = 7  # side of the maps in an_bias and na_bias

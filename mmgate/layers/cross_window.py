@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.layers.base.init import GateInit
+from mmgate.layers.base.map import MapAttention
 from mmgate.registry import MODELS
 
-from .init import GateInit
-from .map_attention import MapAttention
 from .stripes import merge_stripes, split_stripes
 
 
@@ -25,7 +25,7 @@ class CrossWindowAttention(GateInit, MapAttention):
         split: Width of a vertical stripe, which is as high as the map, and height of a horizontal one; None for all
             heads over the whole map. A map is padded with zeros to whole stripes.
         **kwargs: ``qkv_bias``, ``qk_scale``, ``attn_drop``, ``proj_drop`` and ``dropout_layer`` of
-            :class:`~mmgate.layers.map_attention.MapAttention`.
+            :class:`~mmgate.layers.base.map.MapAttention`.
 
     Raises:
         ValueError: An odd number of heads in stripes.

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.init import GateInit
 from mmgate.ops.differential_attention import differential_attention, differential_map
 from mmgate.registry import MODELS
 
-from .dense import DenseAttention, GatedMultiheadAttention
 from .gml import check_option
-from .init import GateInit
 from .rms_norm import RMSNorm
 
 RESIDUALS = ('query', 'input', 'none')
@@ -31,7 +31,7 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
         residual: What is added to the projected output: ``'query'`` (default), the projected queries ``[Q+; Q-]`` of
             section 4.2, ``'input'``, the query input as the paper's figure has it, or ``'none'``, as for text.
         lambda_init: The heads are scaled by ``1 - lambda_init`` after their norm. Default 0.8, fixed.
-        **kwargs: torch's further arguments, see :class:`~mmgate.layers.dense.DenseAttention`.
+        **kwargs: torch's further arguments, see :class:`~mmgate.layers.base.dense.DenseAttention`.
 
     Raises:
         ValueError: An unknown residual, or an odd head width.

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.init import GateInit
 from mmgate.ops.differential_attention import differential_streams, stream_maps
 from mmgate.registry import MODELS
 
-from .dense import DenseAttention, GatedMultiheadAttention
-from .init import GateInit
 from .rms_norm import RMSNorm
 
 LAMBDAS = ('lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2')
@@ -32,7 +32,7 @@ class DifferentialAttention(GateInit, DenseAttention):
         depth: The layer's number l, from 1 on, of which ``lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1))``.
         lambda_init: In the place of that, such as M-DGSA's 0.8.
         learnable: Learn lambda; else it is ``lambda_init``.
-        **kwargs: torch's further arguments, see :class:`~mmgate.layers.dense.DenseAttention`.
+        **kwargs: torch's further arguments, see :class:`~mmgate.layers.base.dense.DenseAttention`.
 
     Raises:
         ValueError: An odd head width, or a ``depth`` below 1.

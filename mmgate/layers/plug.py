@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmgate.layers.base.deformable import MultiScaleDeformableAttention
+from mmgate.layers.base.init import GateInit
 from mmgate.ops.ms_deform_attn import POSITIONS
 from mmgate.registry import MODELS
 
 from .gml import GatingModulation, check_option, xavier_
-from .init import GateInit
-from .ms_deform_attn import MultiScaleDeformableAttention
 
 # Table 9, by which of (heads, levels, points) a gate value is specific to
 GRANULARITIES = {

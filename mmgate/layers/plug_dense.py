@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.init import GateInit
 from mmgate.ops.ms_deform_attn import POSITIONS
 from mmgate.ops.plug_attention import attention_map, check_backend, plug_attention
 from mmgate.registry import MODELS
 
-from .dense import DenseAttention, GatedMultiheadAttention
 from .gml import GatingModulation, check_option, xavier_
-from .init import GateInit
 
 HEADS = ('shared', 'per_head')
 
@@ -35,7 +35,7 @@ class PLuGAttention(GateInit, DenseAttention):
         init: ``'identity'`` (default) starts as the vanilla attention; ``'paper'`` as the authors' hosts start linear
             layers, see :class:`GatingModulation`. The gate projections start xavier-uniform in both, with torch's bias.
         backend: Of :func:`mmgate.ops.plug_attention`.
-        **kwargs: torch's further arguments, see :class:`~mmgate.layers.dense.DenseAttention`.
+        **kwargs: torch's further arguments, see :class:`~mmgate.layers.base.dense.DenseAttention`.
 
     Raises:
         ValueError: An unknown option, a ratio that leaves no gate channel, or an identity start that the options rule

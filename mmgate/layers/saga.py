@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmgate.layers.base.init import start_linear
 from mmgate.ops.gated_linear_attention import gated_linear_attention
 from mmgate.registry import MODELS
 
-from .init import start_linear
 from .linear.base import LinearAttention
 
 KERNEL = 5
@@ -35,7 +35,7 @@ class SAGAAttention(LinearAttention):
         position_encoding: Add the learnt position encoding to K.
         class_token: Whether a class token stands before the map's tokens (DeiT); it is not convolved.
         **kwargs: ``qkv_bias``, ``qk_scale``, ``proj_drop`` and ``dropout_layer`` of
-            :class:`~mmgate.layers.map_attention.MapAttention`. There are no attention weights to drop.
+            :class:`~mmgate.layers.base.map.MapAttention`. There are no attention weights to drop.
 
     Raises:
         ValueError: ``embed_dims`` is no multiple of ``num_heads``, or ``attn_drop`` is not 0.

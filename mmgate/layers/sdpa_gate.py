@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.init import GateInit
 from mmgate.registry import MODELS
 
-from .dense import DenseAttention, GatedMultiheadAttention
 from .gml import INITS, check_option
-from .init import GateInit
 
 POSITIONS = ('G1', 'G2', 'G3', 'G4', 'G5')
 GRANULARITIES = ('elementwise', 'headwise')
@@ -54,7 +54,7 @@ class SDPAGatedAttention(GateInit, DenseAttention):
             exactly the vanilla attention, where the form allows it: silu in both forms (multiplicative with
             ``scale=1``), and multiplied a sigmoid with ``scale=2`` or an ns_sigmoid with ``scale=4/3``, whose middle
             is 1.
-        **kwargs: torch's further arguments, see :class:`~mmgate.layers.dense.DenseAttention`.
+        **kwargs: torch's further arguments, see :class:`~mmgate.layers.base.dense.DenseAttention`.
 
     ``x`` is the query input for G1, G4 and G5, the value input for G2 and the key input for G3.
 

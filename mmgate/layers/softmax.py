@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmgate.layers.base.map import MapAttention
 from mmgate.registry import MODELS
-
-from .map_attention import MapAttention
 
 
 @MODELS.register_module()

@@ -11,7 +11,7 @@ from mmengine.hooks import Hook
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.models.paths import modules_at, own_model
+from mmgate.paths import modules_at, own_model
 from mmgate.registry import HOOKS
 
 COMPILED = ('backbone', '**encoder.layers.*')

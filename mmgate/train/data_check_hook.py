@@ -13,7 +13,7 @@ from mmengine.registry import DATASETS
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.models.paths import own_model
+from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 
 from .inputs import HOSTS

@@ -14,7 +14,7 @@ from mmengine.runner import IterBasedTrainLoop
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.models.paths import own_model
+from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 
 

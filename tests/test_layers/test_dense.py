@@ -18,7 +18,7 @@ from mmgate.layers import (
     SDPAGatedAttention,
     SDPAGatedMultiheadAttention,
 )
-from mmgate.layers.dense import DenseAttention
+from mmgate.layers.base.dense import DenseAttention
 from mmgate.ops.plug_attention import attention_map, chunked, plug_attention
 
 C, H, N, M, B = 16, 4, 5, 7, 2

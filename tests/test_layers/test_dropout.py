@@ -13,6 +13,7 @@ import torch
 from mmdet.models.backbones.pvt import MixFFN
 from torch import Tensor, nn
 
+from mmgate.backbones.token_ffn import TokenFFN
 from mmgate.layers import (
     AgentAttention,
     CrossWindowAttention,
@@ -24,7 +25,6 @@ from mmgate.layers import (
     SAGAAttention,
     SDPAGatedMultiheadAttention,
 )
-from mmgate.layers.token_ffn import TokenFFN
 from mmgate.ops.agent_attention import agent_attention
 from mmgate.ops.differential_attention import differential_attention, differential_streams
 from mmgate.ops.plug_attention import plug_attention

@@ -11,9 +11,9 @@ from mmseg.models.backbones.swin import WindowMSA as SegWindowMSA
 from published import agent_attention as published_agent_attention
 from torch import nn
 
+from mmgate.hosts.window import GatedWindowMSA
 from mmgate.layers import AgentAttention, CrossWindowAttention, PLuGAttention, SAGAAttention, SDPAGatedAttention
-from mmgate.layers.map_attention import MapAttention
-from mmgate.layers.window import GatedWindowMSA
+from mmgate.layers.base.map import MapAttention
 from mmgate.ops.agent_attention import agent_attention, agent_attention_reference, interpolation_matrix
 from mmgate.ops.gated_linear_attention import gated_linear_attention, gated_linear_attention_reference
 

@@ -17,9 +17,9 @@ from conftest import tool
 from published import agent_pvt, agent_swin, random_pvt, random_swin
 from torch import Tensor, nn
 
+from mmgate.backbones.convert import convert
 from mmgate.checkpoints.tensors import read_checkpoint
-from mmgate.layers.map_attention import MapAttention
-from mmgate.models.convert import convert
+from mmgate.layers.base.map import MapAttention
 from mmgate.registry import MODELS
 from mmgate.train import cli
 
@@ -415,7 +415,7 @@ def test_backbones_without_mmdet() -> None:
         'import sys; sys.modules["mmdet"] = None\n'
         'import mmgate\n'
         'from mmgate.registry import MODELS\n'
-        'asked = [lambda: MODELS.build(dict(type="mmgate.AgentPVT", arch="tiny")), lambda: mmgate.models.SAGASwin]\n'
+        'asked = [lambda: MODELS.build(dict(type="mmgate.AgentPVT", arch="tiny")), lambda: mmgate.backbones.SAGASwin]\n'
         'for ask in asked:\n'
         '    try:\n'
         '        ask()\n'

@@ -18,9 +18,9 @@ from mmengine.structures import InstanceData
 from torch import nn
 
 from mmgate import adapts, swap_attention
+from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers import PLuGMultiScaleDeformableAttention
-from mmgate.models import attention_modules
-from mmgate.models.adapters.pairs import _ADAPTERS
+from mmgate.swap import attention_modules
 
 CONFIGS = ROOT / 'configs/plug/deformable_detr'
 VARIANTS = {  # name: gate parameters of SPEC 2's hosts

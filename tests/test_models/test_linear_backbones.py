@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mmgate.layers import AgentAttention
-from mmgate.layers.map_attention import MapAttention
+from mmgate.layers.base.map import MapAttention
 from mmgate.layers.stripes import merge_stripes, split_stripes
 from mmgate.registry import MODELS
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from mmgate.analysis.structure import build_structure
 from mmgate.layers import AgentAttention, CrossWindowAttention
-from mmgate.layers.map_attention import MapAttention
+from mmgate.layers.base.map import MapAttention
 
 
 def structure(kind: str, arch: str, **options: Any) -> Any:

@@ -14,8 +14,8 @@ from test_adapters import GATES, gated_copy, gradients, trained
 from torch import Tensor, nn
 
 from mmgate import adapts, swap_attention
+from mmgate.hosts.table import _ADAPTERS, adapter_for, gates_for, host_names
 from mmgate.layers import PLuGMultiScaleDeformableAttention
-from mmgate.models.adapters.pairs import _ADAPTERS, adapter_for, gates_for, host_names
 
 SHAPES, STARTS = torch.tensor([[4, 6], [2, 3]]), torch.tensor([0, 24])
 DEFORMABLE = ('MultiScaleDeformableAttention', 'PLuGMultiScaleDeformableAttention')
@@ -191,7 +191,7 @@ def test_a_name_stands_for_whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pair of one's own, of a gate that fits nothing else, too."""
-    monkeypatch.setattr('mmgate.models.adapters.pairs._ADAPTERS', dict(_ADAPTERS))
+    monkeypatch.setattr('mmgate.hosts.table._ADAPTERS', dict(_ADAPTERS))
 
     class Gate(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

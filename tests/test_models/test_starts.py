@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 import mmgate
 from mmgate import restore_attention, swap_attention
-from mmgate.layers.map_attention import MapAttention
-from mmgate.models import attention_modules
-from mmgate.models.adapters import adapter_for, gates_for
+from mmgate.hosts import adapter_for, gates_for
+from mmgate.layers.base.map import MapAttention
+from mmgate.swap import attention_modules
 
 SEED = 3
 SOME = ('conditional_detr', 'deformable_detr', 'mask2former_ade', 'retinanet_pvt', 'segformer', 'swin', 'twins_pcpvt')

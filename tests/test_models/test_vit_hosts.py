@@ -25,7 +25,7 @@ from timm.models.visformer import Attention as VisformerAttention
 
 from mmgate import swap_attention
 from mmgate.analysis.recording import readable, record
-from mmgate.models.adapters import mmpretrain as mmpretrain_adapters
+from mmgate.hosts import mmpretrain as mmpretrain_adapters
 
 C, HEADS = 32, 4
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from zoo_language import GLIP_WIDTH
 
 from mmgate import swap_attention
-from mmgate.models import attention_modules
-from mmgate.models.adapters import gates_for
+from mmgate.hosts import gates_for
+from mmgate.swap import attention_modules
 
 GATES = ('PLuGMultiScaleDeformableAttention', 'PLuGMultiheadAttention')
 HEIGHT, WIDTH = 64, 96

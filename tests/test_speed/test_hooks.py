@@ -18,7 +18,7 @@ from mmengine.runner import Runner
 from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
-import mmgate.layers.ms_deform_attn as layer_file
+import mmgate.layers.base.deformable as layer_file
 from mmgate.errors import ConfigError
 from mmgate.speed.hooks import CompileHook, Float32Hook
 

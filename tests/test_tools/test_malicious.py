@@ -16,8 +16,8 @@ from mmengine.registry import MODELS, init_default_scope
 from test_end_to_end import CONFIG
 
 import mmgate  # noqa: F401
+from mmgate.backbones import AgentPVT
 from mmgate.datasets.shapes import write_shapes
-from mmgate.models.backbones import AgentPVT
 from mmgate.tools import image_demo
 from mmgate.train import cli
 

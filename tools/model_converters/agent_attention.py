@@ -12,10 +12,10 @@ from pathlib import Path
 
 import torch
 
+from mmgate.backbones.convert import convert
+from mmgate.backbones.convert_classifier import convert_classifier
 from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.errors import ConfigError
-from mmgate.models.convert import convert
-from mmgate.models.convert_classifier import convert_classifier
 from mmgate.train import cli
 
 

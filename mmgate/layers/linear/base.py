@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.layers.base.init import GateInit
+from mmgate.layers.base.map import MapAttention
 from mmgate.ops.linear_attention import rotate
 
-from ..init import GateInit
-from ..map_attention import MapAttention
 from ..positions import resize_grid
 
 
@@ -28,7 +28,7 @@ class LinearAttention(GateInit, MapAttention):
         class_token: Whether a class token stands before the map's tokens (DeiT); it attends, but is neither convolved
             nor given a position.
         **kwargs: ``qkv_bias``, ``qk_scale``, ``proj_drop`` and ``dropout_layer`` of
-            :class:`~mmgate.layers.map_attention.MapAttention`. There are no attention weights to drop.
+            :class:`~mmgate.layers.base.map.MapAttention`. There are no attention weights to drop.
 
     Raises:
         ValueError: ``embed_dims`` is no multiple of ``num_heads``, or ``attn_drop`` is not 0.

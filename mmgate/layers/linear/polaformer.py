@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.layers.base.init import start_linear
 from mmgate.ops.linear_attention import polarity_attention
 from mmgate.registry import MODELS
 
-from ..init import start_linear
 from .base import LinearAttention
 
 

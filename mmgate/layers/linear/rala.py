@@ -7,10 +7,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.layers.base.init import start_linear
 from mmgate.ops.linear_attention import kernel_attention, rank_augmented_keys
 from mmgate.registry import MODELS
 
-from ..init import start_linear
 from .base import LinearAttention
 from .mlla import check_rotation
 

@@ -1,0 +1,184 @@
+"""CSwin with agent attention in its early stages; no mm package has a CSwin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mmcv.cnn.bricks.drop import DropPath
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from mmgate.backbones.cswin_layout import cswin_layout
+from mmgate.backbones.fitting import fill
+from mmgate.backbones.presets import OF_THE_ATTENTION, preset
+from mmgate.checkpoints.tensors import read_checkpoint, tensors
+from mmgate.hosts import adapts
+from mmgate.layers.base.map import MapAttention
+from mmgate.layers.cross_window import CrossWindowAttention
+from mmgate.registry import MODELS
+from mmgate.starts import gates_in_place
+from mmgate.swap import swap_attention
+
+CSWIN = {
+    'tiny': dict(depths=(2, 4, 18, 1), embed_dims=64, num_heads=(2, 4, 8, 16)),
+    'small': dict(depths=(3, 6, 29, 2), embed_dims=64, num_heads=(2, 4, 8, 16)),
+    'base': dict(depths=(3, 6, 29, 2), embed_dims=96, num_heads=(4, 8, 16, 32)),
+}
+STAGES = 4
+Numbers = Sequence[int | None]
+
+
+class _Block(nn.Module):
+    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, on tokens."""
+
+    def __init__(self, attn: nn.Module, channels: int, mlp_ratio: float, drop_path: float) -> None:
+        super().__init__()
+        hidden = round(channels * mlp_ratio)
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(channels), attn, nn.LayerNorm(channels)
+        self.mlp = nn.Sequential(nn.Linear(channels, hidden), nn.GELU(), nn.Linear(hidden, channels))
+        self.drop_path = DropPath(drop_path) if drop_path else nn.Identity()
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        x = x + self.drop_path(self.attn(self.norm1(x), hw_shape))
+        return x + self.drop_path(self.mlp(self.norm2(x)))
+
+
+class _Embedding(nn.Module):
+    """A convolution that makes the map smaller, and a norm: tokens and their map's size."""
+
+    def __init__(self, inputs: int, channels: int, kernel: int, stride: int, padding: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(inputs, channels, kernel, stride, padding), nn.LayerNorm(channels)
+
+    def forward(self, image: Tensor) -> tuple[Tensor, tuple[int, int]]:
+        grid = self.conv(image)
+        return self.norm(grid.flatten(2).transpose(1, 2)), (grid.shape[2], grid.shape[3])
+
+
+@MODELS.register_module()
+class AgentCSwin(BaseModule):
+    """CSwin with agent attention over the whole map in stages 1 and 2, cross-shaped windows in stage 3.
+
+    The last stage sees its whole map. ``agent_nums=(None,) * 4`` makes it vanilla; both start with the same numbers in
+    what they share.
+
+    Args:
+        arch: ``'tiny'``, ``'small'`` or ``'base'``.
+        depths: Blocks of each stage, in the place of the preset's.
+        embed_dims: Channels of the first stage, which double from stage to stage, likewise.
+        num_heads: Heads of each stage, likewise.
+        agent_nums: Agent tokens of each stage, None for cross-shaped windows; those of pre-training by default.
+        pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
+        splits: Width of each stage's stripes where there are no agents; None for the whole map. The default is
+            CSwin's.
+        pretrain_img_size: Side of the images in pre-training, of which the biases have their shapes.
+        mlp_ratio: Width of the feed-forward networks over the channels.
+        drop_path_rate: Of the last block; the others rise to it.
+        out_indices: Stages whose normalised maps are returned.
+        in_channels: Of the images.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The authors' layout, with agents or vanilla, and
+            ours are recognised; a vanilla one fills what is shared. Positions of another resolution are resized.
+
+    Raises:
+        ValueError: An unknown ``arch``, or numbers that do not fit four stages.
+
+    Source: Agent attention, Table 22; CSWin transformer (Dong et al., 2022).
+    """
+
+    def __init__(
+        self,
+        arch: str = 'tiny',
+        *,
+        depths: Sequence[int] | None = None,
+        embed_dims: int | None = None,
+        num_heads: Sequence[int] | None = None,
+        agent_nums: Numbers | None = None,
+        pretrain_agent_nums: Numbers = (9, 16, None, None),
+        splits: Numbers = (1, 2, 7, None),
+        pretrain_img_size: int = 224,
+        mlp_ratio: float = 4.0,
+        drop_path_rate: float = 0.0,
+        out_indices: Sequence[int] = (0, 1, 2, 3),
+        in_channels: int = 3,
+        init_cfg: dict | None = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        chosen = dict(depths=depths, embed_dims=embed_dims, num_heads=num_heads)
+        sizes = preset(CSWIN, arch, {key: value for key, value in chosen.items() if value is not None})
+        agents = pretrain_agent_nums if agent_nums is None else agent_nums
+        if agent_nums is not None:
+            pretrain_agent_nums = [
+                p if n is not None else None for p, n in zip(pretrain_agent_nums, agents, strict=False)
+            ]
+        per_stage = dict(depths=sizes['depths'], num_heads=sizes['num_heads'], agent_nums=agents, splits=splits)
+        for name, values in per_stage.items():
+            if len(values) != STAGES:
+                raise ValueError(f'{name}={tuple(values)} needs one value for each of the {STAGES} stages.')
+        if not set(out_indices) <= set(range(STAGES)):
+            raise ValueError(f'out_indices={tuple(out_indices)} must lie in 0 to {STAGES - 1}.')
+        self.out_indices = tuple(sorted(out_indices))
+        blocks, total = 0, max(sum(sizes['depths']) - 1, 1)
+        self.embeddings, self.stages = nn.ModuleList(), nn.ModuleList()
+        for i, (depth, heads) in enumerate(zip(sizes['depths'], sizes['num_heads'], strict=True)):
+            channels = sizes['embed_dims'] * 2**i
+            form = (in_channels, channels, 7, 4, 2) if i == 0 else (channels // 2, channels, 3, 2, 1)
+            self.embeddings.append(_Embedding(*form))
+            stage = nn.ModuleList()
+            for _ in range(depth):
+                attn = CrossWindowAttention(channels, heads, split=splits[i])
+                stage.append(_Block(attn, channels, mlp_ratio, drop_path_rate * blocks / total))
+                blocks += 1
+            self.stages.append(stage)
+            if i in self.out_indices:
+                self.add_module(f'norm{i}', nn.LayerNorm(channels))
+
+        rules = [
+            dict(
+                path=f'stages.{i}.*.attn',
+                type='AgentAttention',
+                map_size=(pretrain_img_size // 2 ** (i + 2),) * 2,
+                agent_num=number,
+                pretrain_agent_num=pretrain_agent_nums[i] or number,
+            )
+            for i, number in enumerate(agents)
+            if number is not None
+        ]
+        if rules:
+            swap_attention(self, rules)
+
+    def init_weights(self) -> None:
+        """Initialise from scratch, or from the checkpoint of a ``Pretrained`` init_cfg."""
+        if self.init_cfg is not None:
+            source = self.init_cfg['checkpoint']
+            with gates_in_place(self):
+                state = cswin_layout(tensors(read_checkpoint(source)), self.state_dict())
+                fill(self, state, source, may_miss=OF_THE_ATTENTION)
+            return
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
+        maps = []
+        for i, (embedding, stage) in enumerate(zip(self.embeddings, self.stages, strict=True)):
+            tokens, hw_shape = embedding(x)
+            blocks: Any = stage
+            for block in blocks:
+                tokens = block(tokens, hw_shape)
+            x = tokens.transpose(1, 2).unflatten(-1, hw_shape)
+            if i in self.out_indices:
+                normalised = getattr(self, f'norm{i}')(tokens)
+                maps.append(normalised.transpose(1, 2).unflatten(-1, hw_shape).contiguous())
+        return tuple(maps)
+
+
+@adapts(MapAttention, CrossWindowAttention)
+def _whole_map(gate: type[MapAttention], host: CrossWindowAttention, /, **options: Any) -> MapAttention:
+    qkv_bias, drops = host.qkv.bias is not None, dict[str, Any](attn_drop=host.attn_drop, proj_drop=host.proj_drop.p)
+    module = gate(host.embed_dims, host.num_heads, qkv_bias=qkv_bias, qk_scale=host.scale, **drops, **options)
+    module.dropout_layer = host.dropout_layer
+    return module

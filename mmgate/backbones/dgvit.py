@@ -1,0 +1,89 @@
+"""DGViT: mmpretrain's vision transformer with M-DGSA and SwiGLU."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from mmpretrain.models.backbones import VisionTransformer
+from torch import nn
+
+from mmgate.backbones.presets import preset
+from mmgate.layers.swiglu import SwiGLU
+from mmgate.registry import MODELS
+from mmgate.swap import swap_attention
+
+# M-DGSA, Table 3
+DGVIT = {'base': dict(embed_dims=256, num_layers=8, num_heads=8)}
+CHECKED_BY_HOST = 1  # mmpretrain asks for the width of a network that is replaced
+
+
+@MODELS.register_module()
+class DGViT(VisionTransformer):
+    """A ViT with a class token whose attention is M-DGSA and whose feed-forward network is SwiGLU.
+
+    With another ``attention`` it is the paper's other models: ``dict(type='DifferentialMultiheadAttention')``, which is
+    told its layer's depth, for the differential transformer, None for the vanilla attention.
+
+    Args:
+        arch: ``'base'``, the sizes of the paper's Table 3.
+        img_size: Side of the images, in pixels.
+        patch_size: Side of a patch.
+        attention: Type and options of the attention, a gate for mmpretrain's ``MultiheadAttention``.
+        expansion: Of the feed-forward network: 2 or 4, before the activation halves it.
+        ffn_dropouts: Dropouts in it, 1 or 2.
+        drop_rate: Probability of every dropout.
+        embed_dims: In the place of the preset's.
+        num_layers: In the place of the preset's.
+        num_heads: In the place of the preset's.
+        **kwargs: Further arguments of mmpretrain's ``VisionTransformer``.
+
+    Raises:
+        ValueError: An unknown ``arch``, or an attention that does not fit.
+
+    Source: M-DGSA, sections 4.3 and 5.1, Table 3.
+    """
+
+    def __init__(
+        self,
+        arch: str = 'base',
+        *,
+        img_size: int | tuple[int, int] = 32,
+        patch_size: int = 4,
+        attention: Mapping[str, Any] | None = {'type': 'DifferentialGatedMultiheadAttention'},
+        expansion: float = 4,
+        ffn_dropouts: int = 2,
+        drop_rate: float = 0.05,
+        embed_dims: int | None = None,
+        num_layers: int | None = None,
+        num_heads: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        chosen = dict(embed_dims=embed_dims, num_layers=num_layers, num_heads=num_heads)
+        sizes = preset(DGVIT, arch, {key: value for key, value in chosen.items() if value is not None})
+        super().__init__(
+            {**sizes, 'feedforward_channels': CHECKED_BY_HOST},
+            img_size=img_size,
+            patch_size=patch_size,
+            drop_rate=drop_rate,
+            **kwargs,
+        )
+        for layer in self.layers:
+            layer.ffn = SwiGLU(
+                sizes['embed_dims'],
+                expansion,
+                dropouts=ffn_dropouts,
+                drop=drop_rate,
+                drop_path=layer.ffn.dropout_layer,
+            )
+        if attention is not None:
+            swap_attention(self, [_rule(attention, number) for number in range(len(self.layers))])
+
+
+def _rule(attention: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the rule of one layer, with its depth where the type has such an option."""
+    kind = MODELS.get(attention['type'])
+    core = getattr(kind, 'core', kind)
+    has_depth = inspect.isclass(core) and issubclass(core, nn.Module) and 'depth' in inspect.signature(core).parameters
+    return {'path': f'layers.{number}.attn', **(dict(depth=number + 1) if has_depth else {}), **attention}

@@ -1,0 +1,18 @@
+"""Which gate replaces which host class: one file a package, imported only where the package is.
+
+That of timm, whose import takes seconds, is imported once a model of timm's is met.
+"""
+
+from importlib import import_module
+
+from mmgate._environment import available
+from mmgate.hosts.table import adapter_for, adapts, gates_for, hosts_of
+
+for _package in ('torch', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain'):
+    if available(_package):
+        import_module(f'{__name__}.{_package}')
+if available('mmpretrain'):
+    import_module(f'{__name__}.vits')
+import_module(f'{__name__}.projects')
+
+__all__ = ['adapter_for', 'adapts', 'gates_for', 'hosts_of']

@@ -1,0 +1,55 @@
+"""mmcv's attentions as hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mmcv.cnn.bricks.transformer import MultiheadAttention
+from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention
+
+from mmgate.hosts.table import adapts
+from mmgate.hosts.torch import multihead_attention as torch_host
+from mmgate.layers import MultiScaleDeformableAttention
+from mmgate.layers.base.dense import GatedMultiheadAttention
+
+
+@adapts(MultiScaleDeformableAttention, MMCVMultiScaleDeformableAttention)
+def deformable_attention(
+    gate: type[MultiScaleDeformableAttention], host: MMCVMultiScaleDeformableAttention, /, **options: Any
+) -> MultiScaleDeformableAttention:
+    """Take over sizes, dropout and layout."""
+    return gate(
+        host.embed_dims,
+        host.num_heads,
+        host.num_levels,
+        host.num_points,
+        im2col_step=host.im2col_step,
+        dropout=host.dropout.p,
+        batch_first=host.batch_first,
+        norm_cfg=host.norm_cfg,
+        init_cfg=host.init_cfg,
+        value_proj_ratio=host.value_proj.out_features / host.embed_dims,
+        **options,
+    )
+
+
+@adapts(GatedMultiheadAttention, MultiheadAttention)
+def multihead_attention(
+    gate: type[GatedMultiheadAttention], host: MultiheadAttention, /, **options: Any
+) -> GatedMultiheadAttention:
+    """Take over sizes, dropouts and layout of mmcv's wrapper and of the module in it."""
+    torch_host(gate, host.attn, **options)  # refuses what the core does not have
+    gated = gate(
+        host.embed_dims,
+        host.num_heads,
+        host.attn.dropout,
+        host.proj_drop.p,
+        init_cfg=host.init_cfg,
+        batch_first=host.batch_first,
+        bias=host.attn.in_proj_bias is not None,
+        kdim=host.attn.kdim,
+        vdim=host.attn.vdim,
+        **options,
+    )
+    gated.dropout_layer = host.dropout_layer
+    return gated

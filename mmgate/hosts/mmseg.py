@@ -1,0 +1,140 @@
+"""mmseg's attentions as hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from mmseg.models.backbones.beit import BEiTAttention
+from mmseg.models.backbones.mae import MAEAttention
+from mmseg.models.backbones.mit import EfficientMultiheadAttention
+from mmseg.models.backbones.swin import ShiftWindowMSA, WindowMSA
+from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroupedSelfAttention
+from torch import Tensor
+
+from mmgate.hosts.core import attend_in_host, gate_alone
+from mmgate.hosts.reduced import adapt_reduced
+from mmgate.hosts.swin import adapt_swin
+from mmgate.hosts.table import adapts
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.map import MapAttention
+
+adapt_swin(WindowMSA, ShiftWindowMSA)
+adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
+
+
+class GatedBEiTAttention(BEiTAttention):
+    """Drop-in for ``BEiTAttention`` that holds a gate; the relative position bias is added after it."""
+
+    def __init__(self, gate: DenseAttention, host: BEiTAttention) -> None:
+        super().__init__(
+            host.embed_dims,
+            host.num_heads,
+            host.window_size,
+            bias=host.bias,
+            attn_drop_rate=host.attn_drop.p,
+            proj_drop_rate=host.proj_drop.p,
+            init_cfg=host.init_cfg,
+        )
+        self.gate = gate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend over ``(B, N, C)``, class token first."""
+        bias = self.qkv.bias
+        if self.bias == 'qv_bias':
+            bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
+        projected = F.linear(x, self.qkv.weight, bias)
+        query, key, value = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, d)
+        position = self.relative_position_bias_table[self.relative_position_index]  # (N, N, H)
+        position = position.permute(2, 0, 1)[None].to(query.dtype)
+        return self.proj_drop(attend_in_host(self.gate, (query, key, value), (x, x, x), self.proj, position))
+
+
+class GatedMAEAttention(GatedBEiTAttention, MAEAttention):
+    """Drop-in for ``MAEAttention`` that holds a gate."""
+
+
+@adapts(GatedMultiheadAttention, BEiTAttention, MAEAttention)
+def beit(gate: type[GatedMultiheadAttention], host: BEiTAttention, /, **options: Any) -> GatedBEiTAttention:
+    """Hold the gate's parameters beside the host's own.
+
+    Raises:
+        ValueError: The host scales its logits otherwise.
+    """
+    kind = GatedMAEAttention if isinstance(host, MAEAttention) else GatedBEiTAttention
+    return kind(_gate_for(gate, host, **options), host)
+
+
+class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
+    """Drop-in for Twins' ``LocallyGroupedSelfAttention`` that holds a gate."""
+
+    def __init__(self, gate: DenseAttention, host: LocallyGroupedSelfAttention) -> None:
+        super().__init__(
+            host.embed_dims,
+            host.num_heads,
+            qkv_bias=host.qkv.bias is not None,
+            attn_drop_rate=host.attn_drop.p,
+            proj_drop_rate=host.proj_drop.p,
+            window_size=host.window_size,
+            init_cfg=host.init_cfg,
+        )
+        self.gate = gate
+
+    def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Attend within windows of a map of tokens ``(B, H W, C)``."""
+        (height, width), side = hw_shape, self.window_size
+        bottom, right = -height % side, -width % side
+        map_ = F.pad(x.unflatten(1, (height, width)), (0, 0, 0, right, 0, bottom))  # (B, H', W', C)
+        rows, columns = map_.shape[1] // side, map_.shape[2] // side
+        windows = self._windows(map_, rows, columns)  # (B nW, N, C)
+        query, key, value = self.qkv(windows).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        bias = None
+        # The host masks padding only where both sides have some; a slice from -0 marks its whole map as padding.
+        if bottom and right:
+            padded = map_.new_ones(1, rows * side, columns * side, 1)
+            padded[:, :height, :width] = 0
+            padded = self._windows(padded, rows, columns)  # (nW, N, 1)
+            bias = -1000.0 * (padded != padded.transpose(1, 2)).to(query.dtype)[:, None]
+            bias = bias.repeat(x.shape[0], 1, 1, 1)
+        out = attend_in_host(self.gate, (query, key, value), (windows, windows, windows), self.proj, bias)
+        out = out.unflatten(0, (-1, rows, columns)).unflatten(3, (side, side)).transpose(2, 3)
+        out = out.flatten(3, 4).flatten(1, 2)[:, :height, :width]  # (B, H, W, C)
+        return self.proj_drop(out.flatten(1, 2))
+
+    def _windows(self, map_: Tensor, rows: int, columns: int) -> Tensor:
+        side = self.window_size
+        windows = map_.unflatten(2, (columns, side)).unflatten(1, (rows, side)).transpose(2, 3)
+        return windows.flatten(3, 4).flatten(0, 2)  # (B nW, N, C)
+
+
+@adapts(GatedMultiheadAttention, LocallyGroupedSelfAttention)
+def locally_grouped(
+    gate: type[GatedMultiheadAttention], host: LocallyGroupedSelfAttention, /, **options: Any
+) -> GatedLocallyGroupedSelfAttention:
+    """Hold the gate's parameters beside the host's own.
+
+    Raises:
+        ValueError: The host scales its logits otherwise.
+    """
+    return GatedLocallyGroupedSelfAttention(_gate_for(gate, host, **options), host)
+
+
+@adapts(MapAttention, LocallyGroupedSelfAttention)
+def whole_map(gate: type[MapAttention], host: LocallyGroupedSelfAttention, /, **options: Any) -> MapAttention:
+    """Attend over the whole map in the place of windows, as in Swin."""
+    return gate(
+        host.embed_dims,
+        host.num_heads,
+        qkv_bias=host.qkv.bias is not None,
+        qk_scale=host.scale,
+        attn_drop=host.attn_drop.p,
+        proj_drop=host.proj_drop.p,
+        **options,
+    )
+
+
+def _gate_for(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> DenseAttention:
+    if host.scale != (host.embed_dims // host.num_heads) ** -0.5:
+        raise ValueError(f'{gate.__name__} does not replace a {type(host).__name__} with a qk_scale of its own.')
+    return gate_alone(gate.core(host.embed_dims, host.num_heads, host.attn_drop.p, batch_first=True, **options))

@@ -1,0 +1,60 @@
+"""Gated attention over a map with decomposed relative positions, as in ViTDet and in SAM's image encoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from mmgate.hosts.core import attend_in_host
+from mmgate.layers.base.dense import DenseAttention
+from mmgate.layers.positions import resize_axis
+
+
+class GatedRelativeAttention(nn.Module):
+    """Drop-in for ViTDet's ``Attention`` that holds a gate, with the host's own projections and tables.
+
+    A query's bias of a key is ``q Rh[y - y'] + q Rw[x - x']``, added to the logits after the gate. The tables are
+    interpolated where the map is not of their size.
+
+    Args:
+        gate: Without projections, see :func:`~mmgate.hosts.core.gate_alone`.
+        qkv: The host's projection of query, key and value.
+        proj: The host's output projection.
+        rel_pos_h: Table ``(2 H - 1, d)`` of distances down, or None for no relative positions.
+        rel_pos_w: Table ``(2 W - 1, d)`` of distances to the right, likewise.
+
+    Source: MViTv2 (arXiv 2112.01526), Eq. 4; ViTDet (arXiv 2203.16527), section 3.
+    """
+
+    def __init__(
+        self,
+        gate: DenseAttention,
+        qkv: nn.Linear,
+        proj: nn.Linear,
+        rel_pos_h: nn.Parameter | None = None,
+        rel_pos_w: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate, self.qkv, self.proj = gate, qkv, proj
+        self.rel_pos_h, self.rel_pos_w = rel_pos_h, rel_pos_w
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend over a map, or windows of one, ``(B, H, W, C)``."""
+        height, width = x.shape[1:3]
+        tokens = x.flatten(1, 2)
+        query, key, value = (self.gate.split_heads(part) for part in self.qkv(tokens).chunk(3, -1))  # (B, h, N, d)
+        bias = None
+        if self.rel_pos_h is not None and self.rel_pos_w is not None:
+            map_ = query.unflatten(2, (height, width))  # (B, h, H, W, d)
+            down = torch.einsum('bhyxd,ykd->bhyxk', map_, _distances(self.rel_pos_h, height))
+            right = torch.einsum('bhyxd,xkd->bhyxk', map_, _distances(self.rel_pos_w, width))
+            bias = (down[..., None] + right[..., None, :]).flatten(4).flatten(2, 3)  # (B, h, N, N)
+        out = attend_in_host(self.gate, (query, key, value), (tokens, tokens, tokens), self.proj, bias)
+        return out.unflatten(1, (height, width))
+
+
+def _distances(table: Tensor, size: int) -> Tensor:
+    """Return the entries ``(size, size, d)`` for positions i of queries and j of keys: that of distance i - j."""
+    table = resize_axis(table, 0, 2 * size - 1)
+    positions = torch.arange(size, device=table.device)
+    return table[positions[:, None] - positions + size - 1]

@@ -1,0 +1,238 @@
+"""A gated model's start: that of its vanilla partner, and gates from random numbers of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from mmgate.layers.base.init import GateInit, random_stream
+
+INITIALISERS = 'mmengine.model.weight_init'  # whose functions an init_cfg applies to every module
+REPORT = '_params_init_info'  # by parameter, what mmengine logs of its start
+
+
+@dataclass
+class Swap:
+    """A module of a host model and the gate in its place, which hold the same parameters.
+
+    Attributes:
+        name: Where they stand in the model.
+        vanilla: The host's module.
+        gate: Ours.
+        shared: Names of the tensors that both hold, first the host's.
+    """
+
+    name: str
+    vanilla: nn.Module
+    gate: nn.Module
+    shared: list[tuple[str, str]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        ours = {id(tensor): name for name, tensor in _tensors(self.gate)}
+        self.shared = [(name, ours[id(tensor)]) for name, tensor in _tensors(self.vanilla) if id(tensor) in ours]
+
+    def put(self, model: nn.Module, module: nn.Module) -> None:
+        """Let ``module`` stand in the model."""
+        parent, _, leaf = self.name.rpartition('.')
+        setattr(model.get_submodule(parent), leaf, module)
+
+    def stands(self, model: nn.Module) -> bool:
+        """Return whether the gate is still where it was put; someone may have wrapped, moved or removed it."""
+        module: nn.Module | None = model
+        for part in self.name.split('.'):
+            module = None if module is None else module._modules.get(part)
+        return module is self.gate
+
+    def holder(self, model: nn.Module) -> nn.Module:
+        """Return the module in which they stand."""
+        return model.get_submodule(self.name.rpartition('.')[0])
+
+    def follow(self) -> None:
+        """Bring the host's module to where the gate has gone since: its device, dtype and tensors."""
+        like = next(self.gate.parameters())
+        shared = dict(self.shared)
+        if not like.is_meta and any(t.is_meta for name, t in _tensors(self.vanilla) if name not in shared):
+            self.vanilla.to_empty(device=like.device)
+        for theirs, ours in self.shared:
+            _hand_over(self.gate, ours, self.vanilla, theirs)
+        for name, tensor in _tensors(self.vanilla):
+            if name not in shared:
+                tensor.data = tensor.data.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
+
+    def start_by_itself(self) -> None:
+        """Let a gate that is no :class:`GateInit` initialise as it wants, what is shared excepted."""
+        initialise = getattr(self.gate, 'init_weights', None)
+        if initialise is None or any(isinstance(module, GateInit) for module in self.gate.modules()):
+            return
+        ours = dict(_tensors(self.gate))
+        kept = {name: ours[name].detach().clone() for _, name in self.shared}
+        with random_stream(self.name, next(self.gate.parameters()).device):
+            initialise()
+        for name, value in kept.items():
+            ours[name].data.copy_(value)
+
+    def hand_back(self) -> None:
+        """Give the gate the tensors that the host's initialisation may have put in the place of those it had."""
+        for theirs, ours in self.shared:
+            _hand_over(self.vanilla, theirs, self.gate, ours)
+
+
+def start_gate(name: str, gate: nn.Module) -> None:
+    """Draw the parameters of a gate called ``name`` from a stream of their own, unless a state dict filled them."""
+    for inner, module in gate.named_modules():
+        if isinstance(module, GateInit) and not module.gate_loaded:
+            device = next((parameter.device for parameter in gate.parameters()), None)
+            with random_stream(f'{name}.{inner}', device):
+                module.reset_gate()
+
+
+def initialise_gates_last(model: nn.Module, swaps: Sequence[Swap]) -> None:
+    """Let ``model.init_weights()`` initialise the vanilla model and then start the gates.
+
+    Under one seed every parameter that the two models share gets the same numbers bit for bit, and the global random
+    numbers go on as they do in the vanilla model. Hosts draw in passes over all of their parameters, so that this has
+    to surround them: it is an attribute of this one model, which copies and pickles with it. So is ``apply``, through
+    which the ``init_cfg`` of a model around this one reaches in. A model whose ``init_weights`` goes through the
+    parameters of its parts by itself, as DETR's does, has to be the one that is swapped, not its encoder alone.
+
+    Args:
+        model: With the gates in place.
+        swaps: What was replaced, after what was replaced before.
+    """
+    vars(model).setdefault('attention_swaps', []).extend(swaps)
+    if hasattr(model, 'init_weights'):
+        vars(model).setdefault('init_weights', partial(_init_weights, model))
+    vars(model).setdefault('apply', partial(_apply, model))
+
+
+def restore_attention(model: nn.Module) -> list[str]:
+    """Put the vanilla modules back, in ``model`` and in the modules inside, with what they share with the gates.
+
+    A gate that no longer stands where it was put, because someone wrapped or removed it, is left as it is.
+
+    Returns:
+        The names of the modules; none if nothing is swapped.
+
+    Raises:
+        ValueError: A parameter that was shared is gone (LoRA, parametrizations); nothing of that module is restored.
+    """
+    names = []
+    for prefix, module in list(model.named_modules()):
+        swaps = _standing(module)
+        for swap in swaps:
+            swap.follow()
+        for swap in reversed(swaps):
+            swap.vanilla.train(swap.gate.training)  # some return nothing
+            swap.put(module, swap.vanilla)
+        for name in ('attention_swaps', 'init_weights', 'apply') if 'attention_swaps' in vars(module) else ():
+            vars(module).pop(name, None)
+        names += [f'{prefix}.{swap.name}'.lstrip('.') for swap in swaps]
+    return names
+
+
+@contextmanager
+def gates_in_place(model: nn.Module) -> Iterator[None]:
+    """While a host initialises, let the gates stand in the model, to be filled from a checkpoint of theirs."""
+    swaps = [swap for swap in vars(model).get('attention_swaps', []) if model.get_submodule(swap.name) is swap.vanilla]
+    for swap in swaps:
+        swap.hand_back()
+        swap.put(model, swap.gate)
+    try:
+        yield
+    finally:
+        for swap in swaps:
+            swap.put(model, swap.vanilla)
+
+
+def _init_weights(model: Any) -> None:
+    swaps, again = _standing(model), getattr(model, 'is_init', False)
+    with _vanilla_in_place(model, swaps):
+        type(model).init_weights(model)
+    for swap in () if again else swaps:  # mmengine initialises once
+        start_gate(swap.name, swap.gate)
+        swap.start_by_itself()
+
+
+def _apply(model: Any, function: Callable[[nn.Module], None]) -> nn.Module:
+    swaps = _standing(model) if getattr(function, '__module__', '') == INITIALISERS else []
+    with _vanilla_in_place(model, swaps):
+        return type(model).apply(model, function)
+
+
+def _standing(model: nn.Module) -> list[Swap]:
+    return [swap for swap in vars(model).get('attention_swaps', []) if swap.stands(model)]
+
+
+@contextmanager
+def _vanilla_in_place(model: nn.Module, swaps: Sequence[Swap]) -> Iterator[None]:
+    with ExitStack() as undo:
+        for swap in swaps:
+            swap.follow()
+            undo.callback(swap.put, model, swap.gate)
+            undo.callback(swap.hand_back)
+            swap.put(model, swap.vanilla)
+            undo.enter_context(_reported(model, swap.vanilla))
+        holders = {id(holder): holder for holder in (swap.holder(model) for swap in swaps)}
+        for holder in holders.values():
+            for remove in _load_into_gates(holder, model, [s for s in swaps if s.holder(model) is holder]):
+                undo.callback(remove)
+        yield
+
+
+def _load_into_gates(holder: nn.Module, model: nn.Module, swaps: Sequence[Swap]) -> Iterator[Callable[[], None]]:
+    """Let checkpoints that a host's initialisation loads find the gates; yield what ends that."""
+
+    def gates(*_: Any) -> None:
+        for swap in swaps:
+            swap.hand_back()
+            swap.put(model, swap.gate)
+
+    def vanilla(*_: Any) -> None:
+        for swap in swaps:
+            swap.put(model, swap.vanilla)
+
+    yield holder._register_load_state_dict_pre_hook(gates).remove
+    yield holder.register_load_state_dict_post_hook(vanilla).remove
+
+
+@contextmanager
+def _reported(model: nn.Module, vanilla: nn.Module) -> Iterator[None]:
+    """Enter a vanilla module into the report that mmengine keeps of an initialisation in progress around ``model``."""
+    report = vars(model).get(REPORT)
+    if report is None:
+        yield
+        return
+    for parameter in vanilla.parameters():
+        report.setdefault(parameter, dict(init_info='', tmp_mean_value=parameter.data.mean().cpu()))
+    entered = [module for module in vanilla.modules() if REPORT not in vars(module)]  # others are the gate's, too
+    for module in entered:
+        vars(module)[REPORT] = report
+    try:
+        yield
+    finally:
+        for module in entered:
+            del vars(module)[REPORT]
+
+
+def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _hand_over(source: nn.Module, name: str, target: nn.Module, other: str) -> None:
+    """Let ``target`` hold the tensor of ``source``."""
+    tensor = dict(_tensors(source)).get(name)
+    if tensor is None:
+        raise ValueError(
+            f'{name} of {type(source).__name__} is gone, which {type(target).__name__} held as {other}; initialise or '
+            'restore before parameters are wrapped or parametrized.'
+        )
+    parent, _, leaf = other.rpartition('.')
+    holder = target.get_submodule(parent)
+    if getattr(holder, leaf) is not tensor:
+        setattr(holder, leaf, tensor)

@@ -1,0 +1,267 @@
+"""Swap the attention modules of any mm model, by path."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from mmengine.logging import print_log
+from torch import nn
+
+from mmgate.hosts import adapter_for, gates_for, hosts_of
+from mmgate.hosts.table import full_name, gate_names, host_names
+from mmgate.layers.base.dense import DenseAttention
+from mmgate.layers.base.init import GateInit, random_stream
+from mmgate.paths import path_regex
+from mmgate.registry import MODELS
+from mmgate.starts import Swap, initialise_gates_last, start_gate
+
+Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+@MODELS.register_module()
+def Gated(*, host: str, attention: Rules, **host_cfg: Any) -> nn.Module:
+    """Build the model ``host`` with some of its attention modules replaced.
+
+    In a config that inherits an mm config, ``type='mmgate.Gated'``, ``host`` and ``attention`` are all that is added.
+
+    Args:
+        host: Registered name of the model with its scope, such as ``'mmdet.DeformableDETR'``.
+        attention: A rule or a list of rules, see :func:`swap_attention`.
+        **host_cfg: The host's own config.
+
+    Returns:
+        An instance of the host's own class: no wrapper, no prefix in the state dict.
+
+    Raises:
+        TypeError: A rule or the host's config is malformed.
+        ValueError: ``host`` is not registered, a pattern matches nothing, or a gate does not fit; see
+            :func:`swap_attention`.
+    """
+    rules = _parse(attention)
+    if isinstance(host, str) and MODELS.get(host) is None:
+        raise ValueError(f'host={host!r} is not registered.{_near_host(host)}')
+    model = MODELS.build(dict(type=host, **host_cfg))
+    names = swap_attention(model, rules)
+    print_log(f'mmgate: replaced {len(names)} attention modules of {type(model).__name__}', logger='current')
+    return model
+
+
+def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
+    """Replace attention modules of ``model`` in place, keeping their parameters (the very same tensors).
+
+    Args:
+        model: Any module; weights, device, dtype and mode of the replaced modules are taken over.
+        rules: One rule or a list. A rule is a dict of ``path`` (a pattern or a list of patterns over dotted names;
+            ``*`` stands for anything within one name, ``**`` for any number of names; a pattern that ends with ``**``
+            means every attention below that the gate can replace), ``type`` (a gate: its registered name or the
+            class itself) and the gate's options.
+
+    Returns:
+        The names of the replaced modules. Nothing is replaced if anything is wrong. The global random numbers stay
+        where they were, and from here on the model's ``init_weights`` gives what is shared the numbers that it has in
+        the vanilla model, see :func:`.starts.initialise_gates_last`.
+
+    Raises:
+        TypeError: A rule is malformed, its type is no gate, or an option is unknown to the gate.
+        ValueError: The gate's type is not registered, a pattern matches no module, a gate cannot replace what it met,
+            two rules claim one module, or one module and another inside it.
+    """
+    replacements: dict[str, nn.Module] = {}
+    built: dict[int, nn.Module] = {}  # a module shared by several layers stays shared
+    for number, rule in enumerate(_parse(rules)):
+        where = f'attention[{number}]'
+        gate = _gate(rule['type'], where)
+        options = {key: value for key, value in rule.items() if key not in ('type', 'path')}
+        _check_options(gate, options, where)
+        chosen: dict[str, nn.Module] = {}
+        for pattern in [rule['path']] if isinstance(rule['path'], str) else rule['path']:
+            chosen.update(_matches(model, pattern, gate, options, where, built))
+        for name in chosen:
+            if name in replacements:
+                raise ValueError(f'{where}: {name} is claimed by an earlier rule already; let each path match once.')
+        replacements.update(chosen)
+    for name in replacements:
+        outer = next((other for other in replacements if name.startswith(f'{other}.')), None)
+        if outer is not None:
+            raise ValueError(
+                f'{name} lies inside {outer}, and both are to be replaced; let the paths match one of the two, most '
+                f'often the outer. {_inventory(model)}'
+            )
+    swaps = [Swap(name, model.get_submodule(name), gate) for name, gate in replacements.items()]
+    for swap in swaps:
+        swap.put(model, swap.gate)
+    initialise_gates_last(model, swaps)
+    return list(replacements)
+
+
+def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and module of every attention in ``model``: what a gate can replace, or what is called so."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        if gates_for(module) or re.search(r'Attention$|Attn$|MSA$', type(module).__name__):
+            yield name, module
+
+
+def _parse(rules: Rules) -> list[Mapping[str, Any]]:
+    listed = [rules] if isinstance(rules, Mapping) else rules
+    if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
+        raise TypeError(f'attention must be a rule dict(path=..., type=...) or a list of them, got {rules!r}.')
+    for number, rule in enumerate(listed):
+        if not isinstance(rule, Mapping) or not {'path', 'type'} <= set(rule):
+            raise TypeError(f"attention[{number}] needs the keys 'path' and 'type', got {rule!r}.")
+        path = rule['path']
+        listed_paths = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
+        if not listed_paths or not all(isinstance(one, str) and one for one in listed_paths):
+            raise TypeError(f'attention[{number}].path must be a pattern or a list of some, got {path!r}.')
+    return list(listed)
+
+
+def _gate(kind: str | type[nn.Module], where: str) -> type[nn.Module]:
+    gate = kind if inspect.isclass(kind) else MODELS.get(kind)
+    if gate is None:
+        names = gate_names()
+        near = difflib.get_close_matches(str(kind).rpartition('.')[2], names, n=1)
+        hint = f' Did you mean {near[0]!r}?' if near else ''
+        raise ValueError(f'{where}: type={kind!r} is not registered.{hint} The gates are {", ".join(names)}.')
+    if not host_names(gate):
+        raise TypeError(
+            f'{where}: {full_name(gate)} is not a gate: no adapter says what it can replace; see mmgate.adapts.'
+        )
+    return gate
+
+
+def _near_host(host: str) -> str:
+    scope, _, name = host.rpartition('.')
+    registry = MODELS._search_child(scope) or MODELS.root._search_child(scope) if scope else MODELS.root
+    known = [] if registry is None else list(registry.module_dict)
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f' Did you mean {".".join([scope, near[0]] if scope else near)!r}?'
+    return ' Give the name with its scope, such as mmdet.DeformableDETR, and import what registers it.'
+
+
+def _matches(
+    model: nn.Module,
+    pattern: str,
+    gate: type[nn.Module],
+    options: Mapping[str, Any],
+    where: str,
+    built: dict[int, nn.Module],
+) -> dict[str, nn.Module]:
+    """Return the gates by the names that ``pattern`` matches, built once for every host module."""
+    modules = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if name and path_regex(pattern).fullmatch(name)
+    }
+    if not modules:
+        raise ValueError(f'{where}: path {pattern!r} matches no module. {_inventory(model)}')
+    whatever_fits = pattern.endswith('**')
+    gates: dict[str, nn.Module] = {}
+    refusals = []
+    for name, module in modules.items():
+        adapter = adapter_for(gate, module)
+        if whatever_fits and (adapter is None or any(name.startswith(f'{outer}.') for outer in gates)):
+            continue
+        if adapter is None:
+            fits = ', '.join(host_names(gate))
+            raise ValueError(
+                f'{where}: {full_name(gate)} replaces {fits}, but {name} is a {full_name(type(module))}.'
+                f'{_hint(gate, module)} {_inventory(model)}'
+            )
+        try:
+            if id(module) not in built:
+                with random_stream(name, next(module.parameters()).device):
+                    built[id(module)] = _take_over(module, adapter(gate, module, **options))
+                start_gate(name, built[id(module)])
+            gates[name] = built[id(module)]
+        except TypeError as error:  # most often an option that the adapter fills
+            raise TypeError(f'{where}: {full_name(gate)} cannot be made from {name}: {error}') from error
+        except ValueError as error:
+            if not whatever_fits:
+                raise
+            refusals.append(f'{name}: {error}')
+    if not gates:
+        listed = '\n  '.join(['', *refusals])
+        raise ValueError(f'{where}: {gate.__name__} fits nothing that {pattern!r} matches.{listed} {_inventory(model)}')
+    for refusal in refusals:
+        print_log(f'mmgate: {where} leaves {refusal}', logger='current')
+    return gates
+
+
+def _hint(gate: type[nn.Module], module: nn.Module) -> str:
+    base = next((host for host in hosts_of(gate) if isinstance(module, host)), None)
+    if base is None:
+        return ''
+    ours, sub = gate.__name__, type(module).__name__
+    return f' If that computes what its base does, say so: mmgate.adapts({ours}, {sub}, like={base.__name__}).'
+
+
+def _check_options(gate: type, options: Mapping[str, Any], where: str) -> None:
+    allowed = _options(gate)
+    unknown = sorted(set(options) - allowed)
+    if unknown:
+        raise TypeError(
+            f'{where}: {full_name(gate)} has no option {", ".join(unknown)}; it has '
+            f'{", ".join(sorted(allowed)) or "none"} (sizes are taken over from the module that is replaced).'
+        )
+
+
+def _options(gate: type) -> set[str]:
+    """Return what a rule may set: what the gate's constructor takes and its hosts' do not.
+
+    Behind ``**kwargs`` stand the arguments of the next class. A keyword-only argument of the gate itself is an option
+    under any name.
+    """
+    sizes = {name for host in (DenseAttention, *hosts_of(gate)) for name in inspect.signature(host).parameters}
+    found: set[str] = set()
+    for depth, cls in enumerate(getattr(gate, 'core', gate).__mro__):
+        if '__init__' not in vars(cls):
+            continue
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        for parameter in parameters:
+            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and depth == 0:
+                found.add(parameter.name)
+            elif parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+                found |= {parameter.name} - sizes
+        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+            break
+    return found
+
+
+@torch.no_grad()
+def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
+    """Give the host's parameters, device, dtype and mode to ``gate``."""
+    state = host.state_dict(keep_vars=True)
+    reference = next(host.parameters())
+    trainable = [(parameter, parameter.requires_grad) for parameter in host.parameters()]
+    parts = [module for module in gate.modules() if isinstance(module, GateInit)]
+    gate.to(device=reference.device, dtype=reference.dtype)
+    unexpected = gate.load_state_dict(state, strict=False, assign=True).unexpected_keys
+    if unexpected:
+        raise ValueError(
+            f'{full_name(type(gate))} would lose parameters of {full_name(type(host))}: {", ".join(unexpected)}.'
+        )
+    for part in parts:  # a host's tensors fill no gate
+        part.gate_loaded = False
+    for parameter, required in trainable:  # the gate's own now; assigning reset the flag
+        parameter.requires_grad_(required)
+    return gate.train(host.training)
+
+
+def _inventory(model: nn.Module) -> str:
+    lines = []
+    outer = ''
+    for name, module in attention_modules(model):
+        if outer and name.startswith(f'{outer}.'):
+            continue  # mmcv's wrapper is to be replaced, not the module in it
+        fits = ', '.join(gate.__name__ for gate in gates_for(module))
+        outer = name if fits else ''
+        lines.append(f'  {name}: {full_name(type(module))}, fits: {fits or "none"}')
+    if not lines:
+        return f'{type(model).__name__} has no attention modules.'
+    return '\n'.join([f'The attention modules of {type(model).__name__} are', *lines])
