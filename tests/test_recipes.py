@@ -43,7 +43,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'(plug|ungated)-(dino-4scale_r50_8xb2-12e|grounding-dino_swin-t_finetune_16xb2-1x)_coco': dict(  # mmdet's own
         lr=1e-4, weight_decay=1e-4, epochs=12, drops=[11]
     ),
-    r'(agent|saga)-pvt-[tsml]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
+    r'((agent|saga)-)?pvt-[tsml]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
     r'(agent|saga)-(pvtv2|swin|deit)-(b0|b1|[tsb])_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'plug-deit-[ts].*_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     rf'({LINEAR})-mask-rcnn_swin-t_ms-crop-1x_coco': dict(**SWIN_DETECTOR, **ONE),
@@ -72,7 +72,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 DROP_PATH = {
     r'agent-cswin-[tsb]_8xb128': dict(t=0.2, s=0.4, b=0.5),
     r'agent-cswin-b_8xb32': dict(b=0.7),
-    r'(agent|saga)-pvt-': dict(t=0.1, s=0.1, m=0.3, l=0.3),
+    r'((agent|saga)-)?pvt-': dict(t=0.1, s=0.1, m=0.3, l=0.3),
     r'(agent|saga)-swin-': dict(t=0.2, s=0.3, b=0.5),
     r'agent-deit': dict(t=0.0, s=0.1, b=0.3),
     r'saga-deit': dict(t=0.0),
