@@ -31,7 +31,7 @@ def test_its_configs_build(number: int, tmp_path: Path) -> None:
 
 def test_its_python_swaps_and_undoes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (example,) = (block for block in BLOCKS if 'swap_attention' in block)
-    swap, undo = example.split('for name in names:')
+    swap, undo = example.split('mmgate.restore_attention(model)')
     before, load = swap.split('load_checkpoint(model,')
     monkeypatch.chdir(tmp_path)
     space: dict = {}
@@ -44,7 +44,7 @@ def test_its_python_swaps_and_undoes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert all('mmgate' in type(gate).__module__ for gate in gates)
     with torch.no_grad():
         gates[0].value_proj.weight += 1
-    exec('for name in names:' + undo, space)
+    exec('mmgate.restore_attention(model)' + undo, space)
     assert not any('mmgate' in type(module).__module__ for module in model.modules())
     assert torch.equal(model.encoder.layers[0].self_attn.value_proj.weight, gates[0].value_proj.weight)
 
