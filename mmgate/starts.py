@@ -38,8 +38,12 @@ class Swap:
 
     def put(self, model: nn.Module, module: nn.Module) -> None:
         """Let ``module`` stand in the model."""
-        parent, _, leaf = self.name.rpartition('.')
-        setattr(model.get_submodule(parent), leaf, module)
+        setattr(self.holder(model), self.name.rpartition('.')[2], module)
+
+    def put_gate(self, model: nn.Module) -> None:
+        """Let the gate stand there, with the tensors that the host's initialisation may have put in those places."""
+        self.put(model, self.gate)
+        _hand_over(self.vanilla, self.gate, self.shared)
 
     def stands(self, model: nn.Module) -> bool:
         """Return whether the gate is still where it was put; someone may have wrapped, moved or removed it."""
@@ -58,8 +62,7 @@ class Swap:
         shared = dict(self.shared)
         if not like.is_meta and any(t.is_meta for name, t in _tensors(self.vanilla) if name not in shared):
             self.vanilla.to_empty(device=like.device)
-        for theirs, ours in self.shared:
-            _hand_over(self.gate, ours, self.vanilla, theirs)
+        _hand_over(self.gate, self.vanilla, [(ours, theirs) for theirs, ours in self.shared])
         for name, tensor in _tensors(self.vanilla):
             if name not in shared:
                 tensor.data = tensor.data.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
@@ -76,17 +79,12 @@ class Swap:
         for name, value in kept.items():
             ours[name].data.copy_(value)
 
-    def hand_back(self) -> None:
-        """Give the gate the tensors that the host's initialisation may have put in the place of those it had."""
-        for theirs, ours in self.shared:
-            _hand_over(self.vanilla, theirs, self.gate, ours)
-
 
 def start_gate(name: str, gate: nn.Module) -> None:
     """Draw the parameters of a gate called ``name`` from a stream of their own, unless a state dict filled them."""
+    device = next((parameter.device for parameter in gate.parameters()), None)
     for inner, module in gate.named_modules():
         if isinstance(module, GateInit) and not module.gate_loaded:
-            device = next((parameter.device for parameter in gate.parameters()), None)
             with random_stream(f'{name}.{inner}', device):
                 module.reset_gate()
 
@@ -140,8 +138,7 @@ def gates_in_place(model: nn.Module) -> Iterator[None]:
     """While a host initialises, let the gates stand in the model, to be filled from a checkpoint of theirs."""
     swaps = [swap for swap in vars(model).get('attention_swaps', []) if model.get_submodule(swap.name) is swap.vanilla]
     for swap in swaps:
-        swap.hand_back()
-        swap.put(model, swap.gate)
+        swap.put_gate(model)
     try:
         yield
     finally:
@@ -173,8 +170,7 @@ def _vanilla_in_place(model: nn.Module, swaps: Sequence[Swap]) -> Iterator[None]
     with ExitStack() as undo:
         for swap in swaps:
             swap.follow()
-            undo.callback(swap.put, model, swap.gate)
-            undo.callback(swap.hand_back)
+            undo.callback(swap.put_gate, model)
             swap.put(model, swap.vanilla)
             undo.enter_context(_reported(model, swap.vanilla))
         holders = {id(holder): holder for holder in (swap.holder(model) for swap in swaps)}
@@ -189,8 +185,7 @@ def _load_into_gates(holder: nn.Module, model: nn.Module, swaps: Sequence[Swap])
 
     def gates(*_: Any) -> None:
         for swap in swaps:
-            swap.hand_back()
-            swap.put(model, swap.gate)
+            swap.put_gate(model)
 
     def vanilla(*_: Any) -> None:
         for swap in swaps:
@@ -224,15 +219,16 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _hand_over(source: nn.Module, name: str, target: nn.Module, other: str) -> None:
-    """Let ``target`` hold the tensor of ``source``."""
-    tensor = dict(_tensors(source)).get(name)
-    if tensor is None:
-        raise ValueError(
-            f'{name} of {type(source).__name__} is gone, which {type(target).__name__} held as {other}; initialise or '
-            'restore before parameters are wrapped or parametrized.'
-        )
-    parent, _, leaf = other.rpartition('.')
-    holder = target.get_submodule(parent)
-    if getattr(holder, leaf) is not tensor:
-        setattr(holder, leaf, tensor)
+def _hand_over(source: nn.Module, target: nn.Module, names: Sequence[tuple[str, str]]) -> None:
+    """Let ``target`` hold tensors of ``source``; of each the name there and here."""
+    tensors = dict(_tensors(source))
+    for name, other in names:
+        if name not in tensors:
+            raise ValueError(
+                f'{name} of {type(source).__name__} is gone, which {type(target).__name__} held as {other}; initialise '
+                'or restore before parameters are wrapped or parametrized.'
+            )
+        parent, _, leaf = other.rpartition('.')
+        holder = target.get_submodule(parent)
+        if getattr(holder, leaf) is not tensors[name]:
+            setattr(holder, leaf, tensors[name])
