@@ -19,7 +19,7 @@ metric = 'coco/segm_mAP'
 options = {
     'train_dataloader.dataset.indices': 400,
     'train_cfg.max_epochs': 6,
-    'train_cfg.val_interval': 3,
+    'train_cfg.val_interval': 6,
     'param_scheduler.1.end': 6,
     'param_scheduler.1.T_max': 6,
     'default_hooks.checkpoint.interval': 1}

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from mmengine.config import Config
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
+from torch import distributed
 
 from mmgate.checkpoints.loading import add_trust_option
 from mmgate.engine.backends import check_backends
@@ -36,6 +37,8 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
     """
     try:
         command(sys.argv[1:] if argv is None else argv)
+        if distributed.is_initialized():  # threads of gloo that outlive the interpreter abort the process
+            distributed.destroy_process_group()
     except (ConfigError, KeyboardInterrupt) as error:
         if os.environ.get('MMGATE_TRACEBACK'):
             raise

@@ -13,8 +13,8 @@ import torch
 import zoo
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import save_checkpoint
-from test_zoo import ZOO
 from torch import Tensor, nn
+from zoo import ZOO
 
 import mmgate
 from mmgate import restore_attention, swap_attention
