@@ -139,7 +139,7 @@ def check_key(cfg: Config, key: str) -> None:
 
 
 def test_refuses_a_baseline_that_is_no_run(tmp_path: Path) -> None:
-    config = ROOT / 'configs/dgsa/classification/vit_1xb64-40e_digits.py'
+    config = ROOT / 'configs/vanilla/classification/vit_1xb64-40e_digits.py'
     text = f"runs = dict(a='{config}')\nseeds = [0]\nmetric = 'x'\nbaselines = dict(a='b')"
     (tmp_path / 's.py').write_text(text)
     with pytest.raises(ConfigError, match='b is none of its runs'):

@@ -15,8 +15,7 @@ from published_cswin import SMALL, published_cswin, random_cswin
 from torch import nn
 
 from mmgate.analysis.flops import count_config
-from mmgate.backbones.convert import convert
-from mmgate.backbones.convert_classifier import convert_classifier
+from mmgate.backbones.convert import convert, convert_classifier
 
 MAP = dict(map_size=(14, 14), class_token=True)
 RULES: dict[str, dict[str, Any]] = {

@@ -17,8 +17,8 @@ from mmgate.layers import DifferentialAttention, DifferentialGatedAttention
 from mmgate.layers.swiglu import SwiGLU
 from mmgate.registry import DATASETS, MODELS
 
-FOLDER = ROOT / 'configs/dgsa/classification'
-CONFIGS = sorted(path.name for path in FOLDER.glob('*.py'))
+FOLDERS = [ROOT / f'configs/{method}/classification' for method in ('dgsa', 'vanilla')]
+CONFIGS = {path.name: path for folder in FOLDERS for path in sorted(folder.glob('*vit*.py'))}
 # Table 5, as it prints them
 SIZES = [
     ('dgvit-x2', 'cifar10', '3.77'),
@@ -33,7 +33,7 @@ SIZES = [
 
 
 def build(name: str) -> Any:
-    model = MODELS.build(Config.fromfile(FOLDER / name).model)
+    model = MODELS.build(Config.fromfile(CONFIGS[name]).model)
     model.init_weights()
     return model
 
@@ -50,7 +50,7 @@ def test_sizes(model: str, data: str, millions: str) -> None:
 def test_every_config_takes_a_step(name: str) -> None:
     from mmpretrain.structures import DataSample
 
-    cfg = Config.fromfile(FOLDER / name)
+    cfg = Config.fromfile(CONFIGS[name])
     model = build(name)
     side = cfg.model.backbone.img_size
     losses = model.loss(torch.rand(2, 3, side, side), [DataSample().set_gt_label(1), DataSample().set_gt_label(2)])

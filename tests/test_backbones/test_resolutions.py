@@ -15,7 +15,7 @@ from published import agent_swin, pooled_logits, random_swin
 from published_cswin import SMALL, published_cswin, random_cswin
 from torch import nn
 
-from mmgate.backbones.convert_classifier import convert_classifier
+from mmgate.backbones.convert import convert_classifier
 from mmgate.layers.positions import resize_axis, resize_grid
 from mmgate.ops.agent_attention import interpolation_matrix
 

@@ -129,7 +129,8 @@ def test_errors_come_before_training(
 
 
 def test_list_attention(project: Path) -> None:
-    result = run(project, 'analysis_tools/list_attention.py', str(DEMO.parent / 'deformable-detr_r50_8xb4-50e_coco.py'))
+    config = ROOT / 'configs/vanilla/deformable_detr/deformable-detr_r50_8xb4-50e_coco.py'
+    result = run(project, 'analysis_tools/list_attention.py', str(config))
     lines = result.stdout.splitlines()
     row = next(line for line in lines if line.startswith('encoder.layers.0.self_attn '))
     assert 'num_levels=4' in row and row.endswith('PLuGMultiScaleDeformableAttention')

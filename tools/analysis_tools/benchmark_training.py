@@ -12,14 +12,18 @@ from mmgate.benchmarks.ops import Row, write_csv
 from mmgate.benchmarks.training import SPEEDUPS, benchmark_training, profile_training
 from mmgate.train import cli
 
-CONFIGS = Path(__file__).parents[2] / 'configs/plug/deformable_detr'
+CONFIGS = Path(__file__).parents[2] / 'configs'
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--peer', default=str(CONFIGS / 'deformable-detr-refine_r50_8xb4-50e_coco.py'))
-    parser.add_argument('--ours', default=str(CONFIGS / 'plug-deformable-detr-refine_r50_8xb4-50e_coco.py'))
+    parser.add_argument(
+        '--peer', default=str(CONFIGS / 'vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py')
+    )
+    parser.add_argument(
+        '--ours', default=str(CONFIGS / 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py')
+    )
     parser.add_argument('--op', choices=['ms_deform_attn', 'plug_attention'], default='ms_deform_attn')
     parser.add_argument('--backends', nargs='+', default=['auto'], help="of ours, such as 'mmcv triton'")
     parser.add_argument(

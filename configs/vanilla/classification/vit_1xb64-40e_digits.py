@@ -1,4 +1,4 @@
-_base_ = 'dgvit_1xb64-40e_digits.py'
+_base_ = '../../dgsa/classification/dgvit_1xb64-40e_digits.py'
 # The vanilla ViT of the same sizes
 model = dict(
     backbone=dict(

@@ -1,4 +1,4 @@
-_base_ = 'dgvit_1xb128-100e_svhn.py'
+_base_ = '../../dgsa/classification/dgvit_1xb128-100e_svhn.py'
 # Table 1: the vanilla ViT of the same sizes
 model = dict(
     backbone=dict(
