@@ -101,7 +101,7 @@ def _backbone_of(state: State) -> Any:
     raise ValueError("the keys are mmdet's already; init_cfg takes the file as it is")
 
 
-def _pvt(state: State) -> AgentPVT:
+def _pvt(state: State) -> Any:
     stages = [f'block{i}.' for i in range(1, 5)]
     agents = [_agents(state, stage) for stage in stages]
     if any(agents) and not all(agents):
@@ -121,7 +121,7 @@ def _pvt(state: State) -> AgentPVT:
     )
 
 
-def _swin(state: State) -> AgentSwin:
+def _swin(state: State) -> Any:
     stages = [f'layers.{i}.blocks.' for i in range(4)]
     depths, width = [_count(state, stage) for stage in stages], state['patch_embed.proj.weight'].shape[0]
     tables = [len(table) for key, table in state.items() if key.endswith('.relative_position_bias_table')]
@@ -139,7 +139,7 @@ def _swin(state: State) -> AgentSwin:
     )
 
 
-def _cswin(state: State) -> AgentCSwin:
+def _cswin(state: State) -> Any:
     stages = [f'stage{i}.' for i in range(1, 5)]
     agents = [_agents(state, stage) or None for stage in stages]
     # without agents no tensor has the heads in its shape: two are one for each branch
