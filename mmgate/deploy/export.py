@@ -15,8 +15,8 @@ from mmengine.logging import print_log
 from torch import nn
 
 from mmgate._environment import why_not
+from mmgate.analysis.inputs import check_folder
 from mmgate.errors import ConfigError
-from mmgate.train.inputs import check_writable
 
 from .capture import MAX_BATCH, Captured, capture, check_torch
 from .compare import Differences, Tolerances, check_finds_something, compare
@@ -41,6 +41,17 @@ def check_format(format: str, msda: str = 'gather') -> None:
         raise ConfigError(f'--format onnx needs {", ".join(missing)}: pip install "mmgate[deploy]".')
     if msda == 'plugin' and format != 'onnx':
         raise ConfigError(f'--msda plugin is a node of TensorRT, for --format onnx alone, not {format}.')
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file, and refuse a path that none can be written to.
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    check_folder(path.parent)
+    if path.is_dir():
+        raise ConfigError(f'{path} is a folder. Give another --out.')
 
 
 def export(

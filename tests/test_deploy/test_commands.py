@@ -14,7 +14,6 @@ from mmgate.deploy.capture import Captured
 from mmgate.deploy.export import check_format
 from mmgate.deploy.runtime import Exported
 from mmgate.errors import ConfigError
-from mmgate.train.inputs import check_writable
 
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +87,7 @@ def test_what_cannot_be_written(out: str, tmp_path: Path) -> None:
     (tmp_path / 'file').write_text('')
     (tmp_path / 'folder.onnx').mkdir()
     with pytest.raises(ConfigError, match=r'nothing can be written to (/proc|.*/file)|is a folder'):
-        check_writable(tmp_path / out)
+        exporting.check_writable(tmp_path / out)
 
 
 @exports

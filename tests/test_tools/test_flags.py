@@ -56,7 +56,6 @@ def test_without_flags_nothing_changes(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_amp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, 'check_amp', lambda cfg: None)  # as on a GPU
     wrapper = config_of(monkeypatch, 'train', '--amp').optim_wrapper
     assert (wrapper.type, wrapper.loss_scale) == ('AmpOptimWrapper', 'dynamic')
     assert wrapper.optimizer == dict(type='SGD', lr=0.1)

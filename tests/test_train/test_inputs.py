@@ -15,7 +15,6 @@ from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import type_name
 from mmgate.train.inputs import check_checkpoint, check_data, check_pretrained
-from mmgate.train.switches import check_amp
 
 
 def make_config(**changes) -> Config:
@@ -93,21 +92,6 @@ def test_amp() -> None:
     cfg.optim_wrapper.type = 'ApexOptimWrapper'
     with pytest.raises(ConfigError, match='ApexOptimWrapper'):
         cli.enable_amp(cfg)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason='mixed precision runs here')
-def test_amp_without_a_gpu() -> None:
-    check_amp(make_config())
-    with pytest.raises(ConfigError, match='needs a GPU.*Leave --amp out'):
-        check_amp(make_config(optim_wrapper=dict(type='AmpOptimWrapper')))
-
-
-def test_auto_scale_lr() -> None:
-    cfg = make_config()
-    cli.enable_auto_scale_lr(cfg)
-    assert cfg.auto_scale_lr.enable
-    with pytest.raises(ConfigError, match='base_batch_size'):
-        cli.enable_auto_scale_lr(make_config(auto_scale_lr=dict(enable=False)))
 
 
 @pytest.mark.parametrize('command', [cli.train, cli.test])
