@@ -19,7 +19,7 @@ from mmgate.analysis.inputs import check_folder
 from mmgate.errors import ConfigError
 
 from .capture import MAX_BATCH, Captured, capture, check_torch
-from .compare import Differences, Tolerances, check_finds_something, compare
+from .compare import Differences, check_finds_something, compare
 from .network import Network
 from .networks import network
 from .runtime import Exported, write_package, write_program
@@ -115,7 +115,7 @@ def _compared(
     taken, what = _taken(net, batches, run)
     found = compare(model, net, run, taken, threshold=threshold)
     found.what = what if runs == path else f"{what}, by rows gathered in the place of the plug-in's nodes"
-    if not found.within(Tolerances()):
+    if not found.tolerated():
         raise ConfigError(f'the exported model differs from PyTorch and is not kept: {found}.')
     return found
 
