@@ -108,8 +108,9 @@ def test_a_checkpoint_of_another_model(project: Path, capsys: pytest.CaptureFixt
         ('foreign', ['--cfg-options', 'load_from=some.pth'], 2, '0 of .* keys .* were loaded from some.pth'),
         ('head', ['--cfg-options', 'load_from=some.pth'], 0, 'keys of DeformableDETR were loaded from some.pth'),
         ('head', ['--resume', 'some.pth'], 2, 'some.pth holds weights alone.*load_from=some.pth'),
+        ('head', ['--resume', 'config.py'], 2, 'config.py is no torch checkpoint'),
     ],
-    ids=['nothing_fits', 'little_fits', 'resume_from_weights'],
+    ids=['nothing_fits', 'little_fits', 'resume_from_weights', 'unreadable'],
 )
 def test_checkpoints_to_start_from(
     project: Path, state: str, arguments: list[str], status: int, message: str, capfd: pytest.CaptureFixture[str]
@@ -117,6 +118,6 @@ def test_checkpoints_to_start_from(
     keys = {'foreign': 'backbone.nothing', 'head': 'query_embedding.weight'}
     weight = torch.zeros(30, 256)
     torch.save({'state_dict': {keys[state]: weight}}, project / 'some.pth')
-    assert run('train', *arguments, name=f'start_{state}_{status}') == status
+    assert run('train', *arguments, name=f'start_{state}_{status}_{arguments[-1]}') == status
     output, errors = capfd.readouterr()
     assert re.search(message, output + errors, re.DOTALL)
