@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import Any
 
 from mmengine.config import Config
-from mmengine.runner import FlexibleRunner, Runner
 
 from mmgate.errors import ConfigError
 
@@ -45,7 +44,7 @@ def enable_auto_accumulate(cfg: Config) -> str:
     Raises:
         ConfigError: No whole accumulation gives that batch; the message has the numbers.
     """
-    base, batch, world = _base_batch_size(cfg, '--auto-accumulate'), _images(cfg), processes(cfg.launcher)
+    base, batch, world = int(_base_batch_size(cfg, '--auto-accumulate')), _images(cfg), processes(cfg.launcher)
     at_once = f'{world} processes x {batch} images = {world * batch} at a time'
     if base % (world * batch):
         raise ConfigError(
@@ -67,43 +66,30 @@ def enable_auto_accumulate(cfg: Config) -> str:
     return f'--auto-accumulate: {at_once}, accumulated over {counts} = {base} a step{note}'
 
 
-def enable_auto_scale_lr(cfg: Config) -> None:
-    """Scale the learning rate by real over base batch size.
+def enable_auto_scale_lr(cfg: Config) -> str:
+    """Scale the learning rate by the images of a step over the base batch size, accumulated ones included.
+
+    mmengine leaves accumulation out, so the base batch size is divided by it. A config that scales already, such as the
+    one that a run has dumped, is left as it is.
+
+    Returns:
+        What was set, for the log.
 
     Raises:
         ConfigError: The config names no base batch size.
     """
-    _base_batch_size(cfg, '--auto-scale-lr')
-    cfg.auto_scale_lr.enable = True
+    base, counts = _base_batch_size(cfg, '--auto-scale-lr'), accumulation(cfg)
+    if not cfg.auto_scale_lr.get('enable'):
+        cfg.auto_scale_lr.update(enable=True, base_batch_size=base / counts)
+    note = f'; a step accumulates {counts} iterations' if counts > 1 else ''
+    return f'--auto-scale-lr: the learning rate is for {cfg.auto_scale_lr.base_batch_size:g} images an iteration{note}'
 
 
-def count_accumulation(runner: Runner | FlexibleRunner, cfg: Config) -> str:
-    """Make a runner that scales its learning rate count accumulated images too, which mmengine leaves out.
-
-    The config keeps its base batch size, so that a run of the dumped one is scaled alike.
-
-    Returns:
-        What it comes to, for the log.
-    """
-    base, counts = _base_batch_size(cfg, 'auto_scale_lr.enable'), accumulation(cfg)
-    adjusted = dict(cfg.auto_scale_lr, base_batch_size=base / counts)
-    if isinstance(runner, FlexibleRunner):
-        runner.strategy._auto_scale_lr = adjusted
-    else:
-        runner.auto_scale_lr = adjusted
-    world, batch = runner.world_size, _images(cfg)
-    size = world * batch * counts
-    return (
-        f'--auto-scale-lr: {world} processes x {batch} images x {counts} accumulated = {size} a step, '
-        f'the learning rate is for {base}: x {size / base:g} (mmengine states both numbers without the accumulation)'
-    )
-
-
-def _base_batch_size(cfg: Config, flag: str) -> int:
+def _base_batch_size(cfg: Config, flag: str) -> float:
     base = (cfg.get('auto_scale_lr') or {}).get('base_batch_size')
     if base is None:
         raise ConfigError(f'{flag} needs auto_scale_lr.base_batch_size in the config, the batch its lr is for.')
-    return int(base)
+    return base
 
 
 def _images(cfg: Config) -> int:

@@ -21,7 +21,7 @@ from mmgate.engine.backends import check_backends
 from mmgate.engine.choices_hook import BackendChoicesHook
 from mmgate.errors import ConfigError
 
-from .accumulation import count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
+from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
 from .config_file import load_config
 from .data_check_hook import DataCheckHook, refuse_foreign_classes
 from .inputs import check_checkpoint, check_data, check_pretrained
@@ -76,7 +76,7 @@ def train(argv: list[str]) -> None:
     if args.auto_accumulate:
         note = enable_auto_accumulate(cfg)
     if args.auto_scale_lr:
-        enable_auto_scale_lr(cfg)
+        note = enable_auto_scale_lr(cfg)
     if args.resume is not None:
         cfg.resume, cfg.load_from = True, None if args.resume == 'auto' else args.resume
     check_data(cfg, ('train', 'val'))
@@ -86,9 +86,8 @@ def train(argv: list[str]) -> None:
     runner = build_runner(cfg)
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
-    scaled = count_accumulation(runner, cfg) if (cfg.get('auto_scale_lr') or {}).get('enable') else ''
-    for line in filter(None, (note, scaled)):
-        runner.logger.info(line)
+    if note:
+        runner.logger.info(note)
     try:
         runner.train()
     except ValueError:
