@@ -77,10 +77,6 @@ MISTAKES = {
     'agents': Mistake(
         'masks', 'agent_num=10 must be a square number', 'model = dict(backbone=dict(agent_nums=(10, 16, 49, 49)))'
     ),
-    'start_from_nothing': Mistake('boxes', 'checkpoint none.pth does not exist', "load_from = 'none.pth'"),
-    'no_data': Mistake(
-        'boxes', 'train_dataloader.dataset.data_root: data/none/ does not', dataset("data_root='data/none/'")
-    ),
     'no_annotations': Mistake(
         'boxes', 'train_dataloader.dataset.ann_file: .*a.json does not', dataset("ann_file='a.json'")
     ),
