@@ -26,7 +26,6 @@ from .config_file import load_config
 from .data_check_hook import DataCheckHook, refuse_foreign_classes
 from .inputs import check_checkpoint, check_data, check_pretrained
 from .load_report import LoadReportHook
-from .processes import prepare_processes
 from .switches import enable_amp, enable_tta, enable_visualization, is_classification, is_segmentation
 
 
@@ -149,7 +148,10 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
         ConfigError: A rule matches nothing or has a wrong value, or a backend cannot run here.
     """
     init_default_scope(cfg.get('default_scope') or 'mmengine')
-    prepare_processes(cfg)
+    if cfg.launcher != 'none' or cfg.get('strategy'):
+        from .processes import prepare_processes  # what shards takes long to import
+
+        prepare_processes(cfg)
     try:
         runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
         if isinstance(runner, FlexibleRunner):  # it would build the model when it starts
