@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.config import Config
+from mmengine.config import Config, DictAction
 from mmengine.dataset import Compose, pseudo_collate
 from mmengine.logging import print_log
 from mmengine.registry import DATASETS, MODELS, init_default_scope
@@ -21,11 +21,11 @@ from torch import nn
 
 from mmgate.checkpoints.loading import add_trust_option
 from mmgate.errors import ConfigError
-from mmgate.train import cli
 from mmgate.train.config_file import merge_options, read_config, type_name
-from mmgate.train.inputs import check_checkpoint, check_data, check_device, check_folder, find_images
+from mmgate.train.inputs import check_checkpoint, check_data
 from mmgate.train.load_report import load_weights
 
+from .inputs import check_device, check_folder, find_images
 from .recording import require
 
 UNTRAINED = 'untrained'
@@ -96,7 +96,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     where.add_argument('--split', default='val', choices=['train', 'val', 'test'], help='images of the data set')
     shared.add_argument('--max-images', type=positive, default=8, help='of the split (default 8)')
     changed = "override settings of the config, and of the second model's: key=value"
-    shared.add_argument('--cfg-options', nargs='+', action=cli.Options, help=changed)
+    shared.add_argument('--cfg-options', nargs='+', action=DictAction, help=changed)
     shared.add_argument('--device', default='cpu', help='cpu (default) or cuda')
     shared.add_argument('--out', required=True, help='folder for pictures and CSV files')
     add_trust_option(shared)

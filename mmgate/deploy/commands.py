@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from mmengine.config import DictAction
 from mmengine.logging import print_log
 
 from mmgate.analysis.subjects import UNTRAINED, Subject, build_subject
@@ -14,7 +15,7 @@ from mmgate.checkpoints.loading import add_trust_option
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import load_config, merge_options, read_config
-from mmgate.train.inputs import check_data, check_writable
+from mmgate.train.inputs import check_data
 
 from . import export as exporting
 from .networks import serve
@@ -50,7 +51,7 @@ def export(argv: list[str]) -> None:
     path = Path(args.out or f'{FOLDER}/{name}{suffix}')
     if path.suffix != suffix:
         raise ConfigError(f'--out {path}: a file of --format {args.format} ends with {suffix}.')
-    check_writable(path)
+    exporting.check_writable(path)
     subject, batches = _subject(args, whole=not args.allow_mismatch)
     options = dict(format=args.format, msda=args.msda, fixed_size=args.fixed_size, threshold=args.score_thr)
     found = exporting.export(subject.model, batches, path, **options)
@@ -88,7 +89,7 @@ def benchmark(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     exporting.check_format('onnx')
     out = Path(args.out or f'{FOLDER}/{Path(args.config).stem}.csv')
-    check_writable(out)
+    exporting.check_writable(out)
     if args.repetitions < 1 or (args.threads or 1) < 1:
         raise ConfigError('--repetitions and --threads are 1 or more.')
     if args.threads:
@@ -105,7 +106,7 @@ def benchmark(argv: list[str]) -> None:
 def _parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument('config', help="config file, or 'package::path' of an installed package's config")
-    parser.add_argument('--cfg-options', nargs='+', action=cli.Options, help='override settings: key=value')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='override settings: key=value')
     return parser
 
 

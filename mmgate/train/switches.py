@@ -6,7 +6,6 @@ import warnings
 from copy import deepcopy
 
 from mmengine.config import Config, ConfigDict
-from mmengine.device import get_device
 
 from mmgate.errors import ConfigError
 
@@ -37,16 +36,6 @@ def enable_amp(cfg: Config) -> None:
         raise ConfigError(f'--amp: optim_wrapper.type={kind!r} cannot be converted; only OptimWrapper can.')
     cfg.optim_wrapper.type = 'AmpOptimWrapper'
     cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
-
-
-def check_amp(cfg: Config) -> None:
-    """Refuse mixed precision where mmengine has none.
-
-    Raises:
-        ConfigError: The optimizer wrapper is mmengine's AmpOptimWrapper and there is no accelerator.
-    """
-    if type_name(cfg.get('optim_wrapper') or {}) == 'AmpOptimWrapper' and get_device() in ('cpu', 'mps'):
-        raise ConfigError('mixed precision: AmpOptimWrapper needs a GPU, and there is none here. Leave --amp out.')
 
 
 def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_time: float) -> None:

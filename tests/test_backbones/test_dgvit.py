@@ -123,7 +123,7 @@ def test_svhn_reads_the_published_files(tmp_path: Path) -> None:
     data = DATASETS.build(dict(type='mmgate.SVHN', data_root=str(tmp_path), split='test', pipeline=[]))
     assert [data[i]['gt_label'] for i in range(5)] == [1, 0, 3, 9, 0] and data.metainfo['classes'][0] == '0'
     assert np.array_equal(data[2]['img'], images[..., 2])
-    with pytest.raises(FileNotFoundError, match='train_32x32.mat is missing'):
+    with pytest.raises(FileNotFoundError, match='train_32x32.mat'):
         DATASETS.build(dict(type='mmgate.SVHN', data_root=str(tmp_path), split='train', pipeline=[]))
     with pytest.raises(ValueError, match="split='val' must be one of"):
         DATASETS.build(dict(type='mmgate.SVHN', data_root=str(tmp_path), split='val', pipeline=[]))
