@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from mmengine.logging import print_log
 
-from mmgate.analysis.subjects import UNTRAINED, Subject, build_subject
+from mmgate.analysis.loading import UNTRAINED, Subject, build_subject
 from mmgate.checkpoints.loading import add_trust_option
 from mmgate.errors import ConfigError
 from mmgate.train import cli

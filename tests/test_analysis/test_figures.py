@@ -13,8 +13,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from mmgate.analysis.cka import _same_places
-from mmgate.analysis.maps import (
+from mmgate.analysis.probes.cka import _same_places
+from mmgate.analysis.probes.measures import (
     alignment,
     dependence_of,
     dependences,
@@ -25,7 +25,7 @@ from mmgate.analysis.maps import (
     roll_back,
     rollout,
 )
-from mmgate.analysis.runs import as_table, choose_metric, paired_difference, read_run, summary
+from mmgate.analysis.report.runs import as_table, choose_metric, paired_difference, read_run, summary
 from mmgate.errors import ConfigError
 
 

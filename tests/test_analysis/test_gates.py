@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import mmgate
-from mmgate.analysis.figures import layer_labels, wrap
-from mmgate.analysis.gates import gate_statistics, mean_map
+from mmgate.analysis.figures.style import layer_labels, wrap
+from mmgate.analysis.probes.gates import gate_statistics, mean_map
 
 HEADS, TOKENS = 2, 6
 # options of the gate, what its map is of, and the map's shape for two layers

@@ -15,13 +15,13 @@ from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
 
 import mmgate
-from mmgate.analysis.cka import attention_cka, query_cka
-from mmgate.analysis.map_figures import draw_maps
-from mmgate.analysis.maps import effective_rank, matrix_rank
-from mmgate.analysis.probes import Readings, probes
-from mmgate.analysis.recording import class_tokens
-from mmgate.analysis.relevance import HeadMean, head_maps, record_maps, relevance_map
-from mmgate.analysis.sinks import sinks
+from mmgate.analysis.figures.maps import draw_maps
+from mmgate.analysis.probes.attention import Readings, probes
+from mmgate.analysis.probes.cka import attention_cka, query_cka
+from mmgate.analysis.probes.measures import effective_rank, matrix_rank
+from mmgate.analysis.probes.recording import class_tokens
+from mmgate.analysis.probes.relevance import HeadMean, head_maps, record_maps, relevance_map
+from mmgate.analysis.probes.sinks import sinks
 from mmgate.errors import ConfigError
 
 SIDE = 3

@@ -15,8 +15,8 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import save_checkpoint
 from mmengine.structures import InstanceData
 
-from mmgate.analysis import predictions
-from mmgate.analysis.predictions import draw_predictions
+from mmgate.analysis.figures import predictions
+from mmgate.analysis.figures.predictions import draw_predictions
 from mmgate.datasets.shapes import write_shapes
 
 

@@ -12,9 +12,9 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
 
 import mmgate
-from mmgate.analysis.flops import empty_sample
-from mmgate.analysis.maps import rollout
-from mmgate.analysis.query_relevance import add_levels, query_relevance, query_rollout, record_queries
+from mmgate.analysis.probes.measures import rollout
+from mmgate.analysis.probes.query_relevance import add_levels, query_relevance, query_rollout, record_queries
+from mmgate.analysis.report.flops import empty_sample
 from mmgate.errors import ConfigError
 
 Q, COARSE, FINE = 3, 4, 6

@@ -14,8 +14,8 @@ from mmdet.models.backbones import PyramidVisionTransformer, SwinTransformer
 from torch import Tensor, nn
 
 import mmgate
-from mmgate.analysis.accumulators import Kept, RunningMean, RunningStatistics
-from mmgate.analysis.recording import readable, record, require
+from mmgate.analysis.probes.recording import readable, record, require
+from mmgate.analysis.probes.statistics import Kept, RunningMean, RunningStatistics
 from mmgate.errors import ConfigError
 
 SWIN: dict[str, Any] = dict(

@@ -19,8 +19,9 @@ from mmengine.structures import InstanceData
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.analysis import sampling_figure
-from mmgate.analysis.sampling import (
+from mmgate.analysis.figures import sampling as sampling_figure
+from mmgate.analysis.loading import UNTRAINED
+from mmgate.analysis.probes.sampling import (
     SamplingPoints,
     best_queries,
     decoder_layers,
@@ -31,7 +32,6 @@ from mmgate.analysis.sampling import (
     pixel_query,
     to_image,
 )
-from mmgate.analysis.subjects import UNTRAINED
 from mmgate.datasets.shapes import write_shapes
 from mmgate.errors import ConfigError
 from mmgate.registry import HOOKS

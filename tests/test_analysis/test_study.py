@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 from mmengine.config import Config
 
-from mmgate.analysis.study import Study, read_study, report_study, run_study
+from mmgate.analysis.report.study import Study, read_study, report_study, run_study
 from mmgate.errors import ConfigError
 from mmgate.train.config_file import read_config
 

@@ -12,7 +12,7 @@ from conftest import ROOT, over_shapes, tool
 from mmengine.config import Config
 
 import mmgate  # noqa: F401
-from mmgate.analysis.subjects import UNTRAINED, apart, class_names, image_name, parser, picture_names, subjects
+from mmgate.analysis.loading import UNTRAINED, apart, class_names, image_name, parser, picture_names, subjects
 from mmgate.datasets.shapes import write_shapes
 from mmgate.errors import ConfigError
 from mmgate.train import cli

@@ -11,7 +11,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS
 from torch import nn
 
-from mmgate.analysis.structure import build_structure
+from mmgate.analysis.report.structure import build_structure
 from mmgate.layers import AgentAttention, CrossWindowAttention
 from mmgate.layers.base.map import MapAttention
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 
 import mmgate  # noqa: F401
-from mmgate.analysis.agents import agent_maps, agent_rows
-from mmgate.analysis.map_figures import crop_to_image, draw_maps
-from mmgate.analysis.subjects import image_name, parser, picture_names, positive, subjects, write_csv
+from mmgate.analysis.figures.maps import crop_to_image, draw_maps
+from mmgate.analysis.loading import image_name, parser, picture_names, positive, subjects, write_csv
+from mmgate.analysis.probes.agents import agent_maps, agent_rows
 from mmgate.train import cli
 
 

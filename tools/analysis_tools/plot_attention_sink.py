@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.sinks import draw_sinks, sinks
-from mmgate.analysis.subjects import parser, subjects, write_csv
+from mmgate.analysis.loading import parser, subjects, write_csv
+from mmgate.analysis.probes.sinks import draw_sinks, sinks
 from mmgate.train import cli
 
 

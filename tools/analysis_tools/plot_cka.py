@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.cka import attention_cka, query_cka
-from mmgate.analysis.map_figures import draw_matrices
-from mmgate.analysis.recording import has_class_token
-from mmgate.analysis.subjects import parser, subjects, write_csv
+from mmgate.analysis.figures.maps import draw_matrices
+from mmgate.analysis.loading import parser, subjects, write_csv
+from mmgate.analysis.probes.cka import attention_cka, query_cka
+from mmgate.analysis.probes.recording import has_class_token
 from mmgate.train import cli
 
 SAMPLES = dict(images=attention_cka, queries=query_cka)

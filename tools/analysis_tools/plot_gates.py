@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.gate_figure import draw_gates
-from mmgate.analysis.gates import gate_statistics
-from mmgate.analysis.probes import GATES
-from mmgate.analysis.subjects import parser, subjects, write_csv
+from mmgate.analysis.figures.gates import draw_gates
+from mmgate.analysis.loading import parser, subjects, write_csv
+from mmgate.analysis.probes.attention import GATES
+from mmgate.analysis.probes.gates import gate_statistics
 from mmgate.train import cli
 
 

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.map_figures import draw_ranks
-from mmgate.analysis.ranks import kv_ranks
-from mmgate.analysis.subjects import parser, subjects, write_csv
+from mmgate.analysis.figures.maps import draw_ranks
+from mmgate.analysis.loading import parser, subjects, write_csv
+from mmgate.analysis.probes.ranks import kv_ranks
 from mmgate.train import cli
 
 

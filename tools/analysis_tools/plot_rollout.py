@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 
 import mmgate  # noqa: F401
-from mmgate.analysis.map_figures import crop_to_image, draw_maps
-from mmgate.analysis.query_figure import draw_queries
-from mmgate.analysis.query_relevance import decoder_steps, query_relevance, record_queries
-from mmgate.analysis.relevance import head_maps, relevance_map
-from mmgate.analysis.sampling import best_queries
-from mmgate.analysis.subjects import (
+from mmgate.analysis.figures.maps import crop_to_image, draw_maps
+from mmgate.analysis.figures.queries import draw_queries
+from mmgate.analysis.loading import (
     class_names,
     image_name,
     parser,
@@ -23,6 +20,9 @@ from mmgate.analysis.subjects import (
     subjects,
     write_csv,
 )
+from mmgate.analysis.probes.query_relevance import decoder_steps, query_relevance, record_queries
+from mmgate.analysis.probes.relevance import head_maps, relevance_map
+from mmgate.analysis.probes.sampling import best_queries
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 
 import mmgate  # noqa: F401
-from mmgate.analysis.sampling import (
+from mmgate.analysis.figures.sampling import THRESHOLD, draw_densities, draw_sampling
+from mmgate.analysis.loading import image_name, parser, picture_names, positive, predict, subjects, write_csv
+from mmgate.analysis.probes.sampling import (
     SamplingPoints,
     best_queries,
     decoder_layers,
@@ -18,8 +20,6 @@ from mmgate.analysis.sampling import (
     record_sampling,
     sampling_points,
 )
-from mmgate.analysis.sampling_figure import THRESHOLD, draw_densities, draw_sampling
-from mmgate.analysis.subjects import image_name, parser, picture_names, positive, predict, subjects, write_csv
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 

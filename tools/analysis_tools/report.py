@@ -11,8 +11,8 @@ from pathlib import Path
 from mmengine.config import Config
 
 import mmgate  # noqa: F401
-from mmgate.analysis.gallery import Section, write_gallery
-from mmgate.analysis.runs import choose_metric, read_run
+from mmgate.analysis.report.gallery import Section, write_gallery
+from mmgate.analysis.report.runs import choose_metric, read_run
 from mmgate.datasets.shapes import write_shapes
 from mmgate.errors import ConfigError
 from mmgate.train import cli

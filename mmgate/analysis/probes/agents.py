@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from mmgate.analysis.loading import predict
+from mmgate.analysis.probes.recording import readable, record
 from mmgate.errors import ConfigError
-
-from .recording import readable, record
-from .subjects import predict
 
 
 def agent_maps(model: nn.Module, batch: dict[str, Any], layer: int = 0) -> tuple[str, np.ndarray, Any]:

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .accumulators import RunningStatistics
-from .maps import effective_rank, matrix_rank
-from .recording import record
-from .subjects import predict
+from mmgate.analysis.loading import predict
+from mmgate.analysis.probes.measures import effective_rank, matrix_rank
+from mmgate.analysis.probes.recording import record
+from mmgate.analysis.probes.statistics import RunningStatistics
 
 
 class _Ranks:

@@ -23,10 +23,9 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from mmgate.analysis.report.structure import build_structure
 from mmgate.layers import AgentAttention, PLuGMultiScaleDeformableAttention
 from mmgate.ops.library import CAN_REGISTER
-
-from .structure import build_structure
 
 PROPOSALS = 1000  # what a two-stage detector's box heads see, as mmdet's own count has it
 MASKS = 100  # and its mask heads

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from mmengine.config import Config
 
+from mmgate.analysis.report.structure import build_structure, list_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts import adapter_for, gates_for
-
-from .structure import build_structure, list_attention
 
 PACKAGES = ('mmdet', 'mmseg')
 SKIPPED = ('_base_', 'common', 'dsdl', 'empirical_attention', 'misc', 'selfsup_pretrain', 'timm_example')

@@ -10,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mmgate.analysis.loading import predict
+from mmgate.analysis.probes.measures import alignment, dependence_of, dependences, products
+from mmgate.analysis.probes.recording import record
+from mmgate.analysis.probes.relevance import QueryRows, attended, placed_maps, record_maps
 from mmgate.errors import ConfigError
-
-from .maps import alignment, dependence_of, dependences, products
-from .recording import record
-from .relevance import QueryRows, attended, placed_maps, record_maps
-from .subjects import predict
 
 MOST_ROWS = 1024  # of the matrices that are compared at once: images, or queries chosen evenly
 LEAST_ROWS = 4  # that the unbiased dependence needs

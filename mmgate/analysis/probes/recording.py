@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmgate.analysis.probes.attention import GATES, NAMES, PLACES, bind, is_alone, probe_for
+from mmgate.analysis.probes.hosts import gate_in_host
+from mmgate.analysis.probes.statistics import Accumulator, Kept
 from mmgate.errors import ConfigError
 from mmgate.hosts.window import GatedWindowMSA
 
-from . import host_probes, map_probes  # noqa: F401  (registers)
-from .accumulators import Accumulator, Kept
-from .host_probes import gate_in_host
-from .probes import GATES, NAMES, PLACES, bind, is_alone, probe_for
+from . import hosts, whole_maps  # noqa: F401  (registers)
 
 ACTIVATION = 'activation'
 _ATTENTION = re.compile(r'(Attention|Attn|MSA)$')
@@ -60,7 +60,7 @@ def record(
 
     Args:
         model: Any model; wrappers such as DistributedDataParallel have to be taken off.
-        names: What to record, of :data:`~mmgate.analysis.probes.NAMES` (shapes in the probes' docstrings) and
+        names: What to record, of :data:`~mmgate.analysis.probes.attention.NAMES` (shapes in the probes' docstrings) and
             ``'activation'``: the output of the layer around the attention, what the paper calls hidden states.
         accumulate: Makes what takes the tensors of one module: one for all names, or by name (default: kept).
         paths: Which modules, by their dotted name.

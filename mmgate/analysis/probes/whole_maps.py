@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmgate.analysis.probes.attention import Readings, probes
 from mmgate.layers.stripes import merge_stripes, split_stripes
 from mmgate.ops.linear_attention import (
     EPS,
@@ -17,8 +18,6 @@ from mmgate.ops.linear_attention import (
     polarity_features,
     rank_augmented_keys,
 )
-
-from .probes import Readings, probes
 
 
 def _sides(module: Any, x: Tensor, hw_shape: Any) -> tuple[int, int]:

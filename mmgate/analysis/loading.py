@@ -19,14 +19,13 @@ from mmengine.registry import DATASETS, MODELS, init_default_scope
 from mmengine.utils import track_iter_progress
 from torch import nn
 
+from mmgate.analysis.probes.recording import require
 from mmgate.checkpoints.loading import add_trust_option
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import merge_options, read_config, type_name
 from mmgate.train.inputs import check_checkpoint, check_data, check_device, check_folder, find_images
 from mmgate.train.load_report import load_weights
-
-from .recording import require
 
 UNTRAINED = 'untrained'
 
@@ -116,7 +115,7 @@ def subjects(args: argparse.Namespace, readings: Sequence[str], purpose: str, *,
 
     Args:
         args: Of :func:`parser`.
-        readings: What there has to be in every model, see :func:`mmgate.analysis.recording.require`.
+        readings: What there has to be in every model, see :func:`mmgate.analysis.probes.recording.require`.
         purpose: What for, likewise.
         whole: Whether the picture is of one forward pass over the whole image: models that slide a window over it are
             told not to.

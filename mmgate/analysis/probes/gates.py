@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .accumulators import RunningMean, RunningStatistics
-from .probes import GATES
-from .recording import record
-from .subjects import predict
+from mmgate.analysis.loading import predict
+from mmgate.analysis.probes.attention import GATES
+from mmgate.analysis.probes.recording import record
+from mmgate.analysis.probes.statistics import RunningMean, RunningStatistics
 
 SIDE = 64  # of the mean map of gates between queries and keys
 
@@ -25,7 +25,7 @@ class LayerGate:
 
     Attributes:
         path: Of the layer.
-        name: Of the gate, one of :data:`~mmgate.analysis.probes.GATES`.
+        name: Of the gate, one of :data:`~mmgate.analysis.probes.attention.GATES`.
         statistics: Over all its values.
         coefficients: Its mean over images: ``(N, N)`` of queries and keys for dense gates, resized to 64 x 64,
             ``(H, L)`` for deformable ones, ``(H,)`` for those of a head's output or input, else None.

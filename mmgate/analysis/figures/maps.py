@@ -9,7 +9,7 @@ from typing import Any
 import mmcv
 import numpy as np
 
-from .figures import COLOURS, DIVERGING, LINE, SEQUENTIAL, WIDTH, layer_labels, panels, save, wrap
+from mmgate.analysis.figures.style import COLOURS, DIVERGING, LINE, SEQUENTIAL, WIDTH, layer_labels, panels, save, wrap
 
 
 def draw_maps(
@@ -88,7 +88,7 @@ def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: 
 
 
 def draw_ranks(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> Path:
-    """Draw mean and spread of :func:`~mmgate.analysis.ranks.kv_ranks` over the layers, a panel a kind; return the path.
+    """Draw mean and spread of the ranks over the layers, a panel a kind; return the path.
 
     The most that a rank can be is a dotted line, or, where it lies far above, a word.
     """

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .probes import Readings, dense_gate, probes, without_dropout
+from mmgate.analysis.probes.attention import Readings, dense_gate, probes, without_dropout
 
 
 def gate_in_host(name: str, host: Any, **given: Any) -> Readings:

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mmgate.analysis.probes.measures import pixel_centres
+from mmgate.analysis.probes.recording import Recording, record_with_head
 from mmgate.errors import ConfigError
-
-from .maps import pixel_centres
-from .recording import Recording, record_with_head
 
 READINGS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'gate')
 _HEAD = 'bbox_head'
@@ -219,7 +218,7 @@ def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Any], steps
 
 def sampling_picture(found: dict[str, Any], sample: Any, image: int, *, top_k: int) -> tuple[str, np.ndarray]:
     """Return the name and the picture ``(h, w, 3)`` of the last layer's points: a decoder's, else an encoder's."""
-    from .sampling_figure import draw_sampling
+    from mmgate.analysis.figures.sampling import draw_sampling
 
     layers = found['layers']
     decoder, encoder = decoder_layers(layers), encoder_layers(layers)

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from .figures import COLOURS, DIVERGING, LINE, diverging_limits, layer_labels, panels, save, wrap
-from .gates import LayerGate, mean_map
+from mmgate.analysis.figures.style import COLOURS, DIVERGING, LINE, diverging_limits, layer_labels, panels, save, wrap
+from mmgate.analysis.probes.gates import LayerGate, mean_map
 
 BARS = 40  # of a histogram
 

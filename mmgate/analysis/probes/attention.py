@@ -2,7 +2,7 @@
 
 A probe computes them anew from what the module was called with, so that no forward code knows of it and nothing is
 computed that is not asked for. Classes are found by package and name, so that no mm package has to be imported.
-map_probes.py and host_probes.py have those of attentions over whole maps and of hosts that attend by themselves.
+whole_maps.py and hosts.py have those of attentions over whole maps and of hosts that attend by themselves.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ class GateStatisticsHook(Hook):
 
     def before_run(self, runner: Any) -> None:
         """Say so if there is no gate to be seen."""
-        from mmgate.analysis.probes import GATES
-        from mmgate.analysis.recording import readable
+        from mmgate.analysis.probes.attention import GATES
+        from mmgate.analysis.probes.recording import readable
 
         model = own_model(runner.model)
         self._silent = not any(name in readable(model) for name in GATES)
@@ -56,9 +56,9 @@ class GateStatisticsHook(Hook):
         self._close()
         if self._silent or not self.every_n_train_iters(runner, self.interval) or runner.rank:
             return
-        from mmgate.analysis.accumulators import RunningStatistics
-        from mmgate.analysis.probes import GATES, gate_parameters
-        from mmgate.analysis.recording import readable, record
+        from mmgate.analysis.probes.attention import GATES, gate_parameters
+        from mmgate.analysis.probes.recording import readable, record
+        from mmgate.analysis.probes.statistics import RunningStatistics
 
         model = own_model(runner.model)
         has = readable(model)
@@ -133,7 +133,7 @@ class SamplingPointsHook(Hook):
 
     def before_val_epoch(self, runner: Any) -> None:
         """Begin again with the first image."""
-        from mmgate.analysis.recording import readable
+        from mmgate.analysis.probes.recording import readable
 
         self._drawn = 0
         if 'locations' not in readable(own_model(runner.model)):
@@ -142,7 +142,7 @@ class SamplingPointsHook(Hook):
 
     def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Record while there are images to draw."""
-        from mmgate.analysis.sampling import record_sampling
+        from mmgate.analysis.probes.sampling import record_sampling
 
         if self._drawn < self.images and not runner.rank:
             self._open = record_sampling(own_model(runner.model))
@@ -154,7 +154,7 @@ class SamplingPointsHook(Hook):
         """Draw them."""
         if self._open is None:
             return
-        from mmgate.analysis.sampling import sampling_picture
+        from mmgate.analysis.probes.sampling import sampling_picture
 
         self._open.__exit__(None, None, None)
         self._open = None

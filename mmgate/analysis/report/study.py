@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mmgate.analysis.loading import write_csv
+from mmgate.analysis.report.runs import as_table, draw_curves_of_runs, interaction, read_run, summary
 from mmgate.errors import ConfigError
 from mmgate.train.config_file import read_config
-
-from .runs import as_table, draw_curves_of_runs, interaction, read_run, summary
-from .subjects import write_csv
 
 RESULT, SETTINGS = 'result.json', 'settings.json'
 KEYS = {'runs', 'seeds', 'metric', 'options', 'budgets', 'baselines', 'interactions'}

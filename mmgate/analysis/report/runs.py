@@ -207,7 +207,7 @@ def as_table(rows: Sequence[dict[str, float | str | int]]) -> str:
 
 def draw_curves_of_runs(groups: dict[str, list[Run]], metric: str, out: Path) -> Path:
     """Draw a metric over the steps: each run thin, the mean of a group thick; return the path."""
-    from .figures import COLOURS, panels, save
+    from mmgate.analysis.figures.style import COLOURS, panels, save
 
     figure, ((axis,),) = panels(1, 1, height=3.2, width=5.0)
     for number, (name, runs) in enumerate(groups.items()):

@@ -9,9 +9,9 @@ from typing import Any
 import mmcv
 import numpy as np
 
-from .figures import COLOURS, WIDTH, panels, save
-from .map_figures import crop_to_image
-from .query_relevance import Query
+from mmgate.analysis.figures.maps import crop_to_image
+from mmgate.analysis.figures.style import COLOURS, WIDTH, panels, save
+from mmgate.analysis.probes.query_relevance import Query
 
 LEAST_COLUMNS = 3  # fewer queries do not fill a page
 

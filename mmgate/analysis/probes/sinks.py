@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from .accumulators import RunningStatistics
-from .figures import COLOURS, panels, save, short
-from .maps import key_shares
-from .probes import GATES
-from .recording import ACTIVATION, class_tokens, record
-from .subjects import predict
+from mmgate.analysis.figures.style import COLOURS, panels, save, short
+from mmgate.analysis.loading import predict
+from mmgate.analysis.probes.attention import GATES
+from mmgate.analysis.probes.measures import key_shares
+from mmgate.analysis.probes.recording import ACTIVATION, class_tokens, record
+from mmgate.analysis.probes.statistics import RunningStatistics
 
 
 @dataclass(frozen=True)

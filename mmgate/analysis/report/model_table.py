@@ -9,7 +9,7 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.hub import get_config
 
-from .flops import count_config
+from mmgate.analysis.report.flops import count_config
 
 ORIGINAL = (
     "unknown: the paper's vanilla rows repeat Deformable DETR's own table, which names no images and no counter; ours "

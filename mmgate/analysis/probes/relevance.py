@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.analysis.loading import predict
+from mmgate.analysis.probes.measures import roll_back, rollout, row_shares
+from mmgate.analysis.probes.recording import Recording, class_tokens, record
 from mmgate.errors import ConfigError
-
-from .maps import roll_back, rollout, row_shares
-from .recording import Recording, class_tokens, record
-from .subjects import predict
 
 
 class HeadMean:

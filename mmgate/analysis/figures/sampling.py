@@ -9,8 +9,8 @@ from typing import Any
 import mmcv
 import numpy as np
 
-from .figures import COLOURS, SEQUENTIAL, WIDTH, panels, save, short, wrap
-from .sampling import SamplingPoints, density
+from mmgate.analysis.figures.style import COLOURS, SEQUENTIAL, WIDTH, panels, save, short, wrap
+from mmgate.analysis.probes.sampling import SamplingPoints, density
 
 THRESHOLD = 0.3  # boxes of lower scores are not drawn
 MOST_BOXES = 10
@@ -61,7 +61,7 @@ def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, image
     """Draw densities ``(steps, steps)`` of points over images, a panel each, on one scale; return the path.
 
     Args:
-        models: Their names and :func:`~mmgate.analysis.sampling.mean_density`.
+        models: Their names and :func:`~mmgate.analysis.probes.sampling.mean_density`.
         out: PNG to write.
         images: How many there were.
     """

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.analysis.probes.measures import rollout, row_shares
+from mmgate.analysis.probes.recording import Recording, record_with_head
+from mmgate.analysis.probes.relevance import HeadMean, factors
 from mmgate.errors import ConfigError
-
-from .maps import rollout, row_shares
-from .recording import Recording, record_with_head
-from .relevance import HeadMean, factors
 
 _DECODER = re.compile(r'(^|\.)(transformer_)?decoder\.layers\.\d+\.(self|cross)_attn(\.|$)')
 _HEADS = ('panoptic_head', 'decode_head', 'bbox_head')
