@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from mmengine.hooks import Hook
 from torch import Tensor
 
+from mmgate.analysis.figures.sampling import draw_sampling
+from mmgate.analysis.probes.attention import GATES, gate_parameters
+from mmgate.analysis.probes.recording import Recording, readable, record
+from mmgate.analysis.probes.sampling import chosen_points, record_sampling
+from mmgate.analysis.probes.statistics import RunningStatistics
 from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 
@@ -35,17 +41,13 @@ class GateStatisticsHook(Hook):
         if interval < 1:
             raise ValueError(f'interval={interval} must be 1 or more.')
         self.interval = interval
-        self._open: AbstractContextManager[Any] | None = None
-        self._recording: dict[str, dict[str, Any]] = {}
-        self._handles: list[Any] = []
+        self._open = ExitStack()
+        self._recording: Recording = {}
         self._squares: dict[str, Tensor] = {}
         self._silent = False
 
     def before_run(self, runner: Any) -> None:
         """Say so if there is no gate to be seen."""
-        from mmgate.analysis.probes.attention import GATES
-        from mmgate.analysis.probes.recording import readable
-
         model = own_model(runner.model)
         self._silent = not any(name in readable(model) for name in GATES)
         if self._silent:
@@ -53,27 +55,25 @@ class GateStatisticsHook(Hook):
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Begin to record, one iteration in ``interval``."""
-        self._close()
+        self._open.close()  # of an iteration that failed
+        self._recording, self._squares = {}, {}
         if self._silent or not self.every_n_train_iters(runner, self.interval) or runner.rank:
             return
-        from mmgate.analysis.probes.attention import GATES, gate_parameters
-        from mmgate.analysis.probes.recording import readable, record
-        from mmgate.analysis.probes.statistics import RunningStatistics
-
         model = own_model(runner.model)
         has = readable(model)
         for path in dict.fromkeys(path for name in GATES for path in has.get(name, ())):
             for parameter in gate_parameters(model.get_submodule(path)):
                 if parameter.requires_grad:  # the optimizer wrapper clears gradients before a hook sees them
-                    self._handles.append(parameter.register_hook(self._squared(path)))
-        self._open = record(model, GATES, accumulate=RunningStatistics)
-        self._recording = self._open.__enter__()
+                    self._open.callback(parameter.register_hook(self._squared(path)).remove)
+        self._recording = self._open.enter_context(
+            record(model, GATES, accumulate=lambda path, name: RunningStatistics())
+        )
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Log what was recorded."""
-        if self._open is None:
+        if self._silent or not self.every_n_train_iters(runner, self.interval) or runner.rank:
             return
-        self._close()
+        self._open.close()
         scaler = getattr(runner.optim_wrapper, 'loss_scaler', None)
         scale = scaler.get_scale() if scaler is not None else 1.0
         scalars: dict[str, float] = {}
@@ -97,16 +97,6 @@ class GateStatisticsHook(Hook):
 
         return hook
 
-    def _close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self._open is not None:
-            self._open.__exit__(None, None, None)
-            self._open = None
-        else:
-            self._recording, self._squares = {}, {}
-
 
 @HOOKS.register_module()
 class SamplingPointsHook(Hook):
@@ -128,13 +118,11 @@ class SamplingPointsHook(Hook):
             raise ValueError(f'images={images} and top_k={top_k} must be 1 or more.')
         self.images, self.top_k = images, top_k
         self._drawn = 0
-        self._open: AbstractContextManager[Any] | None = None
-        self._recording: Any = None
+        self._open = ExitStack()
+        self._recording: Recording = {}
 
     def before_val_epoch(self, runner: Any) -> None:
         """Begin again with the first image."""
-        from mmgate.analysis.probes.recording import readable
-
         self._drawn = 0
         if 'locations' not in readable(own_model(runner.model)):
             runner.logger.warning(f'SamplingPointsHook: {type(own_model(runner.model)).__name__} samples no points.')
@@ -142,24 +130,21 @@ class SamplingPointsHook(Hook):
 
     def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Record while there are images to draw."""
-        from mmgate.analysis.probes.sampling import record_sampling
-
+        self._open.close()  # of an iteration that failed
         if self._drawn < self.images and not runner.rank:
-            self._open = record_sampling(own_model(runner.model))
-            self._recording = self._open.__enter__()
+            self._recording = self._open.enter_context(record_sampling(own_model(runner.model)))
 
     def after_val_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
     ) -> None:
         """Draw them."""
-        if self._open is None:
+        self._open.close()
+        if not self._recording:
             return
-        from mmgate.analysis.probes.sampling import sampling_picture
-
-        self._open.__exit__(None, None, None)
-        self._open = None
+        classes = (getattr(runner.val_dataloader.dataset, 'metainfo', None) or {}).get('classes', ())
         for number, sample in enumerate((outputs or ())[: self.images - self._drawn]):
-            name, picture = sampling_picture(self._recording, sample, number, top_k=self.top_k)
-            runner.visualizer.add_image(f'sampling_points_{name}', picture, step=runner.iter)
+            points = chosen_points(self._recording, sample, number, top_k=self.top_k)
+            picture = draw_sampling([('', points, sample)], None, classes=[classes])
+            runner.visualizer.add_image(f'sampling_points_{Path(sample.img_path).stem}', picture, step=runner.iter)
             self._drawn += 1
-        self._recording = None
+        self._recording = {}

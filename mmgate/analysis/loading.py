@@ -1,10 +1,11 @@
-"""The models and images that a tool looks at: one command line for all tools that draw what attention does."""
+"""Models and images for the tools that draw what attention does, by one command line for all of them."""
 
 from __future__ import annotations
 
 import argparse
 import csv
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -31,7 +32,7 @@ UNTRAINED = 'untrained'
 
 
 @dataclass(frozen=True)
-class Subject:
+class LoadedModel:
     """A model to look at.
 
     Attributes:
@@ -52,29 +53,32 @@ class Subject:
         """
         init_default_scope(self.cfg.get('default_scope') or 'mmdet')
         for sample in track_iter_progress(list(self._samples(args))):
-            yield pseudo_collate([sample() if callable(sample) else sample])
+            yield pseudo_collate([sample()])
 
     def _samples(self, args: argparse.Namespace) -> Iterator[Any]:
         loader = self.cfg.get(f'{args.split}_dataloader') or self.cfg.get('test_dataloader')
         if loader is None:
             raise ConfigError(f'{self.cfg.filename} has no {args.split}_dataloader.')
+        tests = _innermost((self.cfg.get('test_dataloader') or loader).dataset)
         if args.images:
-            paths = [path for given in args.images for path in find_images(given)]
-            steps = _still(_dataset(self.cfg.get('test_dataloader') or loader).pipeline)
+            steps = _still(tests.pipeline)
             loads = [step for step in steps if type_name(step).endswith('LoadImageFromFile')]
-            others = [step for step in steps if not type_name(step).startswith('Load')]
-            read, pipeline = Compose(loads or [dict(type='LoadImageFromFile')]), Compose(others)
-            for number, path in enumerate(paths):
+            read = Compose(loads or [dict(type='LoadImageFromFile')])
+            pipeline = Compose([step for step in steps if not type_name(step).startswith('Load')])
+            for number, path in enumerate(path for given in args.images for path in find_images(given)):
                 yield lambda path=path, number=number: pipeline(_read(read, path, number))
             return
         check_data(self.cfg, [args.split])
         data = deepcopy(loader.dataset)
-        own = _dataset(loader, data)
-        # no random crops in a picture
-        own.pipeline = _still((_dataset(self.cfg.test_dataloader) if args.split == 'train' else own).pipeline)
+        own = _innermost(data)
+        own.pipeline = _still((tests if args.split == 'train' else own).pipeline)  # no random crops in a picture
         dataset = DATASETS.build(data)
         for number in range(min(args.max_images, len(dataset))):
             yield lambda number=number: dataset[number]
+
+    def classes(self) -> tuple[str, ...]:
+        """Return the names of the classes of the config's test data; none if it says nothing."""
+        return class_names(self.cfg)
 
 
 def _read(read: Compose, path: str, number: int) -> dict[str, Any]:
@@ -82,6 +86,29 @@ def _read(read: Compose, path: str, number: int) -> dict[str, Any]:
         return read(dict(img_path=path, img_id=number))
     except Exception as error:  # whatever a backend says of what is no image
         raise ConfigError(f'--images: {path} cannot be read as an image: {error}') from error
+
+
+def _still(pipeline: Sequence[Any]) -> list[Any]:
+    """Return a copy of a pipeline that flips nothing, and whose boxes lie on the image as it is on disk.
+
+    Raises:
+        ConfigError: It makes several images of one.
+    """
+    if any(type_name(step) == 'TestTimeAug' for step in pipeline):
+        raise ConfigError('the test pipeline makes several images of each (TestTimeAug); give the config without it.')
+    steps = [deepcopy(step) for step in pipeline if type_name(step) != 'RandomFlip']
+
+    def order(step: Any) -> int:  # annotations that are loaded after a resize are as on disk
+        return (type_name(step) == 'LoadAnnotations') + 2 * type_name(step).startswith('Pack')
+
+    return sorted(steps, key=order)
+
+
+def _innermost(dataset: Any) -> Any:
+    """Return the innermost data set's config, past wrappers."""
+    while 'pipeline' not in dataset and 'dataset' in dataset:
+        dataset = dataset.dataset
+    return dataset
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -110,7 +137,9 @@ def positive(text: str) -> int:
     return number
 
 
-def subjects(args: argparse.Namespace, readings: Sequence[str], purpose: str, *, whole: bool = False) -> list[Subject]:
+def load_models(
+    args: argparse.Namespace, readings: Sequence[str], purpose: str, *, whole: bool = False
+) -> list[LoadedModel]:
     """Return the models that a command line names, one or two.
 
     Args:
@@ -126,47 +155,37 @@ def subjects(args: argparse.Namespace, readings: Sequence[str], purpose: str, *,
     """
     check_folder(Path(args.out))
     check_device(args.device)
-    loaded = []
+    models, checkpoints = [], []
     for config, checkpoint in [(args.config, args.checkpoint), *([args.against] if args.against else [])]:
         cfg = read_config(config)
         if args.cfg_options:
             merge_options(cfg, args.cfg_options)
-        subject = build_subject(cfg, checkpoint, args.device)
-        require(subject.model, readings, f'{subject.name}: {purpose}')
-        if whole:
-            _see_whole_images(subject)
-        loaded.append((subject, checkpoint))
-    models = [subject for subject, _ in loaded]
+        loaded = load_model(cfg, checkpoint, args.device)
+        require(loaded.model, readings, f'{loaded.name}: {purpose}')
+        settings: Any = getattr(loaded.model, 'test_cfg', None)
+        if whole and isinstance(settings, Mapping) and settings.get('mode') == 'slide':
+            settings['mode'] = 'whole'  # type: ignore[index]
+            said = 'is tested by windows that slide over an image; it is drawn on the whole image at once.'
+            print_log(f'{loaded.name} {said}', logger='current', level=logging.WARNING)
+        models.append(loaded)
+        checkpoints.append(checkpoint)
     if len(models) == 2 and models[0].name == models[1].name:
-        labels = apart(*(checkpoint for _, checkpoint in loaded))
-        models = [
-            replace(subject, name=f'{subject.name} ({label})') for subject, label in zip(models, labels, strict=True)
-        ]
+        labels = tell_apart(*checkpoints)
+        models = [replace(model, name=f'{model.name} ({label})') for model, label in zip(models, labels, strict=True)]
     return models
 
 
-def apart(one: str, other: str) -> tuple[str, str]:
-    """Return what tells two checkpoints apart: the parts of their paths that differ; their numbers if none does."""
-    stems = [Path(path).with_suffix('').parts for path in (one, other)]
-    length = max(map(len, stems))
-    padded = [('',) * (length - len(parts)) + parts for parts in stems]
-    differ = [number for number, (a, b) in enumerate(zip(*padded, strict=True)) if a != b]
-    first, second = ('/'.join(parts[number] for number in differ) for parts in padded)
-    return (first, second) if differ and first and second else ('first', 'second')
+def tell_apart(one: str, other: str) -> tuple[str, str]:
+    """Return what tells two checkpoints apart: their paths without what both begin with; their places if nothing."""
+    paths = [Path(path).with_suffix('') for path in (one, other)]
+    if paths[0] == paths[1]:
+        return 'first', 'second'
+    shared = os.path.commonpath([path.parent for path in map(Path.absolute, paths)])
+    first, second = (path.absolute().relative_to(shared).as_posix() for path in paths)
+    return first, second
 
 
-def _see_whole_images(subject: Subject) -> None:
-    settings = getattr(subject.model, 'test_cfg', None)
-    if isinstance(settings, Mapping) and settings.get('mode') == 'slide':
-        settings['mode'] = 'whole'  # type: ignore[index]
-        print_log(
-            f'{subject.name} is tested by windows that slide over an image; it is drawn on the whole image at once.',
-            logger='current',
-            level=logging.WARNING,
-        )
-
-
-def build_subject(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool = False) -> Subject:
+def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool = False) -> LoadedModel:
     """Return a config's model with a checkpoint's weights, on ``device``, in eval mode.
 
     Args:
@@ -194,14 +213,7 @@ def build_subject(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: b
     else:
         load_weights(model, checkpoint, whole=whole)
     model.to(device).eval()  # some hosts return None from it
-    return Subject(Path(cfg.filename).stem, cfg, model)
-
-
-def predict(model: nn.Module, batch: dict[str, Any]) -> Any:
-    """Return the model's result for a batch of one image, without gradients; None from what returns nothing."""
-    with torch.no_grad():
-        found = model.test_step(batch)  # type: ignore[operator]
-    return found[0] if found else None
+    return LoadedModel(Path(cfg.filename).stem, cfg, model)
 
 
 def class_names(cfg: Config) -> tuple[str, ...]:
@@ -209,27 +221,19 @@ def class_names(cfg: Config) -> tuple[str, ...]:
     loader = cfg.get('test_dataloader')
     if loader is None:
         return ()
-    dataset = _dataset(loader)
+    dataset = _innermost(loader.dataset)
     with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
         kind = registry.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
     return tuple((dataset.get('metainfo') or {}).get('classes') or getattr(kind, 'METAINFO', {}).get('classes', ()))
 
 
-def image_name(path: str) -> str:
-    """Return the one name under which an image is known however its path is written."""
-    return str(Path(path).resolve()) if '://' not in path else path
-
-
 def picture_names(images: Iterable[str]) -> dict[str, str]:
-    """Return a name for the picture of each image: the file's, with folders before it as far as two need them."""
-    listed = list(dict.fromkeys(images))
-    parts = {image: Path(image).with_suffix('').parts for image in listed}
-    length = 1
-    while len({found[-length:] for found in parts.values()}) < len({*parts.values()}):
-        length += 1
-    names = {image: '_'.join(part for part in found[-length:] if part != '/') for image, found in parts.items()}
+    """Return a name for the picture of each image: its path below the folder that holds all of them."""
+    listed = {image: Path(os.path.abspath(image)) for image in images}
+    shared = os.path.commonpath([path.parent for path in listed.values()])
+    names = {image: '_'.join(path.relative_to(shared).with_suffix('').parts) for image, path in listed.items()}
     taken = list(names.values())  # 1.jpg and 1.png
-    return {image: name if taken.count(name) == 1 else f'{name}{Path(image).suffix}' for image, name in names.items()}
+    return {image: name if taken.count(name) == 1 else name + listed[image].suffix for image, name in names.items()}
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
@@ -242,23 +246,3 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
         for row in listed:
             writer.writerow({k: f'{v:.6g}' if isinstance(v, float) else v for k, v in row.items()})
     return path
-
-
-def _still(pipeline: Sequence[Any]) -> list[Any]:
-    """Return a copy of a pipeline without random flips, which boxes and points would not follow.
-
-    Raises:
-        ConfigError: It makes several images of one.
-    """
-    kinds = [type_name(step) for step in pipeline]
-    if 'TestTimeAug' in kinds:
-        raise ConfigError('the test pipeline makes several images of each (TestTimeAug); give the config without it.')
-    return [deepcopy(step) for step, kind in zip(pipeline, kinds, strict=True) if kind != 'RandomFlip']
-
-
-def _dataset(loader: Any, dataset: Any = None) -> Any:
-    """Return the innermost data set's config, past wrappers."""
-    dataset = loader.dataset if dataset is None else dataset
-    while 'pipeline' not in dataset and 'dataset' in dataset:
-        dataset = dataset.dataset
-    return dataset

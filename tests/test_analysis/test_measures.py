@@ -20,7 +20,7 @@ from mmgate.analysis.probes.attention import Readings, probes
 from mmgate.analysis.probes.cka import attention_cka, query_cka
 from mmgate.analysis.probes.measures import effective_rank, matrix_rank
 from mmgate.analysis.probes.recording import class_tokens
-from mmgate.analysis.probes.relevance import HeadMean, head_maps, record_maps, relevance_map
+from mmgate.analysis.probes.relevance import head_maps, head_mean, record_maps, relevance_map
 from mmgate.analysis.probes.sinks import sinks
 from mmgate.errors import ConfigError
 
@@ -125,10 +125,15 @@ def test_first_token_score_beside_the_most_attended(first: float, sink: int) -> 
     states = torch.ones(1, TOKENS, 4)
     states[0, 0, 1], states[0, 3, 2] = -7, 50
     (found,) = sinks(Model(Layer(Given(weights), states)), batches(1))
-    assert found.share == pytest.approx(0.6) and found.first == pytest.approx(0.6 if sink == 0 else 0.2)
-    assert (found.activation, found.first_activation) == (50, 7)
+    assert found.sink_share == pytest.approx(0.6) and found.first_token_share == pytest.approx(
+        0.6 if sink == 0 else 0.2
+    )
+    assert (found.maximum_activation, found.first_token_activation) == (50, 7)
     (without,) = sinks(Model(Layer(Given(weights), states), class_token=False), batches(1))
-    assert np.isnan([without.first, without.first_activation]).all() and without.share == found.share
+    assert (
+        np.isnan([without.first_token_share, without.first_token_activation]).all()
+        and without.sink_share == found.sink_share
+    )
 
 
 def test_class_tokens_join_where_they_join() -> None:
@@ -155,9 +160,7 @@ def test_matrix_rank_counts_small_singular_values(dtype: torch.dtype) -> None:
 def test_heads_that_disagree_do_not_cancel_out() -> None:
     """Signed, their mean is 0 throughout; by its size each has a share."""
     signed = torch.tensor([[0.75, -0.25], [-0.75, 0.25]])[None, :, None].expand(1, 2, 2, 2)
-    kept = HeadMean()
-    kept.add(signed)
-    assert kept.tensors[0].unique().tolist() == [0.25, 0.75]
+    assert head_mean(signed).unique().tolist() == [0.25, 0.75]
 
 
 def test_inhibition_has_its_own_colour(tmp_path: Path) -> None:

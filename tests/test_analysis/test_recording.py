@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mmgate
 from mmgate.analysis.probes.recording import readable, record, require
-from mmgate.analysis.probes.statistics import Kept, RunningMean, RunningStatistics
+from mmgate.analysis.probes.statistics import Kept, RunningStatistics
 from mmgate.errors import ConfigError
 
 SWIN: dict[str, Any] = dict(
@@ -175,15 +175,6 @@ def test_running_statistics_are_numpys() -> None:
     assert statistics.sparsity == pytest.approx((abs(numbers) < 0.1).mean())
     expected, _ = np.histogram(numbers.clip(-1, 1), statistics.edges)
     assert abs(statistics.histogram - expected).sum() <= 2  # a number on an edge, in float32
-
-
-def test_running_mean_refuses_other_shapes() -> None:
-    mean = RunningMean()
-    mean.add(torch.ones(2, 3))
-    mean.add(torch.full((4, 3), 3.0))
-    torch.testing.assert_close(mean.mean, torch.full((3,), 2.0, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r'maps of shape \(3,\) and \(5,\) have no mean'):
-        mean.add(torch.ones(2, 5))
 
 
 def test_kept_is_a_copy() -> None:

@@ -21,17 +21,17 @@ from torch import nn
 import mmgate  # noqa: F401
 from mmgate.analysis.figures import sampling as sampling_figure
 from mmgate.analysis.loading import UNTRAINED
+from mmgate.analysis.probes.recording import best_queries
 from mmgate.analysis.probes.sampling import (
     SamplingPoints,
-    best_queries,
     decoder_layers,
     density,
     encoder_layers,
-    from_image,
     mean_density,
-    pixel_query,
+    query_at,
     to_image,
 )
+from mmgate.analysis.probes.statistics import Kept
 from mmgate.datasets.shapes import write_shapes
 from mmgate.errors import ConfigError
 from mmgate.registry import HOOKS
@@ -52,15 +52,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(root / 'small.py')
 
 
-def test_pixel_query_is_the_pixel_of_its_level() -> None:
-    assert pixel_query(SHAPES, 0.5, 0.26, 0) == 1 * 6 + 3
-    assert pixel_query(SHAPES, 0.99, 0.99, 1) == 24 + 5
-    with pytest.raises(ConfigError, match='levels 0 to 1'):
-        pixel_query(SHAPES, 0.5, 0.5, 2)
-    with pytest.raises(ConfigError, match='has to lie in 0 to 1'):
-        pixel_query(SHAPES, 1.0, 0.5, 0)
-
-
 @pytest.mark.parametrize(
     ('padded', 'pixel'), [(None, (50, 25)), ((100, 200), (100, 25))], ids=['alone', 'padded in a batch']
 )
@@ -70,13 +61,27 @@ def test_to_image_undoes_padding_and_scale(padded: Any, pixel: tuple[int, int]) 
     assert to_image(np.array([0.25, 0.5]), sample).tolist() == list(pixel)
 
 
-def test_from_image_is_the_way_back() -> None:
-    given = dict(img_shape=(100, 100), scale_factor=(0.5, 2.0), batch_input_shape=(128, 160))
+def kept(**readings: torch.Tensor) -> dict[str, dict[str, Any]]:
+    """Return a recording of one layer."""
+    found: dict[str, Any] = {name: Kept() for name in readings}
+    for name, x in readings.items():
+        found[name].add(x)
+    return dict(layer=found)
+
+
+@pytest.mark.parametrize(
+    ('pixel', 'level', 'query'), [((100, 13), 0, 6 + 1), ((199, 49), 1, 24 + 3 + 1), (None, 0, 2 * 6 + 1)], ids=str
+)
+def test_a_query_is_that_of_the_pixel_on_its_level(pixel: Any, level: int, query: int) -> None:
+    """An image of 200 x 50, scaled by (0.5, 2), fills the left half of its batch."""
+    given = dict(img_shape=(100, 100), scale_factor=(0.5, 2.0), batch_input_shape=(100, 200))
     sample = SimpleNamespace(get=given.get, img_shape=(100, 100), ori_shape=(50, 200))
-    x, y = from_image((120, 30), sample)
-    assert (x, y) == (60 / 160, 60 / 128) and to_image(np.array([x, y]), sample).tolist() == [120, 30]
+    layers = kept(spatial_shapes=SHAPES)
+    assert query_at(layers, 'layer', sample, pixel, level) == query
+    with pytest.raises(ConfigError, match='levels 0 to 1'):
+        query_at(layers, 'layer', sample, pixel, 2)
     with pytest.raises(ConfigError, match='lies outside of the image of 200 x 50'):
-        from_image((120, 50), sample)
+        query_at(layers, 'layer', sample, (120, 50))
 
 
 @pytest.mark.parametrize('ratio', [(1.0, 1.0), (0.5, 0.75)], ids=['alone', 'in a larger batch'])
@@ -88,17 +93,16 @@ def test_an_encoder_is_told_from_a_decoder_of_as_many_queries(ratio: tuple[float
     points = (torch.cat(centres) * torch.tensor(ratio))[None, :, None]
 
     def readings(reference_points: torch.Tensor) -> dict[str, dict[str, Any]]:
-        kept = dict(reference_points=reference_points, spatial_shapes=SHAPES, locations=torch.zeros(1, 30, 1, 2, 1, 2))
-        return dict(layer={name: SimpleNamespace(tensors=[x]) for name, x in kept.items()})
+        return kept(reference_points=reference_points, spatial_shapes=SHAPES, locations=torch.zeros(1, 30, 1, 2, 1, 2))
 
     assert encoder_layers(readings(points)) == ['layer'] and not decoder_layers(readings(points))
     assert decoder_layers(readings(torch.rand(1, 30, 1, 2))) == ['layer']
 
 
 def test_best_queries_are_those_of_the_best_class() -> None:
-    scores = torch.tensor([[[0.1, 0.2], [0.9, 0.0], [0.3, 0.4]]])
-    assert best_queries((scores, torch.zeros(1, 3, 4)), 0, 2).tolist() == [1, 2]
-    assert best_queries(None, 0, 2).tolist() == [0, 1]
+    recording = kept(scores=torch.tensor([[[0.1, 0.2], [0.9, 0.0], [0.3, 0.4]]]), places=torch.zeros(1, 3, 4))
+    assert best_queries(dict(bbox_head=recording['layer']), 0, 2).tolist() == [1, 2]
+    assert best_queries({}, 0, 2).tolist() == [0, 1]
 
 
 def test_density_is_highest_at_the_heavier_points() -> None:
@@ -137,7 +141,7 @@ def test_points_on_a_photograph(real: bool, demo: str, tmp_path: Path, monkeypat
     module, image = tool('plot_sampling_points'), sorted(COCO.iterdir())[0] if real else tmp_path / '000000000139.jpg'
     if not real:  # of a size that COCO has, no multiple of the levels' strides
         cv2.imwrite(str(image), np.random.default_rng(0).integers(0, 256, (427, 640, 3), np.uint8))
-    built = module.subjects
+    built = module.load_models
 
     def known(*args: Any, **options: Any) -> Any:
         found = built(*args, **options)
@@ -146,7 +150,7 @@ def test_points_on_a_photograph(real: bool, demo: str, tmp_path: Path, monkeypat
             attention.sampling_offsets.bias.data.view(-1, 2).copy_(torch.tensor([2.0, -1.0]))
         return found
 
-    monkeypatch.setattr(module, 'subjects', known)
+    monkeypatch.setattr(module, 'load_models', known)
     module.main([demo, UNTRAINED, '--images', str(image), '--part', 'encoder', '--out', str(tmp_path)])
     rows = list(csv.DictReader((tmp_path / f'sampling_points_{image.stem}.csv').open()))
     assert len(rows) == 8 * 4 * 4 and (tmp_path / f'sampling_points_{image.stem}.png').stat().st_size > 10_000

@@ -8,10 +8,26 @@ from typing import Any
 
 import numpy as np
 
-from mmgate.analysis.figures.style import COLOURS, DIVERGING, LINE, diverging_limits, layer_labels, panels, save, wrap
+from mmgate.analysis.figures.style import (
+    COLOURS,
+    DIVERGING,
+    LINE,
+    colour_bar,
+    layer_labels,
+    legend,
+    panels,
+    save,
+    show_map,
+    wrap,
+)
 from mmgate.analysis.probes.gates import LayerGate, mean_map
 
 BARS = 40  # of a histogram
+MEANINGS = {
+    0: 'A gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
+    1: 'A gate of 1 leaves attention unchanged, one of 0 closes it.',
+    None: 'A gate of 0 is closed.',
+}
 
 
 def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> Path:
@@ -33,7 +49,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
                 left.text(0.5, 0.5, 'no map: these gates\nare of channels', ha='center', va='center', fontsize=8)
                 continue
             alike = [other[0].ravel() for other in maps if other is not None and other[1] == found[1]]
-            _draw_map(figure, left, *found, diverging_limits(np.concatenate(alike)))
+            _draw_map(figure, left, *found, max(float(np.abs(np.concatenate(alike)).max()), 0.1))
             count = sum(gate.kind == found[1] for gate in gates)
             left.set_title(f'{title}\nmean gate, {count} layers' if found[1] != 'heads' else f'{title}\nmean gate')
         _draw_layers(middle, gates)
@@ -44,13 +60,17 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     for middle, right in axes[:, -2:]:
         middle.set_xlim(min(lows), max(highs))
         right.set_xlim(used)
+    notes = {title: ' '.join(dict.fromkeys(MEANINGS[gate.unchanged] for gate in gates)) for title, gates in models}
+    alike = len(set(notes.values())) == 1
+    legend(
+        figure, note='\n'.join(dict.fromkeys(note if alike else f'{title}: {note}' for title, note in notes.items()))
+    )
     return save(figure, out)
 
 
 def _draw_map(figure: Any, axis: Any, coefficients: np.ndarray, kind: str, limit: float) -> None:
     style = dict(cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation='nearest', aspect='auto')
-    bar = figure.colorbar(axis.imshow(coefficients, **style), ax=axis, shrink=0.9)
-    bar.ax.tick_params(labelsize=7)
+    colour_bar(figure, show_map(axis, coefficients, **style), axis, shrink=0.9)
     across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[kind]
     axis.set(xlabel=across, ylabel=down, xticks=[], yticks=[])
     if kind != 'pairs':

@@ -9,7 +9,21 @@ from typing import Any
 import mmcv
 import numpy as np
 
-from mmgate.analysis.figures.style import COLOURS, DIVERGING, LINE, SEQUENTIAL, WIDTH, layer_labels, panels, save, wrap
+from mmgate.analysis.figures.style import (
+    COLOURS,
+    DIVERGING,
+    LINE,
+    SEQUENTIAL,
+    WIDTH,
+    colour_bar,
+    layer_axis,
+    layer_labels,
+    legend,
+    panels,
+    save,
+    show_map,
+    wrap,
+)
 
 
 def draw_maps(
@@ -29,28 +43,24 @@ def draw_maps(
     """
     picture = seen_part(mmcv.imread(sample.img_path, channel_order='rgb'), sample)
     height, width = picture.shape[:2]
-    grey = picture.mean(-1)
     rows = -(-(len(maps) + 1) // columns)
     figure, axes = panels(rows, columns, height=WIDTH / columns * height / width * 0.88 + 0.3)
-    scaled = [values / max(float(np.abs(values).mean()), 1e-12) for _, values in maps if values is not None]
-    high = max(2.0, *(float(np.abs(values).max()) for values in scaled))
-    signed = any(float(values.min()) < 0 for values in scaled)
+    shown = {place: values / max(float(np.abs(values).mean()), 1e-12)
+             for place, (_, values) in enumerate(maps) if values is not None}  # fmt: skip
+    high = max(2.0, *(float(np.abs(values).max()) for values in shown.values()))
+    signed = any(float(values.min()) < 0 for values in shown.values())
     scale = dict(cmap=DIVERGING, vmin=-high, vmax=high) if signed else dict(cmap='magma', vmin=0, vmax=high)
-    drawn: Any = None
     for axis in axes.flat:
         axis.set_axis_off()
     axes.flat[0].imshow(picture)
     axes.flat[0].set_title('image')
-    places = [(axis, title) for axis, (title, values) in zip(axes.flat[1:], maps, strict=False) if values is not None]
-    for (axis, title), values in zip(places, scaled, strict=True):
-        axis.imshow(grey, cmap='gray', extent=(0, width, height, 0))
-        style = dict(scale, alpha=0.65, interpolation='bilinear')
-        drawn = axis.imshow(values, extent=(0, width, height, 0), **style)
-        axis.set_title(wrap(title, round(LINE / columns)))
-    bar = figure.colorbar(drawn, ax=axes, shrink=0.8, fraction=0.03)
-    bar.ax.tick_params(labelsize=7)
+    for place, values in shown.items():
+        axis = axes.flat[place + 1]
+        drawn = show_map(axis, values, picture, alpha=0.65, **scale)
+        axis.set_title(wrap(maps[place][0], round(LINE / columns)))
+    of_what = f'{label},\ntimes its mean{" size; blue inhibits" if signed else ""}'
+    bar = colour_bar(figure, drawn, axes, of_what, fraction=0.03)
     bar.ax.set_facecolor('0.5')  # seen through its colours, as the image is
-    bar.set_label(f'{label},\ntimes its mean{" size; blue inhibits" if signed else ""}')
     return save(figure, out)
 
 
@@ -75,15 +85,13 @@ def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: 
     """Draw matrices over layers, 0 to 1, a panel each, side by side; return the path."""
     figure, axes = panels(1, len(models), height=2.9, width=3.6 * len(models) + 0.6)
     for axis, (title, paths, values) in zip(axes[0], models, strict=True):
-        drawn = axis.imshow(values, cmap=SEQUENTIAL, vmin=0, vmax=1)
-        names = layer_labels(paths)
+        drawn = show_map(axis, values, cmap=SEQUENTIAL, vmin=0, vmax=1)
         axis.set_xticks(range(len(paths)), range(len(paths)), fontsize=6)
-        labels = [name if name == str(number) else f'{name}  {number}' for number, name in enumerate(names)]
+        names = enumerate(layer_labels(paths))
+        labels = [name if name == str(number) else f'{name}  {number}' for number, name in names]
         axis.set_yticks(range(len(paths)), labels, fontsize=6)
         axis.set(title=wrap(title, round(LINE * 0.55)), xlabel='layer')
-    bar = figure.colorbar(drawn, ax=axes, shrink=0.8)
-    bar.ax.tick_params(labelsize=7)
-    bar.set_label(label, fontsize=8)
+    colour_bar(figure, drawn, axes, label)
     return save(figure, out)
 
 
@@ -100,13 +108,12 @@ def draw_ranks(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path
             colour, places = COLOURS[number % len(COLOURS)], range(len(rows))
             means, spreads = ([row[key] for row in rows] for key in (kind, f'{kind}_std'))
             style = dict(color=colour, marker='os^D'[number % 4], markersize=4, capsize=2, linewidth=1.2)
-            axis.errorbar(places, means, yerr=spreads, label=name if kind == 'matrix_rank' else None, **style)
+            axis.errorbar(places, means, yerr=spreads, label=name, **style)
             if near:
                 ceiling = [row['channels'] for row in rows]
                 axis.step(places, ceiling, where='mid', color=colour, linewidth=0.8, linestyle=':')
         what = 'dotted: the most, d' if near else f'of at most {", ".join(map(str, most))}'
-        axis.set(xlabel='layer', ylabel=f'{kind.replace("_", " ")} of $K^T V$\n({what})', ylim=(0, None))
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.3)
-    figure.legend(loc='outside lower center', ncols=1 if len(models) < 4 else 2, fontsize=7, frameon=False)
+        axis.set(ylabel=f'{kind.replace("_", " ")} of $K^T V$\n({what})', ylim=(0, None))
+        layer_axis(axis)
+    legend(figure, axes[0].get_legend_handles_labels()[0], columns=1 if len(models) < 4 else 2)
     return save(figure, out)

@@ -2,51 +2,62 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import cv2
 import mmcv
 import numpy as np
-import torch
-from mmdet.structures import DetDataSample
 from mmengine.config import Config
-from mmengine.dataset import pseudo_collate
-from mmengine.registry import DATASETS, MODELS, init_default_scope
-from mmengine.runner import load_checkpoint
 
-_SIDE = 384  # pixels of a tile
-_TEXT = 0.5
+from mmgate.analysis.figures.boxes import THRESHOLD, draw_boxes, label_boxes
+from mmgate.analysis.figures.style import legend, panels, save
+from mmgate.analysis.loading import class_names, load_model
+from mmgate.analysis.probes.recording import predict
+from mmgate.train.config_file import read_config
 
 
 def draw_predictions(
-    config: str | Config, checkpoint: str, out: str | Path, *, images: int = 8, columns: int = 4, threshold: float = 0.3
+    config: str | Config, checkpoint: str, out: str | Path, *, images: int = 8, columns: int = 4
 ) -> Path:
-    """Draw boxes, and masks if there are, on the first ``images`` test images, ground truth in thin white.
+    """Draw boxes, and masks if there are, on the first test images, true boxes dashed; return the path.
 
     Args:
         config: A detector's config.
         checkpoint: Its checkpoint.
         out: PNG to write; folders are made.
         images: How many images.
-        columns: Tiles in a row.
-        threshold: Scores below it are not drawn.
-
-    Returns:
-        ``out`` as a path.
+        columns: Images in a row.
     """
-    model, dataset = _load(config, checkpoint)
-    names = dataset.metainfo['classes']
-    tiles = [_tile(sample, names, threshold) for sample in _predict(model, dataset, images)]
-    tiles += [np.full_like(tiles[0], 255)] * (-len(tiles) % columns)
-    return _write(out, np.vstack([np.hstack(tiles[i : i + columns]) for i in range(0, len(tiles), columns)]))
+    cfg = read_config(config) if isinstance(config, str) else config
+    return draw_detections(_predict(cfg, checkpoint, images), class_names(cfg), Path(out), columns=columns)
 
 
-def draw_segmentation(
-    config: str | Config, checkpoint: str, out: str | Path, *, images: int = 8, opacity: float = 0.8
-) -> Path:
-    """Draw the first ``images`` test images, below each its predicted label map and the ground truth.
+def draw_detections(samples: Sequence[Any], classes: Sequence[str], out: Path, *, columns: int = 4) -> Path:
+    """Draw data samples with predictions likewise."""
+    figure, axes = panels(-(-len(samples) // columns), columns, height=2.4, width=2.3 * columns)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    drawn = []
+    for axis, sample in zip(axes.flat, samples, strict=False):
+        image = mmcv.imread(sample.img_path, channel_order='rgb')
+        height, width = image.shape[:2]
+        axis.imshow(image, extent=(0, width, height, 0))
+        _, found = draw_boxes(axis, sample, THRESHOLD)
+        for mask, label in zip(found.get('masks', ()), found.labels, strict=False) if len(found) else ():
+            painted = np.ma.masked_equal(np.asarray(mask) * (int(label) % 10 + 1), 0)
+            axis.imshow(painted, cmap='tab10', vmin=1, vmax=10, alpha=0.6, extent=(0, width, height, 0))
+        drawn.append((axis, found, (height, width)))
+    figure.draw_without_rendering()  # the layout decides which labels would hide one another, and is kept
+    figure.set_layout_engine('none')
+    for axis, found, size in drawn:
+        label_boxes(axis, found, classes, size)
+    return save(figure, out)
+
+
+def draw_segmentation(config: str | Config, checkpoint: str, out: str | Path, *, images: int = 8) -> Path:
+    """Draw the first test images, below each its predicted label map and the ground truth; return the path.
 
     Pixels that the ground truth ignores are left unpainted in both, as the metric leaves them out.
 
@@ -55,90 +66,31 @@ def draw_segmentation(
         checkpoint: Its checkpoint.
         out: PNG to write; folders are made.
         images: How many images.
-        opacity: Of the paint.
-
-    Returns:
-        ``out`` as a path.
     """
-    model, dataset = _load(config, checkpoint)
-    samples = _predict(model, dataset, images)
-    palette = np.asarray(dataset.metainfo['palette'], np.float64)[:, ::-1]  # OpenCV's order
-    columns = []
-    for sample in samples:
-        image = mmcv.imread(sample.img_path)
-        truth, found = sample.gt_sem_seg.data[0].numpy(), sample.pred_sem_seg.data[0].numpy()
-        counted = truth < len(palette)
-        # the labels go on a dim grey copy, because an object may have its label's colour
-        grey = 0.4 * image.mean(-1, keepdims=True).repeat(3, -1)
-        painted = [cv2.resize(image, (_SIDE // 2,) * 2, interpolation=cv2.INTER_CUBIC)]
-        for labels in (found, truth):
-            canvas = grey.copy()
-            canvas[counted] += opacity * (palette[labels[counted]] - canvas[counted])
-            painted.append(cv2.resize(canvas.astype(np.uint8), (_SIDE // 2,) * 2, interpolation=cv2.INTER_NEAREST))
-        columns.append(np.vstack(painted))
-    return _write(out, np.hstack(columns))
+    from matplotlib.patches import Patch
+
+    cfg = read_config(config) if isinstance(config, str) else config
+    samples, classes = _predict(cfg, checkpoint, images), class_names(cfg)
+    figure, axes = panels(3, len(samples), height=1.3, width=1.2 * len(samples) + 0.6)
+    for column, sample in zip(axes.T, samples, strict=True):
+        image = mmcv.imread(sample.img_path, channel_order='rgb')
+        truth, found = (field.data[0].numpy() for field in (sample.gt_sem_seg, sample.pred_sem_seg))
+        column[0].imshow(image)
+        for axis, labels in zip(column[1:], (found, truth), strict=True):
+            # a grey copy, because an object may have its label's colour
+            axis.imshow(image.mean(-1), cmap='gray', vmax=400)
+            counted = np.ma.masked_where(truth >= len(classes), labels % 10)
+            axis.imshow(counted, cmap='tab10', vmin=0, vmax=9, alpha=0.8, interpolation='nearest')
+    for axis, label in zip(axes[:, 0], ('image', 'predicted', 'true'), strict=True):
+        axis.set_ylabel(label)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    patches = [Patch(color=f'C{number % 10}', label=name) for number, name in enumerate(classes)]
+    legend(figure, patches, columns=len(classes))
+    return save(figure, Path(out))
 
 
-def _load(config: str | Config, checkpoint: str) -> tuple[Any, Any]:
-    """Return the model with its weights, in eval mode, and the test data set."""
-    cfg = Config.fromfile(config) if isinstance(config, str) else config
-    init_default_scope(cfg.default_scope)
-    model = MODELS.build(deepcopy(cfg.model)).eval()  # mmdet writes into the config it builds from
-    load_checkpoint(model, checkpoint, map_location='cpu')
-    return model, DATASETS.build(cfg.test_dataloader.dataset)
-
-
-def _predict(model: Any, dataset: Any, images: int) -> list[Any]:
-    with torch.no_grad():
-        return model.test_step(pseudo_collate([dataset[i] for i in range(min(images, len(dataset)))]))
-
-
-def _write(out: str | Path, picture: np.ndarray) -> Path:
-    path = Path(out)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    cv2.imwrite(str(path), picture)
-    return path
-
-
-def _tile(sample: DetDataSample, names: tuple[str, ...], threshold: float) -> np.ndarray:
-    image = mmcv.imread(sample.img_path)
-    scale = _SIDE / max(image.shape[:2])
-    canvas = np.full((_SIDE, _SIDE, 3), 255, np.uint8)
-    resized = cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_CUBIC)
-    canvas[: resized.shape[0], : resized.shape[1]] = resized
-    truth = sample.gt_instances.bboxes / torch.tensor(sample.scale_factor).repeat(2)
-    for box in truth:
-        _box(canvas, box * scale, (255, 255, 255), 1)
-    found = sample.pred_instances
-    found = found[found.scores >= threshold]
-    height, width = resized.shape[:2]
-    part = canvas[:height, :width]
-    # the object may have its label's colour: a chequered paint shows on it all the same
-    rows, columns = np.mgrid[:height, :width]
-    chequers = (rows // 4 + columns // 4) % 2 == 0
-    for mask, label in zip(found.get('masks', []), found.labels, strict=False):
-        inside = cv2.resize(mask.numpy().astype(np.uint8), (width, height), interpolation=cv2.INTER_NEAREST)
-        part[(inside > 0) & chequers] = _colour(int(label), len(names))
-        contours, _ = cv2.findContours(inside, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
-        cv2.drawContours(part, contours, -1, (0, 0, 0), 1)
-    for box, label, score in zip(found.bboxes, found.labels, found.scores, strict=True):
-        colour = _colour(int(label), len(names))
-        _box(canvas, box * scale, colour, 2)
-        text = f'{names[int(label)]} {score:.2f}'
-        (width, height), base = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, _TEXT, 1)
-        x = int(min(max(box[0] * scale, 0), _SIDE - width))
-        y = int(min(max(box[1] * scale, height + base), _SIDE))
-        cv2.rectangle(canvas, (x, y - height - base), (x + width, y), colour, -1)
-        cv2.putText(canvas, text, (x, y - base // 2 - 1), cv2.FONT_HERSHEY_SIMPLEX, _TEXT, (0, 0, 0), 1, cv2.LINE_AA)
-    return canvas
-
-
-def _box(canvas: np.ndarray, box: torch.Tensor, colour: tuple[int, int, int], thickness: int) -> None:
-    x0, y0, x1, y1 = (int(v) for v in box.round())
-    cv2.rectangle(canvas, (x0, y0), (x1, y1), colour, thickness)
-
-
-def _colour(label: int, count: int) -> tuple[int, int, int]:
-    hsv = np.array([[[180 * label // max(count, 1), 160, 255]]], np.uint8)
-    blue, green, red = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0, 0].tolist()
-    return blue, green, red
+def _predict(cfg: Config, checkpoint: str, images: int) -> list[Any]:
+    loaded = load_model(cfg, checkpoint)
+    batches = loaded.inputs(Namespace(images=None, split='test', max_images=images))
+    return [predict(loaded.model, batch) for batch in batches]

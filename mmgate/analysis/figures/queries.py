@@ -10,18 +10,23 @@ import mmcv
 import numpy as np
 
 from mmgate.analysis.figures.maps import crop_to_image
-from mmgate.analysis.figures.style import COLOURS, WIDTH, panels, save
+from mmgate.analysis.figures.style import (
+    COLOURS,
+    WIDTH,
+    add_box,
+    class_name,
+    colour_bar,
+    panels,
+    save,
+    show_map,
+)
 from mmgate.analysis.probes.query_relevance import Query
 
 LEAST_COLUMNS = 3  # fewer queries do not fill a page
 
 
 def draw_queries(
-    models: Sequence[tuple[str, Any, Sequence[Query]]],
-    classes: Sequence[Sequence[str]],
-    out: Path,
-    *,
-    width: float = WIDTH,
+    models: Sequence[tuple[str, Any, Sequence[Query]]], classes: Sequence[Sequence[str]], out: Path
 ) -> Path:
     """Draw two rows a model, predictions above relevances, a column a query; return the path.
 
@@ -31,12 +36,11 @@ def draw_queries(
         models: Their names, the data sample of one image, and the queries.
         classes: The names of each model's classes, as far as they are known.
         out: PNG to write.
-        width: Inches.
     """
     image = mmcv.imread(models[0][1].img_path, channel_order='rgb')
     height_to_width = image.shape[0] / image.shape[1]
     columns = max(LEAST_COLUMNS, *(len(queries) for _, _, queries in models))
-    figure, axes = panels(2 * len(models), columns, height=(width - 0.6) / columns * height_to_width + 0.3, width=width)
+    figure, axes = panels(2 * len(models), columns, height=(WIDTH - 0.6) / columns * height_to_width + 0.3)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[], frame_on=False)
     for number, ((title, sample, queries), names) in enumerate(zip(models, classes, strict=True)):
@@ -44,21 +48,18 @@ def draw_queries(
             axes[2 * number, 0].set_ylabel(title, y=-0.1)  # along both rows
         for column, query in enumerate(queries):
             above, below = axes[2 * number, column], axes[2 * number + 1, column]
-            what = names[query.label] if 0 <= query.label < len(names) else f'class {query.label}'
-            said = f'{what} {query.score:.2f}' if query.label >= 0 else f'query {query.number}'
-            above.set_title(said)
+            said = f'{class_name(query.label, names)} {query.score:.2f}'
+            above.set_title(said if query.label >= 0 else f'query {query.number}')
             _prediction(above, image, query, sample)
             below.set_title(f'query {query.number}')
-            drawn = _relevance(below, image, crop_to_image(query.relevance, sample))
-    bar = figure.colorbar(drawn, ax=axes, shrink=0.5, fraction=0.03)
-    bar.ax.tick_params(labelsize=7)
-    bar.set_label("relevance,\nof the panel's largest", fontsize=8)
+            relevance = crop_to_image(query.relevance, sample)
+            share = relevance / max(float(relevance.max()), 1e-12)
+            drawn = show_map(below, share, image, cmap='magma', alpha=0.7, vmin=0, vmax=1)
+    colour_bar(figure, drawn, axes, "relevance,\nof the panel's largest", shrink=0.5, fraction=0.03)
     return save(figure, out)
 
 
 def _prediction(axis: Any, image: np.ndarray, query: Query, sample: Any) -> None:
-    from matplotlib.patches import Rectangle
-
     height, width = image.shape[:2]
     axis.imshow(image, extent=(0, width, height, 0))
     if query.mask is not None:
@@ -69,14 +70,5 @@ def _prediction(axis: Any, image: np.ndarray, query: Query, sample: Any) -> None
             axis.contour(x, y, mask, levels=[0], colors=['white'], linewidths=2.2)
             axis.contour(x, y, mask, levels=[0], colors=[COLOURS[5]], linewidths=1.2)
     elif query.box is not None:
-        x0, y0, x1, y1 = query.box * np.array([width, height, width, height])
-        box = Rectangle((x0, y0), x1 - x0, y1 - y0, fill=False, edgecolor=COLOURS[5], linewidth=1.4)
-        axis.add_patch(box)
+        add_box(axis, query.box * np.array([width, height] * 2), edgecolor=COLOURS[5], linewidth=1.4)
     axis.set(xlim=(0, width), ylim=(height, 0))
-
-
-def _relevance(axis: Any, image: np.ndarray, values: np.ndarray) -> Any:
-    height, width = image.shape[:2]
-    axis.imshow(image.mean(-1), cmap='gray', extent=(0, width, height, 0))
-    style = dict(cmap='magma', alpha=0.7, vmin=0, vmax=1, interpolation='bilinear')
-    return axis.imshow(values / max(float(values.max()), 1e-12), extent=(0, width, height, 0), **style)

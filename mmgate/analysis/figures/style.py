@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#000000')
 DIVERGING = 'RdBu_r'  # centred on 0
 SEQUENTIAL = 'viridis'
@@ -45,11 +47,48 @@ def save(figure: Any, path: Path) -> Path:
     return path
 
 
-def diverging_limits(values: Sequence[float] | Any) -> float:
-    """Return the bound of a colour scale centred on 0: the largest absolute value, or 0.1, if that is more."""
-    import numpy as np
+def show_map(axis: Any, values: np.ndarray, image: np.ndarray | None = None, **style: Any) -> Any:
+    """Draw a map ``(h, w)`` on an axis, over an image ``(H, W, 3)`` in grey, if one is given; return what was drawn."""
+    if image is None:
+        return axis.imshow(values, **style)
+    height, width = image.shape[:2]
+    extent = (0, width, height, 0)
+    axis.imshow(image.mean(-1), cmap='gray', extent=extent)
+    return axis.imshow(values, extent=extent, interpolation='bilinear', **style)
 
-    return max(float(np.abs(np.asarray(values)).max()), 0.1)
+
+def colour_bar(figure: Any, drawn: Any, axes: Any, label: str = '', **options: Any) -> Any:
+    """Add the scale of what :func:`show_map` drew on ``axes``, and return it."""
+    bar = figure.colorbar(drawn, ax=axes, **{'shrink': 0.8, **options})
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label(label, fontsize=8)
+    return bar
+
+
+def layer_axis(axis: Any, xlabel: str = 'layer') -> None:
+    """Let an axis count layers, or steps: whole numbers, and a grid."""
+    axis.set_xlabel(xlabel)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(alpha=0.3)
+
+
+def legend(figure: Any, handles: Sequence[Any] = (), *, note: str = '', columns: int = 2) -> None:
+    """Write a note, which says how to read the figure, and a legend below it."""
+    style: dict[str, Any] = dict(fontsize=7, title_fontsize=7, frameon=False, ncols=columns)
+    figure.legend(handles=handles, title=note or None, loc='outside lower center', **style)
+
+
+def add_box(axis: Any, corners: Any, **style: Any) -> None:
+    """Draw the outline of a box ``(x, y, x, y)``."""
+    from matplotlib.patches import Rectangle
+
+    left, top, right, bottom = (float(x) for x in corners)
+    axis.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, **style))
+
+
+def class_name(label: int, names: Sequence[str]) -> str:
+    """Return a class's name, or its number where the name is not known."""
+    return names[label] if 0 <= label < len(names) else f'class {label}'
 
 
 def short(path: str, length: int = 34) -> str:

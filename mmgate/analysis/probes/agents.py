@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from mmgate.analysis.loading import predict
-from mmgate.analysis.probes.recording import readable, record
+from mmgate.analysis.probes.recording import predict, readable, record
 from mmgate.errors import ConfigError
 
 
@@ -31,7 +30,7 @@ def agent_maps(model: nn.Module, batch: dict[str, Any], layer: int = 0) -> tuple
     path = paths[layer]
     with record(model, ['agents'], paths=lambda p: p == path) as recording:
         sample = predict(model, batch)
-    return path, recording[path]['agents'].tensors[-1][0].mean(0).numpy(), sample
+    return path, recording[path]['agents'].last[0].mean(0).numpy(), sample
 
 
 def agent_rows(path: str, maps: np.ndarray) -> list[dict[str, Any]]:

@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.loading import predict
 from mmgate.analysis.probes.measures import alignment, dependence_of, dependences, products
-from mmgate.analysis.probes.recording import record
-from mmgate.analysis.probes.relevance import QueryRows, attended, placed_maps, record_maps
+from mmgate.analysis.probes.recording import predict
+from mmgate.analysis.probes.relevance import attended, placed_maps, query_rows, record_maps
 from mmgate.errors import ConfigError
 
 MOST_ROWS = 1024  # of the matrices that are compared at once: images, or queries chosen evenly
@@ -41,7 +40,7 @@ def attention_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[
     block: list[list[Tensor]] = []
     paths: list[str] = []
     for batch in batches:
-        with record(model, ('attention',), accumulate=QueryRows) as recording:
+        with record_maps(model, query_rows) as recording:
             predict(model, batch)
         features = attended(model, recording)
         paths = list(features)

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.analysis.loading import predict
 from mmgate.analysis.probes.attention import GATES
-from mmgate.analysis.probes.recording import record
-from mmgate.analysis.probes.statistics import RunningMean, RunningStatistics
+from mmgate.analysis.probes.recording import predict, record
+from mmgate.analysis.probes.statistics import RunningStatistics
 
 SIDE = 64  # of the mean map of gates between queries and keys
 
@@ -30,6 +29,7 @@ class LayerGate:
         coefficients: Its mean over images: ``(N, N)`` of queries and keys for dense gates, resized to 64 x 64,
             ``(H, L)`` for deformable ones, ``(H,)`` for those of a head's output or input, else None.
         kind: What the axes of ``coefficients`` are: ``'pairs'``, ``'levels'``, ``'heads'`` or ``''``.
+        unchanged: The value at which attention is as without the gate; None if there is none.
     """
 
     path: str
@@ -37,6 +37,7 @@ class LayerGate:
     statistics: RunningStatistics
     coefficients: np.ndarray | None
     kind: str
+    unchanged: int | None = None
 
     def row(self) -> dict[str, Any]:
         """Return the row of the CSV."""
@@ -46,46 +47,54 @@ class LayerGate:
 
 
 class _Gate:
-    """Statistics and mean map of one gate; what its axes are follows from its shape."""
+    """Statistics of one gate, and the sum of its maps; what their axes are follows from its shape.
 
-    pairs = False  # whether its last two axes are queries and keys
+    Args:
+        pairs: Whether its last two axes are queries and keys.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, pairs: bool) -> None:
         self.statistics = RunningStatistics(bounds=(-4.0, 4.0), bins=2000)
-        self.kind, self.mean = '', RunningMean(lambda x: x)
+        self.pairs, self.kind, self.count = pairs, '', 0
+        self.maps: Tensor | float = 0.0
 
     def add(self, x: Tensor) -> None:
         self.statistics.add(x)
         if x.dim() == 5:  # deformable: (B, Q, H|1, L|1, P|1)
-            self.kind = 'levels'
-            self.mean.add(x.float().mean((0, 1, 4)))
+            self._add('levels', x.float().mean((0, 1, 4)))
         elif x.dim() == 4 and x.shape[-1] > 1 and self.pairs:
-            self.kind = 'pairs'
-            self.mean.add(F.adaptive_avg_pool2d(x.float().mean((0, 1))[None], SIDE)[0])
+            self._add('pairs', F.adaptive_avg_pool2d(x.float().mean((0, 1))[None], SIDE)[0])
         elif x.dim() == 4 and x.shape[1] > 1 and not self.pairs:  # (B, H, N, d|1)
-            self.kind = 'heads'
-            self.mean.add(x.float().mean((0, 2, 3)))
+            self._add('heads', x.float().mean((0, 2, 3)))
 
+    def _add(self, kind: str, x: Tensor) -> None:
+        self.kind, self.maps, self.count = kind, self.maps + x.to('cpu', torch.float64), self.count + 1
 
-class _PairGate(_Gate):
-    pairs = True
+    def mean(self) -> np.ndarray | None:
+        return (self.maps / self.count).numpy() if isinstance(self.maps, Tensor) else None
 
 
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
     """Run a model over batches and return every gate that it has, in the order of the layers."""
     paired = {path for path, module in model.named_modules() if hasattr(getattr(module, 'attn', module), 'gate_q_proj')}
-    with (
-        record(model, GATES, accumulate=_Gate, paths=lambda p: p not in paired) as others,
-        record(model, GATES, accumulate=_PairGate, paths=lambda p: p in paired) as pairs,
-    ):
+    with record(model, GATES, accumulate=lambda path, name: _Gate(path in paired)) as recording:
         for batch in batches:
             predict(model, batch)
-    merged = {(path, name): found for path, of in {**others, **pairs}.items() for name, found in of.items()}
     order = {path: number for number, (path, _) in enumerate(model.named_modules())}
     return [
-        LayerGate(path, name, found.statistics, found.mean.mean.numpy() if found.mean.count else None, found.kind)
-        for (path, name), found in sorted(merged.items(), key=lambda item: order[item[0][0]])
+        LayerGate(path, name, of.statistics, of.mean(), of.kind, _unchanged(model.get_submodule(path), name))
+        for path in sorted(recording, key=order.__getitem__)
+        for name, of in recording[path].items()
     ]
+
+
+def _unchanged(module: Any, name: str) -> int | None:
+    module = getattr(module, 'attn', module)
+    if hasattr(module, 'gml'):
+        return 0 if module.residual else 1
+    if hasattr(module, 'form'):
+        return 1 if module.form == 'multiplicative' else 0
+    return 1 if name != 'gate' else None  # K, V and the output are multiplied
 
 
 def mean_map(gates: Iterable[LayerGate]) -> tuple[np.ndarray, str] | None:

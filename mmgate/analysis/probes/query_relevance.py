@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.measures import rollout, row_shares
-from mmgate.analysis.probes.recording import Recording, record_with_head
-from mmgate.analysis.probes.relevance import HeadMean, factors
+from mmgate.analysis.probes.recording import Recording, predicted, record_queries
+from mmgate.analysis.probes.relevance import factors, head_mean, reduce_attention
 from mmgate.errors import ConfigError
 
 _DECODER = re.compile(r'(^|\.)(transformer_)?decoder\.layers\.\d+\.(self|cross)_attn(\.|$)')
-_HEADS = ('panoptic_head', 'decode_head', 'bbox_head')
 Step = tuple[int | None, Tensor]
 
 
@@ -75,23 +74,9 @@ def query_rollout(steps: Sequence[Step], residual: float = 0.5) -> tuple[Tensor,
     return own, image
 
 
-def record_queries(model: nn.Module) -> AbstractContextManager[dict[str, Any]]:
-    """Record attention, where it lies, and what the head says of each query.
-
-    Returns:
-        A context that yields ``layers``: a recording; ``head``: scores ``(B, Q, classes)`` of the last layer and its
-        mask logits ``(B, Q, h, w)`` or boxes ``(B, Q, 4)``, or None.
-    """
-    names = ('attention', 'geometry', 'map_size')
-    return record_with_head(model, names, _HEADS, _scores_and_places, accumulate=dict(attention=HeadMean))
-
-
-def _scores_and_places(head: nn.Module, output: Any) -> tuple[Tensor, Tensor] | None:
-    if not (isinstance(output, tuple) and len(output) >= 2):
-        return None
-    classes, places = (part[-1].detach().float().cpu() for part in output[:2])
-    sigmoid = getattr(getattr(head, 'loss_cls', None), 'use_sigmoid', False)
-    return classes.sigmoid() if sigmoid else classes.softmax(-1)[..., :-1], places  # the last is no object
+def record_decoder(model: nn.Module) -> AbstractContextManager[Recording]:
+    """Record attention, averaged over heads, where it lies, and what the head says of each query."""
+    return record_queries(model, ('attention', 'geometry', 'map_size'), accumulate=reduce_attention(head_mean))
 
 
 def decoder_steps(layers: Recording) -> list[Step]:
@@ -103,41 +88,39 @@ def decoder_steps(layers: Recording) -> list[Step]:
     for path, readings in layers.items():  # in the order in which they ran
         place = _DECODER.search(path)
         if place and 'attention' in readings:
-            weights = readings['attention'].tensors[-1][0]
+            weights = readings['attention'].last[0]
             steps.append((None if place[3] == 'self' else weights.shape[-1], weights))
     return steps if any(memory is not None for memory, _ in steps) else []
 
 
-def query_relevance(found: dict[str, Any], size: tuple[int, int], queries: Sequence[int]) -> list[Query]:
+def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[int]) -> list[Query]:
     """Return what ``queries`` of one image depend on.
 
     Levels are brought to the size of the finest and added. An encoder whose attention over the same tokens was
     recorded, DETR's, is rolled back through; deformable encoders and what lies below are not looked into.
 
     Args:
-        found: Of :func:`record_queries`, of one image.
+        layers: Of :func:`record_decoder`, of one image.
         size: Height and width of the padded input.
         queries: Their numbers.
 
     Raises:
         ConfigError: There is no decoder of the kind, no such query, or a level's height and width are not known.
     """
-    layers, steps = found['layers'], decoder_steps(found['layers'])
+    steps = decoder_steps(layers)
     if not steps:
         raise ConfigError(f'no decoder attends densely to the image: {", ".join(layers) or "nothing"} was recorded.')
     count = steps[0][1].shape[0]
     if any(not 0 <= query < count for query in queries):
         raise ConfigError(f'the queries {", ".join(map(str, queries))} have to lie in 0 to {count - 1}.')
     chosen = list(queries)
-    by_memory = query_rollout(steps)[1]
     by_shape = {}
-    for tokens, relevance in by_memory.items():
+    for tokens, relevance in query_rollout(steps)[1].items():
         encoder = _encoder_maps(layers, tokens)
-        rolled = relevance[chosen] @ rollout(encoder) if encoder else relevance[chosen]
-        by_shape[_shape(layers, tokens, size)] = rolled
+        by_shape[_shape(layers, tokens, size)] = relevance[chosen] @ rollout(encoder) if encoder else relevance[chosen]
     maps = add_levels(by_shape)
     maps = maps / maps.sum((1, 2), keepdim=True).clamp(min=1e-12)  # what is left are learnt queries
-    scores, places = found['head'] if found['head'] is not None else (None, None)
+    scores, places = predicted(layers) or (None, None)
     result = []
     for row, number in enumerate(chosen):
         score, label = (0.0, -1) if scores is None else (float(t) for t in scores[0, number].max(-1))
@@ -161,7 +144,7 @@ def add_levels(by_shape: dict[tuple[int, int], Tensor]) -> Tensor:
 
 def _encoder_maps(layers: Recording, tokens: int) -> list[Tensor]:
     maps = [
-        readings['attention'].tensors[-1][0]
+        readings['attention'].last[0]
         for path, readings in layers.items()
         if 'attention' in readings and re.search(r'(^|\.)encoder\.layers\.', path)
     ]
@@ -170,16 +153,11 @@ def _encoder_maps(layers: Recording, tokens: int) -> list[Tensor]:
 
 def _shape(layers: Recording, tokens: int, size: tuple[int, int]) -> tuple[int, int]:
     """Return height and width of a map of ``tokens``: of one that got positions, else by the image's aspect."""
-    known = [
-        tuple(t.tolist())
-        for readings in layers.values()
-        if 'map_size' in readings
-        for t in readings['map_size'].tensors
-    ]
-    found = next((shape for shape in known if shape[0] * shape[1] == tokens), None) or factors(tokens, size)
+    known = [x.tolist() for of in layers.values() if 'map_size' in of for x in of['map_size'].tensors]
+    found = next(((h, w) for h, w in known if h * w == tokens), None) or factors(tokens, size)
     if found is None:
         raise ConfigError(f'{tokens} tokens make no map of the shape of a {size[0]} x {size[1]} image.')
-    return found[0], found[1]
+    return found
 
 
 def _corners(box: Tensor) -> np.ndarray:

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmgate.analysis.loading import predict
 from mmgate.analysis.probes.measures import effective_rank, matrix_rank
-from mmgate.analysis.probes.recording import record
+from mmgate.analysis.probes.recording import predict, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 
 
@@ -35,13 +34,14 @@ def kv_ranks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[s
 
     Source: SAGA, Figs. 1 and 5.
     """
-    with record(model, ['kv'], accumulate=_Ranks) as recording:
+    with record(model, ['kv'], accumulate=lambda path, name: _Ranks()) as recording:
         for batch in batches:
             predict(model, batch)
     rows = []
     for path, readings in recording.items():
         found = readings['kv']
-        kinds = dict(matrix_rank=found.matrix, effective_rank=found.effective)
-        figures = {key: x for name, of in kinds.items() for key, x in ((name, of.mean), (f'{name}_std', of.deviation))}
-        rows.append(dict(layer=path, **figures, channels=found.channels))
+        row = dict(layer=path)
+        for name, of in dict(matrix_rank=found.matrix, effective_rank=found.effective).items():
+            row.update({name: of.mean, f'{name}_std': of.deviation})
+        rows.append(dict(row, channels=found.channels))
     return rows

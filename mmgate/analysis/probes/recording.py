@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,23 +25,21 @@ from mmgate.hosts.window import GatedWindowMSA
 from . import hosts, whole_maps  # noqa: F401  (registers)
 
 ACTIVATION = 'activation'
+HEADS = ('panoptic_head', 'decode_head', 'bbox_head')  # that say what each query predicts
+# readings in words, and the tools that draw them
+DRAWN = {
+    'attention': ('attention weights', 'plot_rollout.py, plot_cka.py, plot_attention_sink.py'),
+    'locations': ('sampling points', 'plot_sampling_points.py'),
+    'kv': ('a map K^T V (linear attention)', 'plot_kv_rank.py'),
+    'agents': ('agent tokens', 'plot_agents.py'),
+    **{name: ('gates', 'plot_gates.py') for name in GATES},
+}
 _ATTENTION = re.compile(r'(Attention|Attn|MSA)$')
-# what readings are called in messages, and the tools that draw them
-WORDS = {
-    'attention': 'attention weights',
-    'locations': 'sampling points',
-    'kv': 'a map K^T V (linear attention)',
-    'agents': 'agent tokens',
-    **{name: 'gates' for name in GATES},
-}
-TOOLS = {
-    'attention': ('plot_rollout.py', 'plot_cka.py', 'plot_attention_sink.py'),
-    'locations': ('plot_sampling_points.py',),
-    'kv': ('plot_kv_rank.py',),
-    'agents': ('plot_agents.py',),
-    **{name: ('plot_gates.py',) for name in GATES},
-}
 Recording = dict[str, dict[str, Any]]  # path of the module: name of the reading: its accumulator
+
+
+def _keep(path: str, name: str) -> Accumulator:
+    return Kept()
 
 
 @contextmanager
@@ -48,8 +47,9 @@ def record(
     model: nn.Module,
     names: Iterable[str],
     *,
-    accumulate: Callable[[], Accumulator] | Mapping[str, Callable[[], Accumulator]] = Kept,
+    accumulate: Callable[[str, str], Accumulator] = _keep,
     paths: Callable[[str], bool] = lambda path: True,
+    outputs: Mapping[str, Callable[[Any, Any], Mapping[str, Tensor]]] | None = None,
 ) -> Iterator[Recording]:
     """Record readings of every attention module that has them, while the context is open.
 
@@ -62,8 +62,10 @@ def record(
         model: Any model; wrappers such as DistributedDataParallel have to be taken off.
         names: What to record, of :data:`~mmgate.analysis.probes.attention.NAMES` (shapes in the probes' docstrings) and
             ``'activation'``: the output of the layer around the attention, what the paper calls hidden states.
-        accumulate: Makes what takes the tensors of one module: one for all names, or by name (default: kept).
-        paths: Which modules, by their dotted name.
+        accumulate: Takes a module's path and a reading's name to what takes its tensors (default: they are kept).
+        paths: Which attention modules, by their dotted name.
+        outputs: By the dotted name of any module, what to read of it and its output, by name; modules that the model
+            does not have are left out.
 
     Yields:
         By the module's name and the reading's, its accumulator; a module that did not run is not in it.
@@ -77,66 +79,87 @@ def record(
         raise ValueError(f'{", ".join(unknown)} cannot be recorded; there are {", ".join((*NAMES, ACTIVATION))}.')
     recording: Recording = {}
 
-    def take(path: str, name: str, reading: Tensor) -> None:
-        make = accumulate.get(name, Kept) if isinstance(accumulate, Mapping) else accumulate
+    def take(path: str, name: str, x: Tensor) -> None:
         of_module = recording.setdefault(path, {})
         if name not in of_module:
-            of_module[name] = make()
-        of_module[name].add(reading)
+            of_module[name] = accumulate(path, name)
+        of_module[name].add(x)
 
-    handles = []
+    def read_inputs(path: str, probe: Any, chosen: tuple[str, ...]) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            with torch.no_grad():
+                readings = probe(module, **bind(module, args, kwargs))
+                for name in chosen:
+                    take(path, name, readings[name]())
+
+        return hook
+
+    def read_output(path: str, read: Callable[[Any, Any], Mapping[str, Tensor]]) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            for name, x in read(module, output).items():
+                take(path, name, x)
+
+        return hook
+
+    hooked = [
+        (called, read_inputs(path, probe, chosen))
+        for path, called, probe, found in _readable(model)
+        if paths(path) and (chosen := tuple(name for name in found if name in wanted))
+    ]
+    if ACTIVATION in wanted:
+        attention = [path for path, _, _, found in _readable(model) if not set(found) <= set(PLACES)]
+        layers = dict.fromkeys(_layer(model, path) for path in attention)
+        hooked += [(path, read_output(path, _activation)) for path in layers if paths(path)]
+    modules = dict(model.named_modules())
+    hooked += [(path, read_output(path, read)) for path, read in (outputs or {}).items() if path in modules]
+    handles = [modules[path].register_forward_hook(hook, with_kwargs=True) for path, hook in hooked]
     try:
-        for path, called, probe, found in _readable(model):
-            chosen = tuple(name for name in found if name in wanted)
-            if chosen and paths(path):
-                hook = _reader(path, probe, chosen, take)
-                handles.append(model.get_submodule(called).register_forward_hook(hook, with_kwargs=True))
-        if ACTIVATION in wanted:
-            attention = [path for path, _, _, found in _readable(model) if not set(found) <= set(PLACES)]
-            for path in dict.fromkeys(_layer(model, path) for path in attention):
-                if paths(path):
-                    handles.append(model.get_submodule(path).register_forward_hook(_activation(path, take)))
         yield recording
     finally:
         for handle in handles:
             handle.remove()
 
 
-@contextmanager
-def record_with_head(
-    model: nn.Module,
-    names: Iterable[str],
-    heads: Iterable[str],
-    read: Callable[[nn.Module, Any], Any],
-    *,
-    accumulate: Callable[[], Accumulator] | Mapping[str, Callable[[], Accumulator]] = Kept,
-) -> Iterator[dict[str, Any]]:
-    """Record as :func:`record` does, and what a head returns.
+def record_queries(
+    model: nn.Module, names: Iterable[str], *, accumulate: Callable[[str, str], Accumulator] = _keep
+) -> AbstractContextManager[Recording]:
+    """Record as :func:`record` does, and what the head says of each query: see :func:`predicted`."""
+    return record(model, names, accumulate=accumulate, outputs=dict.fromkeys(HEADS, _scores_and_places))
 
-    Args:
-        model: Likewise.
-        names: Likewise.
-        heads: Attributes of the model, those of them that it has.
-        read: Takes a head and its output to what is kept, None to keep nothing.
-        accumulate: Likewise.
 
-    Yields:
-        ``layers``: a recording; ``head``: what was kept of the last forward pass, or None.
+def _scores_and_places(head: Any, output: Any) -> dict[str, Tensor]:
+    parts = output[:2] if isinstance(output, tuple) else ()
+    found = [part[-1] for part in parts if isinstance(part, (Tensor, list, tuple)) and len(part)]  # of the last layer
+    if len(found) < 2 or not all(isinstance(part, Tensor) for part in found):
+        return {}
+    classes, places = (part.detach().float() for part in found)
+    sigmoid = getattr(getattr(head, 'loss_cls', None), 'use_sigmoid', False)
+    return dict(scores=classes.sigmoid() if sigmoid else classes.softmax(-1)[..., :-1], places=places)
+
+
+def predicted(recording: Recording) -> tuple[Tensor, Tensor] | None:
+    """Return a head's scores ``(B, Q, classes)`` and mask logits ``(B, Q, h, w)`` or boxes ``(B, Q, 4)``, if any.
+
+    They are those of the last layer in the last forward pass.
     """
-    found: dict[str, Any] = dict(layers={}, head=None)
+    heads = [recording[head] for head in HEADS if 'scores' in recording.get(head, {})]
+    return (heads[0]['scores'].last, heads[0]['places'].last) if heads else None
 
-    def keep(module: nn.Module, args: Any, output: Any) -> None:
-        kept = read(module, output)
-        found['head'] = found['head'] if kept is None else kept
 
-    there = [head for head in (getattr(model, name, None) for name in heads) if head is not None]
-    handles = [head.register_forward_hook(keep) for head in there]
-    try:
-        with record(model, names, accumulate=accumulate) as found['layers']:
-            yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+def best_queries(recording: Recording, image: int, top_k: int) -> np.ndarray:
+    """Return the ``top_k`` queries of an image by their best class, best first; the first ones without a head."""
+    head = predicted(recording)
+    if head is None:
+        return np.arange(top_k)
+    scores = head[0][image].max(-1).values
+    return scores.topk(min(top_k, len(scores))).indices.numpy()
+
+
+def predict(model: Any, batch: dict[str, Any]) -> Any:
+    """Return the model's result for a batch of one image, without gradients; None from what returns nothing."""
+    with torch.no_grad():
+        found = model.test_step(batch)
+    return found[0] if found else None
 
 
 def readable(model: nn.Module) -> dict[str, list[str]]:
@@ -146,6 +169,27 @@ def readable(model: nn.Module) -> dict[str, list[str]]:
         for name in names:
             found.setdefault(name, []).append(path)
     return found
+
+
+def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
+    """Raise ConfigError unless the model has one of ``names``, with what it has.
+
+    Args:
+        model: The model.
+        names: Readings, any of which is enough.
+        purpose: What they are needed for, as the subject of the message.
+    """
+    has, wanted = readable(model), tuple(names)
+    if any(name in has for name in wanted):
+        return
+    seen = {DRAWN[name][0]: paths for name, paths in has.items() if name in DRAWN}
+    listed = '; '.join(f'{what} ({len(paths)} modules, first {paths[0]})' for what, paths in seen.items())
+    tools = sorted({DRAWN[name][1] for name in has if name in DRAWN})
+    raise ConfigError(
+        f'{purpose} needs a model with {" or ".join(dict.fromkeys(DRAWN[name][0] for name in wanted))}; '
+        f'{type(model).__name__} has {listed or "no attention that can be read"}. '
+        + (f'What can draw it: {", ".join(tools)}.' if tools else 'list_attention.py lists the attention of a config.')
+    )
 
 
 def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
@@ -175,27 +219,6 @@ def _with_class_token(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
-    """Raise ConfigError unless the model has one of ``names``, with what it has.
-
-    Args:
-        model: The model.
-        names: Readings, any of which is enough.
-        purpose: What they are needed for, as the subject of the message.
-    """
-    has, wanted = readable(model), tuple(names)
-    if any(name in has for name in wanted):
-        return
-    seen = {what: has[name] for name, what in WORDS.items() if name in has}
-    listed = '; '.join(f'{what} ({len(paths)} modules, first {paths[0]})' for what, paths in seen.items())
-    tools = sorted({tool for name in has for tool in TOOLS.get(name, ())})
-    raise ConfigError(
-        f'{purpose} needs a model with {" or ".join(dict.fromkeys(WORDS[name] for name in wanted))}; '
-        f'{type(model).__name__} has {listed or "no attention that can be read"}. '
-        + (f'What can draw it: {", ".join(tools)}.' if tools else 'list_attention.py lists the attention of a config.')
-    )
-
-
 def _readable(model: nn.Module) -> Iterator[tuple[str, str, Any, tuple[str, ...]]]:
     """Yield the path of what can be read, that of the module whose call shows it, the probe, and what it reads."""
     windowed = {f'{path}.attn' for path, module in model.named_modules() if isinstance(module, GatedWindowMSA)}
@@ -212,16 +235,6 @@ def _readable(model: nn.Module) -> Iterator[tuple[str, str, Any, tuple[str, ...]
             yield path, path, *found
 
 
-def _reader(path: str, probe: Any, names: tuple[str, ...], take: Callable[[str, str, Tensor], None]) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        with torch.no_grad():
-            readings = probe(module, **bind(module, args, kwargs))
-            for name in names:
-                take(path, name, readings[name]())
-
-    return hook
-
-
 def _layer(model: nn.Module, path: str) -> str:
     """Return the path of what holds the attention at ``path``: its layer, past attentions around attentions."""
     path = path.rpartition('.')[0]
@@ -230,10 +243,6 @@ def _layer(model: nn.Module, path: str) -> str:
     return path
 
 
-def _activation(path: str, take: Callable[[str, str, Tensor], None]) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        first = output[0] if isinstance(output, (tuple, list)) else output
-        if isinstance(first, Tensor):
-            take(path, ACTIVATION, first)
-
-    return hook
+def _activation(layer: Any, output: Any) -> dict[str, Tensor]:
+    first = output[0] if isinstance(output, (tuple, list)) else output
+    return {ACTIVATION: first} if isinstance(first, Tensor) else {}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -10,40 +11,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.analysis.loading import predict
 from mmgate.analysis.probes.measures import roll_back, rollout, row_shares
-from mmgate.analysis.probes.recording import Recording, class_tokens, record
+from mmgate.analysis.probes.recording import Recording, class_tokens, predict, record
+from mmgate.analysis.probes.statistics import Kept
 from mmgate.errors import ConfigError
 
 
-class HeadMean:
-    """Keeps the shares of attention weights ``(B, H, N, M)``, averaged over the heads.
+def head_mean(weights: Tensor) -> Tensor:
+    """Return the shares of attention weights ``(B, H, N, M)``, averaged over the heads, ``(B, N, M)``.
 
     Of signed weights (M-DGSA) the sizes count, head by head: signed, heads that disagree would cancel out.
     """
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-
-    def add(self, x: Tensor) -> None:
-        """Take one map."""
-        self.tensors.append(row_shares(x.float()).mean(1).cpu())
+    return row_shares(weights.float()).mean(1)
 
 
-class QueryRows:
-    """Keeps the first and the mean row of attention weights ``(B, H, N, M)``, with their signs, as ``(2, B, H, M)``."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-
-    def add(self, x: Tensor) -> None:
-        """Take one map."""
-        self.tensors.append(torch.stack([x[:, :, 0], x.mean(2)]).float().cpu())
+def query_rows(weights: Tensor) -> Tensor:
+    """Return the first and the mean row of attention weights ``(B, H, N, M)``, with their signs, ``(2, B, H, M)``."""
+    return torch.stack([weights[:, :, 0], weights.mean(2)]).float()
 
 
-def record_maps(model: nn.Module) -> Any:
-    """Return a context that records head means of attention, and where windows and reductions lie."""
-    return record(model, ('attention', 'geometry'), accumulate=dict(attention=HeadMean))
+def reduce_attention(reduce: Callable[[Tensor], Tensor]) -> Callable[[str, str], Kept]:
+    """Return what :func:`~mmgate.analysis.probes.recording.record` takes to keep attention weights reduced."""
+    return lambda path, name: Kept(reduce) if name == 'attention' else Kept()
+
+
+def record_maps(model: nn.Module, reduce: Callable[[Tensor], Tensor] = head_mean) -> AbstractContextManager[Recording]:
+    """Return a context that records attention, head means by default, and where windows and reductions lie."""
+    return record(model, ('attention', 'geometry'), accumulate=reduce_attention(reduce))
 
 
 def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
@@ -61,12 +55,11 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
     """
     placed = [(maps, shape) for _, maps, shape in placed_maps(recording) if shape is not None]
     if placed:
-        relevance = torch.full(_map(placed[-1][1]), 1.0)
+        relevance = torch.full(placed[-1][1][:2], 1.0)
         for weights, geometry in reversed(placed):
-            if relevance.shape != _map(geometry):  # a merging of patches lies between
-                relevance = F.interpolate(relevance[None, None], size=_map(geometry), mode='bilinear')[0, 0]
-            relevance = relevance / relevance.sum()
-            relevance = roll_back(relevance, weights if len(geometry) >= 4 else weights[0], geometry)
+            if relevance.shape != geometry[:2]:  # a merging of patches lies between
+                relevance = F.interpolate(relevance[None, None], size=geometry[:2], mode='bilinear')[0, 0]
+            relevance = roll_back(relevance / relevance.sum(), weights if len(geometry) >= 4 else weights[0], geometry)
         return relevance / relevance.sum()
     over_image = {path: readings for path, readings in recording.items() if 'decoder' not in path}  # there: queries
     square = [weights for _, weights, _ in placed_maps(over_image) if weights.shape[-1] == weights.shape[-2]]
@@ -85,7 +78,7 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
 
 
 def attended(model: nn.Module, recording: Recording) -> dict[str, Tensor]:
-    """Return, by layer, what its heads attend to among the regions of the image, ``(B, H, M)``, of :class:`QueryRows`.
+    """Return, by layer, what its heads attend to among the regions of the image, ``(B, H, M)``, of :func:`query_rows`.
 
     It is the class token's row where the layer has one, else the mean of all queries' (of each window's).
     """
@@ -109,7 +102,7 @@ def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple
 
     Source: PLuG, Fig. 8; M-DGSA, Fig. 3.
     """
-    with record(model, ('attention', 'geometry'), accumulate=dict(attention=QueryRows)) as recording:
+    with record_maps(model, query_rows) as recording:
         sample = predict(model, batch)
     geometries = {path: geometry for path, _, geometry in placed_maps(recording) if 'decoder' not in path}
     if not -len(geometries) <= layer < len(geometries):
@@ -126,7 +119,7 @@ def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple
 
 def _on_map(rows: Tensor, geometry: Sequence[int]) -> Tensor:
     """Return rows ``(B nW, H, M)`` of windows, or of reduced keys, as maps ``(H, h, w)``."""
-    height, width = _map(geometry)
+    height, width = geometry[:2]
     queries = rows.shape[-1] if len(geometry) >= 4 else height * width
     even = torch.full((height, width), 1 / queries)
     maps = [rows[:, head, None].expand(-1, queries, -1) for head in range(rows.shape[1])]
@@ -142,13 +135,9 @@ def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...]
         names = path.split('.')
         around = ('.'.join(names[:count]) for count in range(len(names), 0, -1))
         outer = next((p for p in around if 'geometry' in recording.get(p, {})), None)
-        geometry = tuple(recording[outer]['geometry'].tensors[-1].tolist()) if outer else None
-        found.append((path, readings['attention'].tensors[-1], geometry))
+        geometry = tuple(recording[outer]['geometry'].last.tolist()) if outer else None
+        found.append((path, readings['attention'].last, geometry))
     return found
-
-
-def _map(geometry: Any) -> tuple[int, int]:
-    return int(geometry[0]), int(geometry[1])
 
 
 def factors(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:

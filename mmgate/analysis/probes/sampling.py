@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmgate.analysis.probes.measures import pixel_centres
-from mmgate.analysis.probes.recording import Recording, record_with_head
+from mmgate.analysis.probes.recording import Recording, best_queries, record_queries
 from mmgate.errors import ConfigError
 
 READINGS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'gate')
-_HEAD = 'bbox_head'
 
 
 @dataclass(frozen=True)
@@ -51,54 +49,19 @@ class SamplingPoints:
             yield dict(layer=self.path, **numbers, x=float(x), y=float(y), weight=float(self.weights[place]))
 
 
-def record_sampling(model: nn.Module) -> AbstractContextManager[dict[str, Any]]:
-    """Record sampling points of every deformable attention, and the detection head's scores and boxes, if there is one.
-
-    Returns:
-        A context that yields ``layers``: a recording; ``head``: ``(scores (B, Q, classes), boxes (B, Q, 4))`` of the
-        last layer after the forward pass, or None.
-    """
-    return record_with_head(model, READINGS, [_HEAD], _scores_and_boxes)
-
-
-def _scores_and_boxes(head: nn.Module, output: Any) -> tuple[Tensor, Tensor] | None:
-    if not (isinstance(output, tuple) and len(output) >= 2 and all(isinstance(x, Tensor) for x in output[:2])):
-        return None
-    scores, boxes = (x[-1].detach().float().cpu() for x in output[:2])
-    return scores, boxes
+def record_sampling(model: nn.Module) -> AbstractContextManager[Recording]:
+    """Record sampling points of every deformable attention, and what the detection head says, if there is one."""
+    return record_queries(model, READINGS)
 
 
 def encoder_layers(layers: Recording) -> list[str]:
-    """Return the paths of the layers whose queries are the pixels of the levels."""
-    return [path for path in _deformable(layers) if _is_encoder(layers[path])]
+    """Return the paths of the deformable layers whose queries are the pixels of the levels."""
+    return [path for path, readings in layers.items() if 'locations' in readings and _is_encoder(readings)]
 
 
 def decoder_layers(layers: Recording) -> list[str]:
-    """Return the paths of the layers whose queries are objects."""
-    return [path for path in _deformable(layers) if not _is_encoder(layers[path])]
-
-
-def best_queries(head: tuple[Tensor, Tensor] | None, image: int, top_k: int) -> np.ndarray:
-    """Return the ``top_k`` queries of an image by their best class, best first; the first ones without a head."""
-    if head is None:
-        return np.arange(top_k)
-    scores = head[0][image].max(-1).values
-    return scores.topk(min(top_k, len(scores))).indices.numpy()
-
-
-def pixel_query(shapes: Tensor, x: float, y: float, level: int) -> int:
-    """Return the encoder's query at ``(x, y)``, 0 to 1 over the padded input, on a level.
-
-    Raises:
-        ConfigError: There is no such level, or the point lies outside.
-    """
-    sizes = shapes.tolist()
-    if not 0 <= level < len(sizes):
-        raise ConfigError(f'level {level} does not exist; the model has levels 0 to {len(sizes) - 1}.')
-    if not (0 <= x < 1 and 0 <= y < 1):
-        raise ConfigError(f'the pixel lies at ({x:.3f}, {y:.3f}) of the padded image, and has to lie in 0 to 1.')
-    height, width = sizes[level]
-    return sum(h * w for h, w in sizes[:level]) + int(y * height) * width + int(x * width)
+    """Return the paths of the deformable layers whose queries are objects."""
+    return [path for path, readings in layers.items() if 'locations' in readings and not _is_encoder(readings)]
 
 
 def to_image(xy: np.ndarray, sample: Any) -> np.ndarray:
@@ -108,19 +71,6 @@ def to_image(xy: np.ndarray, sample: Any) -> np.ndarray:
     return xy * np.array([width, height]) / scale
 
 
-def from_image(xy: tuple[float, float], sample: Any) -> tuple[float, float]:
-    """Take a pixel of the image on disk to (x, y), 0 to 1 over the padded batch.
-
-    Raises:
-        ConfigError: The pixel lies outside of the image.
-    """
-    height, width = sample.ori_shape[:2]
-    if not (0 <= xy[0] < width and 0 <= xy[1] < height):
-        raise ConfigError(f'the pixel ({xy[0]:g}, {xy[1]:g}) lies outside of the image of {width} x {height}.')
-    x, y = np.array(xy) / to_image(np.ones(2), sample)
-    return float(x), float(y)
-
-
 def query_at(layers: Recording, path: str, sample: Any, pixel: Any = None, level: int = 0) -> int:
     """Return the query of an encoder's layer at a pixel ``(x, y)`` of the image on disk (default: its middle).
 
@@ -128,8 +78,19 @@ def query_at(layers: Recording, path: str, sample: Any, pixel: Any = None, level
         ConfigError: There is no such level, or the pixel lies outside of the image.
     """
     height, width = sample.ori_shape[:2]
-    x, y = from_image(pixel or (width / 2, height / 2), sample)
-    return pixel_query(layers[path]['spatial_shapes'].tensors[-1], x, y, level)
+    x, y = pixel or (width / 2, height / 2)
+    if not (0 <= x < width and 0 <= y < height):
+        raise ConfigError(f'the pixel ({x:g}, {y:g}) lies outside of the image of {width} x {height}.')
+    sizes = layers[path]['spatial_shapes'].last.tolist()
+    _check_level(level, len(sizes))
+    rows, columns = sizes[level]
+    x, y = np.array([x, y]) / to_image(np.ones(2), sample)  # 0 to 1 over the padded batch
+    return sum(h * w for h, w in sizes[:level]) + int(y * rows) * columns + int(x * columns)
+
+
+def _check_level(level: int, count: int) -> None:
+    if not 0 <= level < count:
+        raise ConfigError(f'level {level} does not exist; the model has levels 0 to {count - 1}.')
 
 
 def sampling_points(
@@ -149,25 +110,68 @@ def sampling_points(
     Raises:
         ConfigError: A query or the level does not exist.
     """
-    readings = {name: found.tensors[-1] for name, found in layers[path].items()}
+    readings = {name: found.last for name, found in layers[path].items()}
     queries, count = np.asarray(queries), readings['locations'].shape[1]
     if queries.size and queries.max() >= count:
         raise ConfigError(f'query {queries.max()} does not exist in {path}, which has {count}.')
-    count = readings['locations'].shape[3]
-    levels = range(count) if level is None else [level]
-    if not 0 <= levels[0] < count:
-        raise ConfigError(f'level {level} does not exist; the model has levels 0 to {count - 1}.')
-    chosen = torch.from_numpy(queries)
-    reference = readings['reference_points'][image][chosen, 0, :2].double().numpy()
+    levels = range(readings['locations'].shape[3])
+    if level is not None:
+        _check_level(level, len(levels))
+        levels = [level]
+    locations, weights, reference = (
+        readings[name][image][torch.from_numpy(queries)].double().numpy()
+        for name in ('locations', 'weights', 'reference_points')
+    )
     return SamplingPoints(
         path,
-        to_image(readings['locations'][image][chosen][:, :, list(levels)].double().numpy(), sample),
-        readings['weights'][image][chosen][:, :, list(levels)].double().numpy(),
-        to_image(reference, sample),
+        to_image(locations[:, :, list(levels)], sample),
+        weights[:, :, list(levels)],
+        to_image(reference[:, 0, :2], sample),
         queries,
         levels,
         _is_encoder(layers[path]),
     )
+
+
+def chosen_points(
+    layers: Recording,
+    sample: Any,
+    image: int = 0,
+    *,
+    part: str | None = None,
+    layer: int = -1,
+    top_k: int = 3,
+    pixel: Any = None,
+    level: int | None = None,
+) -> SamplingPoints:
+    """Return the points of a decoder's best queries, or of an encoder's query at a pixel.
+
+    Args:
+        layers: Of :func:`record_sampling`, of one forward pass.
+        sample: The image's data sample.
+        image: The image's place in the batch.
+        part: ``'decoder'`` or ``'encoder'``; by default the decoder, if there is one and no pixel is given.
+        layer: Of that part.
+        top_k: How many queries of a decoder.
+        pixel: ``(x, y)`` on the image on disk (default: its middle).
+        level: Of a decoder the points of this level alone, of an encoder the level of the query.
+
+    Raises:
+        ConfigError: There is no such part, layer, level or pixel.
+    """
+    by_part = dict(decoder=decoder_layers(layers), encoder=encoder_layers(layers))
+    part = part or ('encoder' if pixel or not by_part['decoder'] else 'decoder')
+    paths = by_part[part]
+    if not paths:
+        raise ConfigError(f'--part {part}: the model has deformable attention in its other part only.')
+    if not -len(paths) <= layer < len(paths):
+        raise ConfigError(f'--layer {layer}: the {part} has {len(paths)} layers.')
+    path = paths[layer]
+    if part == 'encoder':
+        return sampling_points(layers, path, sample, [query_at(layers, path, sample, pixel, level or 0)], image)
+    if pixel:
+        raise ConfigError('--pixel chooses a query of the encoder; give --part encoder.')
+    return sampling_points(layers, path, sample, best_queries(layers, image, top_k), image, level)
 
 
 def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: int = 96) -> np.ndarray | None:
@@ -216,28 +220,9 @@ def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Any], steps
     return estimated
 
 
-def sampling_picture(found: dict[str, Any], sample: Any, image: int, *, top_k: int) -> tuple[str, np.ndarray]:
-    """Return the name and the picture ``(h, w, 3)`` of the last layer's points: a decoder's, else an encoder's."""
-    from mmgate.analysis.figures.sampling import draw_sampling
-
-    layers = found['layers']
-    decoder, encoder = decoder_layers(layers), encoder_layers(layers)
-    if decoder:
-        path, queries = decoder[-1], best_queries(found['head'], image, top_k)
-    else:
-        path = encoder[-1]
-        queries = np.array([query_at(layers, path, sample)])
-    points = sampling_points(layers, path, sample, queries, image)
-    return Path(sample.img_path).stem, draw_sampling([('', points, sample)], None)
-
-
-def _deformable(layers: Recording) -> list[str]:
-    return [path for path, readings in layers.items() if 'locations' in readings]
-
-
 def _is_encoder(readings: dict[str, Any]) -> bool:
     """Return whether the reference points of a layer are the centres of the levels' pixels, one after the other."""
-    shapes, points = (readings[name].tensors[-1] for name in ('spatial_shapes', 'reference_points'))
+    shapes, points = (readings[name].last for name in ('spatial_shapes', 'reference_points'))
     points = points[0, :, 0, :2].double()
     if len(points) != int(shapes.prod(-1).sum()):
         return False
