@@ -4,7 +4,7 @@
 # Run:   python tools/analysis_tools/study.py configs/studies/photographs.py
 runs = dict(
     vanilla='configs/studies/photographs/vanilla.py',
-    plug='configs/studies/photographs/plug.py')
+    gated='configs/studies/photographs/gated.py')
 seeds = [0]
 metric = 'coco/bbox_mAP'
 options = {

@@ -2,7 +2,7 @@
 _base_ = '../finetune_detr/vanilla.py'
 
 data_root = '../shared/data/coco_sample/'
-metainfo = dict(classes=('person', 'sports ball', 'truck', 'horse'))
+metainfo = dict(classes=('person', 'truck', 'horse', 'sports ball'))
 model = dict(bbox_head=dict(num_classes=4))
 data = dict(
     data_root=data_root,

@@ -37,6 +37,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     values it has.
     """
     maps = [mean_map(gates) for _, gates in models]
+    used = _used([gate for _, gates in models for gate in gates])
     tallest = max(len(gates) for _, gates in models)
     columns = 3 if any(maps) else 2  # gates of channels, as SAGA's, have no map
     figure, axes = panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9))
@@ -54,9 +55,8 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
             left.set_title(f'{title}\nmean gate, {count} layers' if found[1] != 'heads' else f'{title}\nmean gate')
         _draw_layers(middle, gates)
         middle.set_title('by layer' if lefts else f'{title}\nby layer')
-        _draw_histogram(right, gates)
+        _draw_histogram(right, gates, used)
     lows, highs = zip(*(axis.get_xlim() for axis in axes[:, -2]), strict=True)
-    used = _used([gate for _, gates in models for gate in gates])
     for middle, right in axes[:, -2:]:
         middle.set_xlim(min(lows), max(highs))
         right.set_xlim(used)
@@ -88,10 +88,9 @@ def _draw_layers(axis: Any, gates: Sequence[LayerGate]) -> None:
     axis.set(xlabel='gate, mean ± std', ylabel='layer', ylim=(len(gates) - 0.4, -0.6))
 
 
-def _draw_histogram(axis: Any, gates: Sequence[LayerGate]) -> None:
+def _draw_histogram(axis: Any, gates: Sequence[LayerGate], used: tuple[float, float]) -> None:
     edges = gates[0].statistics.edges
-    low, high = _used(gates)
-    first, last = np.searchsorted(edges, (low, high))
+    first, last = np.searchsorted(edges, used)
     middle = len(edges) // 2  # 0: a bar begins there
     step = next(n for n in range(1, middle + 1) if middle % n == 0 and n * BARS >= last - first)
     for number, name in enumerate(dict.fromkeys(gate.name for gate in gates)):

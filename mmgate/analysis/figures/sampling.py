@@ -50,7 +50,8 @@ def draw_sampling(
     columns = min(len(drawn), 2)
     rows = -(-len(drawn) // columns)
     across = WIDTH if columns == 2 else 4.6
-    figure, axes = panels(rows, columns, height=across / columns * height / width + 0.6, width=across)
+    height_of_row = across / columns * height / width + 0.4 + 0.75 / rows  # titles, legend
+    figure, axes = panels(rows, columns, height=height_of_row, width=across)
     for axis in axes.flat[len(drawn) :]:
         axis.set_axis_off()
     # one scale of sizes for all panels, so that they can be compared

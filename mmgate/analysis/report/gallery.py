@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 STYLE = """
-:root { color-scheme: light dark; --line: #8884; --soft: #888; }
+:root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 72rem; padding: 1rem; }
-h1 { font-size: 1.6rem; }
-h2 { border-top: 1px solid var(--line); font-size: 1.25rem; margin-top: 2.5rem; padding-top: 1rem; }
+h2 { border-top: 1px solid #8884; margin-top: 2.5rem; padding-top: 1rem; }
 nav { display: flex; flex-wrap: wrap; gap: .25rem 1rem; }
-figure { margin: 1rem 0; } figcaption { color: var(--soft); font-size: .9rem; overflow-wrap: anywhere; }
-img { background: #fff; border: 1px solid var(--line); box-sizing: border-box; height: auto; max-width: 100%; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { border-bottom: 1px solid var(--line); padding: .3rem .8rem .3rem 0; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } code { overflow-wrap: anywhere; }
+figure { margin: 1rem 0; } figcaption, code { overflow-wrap: anywhere; }
+img { background: #fff; height: auto; max-width: 100%; }
+.wide { overflow-x: auto; } th, td { padding: .3rem .8rem .3rem 0; text-align: left; white-space: nowrap; }
 """
 
 
@@ -72,32 +69,22 @@ def write_gallery(out: Path, title: str, sections: Sequence[Section]) -> Path:
 
 
 def _section(anchor: str, section: Section) -> str:
-    parts = [f'<section id="{anchor}"><h2>{html.escape(section.title)}</h2>']
-    if section.text:
-        parts.append(f'<p>{html.escape(section.text)}</p>')
-    parts += [_picture(path, caption) for path, caption in section.pictures]
+    escape = html.escape
+    parts = [f'<section id="{anchor}"><h2>{escape(section.title)}</h2>', f'<p>{escape(section.text)}</p>']
+    for path, caption in section.pictures:
+        kind, data = 'png' if path.suffix == '.png' else 'jpeg', base64.b64encode(path.read_bytes()).decode()
+        picture = f'<img alt="{escape(caption)}" src="data:image/{kind};base64,{data}">'
+        parts.append(f'<figure>{picture}<figcaption>{escape(caption)}</figcaption></figure>')
     if section.table:
         parts.append(_table(section.table))
-    if section.command:
-        parts.append(f'<p><code>{html.escape(section.command)}</code></p>')
-    return '\n'.join([*parts, '</section>'])
-
-
-def _picture(path: Path, caption: str) -> str:
-    kind = 'png' if path.suffix == '.png' else 'jpeg'
-    data = base64.b64encode(path.read_bytes()).decode()
-    text = html.escape(caption)
-    return f'<figure><img alt="{text}" src="data:image/{kind};base64,{data}"><figcaption>{text}</figcaption></figure>'
+    return '\n'.join([*parts, f'<p><code>{escape(section.command)}</code></p></section>'])
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     header = list(rows[0])
     if any(list(row) != header for row in rows):
         raise ValueError(f"a table's rows must all have the keys {', '.join(header)}.")
-    cells = [''.join(f'<th>{html.escape(str(key))}</th>' for key in header)]
-    cells += [''.join(f'<td>{_cell(value)}</td>' for value in row.values()) for row in rows]
-    return f'<div class="wide"><table>{"".join(f"<tr>{row}</tr>" for row in cells)}</table></div>'
-
-
-def _cell(value: Any) -> str:
-    return f'{value:.4g}' if isinstance(value, float) else html.escape(str(value))
+    shown = [[f'{x:.4g}' if isinstance(x, float) else html.escape(str(x)) for x in row.values()] for row in rows]
+    lines = [''.join(f'<th>{html.escape(str(key))}</th>' for key in header)]
+    lines += [''.join(f'<td>{cell}</td>' for cell in row) for row in shown]
+    return f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>'

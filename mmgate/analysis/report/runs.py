@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from mmengine.config import Config
 
+from mmgate.analysis.figures.style import COLOURS, layer_axis, legend, panels, save
 from mmgate.errors import ConfigError
 
 METRICS = ('coco/bbox_mAP', 'coco/segm_mAP', 'mIoU', 'accuracy/top1')  # what is compared unless one is named
 CONFIDENCE = 0.95
+NAN = float('nan')
 
 
 @dataclass(frozen=True)
@@ -73,24 +74,16 @@ def read_run(folder: str | Path) -> Run:
                 if not other and isinstance(value, (int, float)):
                     curves.setdefault(name, {})[int(row.get('step', 0))] = float(value)
     listed = {name: (sorted(points), [points[s] for s in sorted(points)]) for name, points in curves.items()}
-    return Run(
-        folder,
-        listed,
-        float(np.nanmedian(seconds)) if not np.isnan(seconds).all() else float('nan'),
-        float(np.nanmax(memory)) if not np.isnan(memory).all() else float('nan'),
-        _seed(logs[-1].with_name('config.py')),
-    )
+    middle = NAN if np.isnan(seconds).all() else float(np.nanmedian(seconds))
+    largest = NAN if np.isnan(memory).all() else float(np.nanmax(memory))
+    return Run(folder, listed, middle, largest, _seed(logs[-1].with_name('config.py')))
 
 
 def _seed(config: Path) -> int | None:
-    """Return the seed in the config that mmengine wrote beside a log, without running it."""
-    with suppress(OSError, SyntaxError, ValueError):
-        for node in ast.parse(config.read_text()).body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == 'randomness':
-                if isinstance(node.value, ast.Call):
-                    return next((ast.literal_eval(k.value) for k in node.value.keywords if k.arg == 'seed'), None)
-                return ast.literal_eval(node.value).get('seed')
-    return None
+    """Return the seed in the config that mmengine wrote beside a log."""
+    if not config.is_file():
+        return None
+    return (Config.fromfile(config, import_custom_modules=False).get('randomness') or {}).get('seed')
 
 
 def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
@@ -110,7 +103,7 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
 
 @dataclass(frozen=True)
 class Difference:
-    """A paired difference over seeds.
+    """A paired difference over seeds; what is not known is NaN.
 
     Attributes:
         mean: Of the differences.
@@ -121,11 +114,11 @@ class Difference:
         p: Of a two-sided paired t-test; likewise.
     """
 
-    mean: float
-    error: float
-    low: float
-    high: float
-    p: float
+    mean: float = NAN
+    error: float = NAN
+    low: float = NAN
+    high: float = NAN
+    p: float = NAN
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
@@ -141,13 +134,18 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
     differences = np.asarray(values, np.float64) - np.asarray(baseline, np.float64)
     mean, count = float(differences.mean()), len(differences)
     if count == 1:
-        return Difference(mean, *[float('nan')] * 4)
+        return Difference(mean)
     error = float(differences.std(ddof=1) / count**0.5)
-    error = 0.0 if error < 1e-9 * np.abs(differences).max() else error  # 0.3 - 0.2 is not 0.2 - 0.1
+    if error < 1e-9 * np.abs(differences).max() or error == 0:  # 0.3 - 0.2 is not 0.2 - 0.1
+        return Difference(mean, 0.0)
     reach = error * float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
-    if error == 0:
-        return Difference(mean, 0.0, *[float('nan')] * 3)
     return Difference(mean, error, mean - reach, mean + reach, float(2 * t.sf(abs(mean / error), count - 1)))
+
+
+def _row(name: str, values: Sequence[float], against: str, found: Difference) -> dict[str, float | str | int]:
+    mean, spread = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else NAN
+    row = dict(name=name, runs=len(values), mean=mean, std=spread, against=against, difference=found.mean)
+    return dict(row, standard_error=found.error, low=found.low, high=found.high, p=found.p)
 
 
 def summary(
@@ -160,17 +158,12 @@ def summary(
         baselines: By name, what a group is compared with (default: the first one).
     """
     first = next(iter(groups))
-    rows: list[dict[str, float | str | int]] = []
+    rows = []
     for name, values in groups.items():
         other = (baselines or {}).get(name, first)
-        baseline = groups[other]
-        spread = float(np.std(values, ddof=1)) if len(values) > 1 else float('nan')
-        row: dict[str, float | str | int] = dict(name=name, runs=len(values), mean=float(np.mean(values)), std=spread)
-        paired = name != other and len(values) == len(baseline)
-        found = paired_difference(values, baseline) if paired else Difference(*[float('nan')] * 5)
-        row.update(against=other if paired else '-', difference=found.mean, standard_error=found.error)
-        row.update(low=found.low, high=found.high, p=found.p)
-        rows.append(row)
+        paired = name != other and len(values) == len(groups[other])
+        found = paired_difference(values, groups[other]) if paired else Difference()
+        rows.append(_row(name, values, other if paired else '-', found))
     return rows
 
 
@@ -185,30 +178,23 @@ def interaction(
         other: Another group and its own, by the same seeds.
     """
     differences = [[value - base for value, base in zip(*both, strict=True)] for both in (pair, other)]
-    found, nothing = paired_difference(*differences), float('nan')
-    row: dict[str, float | str | int] = dict(name=name, runs=len(pair[0]), mean=nothing, std=nothing)
-    row.update(against='difference of differences', difference=found.mean, standard_error=found.error)
-    row.update(low=found.low, high=found.high, p=found.p)
-    return row
+    row = _row(name, differences[0], 'difference of differences', paired_difference(*differences))
+    return dict(row, mean=NAN, std=NAN)
 
 
 def as_table(rows: Sequence[dict[str, float | str | int]]) -> str:
     """Return a Markdown table; what is not a number is a dash."""
-    header = '| | runs | mean | std | against | difference | 95 % interval | p |'
-    lines = [header, '|---' * 8 + '|']
+    lines = ['| | runs | mean | std | against | difference | 95 % interval | p |', '|---' * 8 + '|']
     for row in rows:
-        numbers = {k: '-' if isinstance(v, float) and np.isnan(v) else v for k, v in row.items()}
-        shown = {k: f'{v:.3f}' if isinstance(v, float) else v for k, v in numbers.items()}
-        interval = '-' if shown['low'] == '-' else f'{shown["low"]} to {shown["high"]}'
-        cells = [shown[k] for k in ('name', 'runs', 'mean', 'std', 'against', 'difference')]
-        lines.append('| ' + ' | '.join(str(cell) for cell in [*cells, interval, shown['p']]) + ' |')
+        shown = {k: v if not isinstance(v, float) else '-' if np.isnan(v) else f'{v:.3f}' for k, v in row.items()}
+        shown['interval'] = '-' if shown['low'] == '-' else f'{shown["low"]} to {shown["high"]}'
+        keys = ('name', 'runs', 'mean', 'std', 'against', 'difference', 'interval', 'p')
+        lines.append(f'| {" | ".join(str(shown[key]) for key in keys)} |')
     return '\n'.join(lines)
 
 
 def draw_curves_of_runs(groups: dict[str, list[Run]], metric: str, out: Path) -> Path:
     """Draw a metric over the steps: each run thin, the mean of a group thick; return the path."""
-    from mmgate.analysis.figures.style import COLOURS, panels, save
-
     figure, ((axis,),) = panels(1, 1, height=3.2, width=5.0)
     for number, (name, runs) in enumerate(groups.items()):
         colour = COLOURS[number % len(COLOURS)]
@@ -218,8 +204,7 @@ def draw_curves_of_runs(groups: dict[str, list[Run]], metric: str, out: Path) ->
         shared = sorted(set.intersection(*(set(steps) for steps, _ in curves)))
         means = [np.mean([values[steps.index(s)] for steps, values in curves]) for s in shared]
         axis.plot(shared, means, color=colour, marker='o', markersize=3.5, label=f'{name} (n = {len(runs)})')
-    axis.set(xlabel='step (epoch or iteration) of the validation', ylabel=metric)
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.grid(alpha=0.3)
-    figure.legend(loc='outside lower center', ncols=1 if len(groups) < 4 else 2, fontsize=7, frameon=False)
+    axis.set_ylabel(metric)
+    layer_axis(axis, 'step (epoch or iteration) of the validation')
+    legend(figure, axis.get_legend_handles_labels()[0], columns=1 if len(groups) < 4 else 2)
     return save(figure, out)
