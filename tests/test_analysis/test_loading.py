@@ -98,16 +98,24 @@ def test_a_window_that_slides_is_not_taken_for_the_image(root: Path, tmp_path: P
     assert tables[0] == tables[1]
 
 
-def test_random_flips_are_left_out(root: Path, tmp_path: Path) -> None:
+def test_images_are_not_flipped_and_true_boxes_lie_on_them(root: Path, tmp_path: Path) -> None:
+    """Whether a pipeline loads annotations before the resize or after it, boxes are in pixels of the file."""
     cfg = Config.fromfile(str(root / 'detr.py'))
     pipeline = cfg.val_dataloader.dataset.pipeline
-    pipeline.insert(len(pipeline) - 1, dict(type='RandomFlip', prob=1.0))
-    cfg.dump(str(tmp_path / 'flips.py'))
-    args = parser('').parse_args([str(tmp_path / 'flips.py'), UNTRAINED, '--out', str(tmp_path), '--max-images', '1'])
-    (loaded,) = load_models(args, ['locations'], 'This')
-    (batch,) = loaded.inputs(args)
-    assert not batch['data_samples'][0].get('flip')
-    pipeline[:] = [dict(type='LoadImageFromFile'), dict(type='TestTimeAug', transforms=[[dict(type='PackDetInputs')]])]
+    read, resize, annotations, pack = pipeline
+    truths = []
+    for steps in ([read, resize, annotations], [read, annotations, resize, dict(type='RandomFlip', prob=1.0)]):
+        pipeline[:] = [*steps, pack]
+        cfg.dump(str(tmp_path / 'flips.py'))
+        command = [str(tmp_path / 'flips.py'), UNTRAINED, '--out', str(tmp_path), '--max-images', '1']
+        args = parser('').parse_args(command)
+        (loaded,) = load_models(args, ['locations'], 'This')
+        (batch,) = loaded.inputs(args)
+        (sample,) = batch['data_samples']
+        truths.append(sample.gt_instances.bboxes)
+        assert not sample.get('flip') and sample.scale_factor == (2.0, 2.0)
+    assert truths[0].tolist() == truths[1].tolist() and 0 < len(truths[0]) and truths[0].max() <= 64
+    pipeline[:] = [read, dict(type='TestTimeAug', transforms=[[pack]])]
     cfg.dump(str(tmp_path / 'flips.py'))
     (loaded,) = load_models(args, ['locations'], 'This')
     with pytest.raises(ConfigError, match='several images of each'):
@@ -115,44 +123,35 @@ def test_random_flips_are_left_out(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ('options', 'message'),
-    [
-        (['--out', 'file'], 'nothing can be written to file'),
-        (['--device', 'tpu'], '--device tpu: give cpu or cuda'),
-        (['--device', 'meta'], '--device meta: give cpu or cuda'),
-        (['--max-images', '0'], '0: give 1 or more'),
-        (['--images', 'nowhere'], 'nowhere is no image, no folder with images'),
-    ],
-    ids=lambda x: x[-1] if isinstance(x, list) else '',
-)
-def test_refused_before_any_work(
-    options: list[str], message: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path('file').write_text('')
-    try:
-        code: Any = cli.main(tool('plot_gates').main, [str(root / 'detr.py'), UNTRAINED, '--out', 'out', *options])
-    except SystemExit as error:  # argparse's own
-        code = error.code
-    assert code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ('name', 'options', 'message'),
     [
+        ('plot_gates', ['--out', 'file'], 'nothing can be written to file'),
+        ('plot_gates', ['--device', 'tpu'], '--device tpu: give cpu or cuda'),
+        ('plot_gates', ['--device', 'meta'], '--device meta: give cpu or cuda'),
+        ('plot_gates', ['--max-images', '0'], '0: give 1 or more'),
+        ('plot_gates', ['--images', 'nowhere'], 'nowhere is no image, no folder with images'),
         ('plot_sampling_points', ['--top-k', '0'], '0: give 1 or more'),
         ('plot_sampling_points', ['--pixel', '3', '3', '--part', 'decoder'], 'chooses a query of the encoder'),
         ('plot_sampling_points', ['--pixel', '64', '3'], 'the pixel (64, 3) lies outside of the image of 64 x 64'),
         ('plot_rollout', ['--top-k', '-1'], '-1: give 1 or more'),
         ('plot_agents', ['--agents', '0'], '0: give 1 or more'),
     ],
+    ids=lambda x: ' '.join(x) if isinstance(x, list) else '',
 )
-def test_refused_by_one_tool(
-    name: str, options: list[str], message: str, root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_refused_in_one_message(
+    name: str,
+    options: list[str],
+    message: str,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path('file').write_text('')
     try:
-        code: Any = draw(name, root, tmp_path, '--max-images', '1', *options)
-    except SystemExit as error:
+        code: Any = cli.main(tool(name).main, [str(root / 'detr.py'), UNTRAINED, '--out', 'out', *options])
+    except SystemExit as error:  # argparse's own
         code = error.code
     assert code == 2 and message in capsys.readouterr().err
 

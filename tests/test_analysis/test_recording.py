@@ -178,7 +178,8 @@ def test_running_statistics_are_numpys() -> None:
 
 
 def test_kept_is_a_copy() -> None:
-    kept, x = Kept(), torch.ones(2)
-    kept.add(x)
+    kept, doubled, x = Kept(), Kept(lambda x: 2 * x), torch.ones(2)
+    for each in (kept, doubled):
+        each.add(x)
     x.zero_()
-    assert kept.tensors[0].tolist() == [1, 1]
+    assert kept.tensors[0].tolist() == [1, 1] and doubled.last.tolist() == [2, 2]

@@ -174,40 +174,32 @@ def test_scores_hide_no_better_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     cv2.imwrite(str(tmp_path / 'image.png'), np.zeros((100, 100, 3), np.uint8))
     boxes, scores = torch.tensor([[20.0, 20.0, 80.0, 80.0]]).repeat(5, 1), torch.tensor([0.5, 0.9, 0.6, 0.7, 0.8])
     sample = DetDataSample(metainfo=dict(img_path=str(tmp_path / 'image.png'), ori_shape=(100, 100)))
-    sample.pred_instances = InstanceData(bboxes=boxes, scores=scores)
+    sample.pred_instances = InstanceData(bboxes=boxes, scores=scores, labels=torch.zeros(5, dtype=torch.long))
     rng = np.random.default_rng(0)
     points = SamplingPoints('layer', rng.uniform(40, 60, (1, 2, 1, 4, 2)), np.ones((1, 2, 1, 4)),
                             np.array([[50.0, 50.0]]), np.array([0]), [0], is_encoder=False)  # fmt: skip
     figures: list[Any] = []
     monkeypatch.setattr(sampling_figure, 'save', lambda figure, path: figures.append(figure))
-    sampling_figure.draw_sampling([('model', points, sample)], tmp_path / 'out.png')
+    sampling_figure.draw_sampling([('model', points, sample)], tmp_path / 'out.png', classes=[['cat']])
     texts = figures[0].axes[0].texts
-    assert sorted(text.get_text() for text in texts) == ['0.60', '0.70', '0.80', '0.90']
+    assert sorted(text.get_text() for text in texts) == [f'cat 0.{score}0' for score in (6, 7, 8, 9)]
     extents = [text.get_window_extent() for text in texts]
     assert not any(a.overlaps(b) for i, a in enumerate(extents) for b in extents[:i])
 
 
-def test_tool_draws_two_models(demo: str, tmp_path: Path) -> None:
-    arguments = [demo, UNTRAINED, '--against', demo, UNTRAINED, '--max-images', '1', '--out', str(tmp_path)]
-    assert cli.main(tool('plot_sampling_points').main, arguments) == 0
-    assert [path.suffix for path in sorted(tmp_path.iterdir())] == ['.csv', '.png']
+def test_tool_draws_one_level_of_a_decoder_and_the_density(demo: str, tmp_path: Path, capsys: Any) -> None:
+    def draw(*options: str) -> int:
+        arguments = [demo, UNTRAINED, '--max-images', '1', '--out', str(tmp_path), *options]
+        return cli.main(tool('plot_sampling_points').main, arguments)
 
-
-def test_tool_draws_one_level_of_a_decoder_and_the_density(demo: str, tmp_path: Path) -> None:
-    arguments = [demo, UNTRAINED, '--max-images', '2', '--out', str(tmp_path)]
-    assert cli.main(tool('plot_sampling_points').main, [*arguments, '--level', '1']) == 0
+    assert draw('--level', '1', '--queries', '5', '2') == 0
     rows = [row for path in tmp_path.glob('*.csv') for row in csv.DictReader(path.open())]
-    assert {row['level'] for row in rows} == {'1'} and len(rows) == 2 * 3 * 8 * 4
-    assert cli.main(tool('plot_sampling_points').main, [*arguments, '--density']) == 0
+    assert {row['level'] for row in rows} == {'1'} and len(rows) == 2 * 8 * 4
+    assert {row['query'] for row in rows} == {'5', '2'}
+    assert draw('--density') == 0
     rows = list(csv.DictReader((tmp_path / 'sampling_density.csv').open()))
-    assert (tmp_path / 'sampling_density.png').stat().st_size > 5_000
     assert 0 < np.mean([float(row['density']) for row in rows]) < 1.1
-    assert cli.main(tool('plot_sampling_points').main, [*arguments, '--level', '9']) == 2
-
-
-def test_tool_refuses_a_layer_that_is_not_there(demo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [demo, UNTRAINED, '--max-images', '1', '--layer', '5', '--out', str(tmp_path)]
-    assert cli.main(tool('plot_sampling_points').main, arguments) == 2
+    assert draw('--level', '9') == draw('--layer', '5') == 2
     assert '--layer 5: the decoder has 2 layers' in capsys.readouterr().err
 
 

@@ -24,6 +24,7 @@ def main(argv: list[str]) -> None:
     options.add_argument('--part', choices=['decoder', 'encoder'], help='default: the decoder, if there is one')
     options.add_argument('--layer', type=int, default=-1, help='of that part (default: the last)')
     options.add_argument('--top-k', type=positive, default=3, help='queries with the best scores (decoder)')
+    options.add_argument('--queries', type=int, nargs='+', help='their numbers, in the place of the best (decoder)')
     middle = 'encoder: pixel of the image (default: its middle)'
     options.add_argument('--pixel', type=float, nargs=2, metavar=('X', 'Y'), help=middle)
     level = 'decoder: the points of this level alone; encoder: level of the query (default 0); 0 is the finest'
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> None:
         raise ConfigError('--density is of the finest level; leave --level away.')
     shown: Shown = {}
     classes = {}
-    chosen = dict(part=args.part, layer=args.layer, top_k=args.top_k, pixel=args.pixel, level=args.level)
+    chosen = {name: getattr(args, name) for name in ('part', 'layer', 'top_k', 'queries', 'pixel', 'level')}
     for loaded in load_models(args, ['locations'], 'A picture of sampling points', whole=True):
         classes[loaded.name] = loaded.classes()
         for batch in loaded.inputs(args):

@@ -141,6 +141,7 @@ def chosen_points(
     part: str | None = None,
     layer: int = -1,
     top_k: int = 3,
+    queries: Sequence[int] | None = None,
     pixel: Any = None,
     level: int | None = None,
 ) -> SamplingPoints:
@@ -153,6 +154,7 @@ def chosen_points(
         part: ``'decoder'`` or ``'encoder'``; by default the decoder, if there is one and no pixel is given.
         layer: Of that part.
         top_k: How many queries of a decoder.
+        queries: Their numbers, in the place of the best.
         pixel: ``(x, y)`` on the image on disk (default: its middle).
         level: Of a decoder the points of this level alone, of an encoder the level of the query.
 
@@ -171,7 +173,7 @@ def chosen_points(
         return sampling_points(layers, path, sample, [query_at(layers, path, sample, pixel, level or 0)], image)
     if pixel:
         raise ConfigError('--pixel chooses a query of the encoder; give --part encoder.')
-    return sampling_points(layers, path, sample, best_queries(layers, image, top_k), image, level)
+    return sampling_points(layers, path, sample, queries or best_queries(layers, image, top_k), image, level)
 
 
 def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: int = 96) -> np.ndarray | None:

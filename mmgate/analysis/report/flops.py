@@ -7,7 +7,7 @@ that is elementwise, and the resizing of maps do not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ PROPOSALS = 1000  # what a two-stage detector's box heads see, as mmdet's own co
 MASKS = 100  # and its mask heads
 
 Shape = tuple[int, ...]
+Override = tuple[nn.Module, str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -55,24 +56,27 @@ def count_macs(model: nn.Module, *inputs: Any, run: Callable[..., Any] | None = 
     modes = [(module, module.training) for module in model.modules()]
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     counter = FlopCounterMode(display=False, custom_mapping=RULES)
+    # torch's attention has a fused operator that hides the products; torch 2.1 and 2.2 cannot be kept from it
+    fast: Any = getattr(torch.backends, 'mha', None)
+    fast = fast if fast is not None and fast.get_fastpath_enabled() else None
+    called = [(model, 'forward', run)] if run is not None else []  # through the model: the counter knows modules' names
     try:
         model.eval()
         model.requires_grad_(False)  # the counter hooks what requires a gradient, even where none is taken
-        if run is not None:
-            model.forward = run  # called through the model, so that the counter knows the modules' names
-        with torch.no_grad(), _without_fastpath(), _unresized_biases(model), counter:
+        if fast:
+            fast.set_fastpath_enabled(False)
+        with torch.no_grad(), _overridden([*called, *_unresized_biases(model)]), counter:
             model(*inputs)
     finally:
-        model.__dict__.pop('forward', None)
+        if fast:
+            fast.set_fastpath_enabled(True)
         for parameter in trainable:
             parameter.requires_grad_()
         for module, training in modes:
             module.training = training
     counts = {name: sum(by_op.values()) // 2 for name, by_op in counter.get_flop_counts().items()}
-    by_module = {
-        name: _of(module, f'{type(model).__name__}.{name}', counts) for name, module in model.named_children()
-    }  # fmt: skip
-    total = counter.get_total_flops() // 2
+    prefix, total = type(model).__name__, counter.get_total_flops() // 2
+    by_module = {name: _of(module, f'{prefix}.{name}', counts) for name, module in model.named_children()}
     rest = total - sum(by_module.values())
     return Complexity(sum(p.numel() for p in trainable), total, {**by_module, **({'itself': rest} if rest > 0 else {})})
 
@@ -111,7 +115,7 @@ def _count(model: Any, image: Tensor) -> Complexity:
     sample = empty_sample(segments, (image.shape[2], image.shape[3]))
     if segments:
         return count_macs(model, image, [sample.metainfo], run=model.encode_decode)
-    with _fixed_proposals(model, image):
+    with _overridden(_fixed_proposals(model, image)):
         return count_macs(model, image, [sample])
 
 
@@ -126,67 +130,46 @@ def empty_sample(segments: bool, size: tuple[int, int]) -> Any:
 
 
 @contextmanager
-def _without_fastpath() -> Iterator[None]:
-    """Keep torch's attention from its fused operator, which hides the products; torch 2.1 and 2.2 cannot be kept."""
-    switch: Any = getattr(torch.backends, 'mha', None)
-    if switch is None or not switch.get_fastpath_enabled():
-        yield
-        return
-    switch.set_fastpath_enabled(False)
+def _overridden(methods: Sequence[Override]) -> Iterator[None]:
+    """Let modules have other methods than their classes'."""
     try:
+        for module, name, function in methods:
+            setattr(module, name, function)
         yield
     finally:
-        switch.set_fastpath_enabled(True)
+        for module, name, _ in methods:
+            module.__dict__.pop(name, None)
 
 
-@contextmanager
-def _unresized_biases(model: nn.Module) -> Iterator[None]:
-    """Give agent attention its biases without the resize, an interpolation that our layer does as a product."""
-    agents = [module for module in model.modules() if isinstance(module, AgentAttention)]
-    layers = [layer for layer in agents if layer.an_bias is not None]
+def _unresized_biases(model: nn.Module) -> list[Override]:
+    """Return agent attention's biases without the resize, an interpolation that our layer does as a product."""
 
-    def biases(layer: AgentAttention, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    def biases(layer: Any, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         tokens = layer.class_tokens + hw_shape[0] * hw_shape[1]
         bias = layer.an_bias.new_zeros(1, layer.num_heads, layer.grid**2, tokens)
         return bias, bias.transpose(2, 3)
 
-    for layer in layers:
-        layer.biases = partial(biases, layer)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.biases
+    agents = [module for module in model.modules() if isinstance(module, AgentAttention)]
+    return [(layer, 'biases', partial(biases, layer)) for layer in agents if layer.an_bias is not None]
 
 
-@contextmanager
-def _fixed_proposals(model: Any, image: Tensor) -> Iterator[None]:
-    """Let the RPN of a two-stage detector return fixed proposals, and RoIAlign, which has no meta kernel, zeros."""
-    head = getattr(model, 'rpn_head', None)
-    if head is None or not hasattr(model, 'roi_head'):
-        yield
-        return
+def _fixed_proposals(model: Any, image: Tensor) -> list[Override]:
+    """Return fixed proposals of a two-stage detector's RPN, and zeros of RoIAlign, which has no meta kernel."""
+    head, second = getattr(model, 'rpn_head', None), getattr(model, 'roi_head', None)
+    if head is None or second is None:
+        return []
     boxes = image.new_tensor([0, 0, image.shape[3], image.shape[2]]).repeat(PROPOSALS, 1)
 
     def predict(features: tuple[Tensor, ...], *_: Any, **__: Any) -> list[InstanceData]:
         head(features)
-        labels = boxes[:, 0].long()
-        return [InstanceData(bboxes=boxes, scores=boxes[:, 0], labels=labels)]
+        return [InstanceData(bboxes=boxes, scores=boxes[:, 0], labels=boxes[:, 0].long())]
 
-    head.predict = predict
-    extractors = [module for module in model.roi_head.modules() if hasattr(module, 'roi_layers')]
-    for extractor in extractors:
-        extractor.forward = partial(_pooled, extractor)
-    masks = getattr(model.roi_head, 'mask_head', None) or []
-    masks = [masks] if not isinstance(masks, (list, nn.ModuleList)) else list(masks)
-    for mask_head in masks:
-        mask_head.forward = partial(_first_masks, mask_head)
-    try:
-        yield
-    finally:
-        for module in (head, *extractors, *masks):
-            module.__dict__.pop('predict', None)
-            module.__dict__.pop('forward', None)
+    masks = getattr(second, 'mask_head', None) or []
+    masks = masks if isinstance(masks, (list, nn.ModuleList)) else [masks]
+    extractors = [module for module in second.modules() if hasattr(module, 'roi_layers')]
+    overrides: list[Override] = [(head, 'predict', predict)]
+    overrides += [(extractor, 'forward', partial(_pooled, extractor)) for extractor in extractors]
+    return overrides + [(mask_head, 'forward', partial(_first_masks, mask_head)) for mask_head in masks]
 
 
 def _pooled(extractor: Any, features: tuple[Tensor, ...], rois: Tensor, *_: Any) -> Tensor:

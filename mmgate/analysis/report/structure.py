@@ -37,10 +37,13 @@ def build_structure(cfg: Config) -> nn.Module:
     if missing:
         raise ConfigError(f'the model of {cfg.filename} needs {", ".join(missing)}, which is not installed.')
     init_default_scope(cfg.get('default_scope') or 'mmdet')
-    apart = _apart(cfg.model)
-    model = {**cfg.model, **apart}
+    model = {**cfg.model, **_apart(cfg.model)}
     try:
-        return _build(model)
+        try:
+            with _EmptyOnMeta():
+                return MODELS.build(deepcopy(model))  # hosts write into the config that they build from
+        except (RuntimeError, TypeError):  # the model computes with its weights
+            return MODELS.build(deepcopy(model))
     except (AssertionError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f'the model of {cfg.filename} cannot be built: {type(error).__name__}: {error}') from error
 
@@ -95,14 +98,6 @@ def _apart(model: Mapping[str, Any]) -> dict[str, Any]:
     if 'num_cp' in (model.get('encoder') or {}):
         apart['encoder'] = {**model['encoder'], 'num_cp': 0}
     return apart
-
-
-def _build(model: dict[str, Any]) -> nn.Module:
-    try:
-        with _EmptyOnMeta():
-            return MODELS.build(deepcopy(model))  # hosts write into the config that they build from
-    except (RuntimeError, TypeError):  # the model computes with its weights
-        return MODELS.build(deepcopy(model))
 
 
 @MMGATE_MODELS.register_module()
