@@ -114,7 +114,7 @@ def test_images_are_not_flipped_and_true_boxes_lie_on_them(root: Path, tmp_path:
         (sample,) = batch['data_samples']
         truths.append(sample.gt_instances.bboxes)
         assert not sample.get('flip') and sample.scale_factor == (2.0, 2.0)
-    assert truths[0].tolist() == truths[1].tolist() and 0 < len(truths[0]) and truths[0].max() <= 64
+    assert truths[0].tolist() == truths[1].tolist() and len(truths[0]) and truths[0].max() <= 64
     pipeline[:] = [read, dict(type='TestTimeAug', transforms=[[pack]])]
     cfg.dump(str(tmp_path / 'flips.py'))
     (loaded,) = load_models(args, ['locations'], 'This')

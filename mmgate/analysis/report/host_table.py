@@ -49,12 +49,15 @@ class Host:
     refusals: dict[str, str] = field(default_factory=dict)
 
 
-def zoo(package: str) -> Iterator[str]:
-    """Yield one config of every architecture and family of backbones in the zoo of ``package``."""
+def configs_of(package: str) -> Path:
+    """Return the folder of a package's configs, which need not be there."""
     spec = find_spec(package)
-    if spec is None or spec.origin is None:
-        return
-    root = Path(spec.origin).parent / '.mim/configs'
+    return Path((spec and spec.origin) or '').parent / '.mim/configs'
+
+
+def zoo(package: str) -> Iterator[str]:
+    """Yield one config of every architecture and family of backbones in the zoo of ``package``; none without it."""
+    root = configs_of(package)
     seen: set[tuple[str, ...]] = set()
     # short names first: they are the plain configs
     for path in sorted(root.glob('*/*.py'), key=lambda path: (path.parent.name, len(path.name), path.name)):
@@ -72,9 +75,7 @@ def hosts_in(package: str, config: str) -> list[Host]:
     Raises:
         ConfigError: The config's model cannot be built here.
     """
-    spec = find_spec(package)
-    assert spec is not None and spec.origin is not None
-    root = Path(spec.origin).parent / '.mim/configs'
+    root = configs_of(package)
     try:
         cfg = Config.fromfile(root / config)
         if 'model' not in cfg:
@@ -92,10 +93,8 @@ def hosts_in(package: str, config: str) -> list[Host]:
         host.count += 1
         module = model.get_submodule(attention.path)
         for gate in gates_for(module):
-            adapter = adapter_for(gate, module)
-            assert adapter is not None
             try:
-                adapter(gate, deepcopy(module))
+                adapter_for(gate, module)(gate, deepcopy(module))  # type: ignore[misc]
             except ValueError as error:
                 host.refusals[gate.__name__] = str(error)
                 continue
