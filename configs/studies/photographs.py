@@ -7,7 +7,4 @@ runs = dict(
     gated='configs/studies/photographs/gated.py')
 seeds = [0]
 metric = 'coco/bbox_mAP'
-options = {
-    'load_from': 'work_dirs/finetune_detr_start/vanilla/seed0/epoch_12.pth',
-    'model.backbone.base_channels': 32,
-    'model.neck.in_channels': [64, 128, 256]}
+options = {'load_from': 'work_dirs/finetune_detr_start/vanilla/seed0/epoch_12.pth'}

@@ -3,8 +3,11 @@ _base_ = '../finetune_detr/vanilla.py'
 
 data_root = '../shared/data/coco_sample/'
 metainfo = dict(classes=('person', 'truck', 'horse', 'sports ball'))
-model = dict(bbox_head=dict(num_classes=4))
-data = dict(
+model = dict(
+    backbone=dict(base_channels=32),
+    neck=dict(in_channels=[64, 128, 256]),
+    bbox_head=dict(num_classes=4))
+photographs = dict(
     data_root=data_root,
     metainfo=metainfo,
     ann_file='annotations/instances_val2017.json',
@@ -31,8 +34,8 @@ train_dataloader = dict(
     batch_size=2,
     batch_sampler=None,
     sampler=dict(type='InfiniteSampler'),
-    dataset=dict(**data, pipeline=train_pipeline))
-val_dataloader = dict(batch_size=1, dataset=dict(**data, pipeline=test_pipeline))
+    dataset=dict(**photographs, pipeline=train_pipeline))
+val_dataloader = dict(batch_size=1, dataset=dict(**photographs, pipeline=test_pipeline))
 test_dataloader = val_dataloader
 val_evaluator = dict(ann_file=data_root + 'annotations/instances_val2017.json')
 test_evaluator = val_evaluator
