@@ -53,7 +53,7 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
     Raises:
         ConfigError: There is no self-attention over the image.
     """
-    placed = [(maps, shape) for _, maps, shape in placed_maps(recording) if shape is not None]
+    placed: list[tuple[Tensor, Any]] = [(maps, shape) for _, maps, shape in placed_maps(recording) if shape is not None]
     if placed:
         relevance = torch.full(placed[-1][1][:2], 1.0)
         for weights, geometry in reversed(placed):

@@ -114,7 +114,7 @@ def sampling_points(
     queries, count = np.asarray(queries), readings['locations'].shape[1]
     if queries.size and queries.max() >= count:
         raise ConfigError(f'query {queries.max()} does not exist in {path}, which has {count}.')
-    levels = range(readings['locations'].shape[3])
+    levels: Sequence[int] = range(readings['locations'].shape[3])
     if level is not None:
         _check_level(level, len(levels))
         levels = [level]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from mmengine.config import Config
@@ -144,7 +145,9 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
 
 def _row(name: str, values: Sequence[float], against: str, found: Difference) -> dict[str, float | str | int]:
     mean, spread = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else NAN
-    row = dict(name=name, runs=len(values), mean=mean, std=spread, against=against, difference=found.mean)
+    row: dict[str, Any] = dict(
+        name=name, runs=len(values), mean=mean, std=spread, against=against, difference=found.mean
+    )
     return dict(row, standard_error=found.error, low=found.low, high=found.high, p=found.p)
 
 
