@@ -24,7 +24,7 @@ HOOKS = Registry(
     parent=MMENGINE_HOOKS,
     scope='mmgate',
     locations=[
-        'mmgate.analysis.gate_hooks',
+        'mmgate.analysis.hooks',
         'mmgate.engine.choices_hook',
         'mmgate.speed.hooks',
         'mmgate.train.data_check_hook',

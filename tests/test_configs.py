@@ -21,7 +21,7 @@ from mmengine.registry import MODELS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate._environment import available
-from mmgate.analysis.structure import build_structure
+from mmgate.analysis.report.structure import build_structure
 from mmgate.backbones.presets import OF_THE_ATTENTION
 from mmgate.train.decay import undecayed
 
@@ -130,7 +130,7 @@ def test_every_config_builds_from_another_project(installed: Path, tmp_path: Pat
     script.write_text(
         'import sys, mmgate\n'
         'from mmengine.config import Config\n'
-        'from mmgate.analysis.structure import build_structure\n'
+        'from mmgate.analysis.report.structure import build_structure\n'
         f'assert mmgate.__file__.startswith({str(installed)!r}), mmgate.__file__\n'
         'for number, name in enumerate(sys.argv[1:]):\n'
         '    path = f"child_{number}.py"\n'

@@ -14,7 +14,7 @@ from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
-from mmgate.analysis.structure import build_structure
+from mmgate.analysis.report.structure import build_structure
 
 CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if not {'_base_', 'studies'} & set(path.parts))
 ONE, THREE = dict(epochs=12, drops=[8, 11]), dict(epochs=36, drops=[27, 33])

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.maps import pixel_centres
+from mmgate.analysis.probes.measures import pixel_centres
 from mmgate.layers import DifferentialGatedAttention, GatingModulation, SDPAGatedAttention
 from mmgate.ops import ms_deform_attn, plug_attention
 

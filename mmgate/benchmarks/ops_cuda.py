@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmgate.analysis.maps import pixel_centres
+from mmgate.analysis.probes.measures import pixel_centres
 from mmgate.layers import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.ms_deform_attn import attention_weights, mmcv, offset_locations

@@ -10,7 +10,7 @@ import torch
 from mmengine.config import DictAction
 from mmengine.logging import print_log
 
-from mmgate.analysis.subjects import UNTRAINED, Subject, build_subject
+from mmgate.analysis.loading import UNTRAINED, LoadedModel, load_model
 from mmgate.checkpoints.loading import add_trust_option
 from mmgate.errors import ConfigError
 from mmgate.train import cli
@@ -52,9 +52,9 @@ def export(argv: list[str]) -> None:
     if path.suffix != suffix:
         raise ConfigError(f'--out {path}: a file of --format {args.format} ends with {suffix}.')
     exporting.check_writable(path)
-    subject, batches = _subject(args, whole=not args.allow_mismatch)
+    loaded, batches = _load(args, whole=not args.allow_mismatch)
     options = dict(format=args.format, msda=args.msda, fixed_size=args.fixed_size, threshold=args.score_thr)
-    found = exporting.export(subject.model, batches, path, **options)
+    found = exporting.export(loaded.model, batches, path, **options)
     print_log(f'{path} is as PyTorch: {found}', logger='current')
 
 
@@ -94,9 +94,9 @@ def benchmark(argv: list[str]) -> None:
         raise ConfigError('--repetitions and --threads are 1 or more.')
     if args.threads:
         torch.set_num_threads(args.threads)
-    subject, batches = _subject(args)
+    loaded, batches = _load(args)
     options = dict(providers=args.providers, repetitions=args.repetitions, threshold=args.score_thr)
-    rows = list(benchmark_deployment(subject.name, subject.model, batches[0], Path(FOLDER), **options))
+    rows = list(benchmark_deployment(loaded.name, loaded.model, batches[0], Path(FOLDER), **options))
     for row in rows:
         print(f'{row.provider:18} {row.x:14} {row.y_50:9.1f} ms  x {row.ratio_to_peer:.2f}')
     write_csv(rows, out)
@@ -120,15 +120,15 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     add_trust_option(parser)
 
 
-def _subject(args: argparse.Namespace, *, whole: bool = False) -> tuple[Subject, list[dict[str, Any]]]:
+def _load(args: argparse.Namespace, *, whole: bool = False) -> tuple[LoadedModel, list[dict[str, Any]]]:
     """Return the model, and its images as batches of one."""
     if args.max_images < 1:
         raise ConfigError(f'--max-images {args.max_images}: give 1 or more; an export ends with a comparison.')
     cfg = read_config(args.config)
     if args.cfg_options:
         merge_options(cfg, args.cfg_options)
-    subject = build_subject(cfg, args.checkpoint, whole=whole)
-    batches = list(subject.inputs(args))
+    loaded = load_model(cfg, args.checkpoint, whole=whole)
+    batches = list(loaded.inputs(args))
     if not batches:
         raise ConfigError('there is no image to compare on: the data set is empty.')
-    return subject, batches
+    return loaded, batches

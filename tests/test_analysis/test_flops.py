@@ -13,8 +13,8 @@ from mmengine.config import Config
 from mmengine.hub import get_config
 from torch import nn
 
-from mmgate.analysis.flops import count_config, count_macs
-from mmgate.analysis.model_table import HEADER, ROWS, markdown
+from mmgate.analysis.report.flops import count_config, count_macs
+from mmgate.analysis.report.model_table import HEADER, ROWS, markdown
 from mmgate.layers import AgentAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
 from mmgate.train import cli

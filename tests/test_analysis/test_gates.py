@@ -9,17 +9,20 @@ import torch
 from torch import Tensor, nn
 
 import mmgate
-from mmgate.analysis.figures import layer_labels, wrap
-from mmgate.analysis.gates import gate_statistics, mean_map
+from mmgate.analysis.figures.style import layer_labels, wrap
+from mmgate.analysis.probes.gates import gate_statistics, mean_map
 
 HEADS, TOKENS = 2, 6
-# options of the gate, what its map is of, and the map's shape for two layers
-GATES: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
-    'plug': (dict(type='PLuGMultiheadAttention'), 'pairs', (64, 64)),
-    'plug_per_head': (dict(type='PLuGMultiheadAttention', heads='per_head'), 'pairs', (64, 64)),
-    'sdpa': (dict(type='SDPAGatedMultiheadAttention'), 'heads', (2, HEADS)),
-    'sdpa_headwise': (dict(type='SDPAGatedMultiheadAttention', granularity='headwise'), 'heads', (2, HEADS)),
-    'dgsa': (dict(type='DifferentialGatedMultiheadAttention'), 'heads', (2, HEADS)),
+PLUG, SDPA = dict(type='PLuGMultiheadAttention'), dict(type='SDPAGatedMultiheadAttention')
+# options of the gate, what its map is of, the map's shape for two layers, and the gate that changes nothing
+GATES: dict[str, tuple[dict[str, Any], str, tuple[int, int], int | None]] = {
+    'plug': (PLUG, 'pairs', (64, 64), 0),
+    'plug_per_head': (dict(PLUG, heads='per_head'), 'pairs', (64, 64), 0),
+    'plug_without_residual': (dict(PLUG, residual=False, activation='none'), 'pairs', (64, 64), 1),
+    'sdpa': (SDPA, 'heads', (2, HEADS), 1),
+    'sdpa_headwise': (dict(SDPA, granularity='headwise'), 'heads', (2, HEADS), 1),
+    'sdpa_additive': (dict(SDPA, form='additive'), 'heads', (2, HEADS), 0),
+    'dgsa': (dict(type='DifferentialGatedMultiheadAttention'), 'heads', (2, HEADS), None),
 }
 
 
@@ -45,13 +48,14 @@ def gated(options: dict[str, Any]) -> tuple[nn.Module, list[dict[str, Tensor]]]:
 
 @pytest.mark.parametrize('name', GATES)
 def test_maps(name: str) -> None:
-    options, kind, shape = GATES[name]
+    options, kind, shape, unchanged = GATES[name]
     gates = gate_statistics(*gated(options))
     assert [gate.path for gate in gates] == ['layers.0', 'layers.1'] and {gate.kind for gate in gates} == {kind}
     found = mean_map(gates)
     assert found is not None and found[0].shape == shape and found[1] == kind
+    assert {gate.unchanged for gate in gates} == {unchanged}
     if 'plug' in name:
-        assert not found[0].any()  # an identity's
+        assert (found[0] == unchanged).all()  # an identity's
     else:
         expected = [gate.statistics.mean for gate in gates]
         torch.testing.assert_close(

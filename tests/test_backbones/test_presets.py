@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from mmengine.config import Config
 from torch import nn
 
-from mmgate.analysis.structure import build_structure
+from mmgate.analysis.report.structure import build_structure
 from mmgate.layers import AgentAttention, CrossWindowAttention
 from mmgate.layers.base.map import MapAttention
 from mmgate.registry import MODELS

@@ -24,7 +24,7 @@ from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.visformer import Attention as VisformerAttention
 
 from mmgate import swap_attention
-from mmgate.analysis.recording import readable, record
+from mmgate.analysis.probes.recording import readable, record
 from mmgate.hosts import mmpretrain as mmpretrain_adapters
 
 C, HEADS = 32, 4

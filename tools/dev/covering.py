@@ -65,7 +65,7 @@ COVERING: dict[str, tuple[str, ...]] = {
     'paths.py': ('test_swap:not identity and not parameters', f'{SPEED}hooks'),
     'backbones/classifier.py': (f'{BACKBONES}resolutions', f'{BACKBONES}cswin'),
     'swap.py': (*SWAPS, 'test_swap:identity'),
-    'analysis/gate_hooks.py': ('test_analysis/test_sampling', 'test_analysis/test_gates'),
+    'analysis/hooks.py': ('test_analysis/test_sampling', 'test_analysis/test_gates'),
     'checkpoints/allowed.py': (f'{CHECKPOINTS}loading', f'{CHECKPOINTS}guarded_pickle'),
     'checkpoints/download.py': (PUBLISHED, f'{CHECKPOINTS}loading'),
     'checkpoints/guarded_pickle.py': (f'{CHECKPOINTS}guarded_pickle', f'{CHECKPOINTS}loading'),
