@@ -57,13 +57,14 @@ class GateStatisticsHook(Hook):
         if self._silent or not self.every_n_train_iters(runner, self.interval) or runner.rank:
             return
         from mmgate.analysis.accumulators import RunningStatistics
-        from mmgate.analysis.probes import GATES, gate_parameters
+        from mmgate.analysis.probes import GATES
         from mmgate.analysis.recording import readable, record
+        from mmgate.layers.base.init import gate_parameters
 
         model = own_model(runner.model)
         has = readable(model)
         for path in dict.fromkeys(path for name in GATES for path in has.get(name, ())):
-            for parameter in gate_parameters(model.get_submodule(path)):
+            for _, parameter in gate_parameters(model.get_submodule(path)):
                 if parameter.requires_grad:  # the optimizer wrapper clears gradients before a hook sees them
                     self._handles.append(parameter.register_hook(self._squared(path)))
         self._open = record(model, GATES, accumulate=RunningStatistics)

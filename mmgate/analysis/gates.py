@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .accumulators import RunningMean, RunningStatistics
-from .probes import GATES
+from .probes import GATES, gate_of
 from .recording import record
 from .subjects import predict
 
@@ -73,7 +73,11 @@ class _PairGate(_Gate):
 
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
     """Run a model over batches and return every gate that it has, in the order of the layers."""
-    paired = {path for path, module in model.named_modules() if hasattr(getattr(module, 'attn', module), 'gate_q_proj')}
+    paired = {
+        path
+        for path, module in model.named_modules()
+        if getattr(gate_of(module), 'gate_readings', {}).get('gate') == 'pairs'
+    }
     with (
         record(model, GATES, accumulate=_Gate, paths=lambda p: p not in paired) as others,
         record(model, GATES, accumulate=_PairGate, paths=lambda p: p in paired) as pairs,

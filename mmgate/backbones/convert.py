@@ -12,7 +12,6 @@ from mmgate.backbones import AgentCSwin, AgentPVT, AgentSwin
 from mmgate.backbones.cswin_layout import cswin_layout, is_cswin
 from mmgate.backbones.deit import deit_backbone, is_deit
 from mmgate.backbones.fitting import DERIVED, OUTPUT_NORM, misfits
-from mmgate.backbones.presets import OF_THE_ATTENTION
 from mmgate.backbones.pretrained import host_layout
 from mmgate.checkpoints.tensors import State, tensors
 
@@ -41,7 +40,7 @@ def convert(checkpoint: Any) -> State:
     except ValueError as error:
         raise ValueError(_listed([str(error)])) from None
     complete = is_cswin(state) or any(key.endswith('.an_bias') for key in converted)
-    faults = misfits(model, converted, may_miss=() if complete else OF_THE_ATTENTION)
+    faults = misfits(model, converted, may_miss=() if complete else tuple(dict(gate_parameters(model))))
     if faults:
         raise ValueError(_listed(faults))
     for key, value in model.state_dict().items():

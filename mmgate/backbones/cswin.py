@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmgate.backbones.cswin_layout import cswin_layout
 from mmgate.backbones.fitting import fill
-from mmgate.backbones.presets import OF_THE_ATTENTION, preset
+from mmgate.backbones.presets import preset
 from mmgate.checkpoints.tensors import read_checkpoint, tensors
 from mmgate.hosts import adapts
 from mmgate.layers.base.map import MapAttention
@@ -153,7 +153,7 @@ class AgentCSwin(BaseModule):
             source = self.init_cfg['checkpoint']
             with gates_in_place(self):
                 state = cswin_layout(tensors(read_checkpoint(source)), self.state_dict())
-                fill(self, state, source, may_miss=OF_THE_ATTENTION)
+                fill(self, state, source, may_miss=tuple(dict(gate_parameters(self))))
             return
         for module in self.modules():
             if isinstance(module, nn.Linear):

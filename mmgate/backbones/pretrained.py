@@ -10,8 +10,8 @@ from mmdet.models.backbones.swin import swin_converter
 from torch import Tensor, nn
 
 from mmgate.backbones.fitting import DERIVED, fill
-from mmgate.backbones.presets import OF_THE_ATTENTION
 from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
+from mmgate.layers.base.init import gate_parameters
 
 # by what a key starts or ends with: not of a backbone for dense prediction
 _HEADS = ('head.', 'norm.', 'head_dist.')
@@ -41,7 +41,7 @@ def load_pretrained(backbone: nn.Module, init_cfg: Mapping[str, Any]) -> None:
         )
     source = init_cfg['checkpoint']
     state = host_layout(tensors(read_checkpoint(source)))
-    fill(backbone, state, source, may_miss=OF_THE_ATTENTION)
+    fill(backbone, state, source, may_miss=tuple(dict(gate_parameters(backbone))))
 
 
 def host_layout(state: State) -> State:

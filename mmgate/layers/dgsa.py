@@ -40,6 +40,8 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
     """
 
     gate_parameters = ('gate_proj', 'head_norm')
+    undecayed = ('head_norm',)
+    gate_readings = {'gate': 'heads'}
     two_streams = True
 
     def __init__(
@@ -64,6 +66,10 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
         """Start the gate's projection as torch does and the norm at 1."""
         self.gate_proj.reset_parameters()
         nn.init.ones_(self.head_norm.get_parameter('weight'))
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return the weight of the excitatory attention of every token and head, ``(B, H, N, 1)``."""
+        return self._gate(inputs[0])
 
     def _gate(self, query_input: Tensor) -> Tensor:
         return self.gate_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)

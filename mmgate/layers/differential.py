@@ -43,6 +43,7 @@ class DifferentialAttention(GateInit, DenseAttention):
     """
 
     gate_parameters = (*LAMBDAS, 'head_norm')
+    undecayed = ('head_norm',)
     two_streams = True
     lambda_q1: nn.Parameter | None
     lambda_k1: nn.Parameter | None

@@ -46,6 +46,8 @@ class PLuGAttention(GateInit, DenseAttention):
     """
 
     gate_parameters = ('gate_q_proj', 'gate_k_proj', 'gml')
+    undecayed = ('gml',)
+    gate_readings = {'gate': 'pairs'}
 
     def __init__(
         self,
@@ -90,6 +92,11 @@ class PLuGAttention(GateInit, DenseAttention):
         pairs = zip((self.gate_q_proj, self.gate_k_proj), inputs[:2], strict=True)
         gate_q, gate_k = (proj(x).unflatten(-1, (self.gate_heads, -1)).transpose(1, 2) for proj, x in pairs)
         return gate_q, gate_k
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return the gate of every query and key, ``(B, H|1, N, M)``."""
+        query, key = self.gates((inputs[0], inputs[1], inputs[1]))
+        return self.gml(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None

@@ -65,6 +65,7 @@ class SDPAGatedAttention(GateInit, DenseAttention):
     """
 
     gate_parameters = ('gate_weight', 'gate_bias')
+    gate_readings = {'gate': 'heads'}
 
     def __init__(
         self,
@@ -121,6 +122,12 @@ class SDPAGatedAttention(GateInit, DenseAttention):
         if weight is not None and weight.dim() == 1 and weight.numel() == self.gate_weight.numel():  # of mmgate 0.1
             state_dict[f'{prefix}gate_weight'] = weight.view_as(self.gate_weight)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return the gate of every token, ``(B, H|1, N|M, d|1)``."""
+        query, key, value = inputs
+        neutral = query.new_full((), 1.0 if self.form == 'multiplicative' else 0.0)
+        return self._gated(neutral, (query, key, value))
 
     def _gated(self, heads: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Gate ``(B, H, N, d)`` by the input that belongs to the position."""

@@ -37,6 +37,7 @@ class LinearAttention(GateInit, MapAttention):
     """
 
     gate_parameters: tuple[str, ...] = ('dwc', 'position_encoding')
+    undecayed: tuple[str, ...] = ('position_encoding',)
     takes_class_token = True
 
     def __init__(

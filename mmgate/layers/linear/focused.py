@@ -34,6 +34,7 @@ class FocusedLinearAttention(LinearAttention):
     """
 
     gate_parameters = (*LinearAttention.gate_parameters, 'focus_scale')
+    undecayed = (*LinearAttention.undecayed, 'focus_scale')
 
     def __init__(
         self,

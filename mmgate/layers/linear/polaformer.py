@@ -39,6 +39,8 @@ class PolaFormerAttention(LinearAttention):
     """
 
     gate_parameters = (*LinearAttention.gate_parameters, 'focus_scale', 'power', 'gate_out')
+    undecayed = (*LinearAttention.undecayed, 'focus_scale', 'power')
+    gate_readings = {'gate_out': 'channels'}
 
     def __init__(
         self,
@@ -66,6 +68,10 @@ class PolaFormerAttention(LinearAttention):
         nn.init.zeros_(self.focus_scale)
         nn.init.zeros_(self.power)
         start_linear(self.gate_out)
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return the gate of the output, ``(B, N, C)``."""
+        return self.gate_out(inputs[0])
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend by both polarities in every head."""

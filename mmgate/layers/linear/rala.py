@@ -36,6 +36,7 @@ class RALAAttention(LinearAttention):
     """
 
     gate_parameters = (*LinearAttention.gate_parameters, 'gate_out')
+    gate_readings = {'gate_out': 'channels'}
 
     def __init__(
         self, embed_dims: int, num_heads: int, *, dwc: int = 5, class_token: bool = False, **kwargs: Any
@@ -48,6 +49,10 @@ class RALAAttention(LinearAttention):
         """Start the convolution and the gate anew."""
         super().reset_gate()
         start_linear(self.gate_out)
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return the gate of the output, ``(B, N, C)``."""
+        return self.gate_out(inputs[0])
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head; the denominator, which has to stay positive, is not rotated."""
