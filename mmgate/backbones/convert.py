@@ -14,6 +14,7 @@ from mmgate.backbones.deit import deit_backbone, is_deit
 from mmgate.backbones.fitting import DERIVED, OUTPUT_NORM, misfits
 from mmgate.backbones.pretrained import host_layout
 from mmgate.checkpoints.tensors import State, tensors
+from mmgate.layers.base.init import gate_parameters
 
 
 def convert(checkpoint: Any) -> State:

@@ -14,6 +14,7 @@ from mmgate.backbones.fitting import fill
 from mmgate.backbones.presets import preset
 from mmgate.checkpoints.tensors import read_checkpoint, tensors
 from mmgate.hosts import adapts
+from mmgate.layers.base.init import gate_parameters
 from mmgate.layers.base.map import MapAttention
 from mmgate.layers.cross_window import CrossWindowAttention
 from mmgate.registry import MODELS

@@ -13,11 +13,11 @@ from mmseg.models.backbones.swin import ShiftWindowMSA, WindowMSA
 from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroupedSelfAttention
 from torch import Tensor
 
-from mmgate.hosts.core import attend_in_host, gate_alone
+from mmgate.hosts.core import attend_in_host, check_scale, gated_copy
 from mmgate.hosts.reduced import adapt_reduced
-from mmgate.hosts.swin import adapt_swin
+from mmgate.hosts.swin import adapt_swin, attend_over_map
 from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.dense import GatedMultiheadAttention
 from mmgate.layers.base.map import MapAttention
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
@@ -27,17 +27,7 @@ adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 class GatedBEiTAttention(BEiTAttention):
     """Drop-in for ``BEiTAttention`` that holds a gate; the relative position bias is added after it."""
 
-    def __init__(self, gate: DenseAttention, host: BEiTAttention) -> None:
-        super().__init__(
-            host.embed_dims,
-            host.num_heads,
-            host.window_size,
-            bias=host.bias,
-            attn_drop_rate=host.attn_drop.p,
-            proj_drop_rate=host.proj_drop.p,
-            init_cfg=host.init_cfg,
-        )
-        self.gate = gate
+    gate: Any
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over ``(B, N, C)``, class token first."""
@@ -63,23 +53,14 @@ def beit(gate: type[GatedMultiheadAttention], host: BEiTAttention, /, **options:
         ValueError: The host scales its logits otherwise.
     """
     kind = GatedMAEAttention if isinstance(host, MAEAttention) else GatedBEiTAttention
-    return kind(_gate_for(gate, host, **options), host)
+    check_scale(gate, host)
+    return gated_copy(kind, host, gate, host.embed_dims, host.num_heads, host.attn_drop.p, **options)
 
 
 class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
     """Drop-in for Twins' ``LocallyGroupedSelfAttention`` that holds a gate."""
 
-    def __init__(self, gate: DenseAttention, host: LocallyGroupedSelfAttention) -> None:
-        super().__init__(
-            host.embed_dims,
-            host.num_heads,
-            qkv_bias=host.qkv.bias is not None,
-            attn_drop_rate=host.attn_drop.p,
-            proj_drop_rate=host.proj_drop.p,
-            window_size=host.window_size,
-            init_cfg=host.init_cfg,
-        )
-        self.gate = gate
+    gate: Any
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend within windows of a map of tokens ``(B, H W, C)``."""
@@ -117,24 +98,12 @@ def locally_grouped(
     Raises:
         ValueError: The host scales its logits otherwise.
     """
-    return GatedLocallyGroupedSelfAttention(_gate_for(gate, host, **options), host)
+    check_scale(gate, host)
+    sizes = (host.embed_dims, host.num_heads, host.attn_drop.p)
+    return gated_copy(GatedLocallyGroupedSelfAttention, host, gate, *sizes, **options)
 
 
 @adapts(MapAttention, LocallyGroupedSelfAttention)
 def whole_map(gate: type[MapAttention], host: LocallyGroupedSelfAttention, /, **options: Any) -> MapAttention:
     """Attend over the whole map in the place of windows, as in Swin."""
-    return gate(
-        host.embed_dims,
-        host.num_heads,
-        qkv_bias=host.qkv.bias is not None,
-        qk_scale=host.scale,
-        attn_drop=host.attn_drop.p,
-        proj_drop=host.proj_drop.p,
-        **options,
-    )
-
-
-def _gate_for(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> DenseAttention:
-    if host.scale != (host.embed_dims // host.num_heads) ** -0.5:
-        raise ValueError(f'{gate.__name__} does not replace a {type(host).__name__} with a qk_scale of its own.')
-    return gate_alone(gate.core(host.embed_dims, host.num_heads, host.attn_drop.p, batch_first=True, **options))
+    return attend_over_map(gate, host, **options)

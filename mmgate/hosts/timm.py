@@ -9,8 +9,7 @@ from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.visformer import Attention as VisformerAttention
 from torch import Tensor
 
-from mmgate.hosts.core import attend_in_host
-from mmgate.hosts.subclassed import held_by
+from mmgate.hosts.core import attend_in_host, gated_copy
 from mmgate.hosts.table import adapts
 from mmgate.layers.base.dense import GatedMultiheadAttention
 
@@ -43,7 +42,7 @@ def visformer(
         ValueError: The gate does not fit heads that are together less wide than the map.
     """
     sizes = (host.head_dim * host.num_heads, host.num_heads, host.attn_drop.p)
-    return held_by(GatedVisformerAttention, host, gate, *sizes, width=host.dim, **options)
+    return gated_copy(GatedVisformerAttention, host, gate, *sizes, width=host.dim, **options)
 
 
 class GatedWindowAttentionGlobal(WindowAttentionGlobal):
@@ -73,7 +72,7 @@ def global_windows(
 ) -> GatedWindowAttentionGlobal:
     """Hold the gate's parameters beside the host's own."""
     sizes = (host.head_dim * host.num_heads, host.num_heads, host.attn_drop.p)
-    return held_by(GatedWindowAttentionGlobal, host, gate, *sizes, **options)
+    return gated_copy(GatedWindowAttentionGlobal, host, gate, *sizes, **options)
 
 
 class GatedPVTAttention(PVTAttention):
@@ -97,4 +96,4 @@ class GatedPVTAttention(PVTAttention):
 @adapts(GatedMultiheadAttention, PVTAttention)
 def reduced_map(gate: type[GatedMultiheadAttention], host: PVTAttention, /, **options: Any) -> GatedPVTAttention:
     """Hold the gate's parameters beside the host's own."""
-    return held_by(GatedPVTAttention, host, gate, host.dim, host.num_heads, host.attn_drop.p, **options)
+    return gated_copy(GatedPVTAttention, host, gate, host.dim, host.num_heads, host.attn_drop.p, **options)

@@ -37,16 +37,18 @@ class DenseAttention(nn.MultiheadAttention):
         device: Of the parameters.
         dtype: Of the parameters.
         qdim: Channels of the query input, for hosts that project by themselves
-            (:func:`~mmgate.hosts.core.gate_alone`); C by default.
+            (:func:`~mmgate.hosts.core.without_projections`); C by default.
 
     Raises:
         ValueError: ``embed_dim`` is no multiple of ``num_heads``, or a key would be appended.
 
     Attributes:
         two_streams: Whether the halves of a head attend separately.
+        has_projections: Whether it projects by itself; else a host does, and calls :meth:`attend` alone.
     """
 
     two_streams = False
+    has_projections = True
 
     def __init__(
         self,
