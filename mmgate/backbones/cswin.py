@@ -18,8 +18,8 @@ from mmgate.layers.base.init import gate_parameters
 from mmgate.layers.base.map import MapAttention
 from mmgate.layers.cross_window import CrossWindowAttention
 from mmgate.registry import MODELS
-from mmgate.starts import gates_in_place
 from mmgate.swap import swap_attention
+from mmgate.weight_init import gates_in_place
 
 CSWIN = {
     'tiny': dict(depths=(2, 4, 18, 1), embed_dims=64, num_heads=(2, 4, 8, 16)),

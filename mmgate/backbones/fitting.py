@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmgate.checkpoints.tensors import State
 from mmgate.layers.base.map import MapAttention
-from mmgate.layers.positions import resize_grid
+from mmgate.layers.resizing import resize_grid
 
 DERIVED = ('.relative_position_index', '.attn_mask')  # what a backbone computes itself
 OUTPUT_NORM = re.compile(r'norm\d\.(weight|bias)')  # Swin's; a classifier has none

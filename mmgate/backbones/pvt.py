@@ -17,8 +17,8 @@ from mmgate.backbones.token_ffn import TokenFFN
 from mmgate.layers.base.init import start_linear
 from mmgate.layers.gml import check_option
 from mmgate.registry import MODELS
-from mmgate.starts import gates_in_place
 from mmgate.swap import swap_attention
+from mmgate.weight_init import gates_in_place
 
 PATCH_NORM_EPS = 1e-5  # of PVT's own patch embeddings, where mmdet has the 1e-6 of the blocks
 SR_RATIOS = (8, 4, 2, 1)

@@ -23,8 +23,8 @@ from mmgate.backbones.pretrained import load_pretrained
 from mmgate.hosts import adapts
 from mmgate.layers.base.map import MapAttention
 from mmgate.registry import MODELS
-from mmgate.starts import gates_in_place
 from mmgate.swap import swap_attention
+from mmgate.weight_init import gates_in_place
 
 
 class UnshiftedWhole(ShiftWindowMSA):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mmgate.hosts.core import attend_in_host, without_projections
 from mmgate.hosts.table import Host, adapts
 from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
-from mmgate.layers.positions import resize_axis
+from mmgate.layers.resizing import resize_axis
 
 
 class GatedRelativeAttention(nn.Module):

@@ -13,10 +13,12 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.structures import InstanceData, PixelData
 from mmseg.structures import SegDataSample
-from torch import Tensor
+from torch import Tensor, nn
 
 import mmgate.registry
 from mmgate import swap_attention
+from mmgate.analysis.recording import record
+from mmgate.layers.base.init import gate_parameters
 
 SIDE = 64
 HOSTS = {  # one of each family of hosts and backbones, reduced
@@ -126,13 +128,28 @@ def test_dense_gates_fit_pvt_and_swin(backbone: str, gate: str) -> None:
 
 
 def test_the_guide_for_contributors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONTRIBUTING.md's example, followed literally."""
+    """CONTRIBUTING.md's examples, followed literally: both layers, and the rules that name them."""
     guide = (ROOT / 'CONTRIBUTING.md').read_text()
-    code = guide.split('```python\n')[1].split('```')[0]
-    rule = guide.split('`attention=')[1].split('`')[0]
+    layers = [part.split('```')[0] for part in guide.split('```python\n')[1:]]
+    rules = [eval(part.split('`')[0]) for part in guide.split('`attention=')[1:]]
     monkeypatch.setattr(mmgate.registry.MODELS, '_module_dict', dict(mmgate.registry.MODELS.module_dict))
-    exec(code, {'__name__': 'guide'})
-    cfg = dict(type='mmgate.Gated', host='mmdet.SwinTransformer', depths=(2, 2, 2, 2))
-    model = MODELS.build(dict(cfg, attention=eval(rule.replace('backbone.', ''))))
+    for layer in layers:
+        exec(layer, {'__name__': 'guide'})
+    over_map, dense = rules
+    swin = dict(type='mmgate.Gated', host='mmdet.SwinTransformer', depths=(2, 2, 2, 2))
+    model = MODELS.build(dict(swin, attention=dict(over_map, path=over_map['path'].replace('backbone.', ''))))
     assert type(model.stages[0].blocks[1].attn).__name__ == 'MeanAttention'
     assert all(map_.isfinite().all() for map_ in model(torch.randn(1, 3, 64, 64)))
+    encoder = nn.ModuleDict(dict(encoder=nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 16), 2)))
+    x = torch.randn(5, 2, 16)
+    encoder.eval()
+    expected = encoder['encoder'](x)
+    assert len(swap_attention(encoder, dense)) == 2
+    torch.testing.assert_close(encoder['encoder'](x), expected)
+    gates = dict(gate_parameters(encoder))
+    assert {name.split('self_attn.')[1] for name in gates} == {'gate_proj.weight', 'gate_proj.bias'}
+    encoder['encoder'](x).square().sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in gates.values())
+    with record(encoder, ('gate', 'attention')) as recording:
+        encoder['encoder'](x)
+    assert recording['encoder.layers.0.self_attn']['gate'].tensors[0].shape == (2, 4, 5, 1)

@@ -73,6 +73,14 @@ def gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Itera
     yield from _declared(model, lambda gate: () if gate.is_vanilla else gate.gate_parameters, remove_duplicate)
 
 
+def gate_names() -> set[str]:
+    """Return what the classes of gates call their parameters: parts of the keys that gates have in a checkpoint."""
+    kinds: list[type[GateInit]] = [GateInit]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return {name for kind in kinds if not kind.is_vanilla for name in kind.gate_parameters}
+
+
 def undecayed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield name and parameter of what the classes of gates exempt from weight decay; gate projections decay."""
     yield from _declared(model, lambda gate: gate.undecayed, True)

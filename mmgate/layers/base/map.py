@@ -36,8 +36,10 @@ class MapAttention(nn.Module):
     Attributes:
         class_tokens: How many tokens stand before the map's.
         map_size: Height and width of the map where a call names none, as a ViT's do not.
+        without: Attributes of hosts that mean nothing here: there are no windows, and the map is not reduced.
     """
 
+    without = ('window_size', 'shift_size', 'sr_ratio', 'pad_small_map')
     class_tokens = 0
     map_size: tuple[int, int] | None = None
 

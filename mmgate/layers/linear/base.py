@@ -12,7 +12,7 @@ from mmgate.layers.base.init import GateInit
 from mmgate.layers.base.map import MapAttention
 from mmgate.ops.linear_attention import rotate
 
-from ..positions import resize_grid
+from ..resizing import resize_grid
 
 
 class LinearAttention(GateInit, MapAttention):
