@@ -19,7 +19,7 @@ from mmgate.layers.base.dense import DenseAttention
 from mmgate.layers.base.init import GateInit, random_stream
 from mmgate.paths import path_regex
 from mmgate.registry import MODELS
-from mmgate.weight_init import Swap, initialise_gates_last, start_gate
+from mmgate.weight_init import Swap, init_gate, initialise_gates_last
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -180,7 +180,7 @@ def _matches(
             if id(module) not in built:
                 with random_stream(name, next(module.parameters()).device):
                     built[id(module)] = _take_over(module, adapter(gate, module, **derived.get(name, {}), **options))
-                start_gate(name, built[id(module)])
+                init_gate(name, built[id(module)])
             gates[name] = built[id(module)]
         except TypeError as error:  # most often an option that the adapter fills
             raise TypeError(f'{where}: {full_name(gate)} cannot be made from {name}: {error}') from error

@@ -80,7 +80,7 @@ class Swap:
             ours[name].data.copy_(value)
 
 
-def start_gate(name: str, gate: nn.Module) -> None:
+def init_gate(name: str, gate: nn.Module) -> None:
     """Draw the parameters of a gate called ``name`` from a stream of their own, unless a state dict filled them."""
     device = next((parameter.device for parameter in gate.parameters()), None)
     for inner, module in gate.named_modules():
@@ -137,13 +137,11 @@ def restore_attention(model: nn.Module) -> list[str]:
 def gates_in_place(model: nn.Module) -> Iterator[None]:
     """While a host initialises, let the gates stand in the model, to be filled from a checkpoint of theirs."""
     swaps = [swap for swap in vars(model).get('attention_swaps', []) if model.get_submodule(swap.name) is swap.vanilla]
-    for swap in swaps:
-        swap.put_gate(model)
+    _put_gates(model, swaps)
     try:
         yield
     finally:
-        for swap in swaps:
-            swap.put(model, swap.vanilla)
+        _put_vanilla(model, swaps)
 
 
 def _init_weights(model: Any) -> None:
@@ -151,7 +149,7 @@ def _init_weights(model: Any) -> None:
     with _vanilla_in_place(model, swaps):
         type(model).init_weights(model)
     for swap in () if again else swaps:  # mmengine initialises once
-        start_gate(swap.name, swap.gate)
+        init_gate(swap.name, swap.gate)
         swap.start_by_itself()
 
 
@@ -174,25 +172,21 @@ def _vanilla_in_place(model: nn.Module, swaps: Sequence[Swap]) -> Iterator[None]
             swap.put(model, swap.vanilla)
             undo.enter_context(_reported(model, swap.vanilla))
         holders = {id(holder): holder for holder in (swap.holder(model) for swap in swaps)}
-        for holder in holders.values():
-            for remove in _load_into_gates(holder, model, [s for s in swaps if s.holder(model) is holder]):
-                undo.callback(remove)
+        for holder in holders.values():  # checkpoints that the host's initialisation loads find the gates
+            inside = [swap for swap in swaps if swap.holder(model) is holder]
+            undo.callback(holder._register_load_state_dict_pre_hook(partial(_put_gates, model, inside)).remove)
+            undo.callback(holder.register_load_state_dict_post_hook(partial(_put_vanilla, model, inside)).remove)
         yield
 
 
-def _load_into_gates(holder: nn.Module, model: nn.Module, swaps: Sequence[Swap]) -> Iterator[Callable[[], None]]:
-    """Let checkpoints that a host's initialisation loads find the gates; yield what ends that."""
+def _put_gates(model: nn.Module, swaps: Sequence[Swap], *_: Any) -> None:
+    for swap in swaps:
+        swap.put_gate(model)
 
-    def gates(*_: Any) -> None:
-        for swap in swaps:
-            swap.put_gate(model)
 
-    def vanilla(*_: Any) -> None:
-        for swap in swaps:
-            swap.put(model, swap.vanilla)
-
-    yield holder._register_load_state_dict_pre_hook(gates).remove
-    yield holder.register_load_state_dict_post_hook(vanilla).remove
+def _put_vanilla(model: nn.Module, swaps: Sequence[Swap], *_: Any) -> None:
+    for swap in swaps:
+        swap.put(model, swap.vanilla)
 
 
 @contextmanager

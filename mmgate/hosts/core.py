@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from mmgate.hosts.table import Host, adapts
 from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
 from mmgate.ops.masks import merge_masks
 
@@ -36,47 +37,47 @@ def copy_as(kind: type[Kind], host: nn.Module, **gates: nn.Module) -> Kind:
     return gated
 
 
-def gated_copy(
-    kind: type[Kind],
-    host: nn.Module,
-    gate: type[GatedMultiheadAttention],
-    channels: int,
-    heads: int,
-    dropout: float,
-    /,
-    *,
-    width: int | None = None,
-    **options: Any,
-) -> Kind:
-    """Return a copy of ``host`` as its subclass ``kind``, with the gate's core without projections as ``gate``.
+def holds_gates(
+    *hosts: Host,
+    sizes: Callable[[Any], tuple[int, int, float]],
+    width: Callable[[Any], int] | None = None,
+    refuses: Callable[[Any, DenseAttention], str | None] = lambda host, core: None,
+) -> Callable[[type[Kind]], type[Kind]]:
+    """Let dense gates replace ``hosts`` by copies of the decorated subclass, which finds a gate's core as ``gate``.
 
     Args:
-        kind: Subclass of the host's class that attends with a gate between the host's projections.
-        host: The module to be replaced.
-        gate: The gate.
-        channels: Of the heads together.
-        heads: Of the attention.
-        dropout: Probability of dropping an attention weight.
-        width: Channels of the inputs and the output, where they are not those of the heads.
-        **options: Of the gate.
-
-    Raises:
-        ValueError: The gate acts behind the output projection, which is not as wide as the heads.
+        *hosts: Host classes; the subclass attends with a gate between their projections.
+        sizes: Returns the channels of a host's heads together, their number, and the rate of dropped weights.
+        width: Returns the channels of a host's inputs and output, where they are not those of the heads.
+        refuses: Returns why a gate's core does not fit a host, or None.
     """
-    inputs: dict[str, Any] = {} if width in (None, channels) else dict(qdim=width, kdim=width, vdim=width)
-    core = gate.core(channels, heads, dropout, batch_first=True, **inputs, **options)
-    if inputs and core.finishes:
-        raise ValueError(
-            f'{gate.__name__} acts behind an output projection as wide as the heads, but that of this '
-            f'{type(host).__name__} goes from {channels} to {width} channels.'
-        )
-    return copy_as(kind, host, gate=without_projections(core))
+
+    def register(kind: type[Kind]) -> type[Kind]:
+        @adapts(GatedMultiheadAttention, *hosts)
+        def adapter(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> Kind:
+            channels, heads, dropout = sizes(host)
+            wide = channels if width is None else width(host)
+            inputs: dict[str, Any] = {} if wide == channels else dict(qdim=wide, kdim=wide, vdim=wide)
+            core = gate.core(channels, heads, dropout, batch_first=True, **inputs, **options)
+            reason = refuses(host, core)
+            if inputs and core.finishes:
+                reason = (
+                    'acts behind an output projection as wide as the heads, but that of this '
+                    f'{type(host).__name__} goes from {channels} to {wide} channels.'
+                )
+            if reason:
+                raise ValueError(f'{gate.__name__} {reason}')
+            return copy_as(kind, host, gate=without_projections(core))
+
+        return kind
+
+    return register
 
 
-def check_scale(gate: type, host: Any) -> None:
-    """Raise ValueError if ``host`` scales logits by another number than ``1 / sqrt(d)``, which a gate would lose."""
-    if host.scale != (host.embed_dims // host.num_heads) ** -0.5:
-        raise ValueError(f'{gate.__name__} does not replace a {type(host).__name__} with a qk_scale of its own.')
+def own_scale(host: Any, core: DenseAttention | None = None) -> str | None:
+    """Return that ``host`` scales its logits by another number than ``1 / sqrt(d)``, which a gate would lose."""
+    default = (host.embed_dims // host.num_heads) ** -0.5
+    return None if host.scale == default else f'does not replace a {type(host).__name__} with a qk_scale of its own.'
 
 
 def attend_in_host(

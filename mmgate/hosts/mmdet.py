@@ -11,7 +11,7 @@ from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from torch import Tensor
 
-from mmgate.hosts.core import attend_in_host, copy_as, gated_copy, without_projections
+from mmgate.hosts.core import attend_in_host, copy_as, holds_gates, without_projections
 from mmgate.hosts.reduced import adapt_reduced
 from mmgate.hosts.swin import adapt_swin
 from mmgate.hosts.table import adapts
@@ -21,6 +21,15 @@ adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(SpatialReductionAttention)
 
 
+@holds_gates(
+    ConditionalAttention,
+    sizes=lambda host: (host.embed_dims, host.num_heads, host.attn_drop.p),
+    refuses=lambda host, core: (
+        'splits heads into two streams, but those of a conditional cross-attention are content and position already.'
+        if host.cross_attn and core.two_streams
+        else None
+    ),
+)
 class GatedConditionalAttention(ConditionalAttention):
     """Drop-in for ``ConditionalAttention`` (Conditional DETR, DAB-DETR) that holds a gate.
 
@@ -66,25 +75,6 @@ class GatedConditionalAttention(ConditionalAttention):
 
     def _split(self, x: Tensor) -> Tensor:
         return self.gate.split_heads(x)
-
-
-@adapts(GatedMultiheadAttention, ConditionalAttention)
-def conditional(
-    gate: type[GatedMultiheadAttention], host: ConditionalAttention, /, **options: Any
-) -> GatedConditionalAttention:
-    """Hold the gate's parameters beside the host's own.
-
-    Raises:
-        ValueError: A gate that needs queries as wide as values, in cross-attention.
-    """
-    sizes = (host.embed_dims, host.num_heads, host.attn_drop.p)
-    gated = gated_copy(GatedConditionalAttention, host, gate, *sizes, **options)
-    if host.cross_attn and gated.gate.two_streams:
-        raise ValueError(
-            f'{gate.__name__} splits heads into two streams, but those of a conditional cross-attention are content '
-            'and position already.'
-        )
-    return gated
 
 
 class GatedBiMultiHeadAttention(BiMultiHeadAttention):

@@ -15,7 +15,7 @@ from mmpretrain.models.backbones.xcit import XCA
 from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention, ShiftWindowMSA, WindowMSA, WindowMSAV2
 from torch import Tensor, nn
 
-from mmgate.hosts.core import attend_in_host, gated_copy
+from mmgate.hosts.core import attend_in_host, holds_gates
 from mmgate.hosts.relative_positions import adapt_relative
 from mmgate.hosts.swin import adapt_swin
 from mmgate.hosts.table import adapts
@@ -30,6 +30,16 @@ adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_relative(Attention)
 
 
+@holds_gates(
+    WindowMSAV2,
+    sizes=lambda host: (host.embed_dims, host.num_heads, host.attn_drop.p),
+    refuses=lambda host, core: (
+        'splits heads into two streams, but a WindowMSAV2 attends by the cosine of whole heads: halves of unit vectors '
+        'are none.'
+        if core.two_streams
+        else None
+    ),
+)
 class GatedWindowMSAV2(WindowMSAV2):
     """Drop-in for ``WindowMSAV2`` (Swin v2) that holds a gate, for logits that are cosines.
 
@@ -66,24 +76,6 @@ class GatedWindowMSAV2(WindowMSAV2):
     def _position_bias(self) -> Tensor:
         table = self.cpb_mlp(self.relative_coords_table).flatten(0, 2)  # (distances, H)
         return 16 * table[self.relative_position_index].permute(2, 0, 1).sigmoid()  # (H, N, N)
-
-
-@adapts(GatedMultiheadAttention, WindowMSAV2)
-def cosine_windows(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedWindowMSAV2:
-    """Hold the gate's parameters beside the host's own.
-
-    Raises:
-        ValueError: A gate that needs other logits than cosines.
-    """
-    sizes = (host.embed_dims, host.num_heads, host.attn_drop.p)
-    gated = gated_copy(GatedWindowMSAV2, host, gate, *sizes, **options)
-    if gated.gate.two_streams:
-        raise ValueError(
-            f'{gate.__name__} splits heads into two streams, but a WindowMSAV2 attends by the cosine of whole heads: '
-            'halves of unit vectors are none.'
-        )
-    gated._modules = {'gate': gated.gate, **gated._modules}  # optimizers of older runs have its parameters first
-    return gated
 
 
 @adapts(GatedMultiheadAttention, MultiheadAttention)
@@ -142,6 +134,16 @@ def _refuse_extras(gate: type[nn.Module], host: Any, **further: bool) -> None:
         raise ValueError(f'{gate.__name__} does not replace a MultiheadAttention with {", ".join(refused)}.')
 
 
+@holds_gates(
+    LeAttention,
+    sizes=lambda host: (host.num_heads * host.key_dim, host.num_heads, 0.0),
+    width=lambda host: host.qkv.in_features,
+    refuses=lambda host, core: (
+        None
+        if host.d == host.key_dim  # not LeViT's
+        else f'gates heads of one width, but here are keys of {host.key_dim} and values of {host.d} channels.'
+    ),
+)
 class GatedLeAttention(LeAttention):
     """Drop-in for ``LeAttention`` (TinyViT) that holds a gate; the bias of positions is added after it."""
 
@@ -162,22 +164,23 @@ class GatedLeAttention(LeAttention):
         return attend_in_host(self.gate, (query, key, value), (x, x, x), self.proj, bias[None].to(query.dtype))
 
 
-@adapts(GatedMultiheadAttention, LeAttention)
-def le_attention(gate: type[GatedMultiheadAttention], host: LeAttention, /, **options: Any) -> GatedLeAttention:
-    """Hold the gate's parameters beside the host's own.
-
-    Raises:
-        ValueError: The values are wider than the keys (LeViT), or the gate does not fit.
-    """
-    if host.d != host.key_dim:
-        raise ValueError(
-            f'{gate.__name__} gates heads of one width, but this LeAttention has keys of {host.key_dim} and values of '
-            f'{host.d} channels.'
+def _not_of_channels(host: Any, core: Any) -> str | None:
+    if not isinstance(core, PLuGAttention):
+        return (
+            'gates tokens, but in a cross-covariance attention (XCA) the channels attend to each other; '
+            'PLuGMultiheadAttention gates their pairs.'
         )
-    sizes = (host.num_heads * host.key_dim, host.num_heads, 0.0)
-    return gated_copy(GatedLeAttention, host, gate, *sizes, width=host.qkv.in_features, **options)
+    if core.gate_width != core.head_dim:
+        return (
+            f'makes a gate of {core.gate_width} x {core.gate_width} pairs of channels, but the heads of this XCA have '
+            f'{core.head_dim}; leave ratio at 1.'
+        )
+    return None
 
 
+@holds_gates(
+    XCA, sizes=lambda host: (host.proj.in_features, host.num_heads, host.attn_drop.p), refuses=_not_of_channels
+)
 class GatedXCA(XCA):
     """Drop-in for XCiT's cross-covariance attention that holds a PLuG gate.
 
@@ -201,25 +204,3 @@ class GatedXCA(XCA):
     def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
         query, key = (F.normalize(gate.transpose(-1, -2), dim=-1) for gate in self.gate.gates((x, x, x)))
         return query * x.shape[1] ** 0.5, key  # (B, H|1, d, N)
-
-
-@adapts(GatedMultiheadAttention, XCA)
-def cross_covariance(gate: type[GatedMultiheadAttention], host: XCA, /, **options: Any) -> GatedXCA:
-    """Hold the gate's parameters beside the host's own.
-
-    Raises:
-        ValueError: Another gate than PLuG, or one of another width than the heads.
-    """
-    channels = host.proj.in_features
-    held = gated_copy(GatedXCA, host, gate, channels, host.num_heads, host.attn_drop.p, **options)
-    if not isinstance(held.gate, PLuGAttention):
-        raise ValueError(
-            f'{gate.__name__} gates tokens, but in a cross-covariance attention (XCA) the channels attend to each '
-            'other; PLuGMultiheadAttention gates their pairs.'
-        )
-    if held.gate.gate_width != held.gate.head_dim:
-        raise ValueError(
-            f'{gate.__name__} makes a gate of {held.gate.gate_width} x {held.gate.gate_width} pairs of '
-            f'channels, but the heads of this XCA have {held.gate.head_dim}; leave ratio at 1.'
-        )
-    return held

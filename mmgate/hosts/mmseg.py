@@ -13,17 +13,21 @@ from mmseg.models.backbones.swin import ShiftWindowMSA, WindowMSA
 from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroupedSelfAttention
 from torch import Tensor
 
-from mmgate.hosts.core import attend_in_host, check_scale, gated_copy
+from mmgate.hosts.core import attend_in_host, holds_gates, own_scale
 from mmgate.hosts.reduced import adapt_reduced
 from mmgate.hosts.swin import adapt_swin, attend_over_map
 from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import GatedMultiheadAttention
 from mmgate.layers.base.map import MapAttention
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 
 
+def _sizes(host: Any) -> tuple[int, int, float]:
+    return host.embed_dims, host.num_heads, host.attn_drop.p
+
+
+@holds_gates(BEiTAttention, sizes=_sizes, refuses=own_scale)
 class GatedBEiTAttention(BEiTAttention):
     """Drop-in for ``BEiTAttention`` that holds a gate; the relative position bias is added after it."""
 
@@ -41,22 +45,12 @@ class GatedBEiTAttention(BEiTAttention):
         return self.proj_drop(attend_in_host(self.gate, (query, key, value), (x, x, x), self.proj, position))
 
 
+@holds_gates(MAEAttention, sizes=_sizes, refuses=own_scale)
 class GatedMAEAttention(GatedBEiTAttention, MAEAttention):
     """Drop-in for ``MAEAttention`` that holds a gate."""
 
 
-@adapts(GatedMultiheadAttention, BEiTAttention, MAEAttention)
-def beit(gate: type[GatedMultiheadAttention], host: BEiTAttention, /, **options: Any) -> GatedBEiTAttention:
-    """Hold the gate's parameters beside the host's own.
-
-    Raises:
-        ValueError: The host scales its logits otherwise.
-    """
-    kind = GatedMAEAttention if isinstance(host, MAEAttention) else GatedBEiTAttention
-    check_scale(gate, host)
-    return gated_copy(kind, host, gate, host.embed_dims, host.num_heads, host.attn_drop.p, **options)
-
-
+@holds_gates(LocallyGroupedSelfAttention, sizes=_sizes, refuses=own_scale)
 class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
     """Drop-in for Twins' ``LocallyGroupedSelfAttention`` that holds a gate."""
 
@@ -87,20 +81,6 @@ class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
         side = self.window_size
         windows = map_.unflatten(2, (columns, side)).unflatten(1, (rows, side)).transpose(2, 3)
         return windows.flatten(3, 4).flatten(0, 2)  # (B nW, N, C)
-
-
-@adapts(GatedMultiheadAttention, LocallyGroupedSelfAttention)
-def locally_grouped(
-    gate: type[GatedMultiheadAttention], host: LocallyGroupedSelfAttention, /, **options: Any
-) -> GatedLocallyGroupedSelfAttention:
-    """Hold the gate's parameters beside the host's own.
-
-    Raises:
-        ValueError: The host scales its logits otherwise.
-    """
-    check_scale(gate, host)
-    sizes = (host.embed_dims, host.num_heads, host.attn_drop.p)
-    return gated_copy(GatedLocallyGroupedSelfAttention, host, gate, *sizes, **options)
 
 
 @adapts(MapAttention, LocallyGroupedSelfAttention)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from mmgate.hosts.core import check_scale
+from mmgate.hosts.core import own_scale
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA
 from mmgate.layers.base.dense import GatedMultiheadAttention
@@ -18,7 +18,8 @@ def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -
 
     @adapts(GatedMultiheadAttention, window_msa)
     def windows(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedWindowMSA:
-        check_scale(gate, host)
+        if reason := own_scale(host):
+            raise ValueError(f'{gate.__name__} {reason}')
         sizes = (host.embed_dims, host.num_heads, host.attn_drop.p)
         core = gate.core(*sizes, bias=host.qkv.bias is not None, batch_first=True, **options)
         return GatedWindowMSA(core, host.window_size, host.proj_drop.p)

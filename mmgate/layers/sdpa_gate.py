@@ -136,24 +136,17 @@ class SDPAGatedAttention(GateInit, DenseAttention):
         score = self.scale * ACTIVATIONS[self.act](score.unflatten(-1, self.gate_shape)).transpose(1, 2)
         return heads * score if self.form == 'multiplicative' else heads + score
 
-    def _gated_projections(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.position == 'G4':
-            query = self._gated(query, inputs)
-        elif self.position == 'G3':
-            key = self._gated(key, inputs)
-        elif self.position == 'G2':
-            value = self._gated(value, inputs)
-        return query, key, value
+    def _gated_at(self, position: str, x: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        return self._gated(x, inputs) if self.position == position else x
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
     ) -> Tensor:
         """Return the heads, gated before (G2, G3, G4) or after (G1) a fused attention."""
-        query, key, value = self._gated_projections(query, key, value, inputs)
+        query, key = self._gated_at('G4', query, inputs), self._gated_at('G3', key, inputs)
+        value = self._gated_at('G2', value, inputs)
         heads = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self._drop)
-        return self._gated(heads, inputs) if self.position == 'G1' else heads
+        return self._gated_at('G1', heads, inputs)
 
     @property
     def finishes(self) -> bool:
@@ -170,7 +163,7 @@ class SDPAGatedAttention(GateInit, DenseAttention):
         self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
     ) -> Tensor:
         """Return the attention weights, before any gate on values or outputs."""
-        query, key, _ = self._gated_projections(query, key, key, inputs)
+        query, key = self._gated_at('G4', query, inputs), self._gated_at('G3', key, inputs)
         logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
         return (logits if bias is None else logits + bias).softmax(-1)
 

@@ -26,9 +26,9 @@ class LoadReportHook(Hook):
 
     A key counts as filled when loading wrote into its tensor, so that keys which are renamed or resized on loading
     count. Testing refuses a checkpoint that fills less than half of them. Training may start from one, of another head
-    say, with a warning, but not from one that fills none. A vanilla checkpoint that leaves gates alone unfilled is no
-    reason to warn; gates in a checkpoint for which the model has no place are. Sharded models (FSDP, DeepSpeed) are not
-    counted: theirs are not the model's own tensors.
+    say, with a warning, but not from one that fills none. Gates that a vanilla checkpoint leaves as they are do not
+    count; gates in a checkpoint for which the model has no place are warned of. Sharded models (FSDP, DeepSpeed) are
+    not counted: theirs are not the model's own tensors.
 
     Args:
         checkpoint: What the message calls it.
@@ -75,7 +75,7 @@ class LoadReportHook(Hook):
                 'own config, or give --allow-mismatch.'
             )
         if found:
-            runner.logger.log(logging.INFO if self.fills_all_but_gates(runner) else logging.WARNING, f'{found}.')
+            runner.logger.log(logging.INFO if share == 1 else logging.WARNING, f'{found}.')
         if dropped := self.dropped_gates(runner):
             runner.logger.log(logging.WARNING, dropped)
         data = getattr(getattr(runner, 'test_dataloader', None), 'dataset', None)
@@ -91,7 +91,10 @@ class LoadReportHook(Hook):
             )
 
     def report(self, runner: Any) -> tuple[str, float]:
-        """Return what was loaded, in words and as a share of the keys; no words where nothing can be said."""
+        """Return what was loaded, in words and as a share of the keys; no words where nothing can be said.
+
+        Gates that were not filled do not count in the share: a vanilla checkpoint in a gated model is whole.
+        """
         after, missing = _versions(runner.model), self.missing(runner)
         if not self._before or not after:
             return '', 1.0
@@ -100,15 +103,13 @@ class LoadReportHook(Hook):
             f'{filled} of {len(after)} keys of {type(_own(runner.model)).__name__} were loaded from {self.checkpoint}, '
             f'which has {len(self._given)}'
         )
-        return found + (f'; not loaded: {_first(missing)}' if missing else ''), filled / len(after)
+        gates = dict(gate_parameters(_own(runner.model), remove_duplicate=False)).keys() & missing
+        share = filled / max(len(after) - len(gates), 1)
+        return found + (f'; not loaded: {_first(missing)}' if missing else ''), share
 
     def missing(self, runner: Any) -> list[str]:
         """Return the keys that the checkpoint did not fill."""
         return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
-
-    def fills_all_but_gates(self, runner: Any) -> bool:
-        """Return whether all that the checkpoint did not fill are parameters of gates."""
-        return set(self.missing(runner)) <= dict(gate_parameters(_own(runner.model), remove_duplicate=False)).keys()
 
     def dropped_gates(self, runner: Any) -> str:
         """Return a warning of gates in the checkpoint that the model has no place for; empty if there are none."""
@@ -149,8 +150,7 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
             'together, or --allow-mismatch.'
         )
     if found:
-        level = logging.INFO if hook.fills_all_but_gates(runner) else logging.WARNING
-        print_log(f'{found}.', logger='current', level=level)
+        print_log(f'{found}.', logger='current', level=logging.WARNING if share < 1 else logging.INFO)
     if dropped := hook.dropped_gates(runner):
         print_log(dropped, logger='current', level=logging.WARNING)
 

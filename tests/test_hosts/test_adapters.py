@@ -24,6 +24,7 @@ PYRAMID = dict(patch_sizes=[4, 2, 2, 2], strides=[4, 2, 2, 2], mlp_ratios=[1, 1,
 TWINS = dict(PYRAMID, embed_dims=[16, 32, 64, 128], num_heads=[1, 2, 4, 8], sr_ratios=[8, 4, 2, 1])
 VIT = dict(img_size=(64, 64), embed_dims=32, num_layers=2, num_heads=4, out_indices=(0, 1), init_values=0.1)
 SEGFORMER = dict(embed_dims=16, num_heads=[1, 2, 4, 8], num_layers=[1, 1, 1, 1], drop_path_rate=0.0)
+SWIN_SIZES = dict(embed_dims=16, depths=(1, 1, 1, 1), num_heads=(1, 2, 4, 8))
 SVT = dict(type='mmseg.SVT', depths=[2, 2, 2, 2], windiow_sizes=[7, 7, 7, 7], **TWINS)
 # name: backbone, side of its images, paths, attentions that match
 BACKBONES: dict[str, tuple[dict[str, Any], tuple[int, int], str, int]] = {

@@ -134,7 +134,14 @@ BLOCKS: dict[str, tuple[Callable[[], nn.Module], str, list[Any], dict[str, Any]]
     ),
     **{
         f'mmseg.models.backbones.{name.lower()}.{name}Attention': (
-            made(f'mmseg.models.backbones.{name.lower()}.{name}TransformerEncoderLayer', C, H, C, window_size=MAP),
+            made(
+                f'mmseg.models.backbones.{name.lower()}.{name}TransformerEncoderLayer',
+                C,
+                H,
+                C,
+                window_size=MAP,
+                init_values=0.1,
+            ),
             'attn',
             [torch.Size([2, 65, C])],
             {},
@@ -260,7 +267,12 @@ def test_every_gate_runs_in_its_hosts_block(host: str) -> None:
         assert not added or any(p.grad is not None and p.grad.abs().sum() > 0 for p in added.values()), gate
         gated = block.get_submodule(name)
         for attribute, value in vars(module).items():
-            if attribute.startswith('_') or callable(value) or attribute in getattr(gated, 'without', ()):
+            if (
+                attribute.startswith('_')
+                or attribute == 'training'
+                or callable(value)
+                or attribute in getattr(gated, 'without', ())
+            ):
                 continue
             assert hasattr(gated, attribute), f'{gate.__name__} lacks {attribute} of {host}'
             if isinstance(value, int | float | tuple) and attribute not in OWN.get(gate.__name__, set()):

@@ -144,15 +144,8 @@ class MapAttention(nn.Module):
         return self.attn_drop if self.training else 0.0
 
 
-_RENAMED: dict[str, str] = {
-    'attn.in_proj_weight': 'qkv.weight',
-    'attn.in_proj_bias': 'qkv.bias',
-    'attn.out_proj.weight': 'proj.weight',
-    'attn.out_proj.bias': 'proj.bias',
-    'w_msa.qkv.weight': 'qkv.weight',
-    'w_msa.qkv.bias': 'qkv.bias',
-    'w_msa.proj.weight': 'proj.weight',
-    'w_msa.proj.bias': 'proj.bias',
-}
+_OURS = ('qkv.weight', 'qkv.bias', 'proj.weight', 'proj.bias')
+_OF_TORCH = ('attn.in_proj_weight', 'attn.in_proj_bias', 'attn.out_proj.weight', 'attn.out_proj.bias')
+_RENAMED = {**dict(zip(_OF_TORCH, _OURS, strict=True)), **{f'w_msa.{name}': name for name in _OURS}}
 # what attention over the whole map has no use for: windows' positions, a reduced map, convolutions in stripes
 _OF_HOSTS = ('w_msa.relative_position_', 'sr.', 'norm.', 'lepe.')
