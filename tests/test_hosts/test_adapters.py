@@ -24,7 +24,7 @@ PYRAMID = dict(patch_sizes=[4, 2, 2, 2], strides=[4, 2, 2, 2], mlp_ratios=[1, 1,
 TWINS = dict(PYRAMID, embed_dims=[16, 32, 64, 128], num_heads=[1, 2, 4, 8], sr_ratios=[8, 4, 2, 1])
 VIT = dict(img_size=(64, 64), embed_dims=32, num_layers=2, num_heads=4, out_indices=(0, 1), init_values=0.1)
 SEGFORMER = dict(embed_dims=16, num_heads=[1, 2, 4, 8], num_layers=[1, 1, 1, 1], drop_path_rate=0.0)
-SWIN_SIZES = dict(embed_dims=16, depths=(1, 1, 1, 1), num_heads=(1, 2, 4, 8))
+SWIN = dict(embed_dims=16, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), window_size=4, drop_path_rate=0.0)
 SVT = dict(type='mmseg.SVT', depths=[2, 2, 2, 2], windiow_sizes=[7, 7, 7, 7], **TWINS)
 # name: backbone, side of its images, paths, attentions that match
 BACKBONES: dict[str, tuple[dict[str, Any], tuple[int, int], str, int]] = {
@@ -42,6 +42,10 @@ BACKBONES: dict[str, tuple[dict[str, Any], tuple[int, int], str, int]] = {
         'layers.*.attn',
         2,
     ),
+    'pvt': (dict(type='mmdet.PyramidVisionTransformer', num_layers=[1, 1, 1, 1]), (96, 64), 'layers.*.1.1.attn', 4),
+    # shifted windows of both images included
+    'swin_of_mmdet': (dict(SWIN, type='mmdet.SwinTransformer'), (96, 64), '**.w_msa', 8),
+    'swin_of_mmseg': (dict(SWIN, type='mmseg.SwinTransformer'), (96, 64), '**.w_msa', 8),
 }
 
 
@@ -103,13 +107,6 @@ def test_keys_and_values_of_other_widths(host: type[nn.Module], gate: str) -> No
     assert any(grad.abs().sum() > 0 for grad in gradients(gated).values())
 
 
-def test_whole_map_attention_in_the_place_of_twins_windows() -> None:
-    model = trained(MODELS.build(copy.deepcopy(SVT)))
-    rule = dict(type='AgentAttention', path='layers.*.0.attn', agent_num=4, map_size=(6, 6))
-    assert len(swap_attention(model, rule)) == 4
-    assert all(map_.isfinite().all() for map_ in model(torch.randn(1, 3, 96, 72)))
-
-
 def conditional(cross_attn: bool) -> dict[str, Any]:
     names = ('query', 'key', 'query_pos', 'key_pos', 'ref_sine_embed')
     inputs: dict[str, Any] = {name: torch.randn(2, 7 if 'key' in name else 5, 32) for name in names}
@@ -146,13 +143,6 @@ def test_the_gate_of_conditional_attention_reads_positions() -> None:
     torch.testing.assert_close(read, [query, inputs['key'] + inputs['key_pos']])
 
 
-@pytest.mark.parametrize('gate', ['DifferentialGatedMultiheadAttention', 'DifferentialMultiheadAttention'])
-def test_two_streams_do_not_fit_conditional_cross_attention(gate: str) -> None:
-    model = nn.ModuleDict(dict(attn=ConditionalAttention(32, 4, cross_attn=True)))
-    with pytest.raises(ValueError, match='content and position already'):
-        swap_attention(model, dict(type=gate, path='attn'))
-
-
 @pytest.mark.parametrize('gate', ['plug', 'sdpa_G1'])
 @pytest.mark.parametrize('mask', ['none', 'bool', 'float', 'int'])
 def test_bidirectional_attention(mask: str, gate: str) -> None:
@@ -172,13 +162,26 @@ def test_bidirectional_attention(mask: str, gate: str) -> None:
     }
 
 
-def test_a_gate_on_the_output_does_not_fit_other_widths() -> None:
-    model = nn.ModuleDict(dict(attn=BiMultiHeadAttention(16, 24, 64, 4)))
-    with pytest.raises(ValueError, match='64 channels wide.*has 16 here'):
-        swap_attention(model, dict(GATES['sdpa_G5'], path='attn'))
-    rule = dict(type='DifferentialGatedMultiheadAttention', path='attn')
-    with pytest.raises(ValueError, match='acts on the projected output'):
-        swap_attention(model, rule)
-    swap_attention(model, dict(rule, residual='none'))
+CROSS = ConditionalAttention(32, 4, cross_attn=True)
+FUSION = BiMultiHeadAttention(16, 24, 64, 4)
+
+
+@pytest.mark.parametrize(
+    'host, rule, message',
+    [
+        (CROSS, dict(type='DifferentialGatedMultiheadAttention'), 'content and position already'),
+        (CROSS, dict(type='DifferentialMultiheadAttention'), 'content and position already'),
+        (FUSION, GATES['sdpa_G5'], '64 channels wide.*has 16 here'),
+        (FUSION, dict(type='DifferentialGatedMultiheadAttention'), 'acts on the projected output'),
+        (FUSION, dict(type='DifferentialGatedMultiheadAttention', residual='none'), None),
+    ],
+)
+def test_what_does_not_fit_says_why(host: nn.Module, rule: dict[str, Any], message: str | None) -> None:
+    model = nn.ModuleDict(dict(attn=copy.deepcopy(host)))
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            swap_attention(model, dict(rule, path='attn'))
+        return
+    swap_attention(model, dict(rule, path='attn'))
     deltas = model['attn'](torch.randn(2, 9, 16), torch.randn(2, 5, 24))
     assert [tuple(delta.shape) for delta in deltas] == [(2, 9, 16), (2, 5, 24)]

@@ -1,4 +1,4 @@
-"""Agent and SAGA backbones in their hosts, and dense gates inside PVT and Swin."""
+"""Agent and SAGA backbones in their hosts, and the guide for contributors."""
 
 from __future__ import annotations
 
@@ -93,38 +93,6 @@ def segmentation() -> list[SegDataSample]:
     labels = torch.randint(0, 150, (1, SIDE, SIDE))
     meta = dict(img_shape=(SIDE, SIDE), ori_shape=(SIDE, SIDE), pad_shape=(SIDE, SIDE))
     return [SegDataSample(metainfo=meta, gt_sem_seg=PixelData(data=labels)) for _ in range(2)]
-
-
-IDENTITY = {
-    'PLuGMultiheadAttention': {},
-    'SDPAGatedMultiheadAttention': dict(scale=2.0, init='identity'),
-}
-BACKBONES = {
-    'pvt': (dict(type='mmdet.PyramidVisionTransformer', num_layers=[1, 1, 1, 1]), 'layers.*.1.1.attn'),
-    'mmdet_swin': (dict(type='mmdet.SwinTransformer', depths=(2, 2, 2, 2)), '**.w_msa'),
-    'mmseg_swin': (dict(type='mmseg.SwinTransformer', depths=(2, 2, 2, 2)), '**.w_msa'),
-}
-
-
-@pytest.mark.parametrize('backbone', BACKBONES)
-@pytest.mark.parametrize('gate', IDENTITY)
-def test_dense_gates_fit_pvt_and_swin(backbone: str, gate: str) -> None:
-    """They start as the vanilla backbone, shifted windows of both images included, and then move."""
-    cfg, path = BACKBONES[backbone]
-    model = MODELS.build(dict(cfg))
-    for name, parameter in model.named_parameters():
-        if name.endswith('relative_position_bias_table'):
-            torch.nn.init.normal_(parameter)
-    model.eval()  # mmdet's Swin returns nothing
-    x = torch.randn(2, 3, 96, 64)
-    with torch.no_grad():
-        vanilla = model(x)
-        swap_attention(model, dict(type=gate, path=path, **IDENTITY[gate]))
-        for expected, actual in zip(vanilla, model(x), strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    sum(map_.square().mean() for map_ in model(x)).backward()
-    gates = {n: p.grad for n, p in model.named_parameters() if '.gate_' in n or '.gml.' in n}
-    assert gates and any(g is not None and g.abs().sum() > 0 for g in gates.values())
 
 
 def test_the_guide_for_contributors(monkeypatch: pytest.MonkeyPatch) -> None:

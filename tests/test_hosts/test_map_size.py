@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import needs_mmpretrain
 from mmengine.registry import MODELS
-from test_adapters import SVT, SWIN_SIZES
+from test_adapters import SVT, SWIN
 from torch import nn
 
 from mmgate import swap_attention
@@ -24,7 +24,7 @@ PYRAMID = [(56, 56), (28, 28), (14, 14), (7, 7)]
     [
         (PVT, 'layers.*.1.*.attn', PYRAMID, 0),
         (dict(SVT, depths=[1, 1, 1, 2]), 'layers.*.*.attn', [*PYRAMID, (7, 7)], 0),
-        (dict(SWIN_SIZES, type='mmdet.SwinTransformer'), '**', PYRAMID, 0),
+        (dict(SWIN, type='mmdet.SwinTransformer', depths=(1, 1, 1, 1)), '**', PYRAMID, 0),
         pytest.param(dict(VIT, img_size=256), 'layers.1.attn', [(16, 16)], 1, marks=needs_mmpretrain),
         pytest.param(dict(VIT, img_size=(64, 96)), 'layers.1.attn', [(4, 6)], 1, marks=needs_mmpretrain),
     ],

@@ -85,13 +85,6 @@ def test_the_temperature_of_cosines_is_bounded() -> None:
         torch.testing.assert_close(gated(x)[0], model(x)[0], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize('gate', ['DifferentialGatedMultiheadAttention', 'DifferentialMultiheadAttention'])
-def test_two_streams_do_not_fit_cosines(gate: str) -> None:
-    cfg, path = BACKBONES['swin_v2']
-    with pytest.raises(ValueError, match='halves of unit vectors are none'):
-        swap_attention(MODELS.build(copy.deepcopy(cfg)), dict(type=gate, path=path))
-
-
 def test_attention_over_the_whole_map_fits_the_first_version_only() -> None:
     rule = dict(type='AgentAttention', agent_num=4, map_size=(8, 8), path='stages.*.blocks.0.attn')
     first, second = (MODELS.build(copy.deepcopy(BACKBONES[name][0])) for name in ('swin', 'swin_v2'))
