@@ -179,7 +179,9 @@ def _matches(
         try:
             if id(module) not in built:
                 with random_stream(name, next(module.parameters()).device):
-                    built[id(module)] = _take_over(module, adapter(gate, module, **derived.get(name, {}), **options))
+                    built[id(module)] = _take_over(
+                        module, adapter(gate, module, **derived.get(id(module), {}), **options)
+                    )
                 init_gate(name, built[id(module)])
             gates[name] = built[id(module)]
         except TypeError as error:  # most often an option that the adapter fills
@@ -255,7 +257,8 @@ def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
         parameter.requires_grad_(required)
     left_out = getattr(gate, 'without', ())
     for name, value in vars(host).items():  # code around an attention reads its sizes; what the gate has stays
-        if not (name.startswith('_') or name in left_out or callable(value) or hasattr(gate, name)):
+        plain = not (name.startswith('_') or callable(value) or isinstance(value, torch.Tensor))
+        if plain and name not in left_out and not hasattr(gate, name):
             setattr(gate, name, value)
     return gate.train(host.training)
 

@@ -1,4 +1,4 @@
-"""A gated model's start: that of its vanilla partner, and gates from random numbers of their own."""
+"""How a gated model is initialised: as its vanilla partner, and gates from random numbers of their own."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Swap:
         return model.get_submodule(self.name.rpartition('.')[0])
 
     def follow(self) -> None:
-        """Bring the host's module to where the gate has gone since: its device, dtype and tensors."""
+        """Give the host's module the gate's device, dtype and shared tensors, which may have changed since."""
         like = next(self.gate.parameters())
         shared = dict(self.shared)
         if not like.is_meta and any(t.is_meta for name, t in _tensors(self.vanilla) if name not in shared):
@@ -67,8 +67,8 @@ class Swap:
             if name not in shared:
                 tensor.data = tensor.data.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
 
-    def start_by_itself(self) -> None:
-        """Let a gate that is no :class:`GateInit` initialise as it wants, what is shared excepted."""
+    def call_init_weights(self) -> None:
+        """Call ``init_weights`` of a gate that is no :class:`GateInit`; what it shares with the host stays."""
         initialise = getattr(self.gate, 'init_weights', None)
         if initialise is None or any(isinstance(module, GateInit) for module in self.gate.modules()):
             return
@@ -135,7 +135,7 @@ def restore_attention(model: nn.Module) -> list[str]:
 
 @contextmanager
 def gates_in_place(model: nn.Module) -> Iterator[None]:
-    """While a host initialises, let the gates stand in the model, to be filled from a checkpoint of theirs."""
+    """Put the gates back into a model whose host initialises, so that a checkpoint of theirs fills them."""
     swaps = [swap for swap in vars(model).get('attention_swaps', []) if model.get_submodule(swap.name) is swap.vanilla]
     _put_gates(model, swaps)
     try:
@@ -150,7 +150,7 @@ def _init_weights(model: Any) -> None:
         type(model).init_weights(model)
     for swap in () if again else swaps:  # mmengine initialises once
         init_gate(swap.name, swap.gate)
-        swap.start_by_itself()
+        swap.call_init_weights()
 
 
 def _apply(model: Any, function: Callable[[nn.Module], None]) -> nn.Module:
@@ -214,7 +214,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _hand_over(source: nn.Module, target: nn.Module, names: Sequence[tuple[str, str]]) -> None:
-    """Let ``target`` hold tensors of ``source``; of each the name there and here."""
+    """Set tensors of ``source`` in ``target``; ``names`` are pairs of the name there and here."""
     tensors = dict(_tensors(source))
     for name, other in names:
         if name not in tensors:

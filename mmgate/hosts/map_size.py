@@ -18,8 +18,8 @@ IMAGE = 224  # side in pixels, of a backbone that does not keep its own
 
 def map_options(
     model: nn.Module, names: Collection[str], gate: type, options: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
-    """Return ``map_size``, and ``class_token`` where there is one, of each attention whose gate needs them.
+) -> dict[int, dict[str, Any]]:
+    """Return ``map_size``, and ``class_token`` where there is one, by the id of each attention whose gate needs them.
 
     The size is that of the map for images of the backbone's ``pretrain_img_size`` or ``img_size``, or of 224 x 224
     pixels. A copy of the backbone on the device ``meta`` runs once.
@@ -42,15 +42,16 @@ def map_options(
         (model.get_submodule('.'.join(parts[: i + 1])) for i, part in enumerate(parts) if part in BACKBONES), model
     )
     paths = {id(model.get_submodule(name)): name for name in names}
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[int, dict[str, Any]] = {}
     try:
-        copied, ids = _on_meta(owner)
-        for path, module in copied.named_modules():
-            if ids.get(path) in paths:
-                module.register_forward_pre_hook(_noting(found, paths[ids[path]], owner), with_kwargs=True)
+        copied = _on_meta(owner)
+        for (_, module), (_, counterpart) in zip(owner.named_modules(), copied.named_modules(), strict=True):
+            if id(module) in paths:
+                note = _noting(found, id(module), paths[id(module)], owner)
+                counterpart.register_forward_pre_hook(note, with_kwargs=True)
         with torch.no_grad():
             copied(torch.empty(1, 3, *_image_size(owner), device='meta'))
-        missing = ', '.join(name for name in paths.values() if name not in found)
+        missing = ', '.join(name for module, name in paths.items() if module not in found)
         reason = f'{missing} did not run' if missing else ''
     except Exception as error:  # whatever a host may raise on images of this size or on this device
         reason = f'{type(error).__name__}: {error}'
@@ -63,15 +64,15 @@ def map_options(
     return found
 
 
-def _on_meta(owner: nn.Module) -> tuple[nn.Module, dict[str, int]]:
-    """Return a copy without numbers, in evaluation, and by path the id of the module that was copied."""
+def _on_meta(owner: nn.Module) -> nn.Module:
+    """Return a copy without numbers, in evaluation."""
     memo: dict[int, Any] = {}
     for tensor in chain(owner.parameters(), owner.buffers()):
         empty = torch.empty_like(tensor, device='meta')
         memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
     copied = deepcopy(owner, memo)
     copied.eval()  # some hosts' return nothing
-    return copied, {path: id(module) for path, module in owner.named_modules()}
+    return copied
 
 
 def _image_size(owner: Any) -> tuple[int, int]:
@@ -79,7 +80,7 @@ def _image_size(owner: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-def _noting(found: dict[str, dict[str, Any]], name: str, owner: Any) -> Any:
+def _noting(found: dict[int, dict[str, Any]], key: int, name: str, owner: Any) -> Any:
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         tokens = next(iter(given.values())).shape[1]
@@ -87,6 +88,6 @@ def _noting(found: dict[str, dict[str, Any]], name: str, owner: Any) -> Any:
         before = tokens - sides[0] * sides[1]
         if before not in (0, 1):
             raise ValueError(f'{before} tokens of {name} lie on no map')
-        found[name] = dict(map_size=(int(sides[0]), int(sides[1])), **(dict(class_token=True) if before else {}))
+        found[key] = dict(map_size=(int(sides[0]), int(sides[1])), **(dict(class_token=True) if before else {}))
 
     return note

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -211,13 +212,9 @@ def test_every_gate_runs_in_its_hosts_block(host: str) -> None:
         added = dict(gate_parameters(model))
         assert not added or any(p.grad is not None and p.grad.abs().sum() > 0 for p in added.values()), gate
         gated = model.get_submodule(name)
-        for attribute, value in vars(module).items():
-            if (
-                attribute.startswith('_')
-                or attribute == 'training'
-                or callable(value)
-                or attribute in getattr(gated, 'without', ())
-            ):
+        plain = {key: value for key, value in vars(module).items() if not isinstance(value, Tensor | Callable)}
+        for attribute, value in plain.items():
+            if attribute.startswith('_') or attribute == 'training' or attribute in getattr(gated, 'without', ()):
                 continue
             assert hasattr(gated, attribute), f'{gate.__name__} lacks {attribute} of {host}'
             if isinstance(value, int | float | tuple) and attribute not in OWN.get(gate.__name__, set()):

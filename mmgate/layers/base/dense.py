@@ -114,7 +114,7 @@ class DenseAttention(nn.MultiheadAttention):
         return self.finish(self.out_proj(heads.transpose(1, 2).flatten(2)), query, inputs)
 
     def finish(self, output: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Return what becomes of the projected output ``(B, N, C)``: itself, unless a gate acts there."""
+        """Return the output ``(B, N, C)`` from the projected heads: the same, unless a gate acts there."""
         return output
 
     @property

@@ -106,7 +106,7 @@ class MapAttention(nn.Module):
         return side, side
 
     def behind_class_token(self, x: Tensor) -> Tensor:
-        """Return what belongs to the map's tokens, ``(B, h w, C)``, with a 0 for the class token before it."""
+        """Return values of the map's tokens ``(B, h w, C)`` with a zero for the class token before them, if any."""
         return F.pad(x, (0, 0, self.class_tokens, 0)) if self.class_tokens else x
 
     def split_heads(self, x: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class MapAttention(nn.Module):
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def adopt(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        """Give what a host has, or what is of another resolution, the names and shapes that it has here, in place.
+        """Rename what a host's state dict holds, and resize what is of another resolution, in place.
 
         Args:
             state_dict: What is to be loaded.
