@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_mmpretrain
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
@@ -26,6 +27,10 @@ VIT = dict(img_size=(64, 64), embed_dims=32, num_layers=2, num_heads=4, out_indi
 SEGFORMER = dict(embed_dims=16, num_heads=[1, 2, 4, 8], num_layers=[1, 1, 1, 1], drop_path_rate=0.0)
 SWIN = dict(embed_dims=16, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), window_size=4, drop_path_rate=0.0)
 SVT = dict(type='mmseg.SVT', depths=[2, 2, 2, 2], windiow_sizes=[7, 7, 7, 7], **TWINS)
+PRETRAIN = dict(arch=dict(embed_dims=16, depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 8]), out_indices=(0, 1, 2, 3))
+PRETRAIN.update(drop_path_rate=0.0, pad_small_map=True)
+V2_ARCH = dict(PRETRAIN['arch'], extra_norm_every_n_blocks=0)
+SAM_ARCH = dict(embed_dims=32, num_layers=2, num_heads=4, feedforward_channels=64, global_attn_indexes=[1])
 # name: backbone, side of its images, paths, attentions that match
 BACKBONES: dict[str, tuple[dict[str, Any], tuple[int, int], str, int]] = {
     'segformer': (dict(type='mmseg.MixVisionTransformer', **SEGFORMER), (96, 72), 'layers.*.1.0.attn', 4),
@@ -39,6 +44,25 @@ BACKBONES: dict[str, tuple[dict[str, Any], tuple[int, int], str, int]] = {
     'vit': (
         dict(type='mmseg.VisionTransformer', img_size=64, embed_dims=32, num_layers=2, num_heads=4),
         (64, 64),
+        'layers.*.attn',
+        2,
+    ),
+    'swin_of_mmpretrain': (
+        dict(PRETRAIN, type='mmpretrain.SwinTransformer', window_size=4),
+        (96, 128),
+        'stages.*.blocks.*.attn.w_msa',
+        8,
+    ),
+    'swin_v2': (
+        dict(PRETRAIN, type='mmpretrain.SwinTransformerV2', arch=V2_ARCH, window_size=4),
+        (96, 128),
+        'stages.*.blocks.*.attn.w_msa',
+        8,
+    ),
+    # a window that does not divide the map, and an image of another size than the tables
+    'sam': (
+        dict(type='mmpretrain.ViTSAM', arch=SAM_ARCH, img_size=96, window_size=4, out_channels=8),
+        (96, 128),
         'layers.*.attn',
         2,
     ),
@@ -76,12 +100,28 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: grad for name, grad in gates.items() if grad is not None}
 
 
-@pytest.mark.parametrize('gate', GATES)
-@pytest.mark.parametrize('name', BACKBONES)
+V2_GATES = GATES | {
+    'plug_post_softmax': dict(type='PLuGMultiheadAttention', position='post_softmax', heads='per_head'),
+    **{
+        f'sdpa_{position}': dict(
+            type='SDPAGatedMultiheadAttention', scale=2.0, init='identity', position=position, granularity=granularity
+        )
+        for position, granularity in (('G2', 'headwise'), ('G3', 'elementwise'), ('G4', 'headwise'))
+    },
+    'sdpa_additive': dict(type='SDPAGatedMultiheadAttention', form='additive', act='silu', init='identity'),
+}
+CASES = [(name, gate) for name in BACKBONES for gate in (V2_GATES if name == 'swin_v2' else GATES)]
+
+
+def case(name: str, gate: str) -> Any:
+    return pytest.param(name, gate, marks=[needs_mmpretrain] * ('mmpretrain' in BACKBONES[name][0]['type']))
+
+
+@pytest.mark.parametrize('name, gate', [case(*pair) for pair in CASES])
 def test_backbone(name: str, gate: str) -> None:
     cfg, (height, width), path, count = BACKBONES[name]
     model = trained(MODELS.build(copy.deepcopy(cfg)))
-    gated, names = gated_copy(model, dict(GATES[gate], path=path))
+    gated, names = gated_copy(model, dict(V2_GATES[gate], path=path))
     assert len(names) == count
     x = torch.randn(2, 3, height, width)
     with torch.no_grad():

@@ -17,6 +17,7 @@ from mmgate.ops.library import is_exporting
 from mmgate.ops.masks import merge_masks
 
 KEEP_ALL = dict(type='Dropout', drop_prob=0.0)  # mmcv's default
+OF_TORCH = ('bias', 'add_bias_kv', 'add_zero_attn', 'kdim', 'vdim', 'device', 'dtype')  # what mmcv hands on
 
 
 class DenseAttention(nn.MultiheadAttention):
@@ -215,15 +216,9 @@ class GatedMultiheadAttention(MultiheadAttention):
         dropout_layer: Dropout or drop path before the identity is added.
         init_cfg: mmengine's initialisation config.
         batch_first: ``(B, N, C)`` in the place of ``(N, B, C)``.
-        bias: Whether the projections have a bias.
-        add_bias_kv: See :class:`DenseAttention`, as for the following four.
-        add_zero_attn: Has to be False.
-        kdim: Channels of the key input.
-        vdim: Channels of the value input.
-        device: Of the parameters.
-        dtype: Of the parameters.
         dropout: mmcv's deprecated name for ``attn_drop`` and the probability in ``dropout_layer`` at once.
-        **options: The options of ``core``.
+        **options: The options of ``core``, and torch's ``bias``, ``add_bias_kv``, ``add_zero_attn``, ``kdim``,
+            ``vdim``, ``device`` and ``dtype``, see :class:`DenseAttention`.
     """
 
     core: type[DenseAttention]
@@ -237,18 +232,11 @@ class GatedMultiheadAttention(MultiheadAttention):
         dropout_layer: dict | None = KEEP_ALL,
         init_cfg: dict | None = None,
         batch_first: bool = False,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        *,
         dropout: float | None = None,
         **options: Any,
     ) -> None:
-        of_torch: dict[str, Any] = dict(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn)
-        of_torch.update(kdim=kdim, vdim=vdim, device=device, dtype=dtype)
+        of_torch = {name: options.pop(name) for name in OF_TORCH if name in options}
         super().__init__(
             embed_dims,
             num_heads,
