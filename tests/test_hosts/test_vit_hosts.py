@@ -132,7 +132,7 @@ def test_cross_covariance_gates_pairs_of_channels() -> None:
         ),
         *(
             (
-                lambda: WindowMSAV2((4, 4), C, HEADS),
+                lambda: WindowMSAV2(C, (4, 4), HEADS),
                 dict(type=f'Differential{kind}MultiheadAttention'),
                 'halves of unit',
             )
