@@ -46,7 +46,7 @@ if mmdet.__version__ >= '3.5':  # the fork's DINO encodes boxes in twice the cha
 
 # by the name, configs whose model has parameters that its vanilla partner lacks
 GATED = (
-    *('plug', 'sdpa-gate', 'dgsa', 'dgvit', 'agent', 'saga'),
+    *('plug', 'sdpa-gate', 'dgsa', 'dgvit', 'diff-vit', 'agent', 'saga'),
     *('angular', 'enhanced', 'flatten', 'polaformer', 'inline', 'mlla', 'rala'),
 )
 

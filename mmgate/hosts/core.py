@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from mmgate.hosts.table import Host, adapts
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
 from mmgate.ops.masks import merge_masks
 
 Core = TypeVar('Core', bound=DenseAttention)
@@ -83,7 +83,7 @@ def own_scale(host: Any, core: DenseAttention | None = None) -> str | None:
 def attend_in_host(
     gate: DenseAttention,
     projected: tuple[Tensor, Tensor, Tensor],
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: Inputs,
     out_proj: Callable[[Tensor], Tensor],
     bias: Tensor | None = None,
     attn_mask: Tensor | None = None,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.init import GateInit
 from mmgate.registry import MODELS
 
@@ -129,19 +129,17 @@ class SDPAGatedAttention(GateInit, DenseAttention):
         neutral = query.new_full((), 1.0 if self.form == 'multiplicative' else 0.0)
         return self._gated(neutral, (query, key, value))
 
-    def _gated(self, heads: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def _gated(self, heads: Tensor, inputs: Inputs) -> Tensor:
         """Gate ``(B, H, N, d)`` by the input that belongs to the position."""
         x = inputs[_INPUT[self.position]]
         score = F.linear(x, self.gate_weight, self.gate_bias)  # (B, N, H|1 * d|1)
         score = self.scale * ACTIVATIONS[self.act](score.unflatten(-1, self.gate_shape)).transpose(1, 2)
         return heads * score if self.form == 'multiplicative' else heads + score
 
-    def _gated_at(self, position: str, x: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def _gated_at(self, position: str, x: Tensor, inputs: Inputs) -> Tensor:
         return self._gated(x, inputs) if self.position == position else x
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads, gated before (G2, G3, G4) or after (G1) a fused attention."""
         query, key = self._gated_at('G4', query, inputs), self._gated_at('G3', key, inputs)
         value = self._gated_at('G2', value, inputs)
@@ -153,15 +151,13 @@ class SDPAGatedAttention(GateInit, DenseAttention):
         """Whether the gate is at G5."""
         return self.position == 'G5'
 
-    def finish(self, output: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Gate what was projected (G5)."""
         if self.position == 'G5':
             output = self._gated(self.split_heads(output), inputs).transpose(1, 2).flatten(2)
         return output
 
-    def attention_map(
-        self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the attention weights, before any gate on values or outputs."""
         query, key = self._gated_at('G4', query, inputs), self._gated_at('G3', key, inputs)
         logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5

@@ -17,6 +17,7 @@ from mmgate.ops.library import is_exporting
 from mmgate.ops.masks import merge_masks
 
 KEEP_ALL = dict(type='Dropout', drop_prob=0.0)  # mmcv's default
+Inputs = tuple[Tensor, Tensor, Tensor]  # query, key and value before projection, (B, N|M, C)
 OF_TORCH = ('bias', 'add_bias_kv', 'add_zero_attn', 'kdim', 'vdim', 'device', 'dtype')  # what mmcv hands on
 
 
@@ -90,9 +91,7 @@ class DenseAttention(nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
         self.qdim = embed_dim if qdim is None else qdim
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads ``(B, H, N, d)``.
 
         Args:
@@ -104,17 +103,15 @@ class DenseAttention(nn.MultiheadAttention):
         """
         raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
 
-    def attention_map(
-        self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the attention weights ``(B, H, N, M)`` for analysis."""
         raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
 
-    def merge(self, heads: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def merge(self, heads: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Return the output ``(B, N, C)`` from the heads ``(B, H, N, d)``."""
         return self.finish(self.out_proj(heads.transpose(1, 2).flatten(2)), query, inputs)
 
-    def finish(self, output: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Return the output ``(B, N, C)`` from the projected heads: the same, unless a gate acts there."""
         return output
 
@@ -178,7 +175,7 @@ class DenseAttention(nn.MultiheadAttention):
             output = output.contiguous()
         return output.transpose(0, 1) if self.batch_first else output, weights
 
-    def project(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value ``(B, H, N|M, d)``."""
         if self.in_proj_weight is None:  # kdim or vdim
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
