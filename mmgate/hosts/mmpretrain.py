@@ -98,7 +98,7 @@ def tokens(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) ->
 
 @adapts(MapAttention, MultiheadAttention)
 def map_of_tokens(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:
-    """Take over sizes and dropouts; the rule says ``map_size`` and ``class_token``, which the host does not know.
+    """Take over sizes and dropouts; ``map_size`` and ``class_token`` come from the rule, or from the whole backbone.
 
     Raises:
         ValueError: The host has an extra that the gate lacks.
