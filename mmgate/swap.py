@@ -56,11 +56,12 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     """Replace attention modules of ``model`` in place, keeping their parameters (the very same tensors).
 
     Args:
-        model: Any module; weights, device, dtype and mode of the replaced modules are taken over.
+        model: Any module; weights, device, dtype, mode and plain attributes of the replaced modules are taken over.
         rules: One rule or a list. A rule is a dict of ``path`` (a pattern or a list of patterns over dotted names;
             ``*`` stands for anything within one name, ``**`` for any number of names; a pattern that ends with ``**``
             means every attention below that the gate can replace), ``type`` (a gate: its registered name or the
-            class itself) and the gate's options.
+            class itself) and the gate's options. A ``map_size`` that a gate needs and the rule leaves out is read off
+            the backbone, see :func:`.map_size.map_options`.
 
     Returns:
         The names of the replaced modules. Nothing is replaced if anything is wrong. The global random numbers stay
