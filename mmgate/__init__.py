@@ -14,8 +14,8 @@ from mmengine.config.utils import MODULE2PACKAGE  # noqa: E402
 from . import backbones, layers  # noqa: E402, F401
 from .checkpoints.loading import register_safe_loader  # noqa: E402
 from .hosts import adapts  # noqa: E402
-from .starts import restore_attention  # noqa: E402
 from .swap import Gated, swap_attention  # noqa: E402
+from .weight_init import restore_attention  # noqa: E402
 
 # mmengine looks packages of 'package::config' up in this closed list, by the name of a distribution, whose folder it
 # takes for the package's (in an editable install it is not), or else by that of a module: then the module's folder.

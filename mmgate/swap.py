@@ -13,12 +13,13 @@ from mmengine.logging import print_log
 from torch import nn
 
 from mmgate.hosts import adapter_for, gates_for, hosts_of
+from mmgate.hosts.map_size import map_options
 from mmgate.hosts.table import full_name, gate_names, host_names
 from mmgate.layers.base.dense import DenseAttention
 from mmgate.layers.base.init import GateInit, random_stream
 from mmgate.paths import path_regex
 from mmgate.registry import MODELS
-from mmgate.starts import Swap, initialise_gates_last, start_gate
+from mmgate.weight_init import Swap, init_gate, initialise_gates_last
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
@@ -55,16 +56,17 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     """Replace attention modules of ``model`` in place, keeping their parameters (the very same tensors).
 
     Args:
-        model: Any module; weights, device, dtype and mode of the replaced modules are taken over.
+        model: Any module; weights, device, dtype, mode and plain attributes of the replaced modules are taken over.
         rules: One rule or a list. A rule is a dict of ``path`` (a pattern or a list of patterns over dotted names;
             ``*`` stands for anything within one name, ``**`` for any number of names; a pattern that ends with ``**``
             means every attention below that the gate can replace), ``type`` (a gate: its registered name or the
-            class itself) and the gate's options.
+            class itself) and the gate's options. A ``map_size`` that a gate needs and the rule leaves out is read off
+            the backbone, see :func:`.map_size.map_options`.
 
     Returns:
         The names of the replaced modules. Nothing is replaced if anything is wrong. The global random numbers stay
         where they were, and from here on the model's ``init_weights`` gives what is shared the numbers that it has in
-        the vanilla model, see :func:`.starts.initialise_gates_last`.
+        the vanilla model, see :func:`.weight_init.initialise_gates_last`.
 
     Raises:
         TypeError: A rule is malformed, its type is no gate, or an option is unknown to the gate.
@@ -163,6 +165,8 @@ def _matches(
     whatever_fits = pattern.endswith('**')
     gates: dict[str, nn.Module] = {}
     refusals = []
+    fitting = [name for name, module in modules.items() if adapter_for(gate, module) is not None]
+    derived = map_options(model, fitting, gate, options)
     for name, module in modules.items():
         adapter = adapter_for(gate, module)
         if whatever_fits and (adapter is None or any(name.startswith(f'{outer}.') for outer in gates)):
@@ -176,8 +180,10 @@ def _matches(
         try:
             if id(module) not in built:
                 with random_stream(name, next(module.parameters()).device):
-                    built[id(module)] = _take_over(module, adapter(gate, module, **options))
-                start_gate(name, built[id(module)])
+                    built[id(module)] = _take_over(
+                        module, adapter(gate, module, **derived.get(id(module), {}), **options)
+                    )
+                init_gate(name, built[id(module)])
             gates[name] = built[id(module)]
         except TypeError as error:  # most often an option that the adapter fills
             raise TypeError(f'{where}: {full_name(gate)} cannot be made from {name}: {error}') from error
@@ -235,7 +241,7 @@ def _options(gate: type) -> set[str]:
 
 @torch.no_grad()
 def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
-    """Give the host's parameters, device, dtype and mode to ``gate``."""
+    """Give the host's parameters, device, dtype, mode and plain attributes to ``gate``."""
     state = host.state_dict(keep_vars=True)
     reference = next(host.parameters())
     trainable = [(parameter, parameter.requires_grad) for parameter in host.parameters()]
@@ -250,6 +256,11 @@ def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
         part.gate_loaded = False
     for parameter, required in trainable:  # the gate's own now; assigning reset the flag
         parameter.requires_grad_(required)
+    left_out = getattr(gate, 'without', ())
+    for name, value in vars(host).items():  # code around an attention reads its sizes; what the gate has stays
+        plain = not (name.startswith('_') or callable(value) or isinstance(value, torch.Tensor))
+        if plain and name not in left_out and not hasattr(gate, name):
+            setattr(gate, name, value)
     return gate.train(host.training)
 
 

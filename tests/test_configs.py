@@ -22,8 +22,7 @@ from mmengine.registry import MODELS
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate._environment import available
 from mmgate.analysis.report.structure import build_structure
-from mmgate.backbones.presets import OF_THE_ATTENTION
-from mmgate.train.decay import undecayed
+from mmgate.layers.base.init import gate_parameters, undecayed_parameters
 
 NAMED = Path('plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
 CONFIGS = sorted(
@@ -47,7 +46,7 @@ if mmdet.__version__ >= '3.5':  # the fork's DINO encodes boxes in twice the cha
 
 # by the name, configs whose model has parameters that its vanilla partner lacks
 GATED = (
-    *('plug', 'sdpa-gate', 'dgsa', 'dgvit', 'agent', 'saga'),
+    *('plug', 'sdpa-gate', 'dgsa', 'dgvit', 'diff-vit', 'agent', 'saga'),
     *('angular', 'enhanced', 'flatten', 'polaformer', 'inline', 'mlla', 'rala'),
 )
 
@@ -60,14 +59,14 @@ def test_builds(name: str) -> None:
     cfg = Config.fromfile(ROOT / 'configs' / name)
     model = build_structure(cfg)
     MODELS.build(cfg.model.data_preprocessor)  # which a structure goes without
-    gated = any('.gate_' in p or p.endswith(OF_THE_ATTENTION) for p, _ in model.named_parameters())
+    gated = any(True for _ in gate_parameters(model))
     assert gated == (Path(name).name.startswith(GATED) and 'no-bias-no-dwc' not in name)
     if gated:
         amp = ('type', 'dtype', 'loss_scale')  # which needs a GPU
         wrapper = {key: value for key, value in cfg.optim_wrapper.items() if key not in amp}
         groups = build_optim_wrapper(model, wrapper).optimizer.param_groups
         decayed = {id(parameter) for group in groups if group['weight_decay'] for parameter in group['params']}
-        assert decayed and not [n for n, parameter in undecayed(model) if id(parameter) in decayed]
+        assert decayed and not [n for n, parameter in undecayed_parameters(model) if id(parameter) in decayed]
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert PARAMETERS.get(name) == trainable, f'the metafile of {Path(name).parts[0]} should say {trainable}'
 

@@ -11,10 +11,11 @@ from mmengine.hooks import Hook
 from torch import Tensor
 
 from mmgate.analysis.figures.sampling import draw_sampling
-from mmgate.analysis.probes.attention import GATES, gate_parameters
+from mmgate.analysis.probes.attention import GATES
 from mmgate.analysis.probes.recording import Recording, readable, record
 from mmgate.analysis.probes.sampling import chosen_points, record_sampling
 from mmgate.analysis.probes.statistics import RunningStatistics
+from mmgate.layers.base.init import gate_parameters
 from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 
@@ -62,7 +63,7 @@ class GateStatisticsHook(Hook):
         model = own_model(runner.model)
         has = readable(model)
         for path in dict.fromkeys(path for name in GATES for path in has.get(name, ())):
-            for parameter in gate_parameters(model.get_submodule(path)):
+            for _, parameter in gate_parameters(model.get_submodule(path)):
                 if parameter.requires_grad:  # the optimizer wrapper clears gradients before a hook sees them
                     self._open.callback(parameter.register_hook(self._squared(path)).remove)
         self._recording = self._open.enter_context(

@@ -7,7 +7,6 @@ from math import isqrt
 from typing import Any
 
 from mmgate.backbones import AgentCSwin, AgentPVT, AgentSwin
-from mmgate.backbones.presets import OF_THE_ATTENTION
 from mmgate.backbones.weights import (
     DERIVED,
     LAST,
@@ -19,6 +18,7 @@ from mmgate.backbones.weights import (
     misfits,
 )
 from mmgate.checkpoints.tensors import State, tensors
+from mmgate.layers.base.init import gate_parameters
 
 
 def convert(checkpoint: Any) -> State:
@@ -46,7 +46,7 @@ def convert(checkpoint: Any) -> State:
     except ValueError as error:
         raise ValueError(_listed([str(error)])) from None
     complete = is_cswin(state) or any(key.endswith('.an_bias') for key in converted)
-    faults = misfits(model, converted, may_miss=() if complete else OF_THE_ATTENTION)
+    faults = misfits(model, converted, may_miss=() if complete else tuple(dict(gate_parameters(model))))
     if faults:
         raise ValueError(_listed(faults))
     for key, value in model.state_dict().items():

@@ -31,15 +31,6 @@ AGENT_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 0, 0), 'base': (2, 2,
 LINEAR_SWIN_BLOCKS = {'tiny': (2, 2, 0, 0), 'small': (2, 2, 0, 0), 'base': (2, 2, 0, 0)}
 SAGA_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 18, 0), 'base': (2, 2, 18, 0)}
 
-# what a checkpoint of the vanilla backbone cannot have: endings of keys
-OF_THE_ATTENTION = (
-    *('.an_bias', '.na_bias', '.ah_bias', '.aw_bias', '.ha_bias', '.wa_bias'),
-    *('.ac_bias', '.ca_bias', '.position_encoding'),
-    *('.dwc.weight', '.dwc.bias', '.gate_k.weight', '.gate_k.bias', '.gate_v.weight', '.gate_v.bias'),
-    *('.gate_out.weight', '.gate_out.bias', '.focus_scale', '.power', '.agent_tokens'),
-    *('.local.0.weight', '.local.0.bias', '.local.2.weight', '.local.2.bias'),
-)
-
 
 def preset(presets: Mapping[str, Mapping[str, Any]], arch: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of ``arch`` with ``overrides``.

@@ -9,10 +9,10 @@ from typing import Any
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
-from mmgate.backbones.presets import OF_THE_ATTENTION
 from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
+from mmgate.layers.base.init import gate_parameters
 from mmgate.layers.base.map import MapAttention
-from mmgate.layers.positions import resize_grid
+from mmgate.layers.resizing import resize_grid
 from mmgate.starts import gates_in_place
 
 DERIVED = ('.relative_position_index', '.attn_mask')  # what a backbone computes itself
@@ -73,8 +73,9 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
     state = backbone.rename(tensors(read_checkpoint(source)))
     # of outputs that this backbone does not give
     state = {key: value for key, value in state.items() if key in own or not OUTPUT_NORM.fullmatch(key)}
-    vanilla = not any(key.endswith(OF_THE_ATTENTION) for key in state)
-    faults = misfits(backbone, state, may_miss=OF_THE_ATTENTION if vanilla else ())
+    gates = tuple(name for name, _ in gate_parameters(backbone, remove_duplicate=False))
+    vanilla = not any(key.endswith(gates) for key in state)
+    faults = misfits(backbone, state, may_miss=gates if vanilla else ())
     if faults:
         listed = '\n  '.join(faults[:20] + [f'... and {len(faults) - 20} more'] * (len(faults) > 20))
         raise ValueError(

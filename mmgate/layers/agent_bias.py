@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmgate.layers.base.map import MapAttention
 from mmgate.ops.agent_attention import interpolation_matrix
 
-from .positions import resize_axis
+from .resizing import resize_axis
 
 BLOCK = 7  # side of the maps in an_bias and na_bias
 BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')

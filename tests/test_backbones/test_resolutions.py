@@ -16,7 +16,7 @@ from published_cswin import SMALL, published_cswin, random_cswin
 from torch import nn
 
 from mmgate.backbones.convert import convert_classifier
-from mmgate.layers.positions import resize_axis, resize_grid
+from mmgate.layers.resizing import resize_axis, resize_grid
 from mmgate.ops.agent_attention import interpolation_matrix
 
 PVT: dict[str, Any] = dict(num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 2), embed_dims=16)

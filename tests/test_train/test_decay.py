@@ -11,8 +11,8 @@ from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from torch import nn
 
 import mmgate  # noqa: F401  (registers)
+from mmgate.layers.base.init import undecayed_parameters
 from mmgate.registry import MODELS
-from mmgate.train.decay import undecayed
 
 DECAY = 0.05
 
@@ -77,7 +77,7 @@ def test_what_gates_add_is_not_decayed(paramwise: dict[str, Any] | None) -> None
     decay = {id(parameter): group['weight_decay'] for group in groups for parameter in group['params']}
     assert sorted(decay) == sorted(map(id, net.parameters()))  # each once
     assert sum(len(group['params']) for group in groups) == len(decay)
-    spared = dict(undecayed(net))
+    spared = dict(undecayed_parameters(net))
     assert {name.rpartition('.')[2] for name in spared} >= {'an_bias', 'wa_bias', 'position_encoding'}
     assert {name for name in spared if 'gml' in name} == {n for n, _ in net.named_parameters() if '.gml.' in n}
     assert [name for name in spared if 'dgsa' in name] == ['dgsa.attn.head_norm.weight']

@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmgate.hosts.window import GatedWindowMSA
+from mmgate.layers import MultiScaleDeformableAttention
+from mmgate.layers.base.dense import DenseAttention
 from mmgate.ops.masks import merge_masks
 from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
 
@@ -55,27 +58,25 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     return {**bound.arguments.pop('kwargs', {}), **bound.arguments}
 
 
-def gate_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that make a module's gates."""
-    module = getattr(module, 'attn', module) if type(module).__name__ == 'GatedWindowMSA' else module
-    named = module.named_parameters()
-    return [p for name, p in named if name.split('.')[0].startswith(('gate', 'gml'))]
-
-
 def is_alone(module: nn.Module) -> bool:
     """Whether a module is a gate without projections, which its host never calls as a module."""
-    return hasattr(module, 'attention_map') and isinstance(getattr(module, 'out_proj', None), nn.Identity)
+    return isinstance(module, DenseAttention) and not module.has_projections
 
 
 def _has(module: nn.Module, name: str) -> bool:
     """Whether this module has what its class may have."""
-    if name in ('gate_k', 'gate_v', 'gate_out'):
-        return getattr(module, name, None) is not None
+    if name in GATES:
+        return name in getattr(gate_of(module), 'gate_readings', ())
     if name == 'attention':  # read at the gate, where the host holds one
         return not any(is_alone(child) for child in module.children())
     if name == 'geometry':  # a class token lies nowhere
         return not getattr(module, 'class_tokens', 0)
-    return name != 'gate' or bool(gate_parameters(module))
+    return True
+
+
+def gate_of(module: nn.Module) -> nn.Module:
+    """Return the gate that a module is, or that Swin's windows hold."""
+    return module.attn if isinstance(module, GatedWindowMSA) else module
 
 
 @contextmanager
@@ -93,7 +94,6 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
 
 @probes(
     'mmcv.MultiScaleDeformableAttention',
-    'mmgate.PLuGMultiScaleDeformableAttention',
     reads=('gate', 'locations', 'weights', 'reference_points', 'spatial_shapes'),
 )
 def deformable(module: Any, **given: Any) -> Readings:
@@ -105,14 +105,12 @@ def deformable(module: Any, **given: Any) -> Readings:
     query = query if position is None else query + position
     query = query if module.batch_first else query.transpose(0, 1)
     sizes = (module.num_heads, module.num_levels, module.num_points)
+    ours = isinstance(module, MultiScaleDeformableAttention)
     shapes, points = given['spatial_shapes'], given['reference_points']
-    gated = hasattr(module, 'gate_proj')
 
     def weights() -> Tensor:
         logits = module.attention_weights(query).unflatten(-1, sizes)
-        if not gated:
-            return attention_weights(logits)
-        return attention_weights(logits, module.gate(query), residual=module.residual, position=module.position)
+        return attention_weights(logits, **(module.gating(query) if ours else {}))
 
     def locations() -> Tensor:
         offsets = module.sampling_offsets(query).unflatten(-1, (*sizes, 2))
@@ -120,7 +118,7 @@ def deformable(module: Any, **given: Any) -> Readings:
 
     readings = dict(locations=locations, weights=weights)
     readings.update(reference_points=lambda: points, spatial_shapes=lambda: shapes)
-    return {**readings, 'gate': lambda: module.gate(query)} if gated else readings
+    return {**readings, 'gate': lambda: module.read_gate('gate', query)}
 
 
 @probes('torch.MultiheadAttention', reads=('attention',))
@@ -147,19 +145,7 @@ def dense(module: Any, **given: Any) -> Readings:
         weights = module.attention_map(query, key, inputs, bias)
         return weights if dead is None else weights.masked_fill(dead, 0.0)
 
-    return dict(attention=attention, gate=lambda: dense_gate(module, inputs))
-
-
-def dense_gate(module: Any, inputs: tuple[Tensor, ...]) -> Tensor:
-    """Return a dense gate: PLuG ``(B, H|1, N, M)``, SDPA gate ``(B, H|1, N, d|1)``, M-DGSA ``(B, H, N, 1)``."""
-    if hasattr(module, 'gate_q_proj'):
-        query, key = module.gates(inputs)
-        return module.gml(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)
-    if hasattr(module, 'gate_weight'):
-        neutral = torch.ones if module.form == 'multiplicative' else torch.zeros
-        score = module._gated(neutral((), device=inputs[0].device, dtype=inputs[0].dtype), inputs)
-        return score
-    return module._gate(inputs[0])
+    return dict(attention=attention, gate=lambda: module.read_gate('gate', *inputs))
 
 
 @probes('mmgate.GatedWindowMSA', reads=('gate', 'attention'))
@@ -171,7 +157,7 @@ def gated_windows(module: Any, x: Tensor, mask: Tensor | None = None) -> Reading
         query, key, _ = module.attn.project(inputs)
         return module.attn.attention_map(query, key, inputs, _window_bias(module, x, mask).to(query.dtype))
 
-    return dict(attention=attention, gate=lambda: dense_gate(module.attn, inputs))
+    return dict(attention=attention, gate=lambda: module.attn.read_gate('gate', *inputs))
 
 
 @probes('mmdet.WindowMSA', 'mmseg.WindowMSA', 'mmpretrain.WindowMSA', reads=('attention',))

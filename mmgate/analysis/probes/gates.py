@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import GATES
+from mmgate.analysis.probes.attention import GATES, gate_of
 from mmgate.analysis.probes.recording import predict, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 
@@ -76,7 +76,11 @@ class _Gate:
 
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
     """Run a model over batches and return every gate that it has, in the order of the layers."""
-    paired = {path for path, module in model.named_modules() if hasattr(getattr(module, 'attn', module), 'gate_q_proj')}
+    paired = {
+        path
+        for path, module in model.named_modules()
+        if getattr(gate_of(module), 'gate_readings', {}).get('gate') == 'pairs'
+    }
     with record(model, GATES, accumulate=lambda path, name: _Gate(path in paired)) as recording:
         for batch in batches:
             predict(model, batch)

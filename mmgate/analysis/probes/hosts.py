@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import Readings, dense_gate, probes, without_dropout
+from mmgate.analysis.probes.attention import Readings, probes, without_dropout
 
 
 def gate_in_host(name: str, host: Any, **given: Any) -> Readings:
@@ -29,7 +29,7 @@ def gate_in_host(name: str, host: Any, **given: Any) -> Readings:
             host.forward(**given)
     finally:
         del gate.attend
-    return dict(attention=lambda: gate.attention_map(**handed), gate=lambda: dense_gate(gate, handed['inputs']))
+    return dict(attention=lambda: gate.attention_map(**handed), gate=lambda: gate.read_gate('gate', *handed['inputs']))
 
 
 def _before_dropout(module: Any, given: dict[str, Any]) -> Tensor:

@@ -67,15 +67,15 @@ def saga(module: Any, x: Tensor, hw_shape: Any = None, **_: Any) -> Readings:
 
     def kv() -> Tensor:
         _, key, value = _projected(module, x, _sides(module, x, hw_shape))
-        key = key if module.gate_k is None else key * module.gate_k(x).sigmoid()
-        value = value if module.gate_v is None else value * module.gate_v(x).sigmoid()
+        key = key if module.gate_k is None else key * module.read_gate('gate_k', x)
+        value = value if module.gate_v is None else value * module.read_gate('gate_v', x)
         return key_value_map(module.split_heads(key), module.split_heads(value))
 
     return dict(
         kv=kv,
-        gate_k=lambda: module.gate_k(x).sigmoid(),
-        gate_v=lambda: module.gate_v(x).sigmoid(),
-        gate_out=lambda: module.gate_out(x),
+        gate_k=lambda: module.read_gate('gate_k', x),
+        gate_v=lambda: module.read_gate('gate_v', x),
+        gate_out=lambda: module.read_gate('gate_out', x),
     )
 
 
@@ -118,7 +118,7 @@ def linear(module: Any, x: Tensor, hw_shape: Any = None, **_: Any) -> Readings:
         keys = features(module, query, key, sides)
         return key_value_map(keys, module.split_heads(value).to(keys.dtype))  # powers of 16 bits are in 32
 
-    return dict(kv=kv, gate_out=lambda: module.gate_out(x))
+    return dict(kv=kv, gate_out=lambda: module.read_gate('gate_out', x))
 
 
 @probes('mmgate.PolaFormerAttention', reads=('gate_out', 'kv'))
@@ -133,4 +133,4 @@ def polaformer(module: Any, x: Tensor, hw_shape: Any = None, **_: Any) -> Readin
         maps = [key_value_map(torch.cat(k, -1), v) for k, v in ((keys, same), (keys[::-1], opposite))]
         return torch.cat(maps, -1)
 
-    return dict(kv=kv, gate_out=lambda: module.gate_out(x))
+    return dict(kv=kv, gate_out=lambda: module.read_gate('gate_out', x))

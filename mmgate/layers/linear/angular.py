@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from mmgate.ops.linear_attention import linear_angular_attention
@@ -18,20 +16,12 @@ class LinearAngularAttention(LinearAttention):
 
     The convolution is one of 3 x 3 over the map with C kernels, the size that keeps to the papers' parameter counts.
 
-    Args:
-        embed_dims: Channels C.
-        num_heads: Heads H.
-        dwc: Side of the convolution's kernel; 0 for none.
-        class_token: Whether a class token stands before the map's tokens (DeiT).
-        **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
+    Options as :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Source: Castling-ViT (You et al., 2023).
     """
 
-    def __init__(
-        self, embed_dims: int, num_heads: int, *, dwc: int = 3, class_token: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(embed_dims, num_heads, dwc=dwc, class_token=class_token, **kwargs)
+    default_dwc = 3
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head."""

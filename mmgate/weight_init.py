@@ -1,4 +1,4 @@
-"""A gated model's start: that of its vanilla partner, and gates from random numbers of their own."""
+"""How a gated model is initialised: as its vanilla partner, and gates from random numbers of their own."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Swap:
         return model.get_submodule(self.name.rpartition('.')[0])
 
     def follow(self) -> None:
-        """Bring the host's module to where the gate has gone since: its device, dtype and tensors."""
+        """Give the host's module the gate's device, dtype and shared tensors, which may have changed since."""
         like = next(self.gate.parameters())
         shared = dict(self.shared)
         if not like.is_meta and any(t.is_meta for name, t in _tensors(self.vanilla) if name not in shared):
@@ -67,8 +67,8 @@ class Swap:
             if name not in shared:
                 tensor.data = tensor.data.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
 
-    def start_by_itself(self) -> None:
-        """Let a gate that is no :class:`GateInit` initialise as it wants, what is shared excepted."""
+    def call_init_weights(self) -> None:
+        """Call ``init_weights`` of a gate that is no :class:`GateInit`; what it shares with the host stays."""
         initialise = getattr(self.gate, 'init_weights', None)
         if initialise is None or any(isinstance(module, GateInit) for module in self.gate.modules()):
             return
@@ -80,7 +80,7 @@ class Swap:
             ours[name].data.copy_(value)
 
 
-def start_gate(name: str, gate: nn.Module) -> None:
+def init_gate(name: str, gate: nn.Module) -> None:
     """Draw the parameters of a gate called ``name`` from a stream of their own, unless a state dict filled them."""
     device = next((parameter.device for parameter in gate.parameters()), None)
     for inner, module in gate.named_modules():
@@ -135,15 +135,13 @@ def restore_attention(model: nn.Module) -> list[str]:
 
 @contextmanager
 def gates_in_place(model: nn.Module) -> Iterator[None]:
-    """While a host initialises, let the gates stand in the model, to be filled from a checkpoint of theirs."""
+    """Put the gates back into a model whose host initialises, so that a checkpoint of theirs fills them."""
     swaps = [swap for swap in vars(model).get('attention_swaps', []) if model.get_submodule(swap.name) is swap.vanilla]
-    for swap in swaps:
-        swap.put_gate(model)
+    _put_gates(model, swaps)
     try:
         yield
     finally:
-        for swap in swaps:
-            swap.put(model, swap.vanilla)
+        _put_vanilla(model, swaps)
 
 
 def _init_weights(model: Any) -> None:
@@ -151,8 +149,8 @@ def _init_weights(model: Any) -> None:
     with _vanilla_in_place(model, swaps):
         type(model).init_weights(model)
     for swap in () if again else swaps:  # mmengine initialises once
-        start_gate(swap.name, swap.gate)
-        swap.start_by_itself()
+        init_gate(swap.name, swap.gate)
+        swap.call_init_weights()
 
 
 def _apply(model: Any, function: Callable[[nn.Module], None]) -> nn.Module:
@@ -174,25 +172,21 @@ def _vanilla_in_place(model: nn.Module, swaps: Sequence[Swap]) -> Iterator[None]
             swap.put(model, swap.vanilla)
             undo.enter_context(_reported(model, swap.vanilla))
         holders = {id(holder): holder for holder in (swap.holder(model) for swap in swaps)}
-        for holder in holders.values():
-            for remove in _load_into_gates(holder, model, [s for s in swaps if s.holder(model) is holder]):
-                undo.callback(remove)
+        for holder in holders.values():  # checkpoints that the host's initialisation loads find the gates
+            inside = [swap for swap in swaps if swap.holder(model) is holder]
+            undo.callback(holder._register_load_state_dict_pre_hook(partial(_put_gates, model, inside)).remove)
+            undo.callback(holder.register_load_state_dict_post_hook(partial(_put_vanilla, model, inside)).remove)
         yield
 
 
-def _load_into_gates(holder: nn.Module, model: nn.Module, swaps: Sequence[Swap]) -> Iterator[Callable[[], None]]:
-    """Let checkpoints that a host's initialisation loads find the gates; yield what ends that."""
+def _put_gates(model: nn.Module, swaps: Sequence[Swap], *_: Any) -> None:
+    for swap in swaps:
+        swap.put_gate(model)
 
-    def gates(*_: Any) -> None:
-        for swap in swaps:
-            swap.put_gate(model)
 
-    def vanilla(*_: Any) -> None:
-        for swap in swaps:
-            swap.put(model, swap.vanilla)
-
-    yield holder._register_load_state_dict_pre_hook(gates).remove
-    yield holder.register_load_state_dict_post_hook(vanilla).remove
+def _put_vanilla(model: nn.Module, swaps: Sequence[Swap], *_: Any) -> None:
+    for swap in swaps:
+        swap.put(model, swap.vanilla)
 
 
 @contextmanager
@@ -220,7 +214,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _hand_over(source: nn.Module, target: nn.Module, names: Sequence[tuple[str, str]]) -> None:
-    """Let ``target`` hold tensors of ``source``; of each the name there and here."""
+    """Set tensors of ``source`` in ``target``; ``names`` are pairs of the name there and here."""
     tensors = dict(_tensors(source))
     for name, other in names:
         if name not in tensors:
