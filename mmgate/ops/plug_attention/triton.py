@@ -118,7 +118,7 @@ def _fake_fused(
     scalars: Tensor,
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    return torch.empty_like(query), query.new_empty((*query.shape[:2], 2, query.shape[2]), dtype=torch.float32)
 
 
 @operator('plug_attention_fused', fake=_fake_fused)
@@ -132,7 +132,7 @@ def _fused(
     bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp of the logits to base 2, ``(B, H, N)`` float32."""
-    output, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+    output, lse = torch.empty_like(query), query.new_empty((*query.shape[:2], 2, query.shape[2]), dtype=torch.float32)
     if not key.shape[2]:
         return output.zero_(), lse.zero_()
     if output.numel():
