@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..triton_backend import MAX_DIM, capability_of, interpreted, padded
+from ..triton_backend import MAX_DIM, interpreted, padded, target_of
 
 # Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
 # channels: 64 where the listing for sm_90 shows warpgroup products without spills (KERNEL.md), and never more than
@@ -98,7 +98,7 @@ def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None
         return Blocks(pairs, *SMALL_BLOCKS)
     widest = padded(max(query.shape[-1], gate_query.shape[-1]))
     pairs = pairs and (not full or is_shared(bias, 1))
-    return blocks_of(name, query.element_size(), widest, full, pairs, capability_of(query.device))
+    return blocks_of(name, query.element_size(), widest, full, pairs, target_of(query.device).arch)
 
 
 def is_shared(bias: Tensor | None, axis: int) -> bool:
