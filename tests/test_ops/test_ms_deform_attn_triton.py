@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import traffic
 from conftest import assert_same, one_graph, values_and_gradients
 from torch import Tensor
 
-from mmgate.benchmarks import sampler_traffic
 from mmgate.ops import ms_deform_attn
 from mmgate.ops.ms_deform_attn import offset_locations
 from mmgate.ops.ms_deform_attn import triton as fused
@@ -350,7 +350,7 @@ def test_tokens_go_down_the_columns_of_bands(levels: list[tuple[int, int]], devi
     shapes = torch.tensor(levels)
     areas = shapes.prod(1)
     order = fused._tile_order(shapes.to(device), (areas.cumsum(0) - areas).to(device), int(areas.sum()))
-    assert torch.equal(order.cpu().long(), sampler_traffic.banded(levels))
+    assert torch.equal(order.cpu().long(), traffic.banded(levels))
 
 
 @pytest.mark.parametrize('spread, level', [(0.0, 0.75), (0.3, 0.9)], ids=['same', 'nearly_same'])
@@ -369,10 +369,10 @@ def test_rows_in_common_are_added_once(spread: float, level: float, monkeypatch:
     value, shapes, starts, points, *rest = make(levels=levels, heads=1, spread=spread)
     run('triton')(value.requires_grad_(), shapes, starts, points, *rest).sum().backward()
     corners = (points[0] * shapes.flip(-1)[:, None] - 0.5).floor().long().transpose(1, 2)
-    corners = corners[sampler_traffic.banded(levels)]  # (S, L, H, P, 2)
-    rows = sampler_traffic.rows(levels, corners)
+    corners = corners[traffic.banded(levels)]  # (S, L, H, P, 2)
+    rows = traffic.rows(levels, corners)
     added = sum(lanes) / 16
-    assert added == pytest.approx(sampler_traffic.reductions(corners, rows) * corners[..., 0].numel())
+    assert added == pytest.approx(traffic.reductions(corners, rows) * corners[..., 0].numel())
     assert added < level * (rows >= 0).sum()
 
 

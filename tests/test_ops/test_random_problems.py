@@ -1,7 +1,7 @@
 """The Triton kernels on random problems in the interpreter, against float64 programs that share nothing with mmgate.
 
-Both are slow and plain: the sampler weighs every pixel of every map by the hat function of its distance from the sample,
-PLuG attention forms all maps. What a kernel reads and writes has to lie in its arguments' memory.
+Both are slow and plain: the sampler weighs every pixel of every map by the hat function of its distance from the
+sample, PLuG attention forms all maps. What a kernel reads and writes has to lie in its arguments' memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ PROBLEMS = [pytest.param(4, id='few'), pytest.param(100, id='many', marks=pytest
 
 
 def sample_by_hats(
-    value: Tensor, points: Tensor, logits: Tensor, gate: Tensor | None, reference: Tensor | None, levels: list, options: Any
+    value: Tensor,
+    points: Tensor,
+    logits: Tensor,
+    gate: Tensor | None,
+    reference: Tensor | None,
+    levels: list,
+    options: Any,
 ) -> Tensor:
     """Return ``(B, Q, H * D)`` of levels as (height, width, first token)."""
     factor = torch.ones(()) if gate is None else gate + 1 if options['residual'] else gate
@@ -103,7 +109,8 @@ def test_sampler(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         gate = draw.choice([None, rand(*axes) - 0.5, (rand(*axes[::-1]) - 0.5).permute(4, 3, 2, 1, 0)])
         options = dict(residual=draw.random() < 0.5, position=draw.choice(['pre_softmax', 'post_softmax']))
         logits, value = (rand(*samples) - 0.5) * draw.choice([1, 6]), rand(batch, first, heads, dim) - 0.5
-        monkeypatch.setattr(sampler, 'scalar_reductions', lambda device, s=draw.random() < 0.5: s)
+        scalars = draw.random() < 0.5
+        monkeypatch.setattr(sampler, 'scalar_reductions', lambda device, s=scalars: s)
         monkeypatch.setattr(sampler, 'INTERPRETED_QUERIES', draw.choice([4, 8, 32]))
         deterministic = draw.random() < 0.25
 
