@@ -327,6 +327,10 @@ def test_no_queries_and_refusals() -> None:
     wide = torch.zeros(1).expand(2, 1, 32768, 3, 2)
     with pytest.raises(ValueError, match='up to 65535 heads of all images, got 2 x 32768'):
         run('triton')(value, shapes, starts, wide[..., None].expand(*wide.shape, 2), wide, None, None)
+    one, level = torch.zeros(1), (torch.zeros(1, 18, 1, 2), torch.tensor([[3, 6]]), torch.tensor([0]))
+    logits, boxes = one.expand(1, 2**29, 1, 1, 1), one.expand(1, 2**29, 1, 4)
+    with pytest.raises(ValueError, match=r'the reference points have 2147483648'):
+        run('triton')(*level, logits[..., None].expand(*logits.shape, 2), logits, None, boxes)
     queries = 2**27  # of 12 coordinates and 16 channels: the output alone is too long
     value, wide = torch.zeros(1).expand(1, 18, 1, 16), torch.zeros(1).expand(1, queries, 1, 3, 2)
     with pytest.raises(ValueError, match=r'the outputs have 2147483648'):

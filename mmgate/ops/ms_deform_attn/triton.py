@@ -47,6 +47,8 @@ def attend(*arguments: Any) -> Tensor:
     batch, _, heads, dim = call.value.shape
     sizes = dict(values=call.value.shape[1:].numel(), points=call.points.shape[1:].numel())
     sizes['outputs'] = call.points.shape[1] * heads * dim
+    if call.reference_points is not None:  # whose gradient is a head's
+        sizes['reference points'] = call.logits.shape[1:4].numel() * call.reference_points.shape[-1]
     for name, size in sizes.items():
         if size >= MOST_NUMBERS:
             raise ValueError(
