@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from mmgate.layers import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.ms_deform_attn import attention_weights, mmcv, offset_locations
 
-from .mmcv_cuda import provide_operator
 from .ops import MODES, Row, deformable_inputs, interleaved, measure, row_of, saved_bytes
 
 LEVELS = [(100, 167), (50, 84), (25, 42), (13, 21)]  # of an image of 800 x 1333
@@ -103,18 +101,13 @@ def benchmark_ms_deform_attn(
     levels: list[tuple[int, int]] = LEVELS,
     queries: dict[str, tuple[int | None, int]] = QUERIES,
 ) -> Iterator[Row]:
-    """Measure the Triton kernel beside mmcv's operator (the peer, compiled first where mmcv has none) and grid_sample.
+    """Measure the Triton kernel beside mmcv's operator (the peer, where there is one) and grid_sample.
 
     All start from offsets, logits and gate. Yields time, peak memory, the bytes kept for the backward pass, the share
     of the measured bandwidth at which what must be read and written once would pass, and the error of the output.
     """
     runs: dict[str, Callable[..., Tensor]] = {'grid_sample': _grid_sample, 'triton': _attend}
     runs |= {'triton, ungated': _ungated, 'triton, bfloat16': _in_bfloat16, 'triton, autocast': _autocast}
-    if torch.device(device).type == 'cuda':
-        try:
-            provide_operator()
-        except RuntimeError as error:
-            warnings.warn(f'measured without mmcv: {error}', stacklevel=2)
     if mmcv.why_not(torch.empty(1, device=device)) is None:
         runs = {'mmcv': _mmcv, 'mmcv, half': _mmcv_half, **runs}
     bandwidth = measured_bandwidth(device)

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -47,12 +46,6 @@ def main(argv: list[str]) -> None:
     if args.device.startswith('cuda'):
         if not torch.cuda.is_available():
             parser.error('torch sees no CUDA device; --device cpu measures there')
-        from mmgate.benchmarks.mmcv_cuda import provide_operator
-
-        try:
-            provide_operator()
-        except RuntimeError as error:
-            warnings.warn(f'{error} What needs it fails.', stacklevel=1)
     elif args.amp:
         parser.error('--amp is for CUDA, mmengine has it nowhere else here')
     MMLogger.get_current_instance().setLevel('ERROR')

@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..library import operator
 from ..repaid import Repaid
+from .registered import sampling_operator
 
 CHUNK = 1 << 20  # sampled corners at a time: 8 to 40 bytes each
 
@@ -41,7 +41,7 @@ def sample(
 ) -> Tensor:
     """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.reference.sample`; 16-bit values are summed in float32."""
     compute = torch.promote_types(weights.dtype, torch.float32)
-    output = _sample(
+    output = _operator(
         value.to(compute), spatial_shapes, level_start_index, sampling_locations.to(compute), weights.to(compute)
     )
     return output.to(value.dtype)
@@ -112,13 +112,6 @@ def _chunks(value: Tensor, level_start_index: Tensor, weights: Tensor) -> Iterat
         yield part, first.to(torch.int32)
 
 
-def _fake_sample(
-    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
-) -> Tensor:
-    return value.new_empty(weights.shape[0], weights.shape[1], value.shape[2] * value.shape[3])
-
-
-@operator('ms_deform_sample', fake=_fake_sample, device_types='cpu')
 def _sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
 ) -> Tensor:
@@ -137,19 +130,6 @@ def _sample(
     return output.view(batch, queries, heads * dim)
 
 
-def _fake_sample_backward(
-    grad: Tensor,
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    value_needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return value.new_empty(value.shape), locations.new_empty(locations.shape), weights.new_empty(weights.shape)
-
-
-@operator('ms_deform_sample_backward', fake=_fake_sample_backward, device_types='cpu')
 def _sample_backward(
     grad: Tensor,
     value: Tensor,
@@ -201,13 +181,4 @@ def _add_by_row(grad_rows: Tensor, index: Tensor, weights: Tensor, grad_bags: Te
     grad_rows += F.embedding_bag(bag, grad_bags, offsets, per_sample_weights=weights[order.indices], mode='sum')
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    value, locations, weights = _sample_backward(grad, *ctx.saved_tensors, ctx.needs_input_grad[0])
-    return value, None, None, locations, weights
-
-
-_sample.differentiate(_backward, _setup_context)
+_operator = sampling_operator('ms_deform_sample', 'cpu', _sample, _sample_backward)

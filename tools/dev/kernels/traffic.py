@@ -1,4 +1,4 @@
-"""What the Triton sampler asks of memory, counted from locations: ``python -m mmgate.benchmarks.sampler_traffic``.
+"""What the Triton sampler asks of memory, counted from locations: ``python tools/dev/kernels/traffic.py``.
 
 The encoder's queries are the tokens of the maps. Their samples lie as a Deformable DETR starts with them, point p of
 head h by p + 1 pixels in a direction of the head's own, moved by noise of every sample's own. Noise is a model's that

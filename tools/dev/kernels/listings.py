@@ -1,30 +1,35 @@
-"""What the assembler makes of the Triton kernels: registers, spills, instructions. Needs Triton, but no GPU.
+"""Print what the assembler makes of the Triton kernels: registers, spills, shared memory, instructions.
 
-Counts are not times. They say what a kernel asks of a multiprocessor, and they are the same on every machine.
+    python tools/dev/kernels/listings.py --op ms_deform_attn --capability 90
+
+Needs Triton, but no GPU: the operators are called at an encoder's and a segmentation head's sizes, and what they would
+launch is compiled and read. Counts are not times. They say what a kernel asks of a multiprocessor.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mmgate.ops.ms_deform_attn import triton as sampler
-from mmgate.ops.plug_attention import blocks as plug
-from mmgate.ops.triton_backend import interpreted
+import torch
+import triton
+from launches import compile_for, plug, sampler
+from warpgroups import hazards
 
-from .warpgroups import hazards
-
-ITEMSIZE = {'fp32': 4, 'fp16': 2, 'bf16': 2}
-CAPABILITIES = (80, 86, 89, 90, 120)  # Ampere, Ada, Hopper and Blackwell; 86, 89 and 120 are what is on a desk
+DTYPES = {'fp32': torch.float32, 'fp16': torch.float16, 'bf16': torch.bfloat16}
+CAPABILITIES = (80, 86, 89, 90, 100, 120)  # Ampere, Ada, Hopper and Blackwell; 86, 89 and 120 are what is on a desk
 CAPABILITY = 90
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}  # KiB of shared memory that a program may have
-LEVELS = POINTS = 4
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB of shared memory that a program may have
+SHAPES = ((100, 167), (50, 84), (25, 42), (13, 21))  # of an image of 800 x 1333
+POINTS = 4
+TOKENS = 4096
 OPS = ('ms_deform_attn', 'plug_attention')
 
 
@@ -67,90 +72,48 @@ class Listing:
 
 
 def listings(
-    op: str, dtype: str, dim: int, bias: int = 0, capability: int = CAPABILITY, shared: bool = True
-) -> Iterator[Listing]:
-    """Compile an operator's kernels as they are launched on a GPU and read the listings.
+    op: str, dtype: str, dim: int, capability: int, bias: int = 0, shared: bool = True, tokens: int = TOKENS
+) -> list[Listing]:
+    """Compile the kernels that a call of an operator and its gradient launch, and read their listings.
 
     Args:
-        op: One of :data:`OPS`.
-        dtype: A key of :data:`ITEMSIZE`.
-        dim: Channels of a head: 16, 32, 64 or 128.
+        op: One of :data:`OPS`: the sampler of an encoder, or PLuG attention of 8 heads and as wide a gate.
+        dtype: A key of :data:`DTYPES`.
+        dim: Channels of a head.
+        capability: Of the GPU, one of :data:`CAPABILITIES`, the same in all calls of a process.
         bias: Of ``plug_attention``: 0 for none, 1 for one of all rows (padding), 2 for a full one.
-        capability: Of the GPU, one of :data:`CAPABILITIES`.
-        shared: Of ``plug_attention``: pairs of heads share their gate and their bias.
+        shared: Of ``plug_attention``: the heads share their gate.
+        tokens: Of ``plug_attention``: rows and columns.
 
     Raises:
         RuntimeError: Triton's interpreter is on, or this Triton brings no disassembler.
     """
-    if interpreted():
-        raise RuntimeError('TRITON_INTERPRET=1 interprets kernels; unset it to compile them.')
-    of_sampler = op == 'ms_deform_attn'
-    yield from _sampler(dtype, dim, capability) if of_sampler else _plug(dtype, dim, bias, capability, shared)
+    found: list[Listing] = []
+
+    def read(name: str, kernel: Any, constants: dict[str, Any]) -> None:
+        if name != 'order_kernel':
+            found.append(_listing(name, kernel, constants, dtype, dim))
+
+    compile_for(capability, read)
+    import mmgate.ops  # noqa: F401  (registers the operators)
+
+    if op == 'ms_deform_attn':
+        queries = sum(height * width for height, width in SHAPES)
+        sampler(DTYPES[dtype], 1, queries, 8, dim, 2, SHAPES, POINTS)
+    else:
+        added = (None, torch.empty(1, 1, 1, tokens), torch.empty(1, 1, tokens, tokens))[bias]
+        plug(DTYPES[dtype], tokens, tokens, 8, 1 if shared else 8, dim, dim, added)
+    return found
 
 
-def _sampler(dtype: str, dim: int, capability: int) -> Iterator[Listing]:
-    from mmgate.ops.ms_deform_attn.backward_kernel import backward_kernel
-    from mmgate.ops.ms_deform_attn.kernels import forward_kernel
-
-    warps = sampler.NUM_WARPS
-    for backward, kernel in enumerate((forward_kernel, backward_kernel)):
-        split = sampler.split_of(dim, ITEMSIZE[dtype], bool(backward), bool(backward) and capability < 90)
-        constants = dict(LEVELS=LEVELS, POINTS=POINTS, PADDED=LEVELS * POINTS, D=dim, REFERENCE=2, TILED=True)
-        constants |= dict(GATED=True, RESIDUAL=True, POST=False, gate_p=0) | split.constants(warps)
-        del constants['num_warps']
-        if backward:
-            constants |= dict(SCATTER=True, GRAD_REFERENCE=False)
-        types = dict.fromkeys(('shapes_ptr', 'starts_ptr'), '*i64') | {'order_ptr': '*i32'}
-        types |= dict.fromkeys(('lse_ptr', 'grad_value_ptr', 'grad_reference_ptr', 'grad_gate_ptr'), '*fp32')
-        unit = POINTS * split.queries  # the loop is over levels, and backward one over points in it
+def _listing(name: str, compiled: Any, constants: dict[str, Any], dtype: str, dim: int) -> Listing:
+    if 'BLOCK_Q' in constants:  # the loop is over levels, and backward one over points in it
         block = f'{constants["BLOCK_Q"]} queries'
-        yield _listing(kernel, dtype, dim, block, constants, types, warps, 1, unit, capability, POINTS)
-
-
-def _plug(dtype: str, dim: int, bias: int, capability: int, shared: bool) -> Iterator[Listing]:
-    from mmgate.ops.plug_attention import kernels
-
-    warps = plug.NUM_WARPS
-    wide = ('scalars_ptr', 'lse_ptr', 'delta_ptr', 'bias_ptr', 'grad_gq_ptr', 'grad_gk_ptr', 'grad_scalars_ptr')
-    for name in plug.BLOCKS[ITEMSIZE[dtype]]:
-        blocks = plug.blocks_of(name, ITEMSIZE[dtype], dim, bias == 2, shared, capability)
-        constants: dict[str, Any] = dict(D=dim, E=dim, BLOCK_D=dim, BLOCK_E=dim, PAIR=blocks.pair)
-        constants |= dict(BLOCK_N=blocks.rows, BLOCK_M=blocks.columns)
-        constants |= dict(BIASED=bias, ONE_BIAS=True, EVEN=True, FAST_TANH=dtype != 'fp32', INTERPRETED=False)
-        types = dict.fromkeys(wide, '*fp32')
-        heads = 2 if blocks.pair else 1
-        unit = heads * blocks.rows * blocks.columns / (32 * warps)
-        kernel = getattr(kernels, name)
-        block = f'{blocks.rows} x {blocks.columns}' + (' x 2 heads' if blocks.pair else '')
-        yield _listing(kernel, dtype, dim, block, constants, types, warps, blocks.stages, unit, capability)
-
-
-def _listing(
-    kernel: Any,
-    dtype: str,
-    dim: int,
-    block: str,
-    constants: dict[str, Any],
-    types: dict[str, str],
-    warps: int,
-    stages: int,
-    unit: float,
-    capability: int,
-    rounds: int = 1,
-) -> Listing:
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    signature, aligned = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        pointer = name.endswith('_ptr')
-        other = '*' + dtype if pointer else 'fp32' if name.endswith('scale') else 'i32'
-        signature[name] = 'constexpr' if name in constants else types.get(name, other)
-        if pointer:
-            aligned[(index,)] = [['tt.divisibility', 16]]  # as torch's are
-    source = triton.compiler.ASTSource(kernel, signature, constants, aligned)
-    options = dict(num_warps=warps, num_stages=stages, enable_fp_fusion=True)
-    compiled = triton.compile(source, target=GPUTarget('cuda', capability, 32), options=options)
+        unit, rounds = POINTS * constants['BLOCK_Q'] / constants['num_warps'], POINTS
+    else:
+        block = f'{constants["BLOCK_N"]} x {constants["BLOCK_M"]}' + (' x 2 heads' if constants['PAIR'] else '')
+        heads = 2 if constants['PAIR'] else 1
+        unit, rounds = heads * constants['BLOCK_N'] * constants['BLOCK_M'] / (32 * constants['num_warps']), 1
     tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
     if not tool.exists():
         raise RuntimeError(f'{tool} does not exist: this Triton brings no disassembler.')
@@ -165,7 +128,7 @@ def _listing(
     instructions = [(int(at, 16), text) for at, text in re.findall(r'/\*([0-9a-f]{4,})\*/\s+([^;]*?)\s*;', code)]
     loop, inner = _main_loop(instructions)
     return Listing(
-        kernel=kernel.__name__,
+        kernel=name,
         dtype=dtype,
         dim=dim,
         block=block,
@@ -217,3 +180,41 @@ def _in_flight(loop: list[str]) -> float:
             waiting |= {f'R{int(match[2]) + i}' for i in range(widest // 32)}
             loads += 1
     return round(loads / max(rounds + bool(waiting), 1), 1)
+
+
+def main() -> None:
+    """Parse arguments, compile, print and write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--op', choices=OPS, default=OPS[0])
+    parser.add_argument('--dtype', choices=sorted(DTYPES), nargs='+', default=['fp32', 'bf16'])
+    parser.add_argument('--dim', type=int, nargs='+', default=[16, 32, 64, 128], help='channels of a head')
+    parser.add_argument('--bias', type=int, choices=[0, 1, 2], default=0, help='of plug_attention: none, padding, full')
+    parser.add_argument('--gate', choices=['shared', 'per_head'], default='shared', help='of plug_attention')
+    parser.add_argument('--tokens', type=int, default=TOKENS, help='of plug_attention')
+    parser.add_argument(
+        '--capability', type=int, choices=CAPABILITIES, default=CAPABILITY, help='of the GPU: 90 = sm_90'
+    )
+    parser.add_argument('--out', type=Path, help='JSON to write, with the count of every opcode')
+    args = parser.parse_args()
+    rows = []
+    columns = ('kernel', 'dtype', 'channels', 'block', 'registers', 'bytes spilled', 'KiB shared', 'instructions')
+    columns += ('special', 'in flight', 'hazards')
+    print(f'| {" | ".join(columns)} |\n{"|---" * len(columns)}|')
+    for dtype in args.dtype:
+        for dim in args.dim:
+            gate = args.gate == 'shared'
+            for row in listings(args.op, dtype, dim, args.capability, args.bias, gate, args.tokens):
+                rows.append(asdict(row))
+                print(
+                    f'| {row.kernel} | {dtype} | {dim} | {row.block} | {row.registers} | {row.spilled} '
+                    f'| {row.shared / 1024:.0f} | {row.instructions} | {row.special} | {row.in_flight} '
+                    f'| {len(row.hazards)} |',
+                    flush=True,
+                )
+    if args.out:
+        args.out.write_text(json.dumps(rows, indent=1) + '\n')
+        print(f'written to {args.out}')
+
+
+if __name__ == '__main__':
+    main()

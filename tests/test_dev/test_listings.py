@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from mmgate.benchmarks import kernel_code
-from mmgate.benchmarks.kernel_code import ITEMSIZE, OPS, SHARED, listings
-from mmgate.benchmarks.warpgroups import hazards
 from mmgate.ops.triton_backend import interpreted
 
 triton = pytest.importorskip('triton', minversion='3.2')
+import launches  # noqa: E402  (needs Triton, as the next one)
+import listings  # noqa: E402
+from warpgroups import hazards  # noqa: E402
+
 DTYPES = ('fp32', 'bf16')
 KERNELS = ('forward_kernel', 'backward_kernel', 'rows_backward_kernel', 'columns_backward_kernel')
 
@@ -33,7 +34,7 @@ def compile_by(*arguments: str) -> str:
 def run_tool(out: Path, *arguments: str) -> list[dict[str, Any]]:
     if not (Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump').exists():
         pytest.skip('this Triton brings no disassembler')
-    compile_by('tools/analysis_tools/kernel_code.py', '--out', str(out), *arguments)
+    compile_by('tools/dev/kernels/listings.py', '--out', str(out), *arguments)
     return json.loads(out.read_text())
 
 
@@ -43,7 +44,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str],
     out = tmp_path_factory.mktemp('code') / 'rows.json'
     return {
         (op, row['kernel'], row['dtype']): row
-        for op in OPS
+        for op in listings.OPS
         for row in run_tool(out, '--op', op, '--dim', '32', '--dtype', *DTYPES)
     }
 
@@ -70,7 +71,7 @@ def test_plug_multiplies_by_warpgroups_and_does_not_spill(code: dict, dtype: str
         row = code['plug_attention', kernel, dtype]
         assert count(row, 'HGMMA') and not count(row, 'HMMA')
         assert row['shared'] <= 99 * 1024  # every GPU since sm_80 has it
-        if ITEMSIZE[dtype] == 2:
+        if dtype == 'bf16':
             assert row['spilled'] == 0 and count(row, 'MUFU.TANH')
 
 
@@ -80,7 +81,7 @@ def test_plug_by_pairs_of_heads(code: dict) -> None:
         assert code['plug_attention', kernel, 'bf16']['block'].endswith('2 heads')
     forward = code['plug_attention', KERNELS[0], 'bf16']
     assert forward['instructions'] <= 11 and forward['special'] <= 1.6
-    assert forward['shared'] <= SHARED[90] / 3 * 1024  # three programs a multiprocessor
+    assert forward['shared'] <= listings.SHARED[90] / 3 * 1024  # three programs a multiprocessor
 
 
 @pytest.mark.parametrize('capability', [89, pytest.param(120, marks=pytest.mark.slow)])
@@ -88,7 +89,7 @@ def test_plug_by_pairs_of_heads_before_and_after_hopper(tmp_path: Path, capabili
     arguments = ('--op', 'plug_attention', '--dim', '32', '--dtype', 'bf16', '--capability', str(capability))
     for row in run_tool(tmp_path / 'rows.json', *arguments):
         assert row['block'].endswith('2 heads') and not row['spilled']
-        assert row['shared'] <= (SHARED[capability] - 1) / 2 * 1024  # two programs a multiprocessor
+        assert row['shared'] <= (listings.SHARED[capability] - 1) / 2 * 1024  # two programs a multiprocessor
 
 
 def test_no_register_of_a_product_in_flight_is_touched(code: dict) -> None:
@@ -129,7 +130,7 @@ def test_the_widest_plug_fits_the_smallest_shared_memory(
 ) -> None:
     arguments = ('--op', 'plug_attention', '--dim', '128', '--dtype', dtype, '--bias', bias)
     rows = run_tool(tmp_path / 'rows.json', *arguments, '--capability', str(capability))
-    assert len(rows) == 3 and all(row['shared'] <= SHARED[capability] * 1024 for row in rows)
+    assert len(rows) == 3 and all(row['shared'] <= listings.SHARED[capability] * 1024 for row in rows)
 
 
 @pytest.mark.parametrize('capability', [89, pytest.param(80, marks=pytest.mark.slow)])
@@ -137,7 +138,7 @@ def test_sampler_where_floats_are_added_one_by_one(tmp_path: Path, capability: i
     """One channel of a piece a lane: reductions are of neighbouring floats, and no barrier is in the loop."""
     arguments = ('--op', 'ms_deform_attn', '--dim', '32', '64', '--dtype', 'fp32', '--capability', str(capability))
     rows = run_tool(tmp_path / 'rows.json', *arguments)
-    assert all(row['shared'] <= SHARED[capability] * 1024 for row in rows)
+    assert all(row['shared'] <= listings.SHARED[capability] * 1024 for row in rows)
     for backward in rows[1::2]:
         assert count(backward, 'RED') == 32  # four pieces of four corners of two queries
         assert backward['spilled'] == backward['barriers'] == 0
@@ -148,20 +149,39 @@ def test_loops_are_counted_by_their_rounds() -> None:
     texts = ['MOV R1, R2', 'IADD3 R3, R3, 0x1, RZ', 'LDG.E.128 R4, desc[UR1][R20.64]', 'LDG.E R30, desc[UR1][R20.64]']
     texts += ['@P0 LDG.E.128 R8, desc[UR1][R20.64]', 'FADD R1, R1, R7', 'LDG.E.128 R12, desc[UR1][R20.64]']
     texts += ['BRA 0x20', 'BRA 0x10', 'EXIT']
-    loop, inner = kernel_code._main_loop([(16 * at, text) for at, text in enumerate(texts)])
+    loop, inner = listings._main_loop([(16 * at, text) for at, text in enumerate(texts)])
     assert loop == texts[1:9] and inner == texts[2:8]
-    assert kernel_code._in_flight(inner) == 1.5  # two are waited for together, then one
+    assert listings._in_flight(inner) == 1.5  # two are waited for together, then one
 
 
 @pytest.mark.slow
-def test_launches_compile() -> None:
-    """Of sizes that are 1, too, which Triton makes constants of."""
-    kernels = compile_by('tests/compile_launches.py', '80', '90', '120').split()
+@pytest.mark.parametrize('capability', [80, 89, 90, 100, 120])
+def test_launches_compile(capability: int) -> None:
+    """Of sizes that are 1, too, which Triton makes constants of; a process each, as a kernel keeps its first GPU."""
+    lines = compile_by('tools/dev/kernels/launches.py', str(capability)).splitlines()
     tiled = ['order_kernel', KERNELS[0], 'order_kernel', KERNELS[1]]  # as many queries as tokens
-    assert kernels == 3 * ([*KERNELS[:2], *tiled] + 4 * [KERNELS[0], *KERNELS[2:]])
+    kernels = [*KERNELS[:2], *tiled] + 4 * [KERNELS[0], *KERNELS[2:]]
+    assert lines == [f'{kernel} {capability}' for kernel in kernels]
+
+
+def test_a_process_compiles_for_one_gpu() -> None:
+    """A second one's kernels would be the first one's."""
+    code = """
+import sys, torch
+sys.path.insert(0, 'tools/dev/kernels')
+from launches import compile_for, sampler
+import mmgate.ops
+for capability in (80, 90):
+    compile_for(capability, lambda name, kernel, _: print(kernel.metadata.target.arch))
+    try:
+        sampler(torch.float32, 1, 1, 1, 16, 0, [(1, 2)], 1)
+    except RuntimeError as error:
+        print(error)
+"""
+    assert 'forward_kernel is for 80: a process compiles for one GPU.' in compile_by('-c', code)
 
 
 @pytest.mark.skipif(not interpreted(), reason='the kernels are compiled in this process')
 def test_the_interpreter_is_refused() -> None:
     with pytest.raises(RuntimeError, match='unset it to compile'):
-        next(listings('plug_attention', 'bf16', 32))
+        launches.compile_for(90, lambda *_: None)

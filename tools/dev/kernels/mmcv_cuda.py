@@ -1,4 +1,6 @@
-"""mmcv's own CUDA operator of deformable sampling, compiled alone where mmcv was built without CUDA.
+"""Run a script with mmcv's own CUDA operator of deformable sampling, compiled alone where mmcv was built without CUDA.
+
+    python tools/dev/kernels/mmcv_cuda.py tools/analysis_tools/benchmark_ops.py --device cuda
 
 Benchmarks compare with it; nothing else needs this, and nothing but the operator's two files is compiled.
 """
@@ -6,7 +8,9 @@ Benchmarks compare with it; nothing else needs this, and nothing but the operato
 from __future__ import annotations
 
 import os
+import runpy
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +111,10 @@ def provide_operator() -> None:
     if get_compiling_cuda_version() == 'not available':
         multi_scale_deform_attn.ext_module = build_operator()
         backend.look_again()
+
+
+if __name__ == '__main__':
+    provide_operator()
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name='__main__')
