@@ -13,9 +13,13 @@ from typing import Any
 
 import torch
 from mmengine.config import Config
+from mmengine.device import get_device
 from mmengine.registry import DATASETS, METRICS
+from torch import nn
 
 from mmgate.errors import ConfigError
+from mmgate.layers import MultiScaleDeformableAttention, PLuGAttention
+from mmgate.ops.backend import OPERATORS, candidates
 
 from .config_file import mappings, type_name
 
@@ -158,6 +162,26 @@ def check_device(device: str) -> None:
         raise ConfigError(f'--device {device}: give cpu or cuda.')
     if device.startswith('cuda') and int(device.partition(':')[2] or 0) >= torch.cuda.device_count():
         raise ConfigError(f'--device {device}: torch sees {torch.cuda.device_count() or "no"} GPUs here.')
+
+
+def check_backends(model: nn.Module) -> None:
+    """Refuse a backend, of a rule or of an environment variable, that cannot run on the device of training and testing.
+
+    Raises:
+        ConfigError: With the attention's name and the reason.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, MultiScaleDeformableAttention):
+            operator, width = 'ms_deform_attn', module.value_proj.out_features
+        elif isinstance(module, PLuGAttention):
+            operator, width = 'plug_attention', module.embed_dim
+        else:
+            continue
+        heads = torch.empty(1, 1, module.num_heads, width // module.num_heads, device=get_device())
+        try:
+            candidates(operator, OPERATORS[operator], heads, module.backend)
+        except ValueError as error:
+            raise ConfigError(f'{name}: {error}') from error
 
 
 def find_images(inputs: str) -> list[str]:

@@ -80,7 +80,7 @@ def test_kill_and_resume(project: Path) -> None:
     assert result.returncode == 0, result.stderr[-2000:]
     assert 'resumed epoch: ' in result.stdout + result.stderr
     checkpoint = torch.load(work / f'epoch_{epochs}.pth', weights_only=False)
-    assert checkpoint['meta']['epoch'] == int(epochs) and 'mmgate_backends' in checkpoint['meta']
+    assert checkpoint['meta']['epoch'] == int(epochs)
 
 
 def test_train_then_test_with_all_outputs(project: Path) -> None:

@@ -10,14 +10,13 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..dispatch import Backend, find, select
+from ..backend import Backend, find, register, run, size_class
 from ..layout import broadcasts_to, check_integer, check_kinds
 from ..library import is_compiling, is_exporting, outside_graphs
 from . import cpu, grid_sample, mmcv, reference, triton
-from .problems import PROBLEMS
 from .weights import POSITIONS, attention_weights, offset_locations
 
-LARGEST = 1 << 24  # numbers in a tensor of the reference that are still tried
+SIZES = (1 << 17, 1 << 20)  # samples of a small and a medium call, most often of decoders
 
 __all__ = ['BACKENDS', 'POSITIONS', 'attention_weights', 'check_backend', 'ms_deform_attn', 'offset_locations']
 
@@ -55,9 +54,9 @@ def ms_deform_attn(
         reference_points: Points ``(B, Q, L, 2)`` as (x, y) or boxes ``(B, Q, L, 4)`` as (centre, size), 0 to 1; then
             ``sampling_locations`` are offsets from them, see :func:`offset_locations`.
         backend: ``'torch'`` (reference), ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'grid_sample'`` (any device),
-            ``'triton'`` (gate, softmax and sampling in one CUDA kernel) or ``'auto'``, the default: what was measured
-            to be fastest, see :mod:`mmgate.ops.dispatch`. The environment variable ``MMGATE_MS_DEFORM_ATTN`` has the
-            last word.
+            ``'triton'`` (gate, softmax and sampling in one CUDA kernel) or ``'auto'``, the default: the first of the
+            order that can run, see :mod:`mmgate.ops.backend`. The environment variable ``MMGATE_MS_DEFORM_ATTN`` has
+            the last word.
 
     Returns:
         ``(B, Q, H * D)`` in the dtype of ``value``. Weights are formed in float32 for 16-bit inputs.
@@ -77,7 +76,7 @@ def ms_deform_attn(
         return value[:, :0].sum(1).flatten(1)[:, None].expand(-1, logits.shape[1], -1)
     inputs = (value, spatial_shapes, level_start_index, sampling_locations, logits)
     arguments = (*inputs, gate, residual, position, reference_points)
-    return select('ms_deform_attn', BACKENDS, value, backend, PROBLEMS, arguments).run(*arguments)
+    return run('ms_deform_attn', BACKENDS, arguments, backend, size_class(logits.numel(), SIZES))
 
 
 def _check(
@@ -174,11 +173,14 @@ def _sampled(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attend
 
 
-BACKENDS = (
-    Backend('mmcv', mmcv.why_not, _sampled(mmcv.sample)),
-    Backend('cpu', cpu.why_not, _sampled(cpu.sample)),
-    Backend('grid_sample', grid_sample.why_not, _sampled(grid_sample.sample), traceable=False),
-    Backend('torch', lambda value: None, _sampled(reference.sample), plain=True, largest=LARGEST),
-    # No GPU has run it yet: 'auto' takes it where a measurement says so.
-    Backend('triton', triton.why_not, triton.attend, in_order=False),
+BACKENDS = register(
+    'ms_deform_attn',
+    Backend('mmcv', mmcv.why_not, _sampled(mmcv.sample), words="mmcv's CUDA operator"),
+    Backend('cpu', cpu.why_not, _sampled(cpu.sample), words='weighted sums of rows on the CPU'),
+    Backend(
+        'grid_sample', grid_sample.why_not, _sampled(grid_sample.sample), traceable=False, words="torch's grid_sample"
+    ),
+    Backend('torch', lambda value: None, _sampled(reference.sample), plain=True, words='the reference, slowly'),
+    # No GPU has run it yet: 'auto' takes it where a calibration says so.
+    Backend('triton', triton.why_not, triton.attend, in_order=False, words='one Triton kernel'),
 )
