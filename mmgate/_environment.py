@@ -42,7 +42,7 @@ def check_environment() -> None:
 def torch_alone() -> bool:
     """Return whether mmengine is not installed, where operators can be run and measured, and nothing else.
 
-    ``MMGATE_TORCH_ALONE=1`` says so where it is, for processes that need operators alone and start in a tenth of the time.
+    ``MMGATE_TORCH_ALONE=1`` says so where it is, for processes that need operators alone and shall start quickly.
     """
     return (
         os.environ.get('MMGATE_TORCH_ALONE') == '1' or _problem('mmengine') == f'mmengine: {_not_installed("mmengine")}'

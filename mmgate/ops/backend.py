@@ -64,10 +64,17 @@ def register(op: str, *backends: Backend) -> tuple[Backend, ...]:
     return backends
 
 
-def run(op: str, backends: Sequence[Backend], arguments: Sequence[Any], requested: str | None, size: str) -> Tensor:
+def run(
+    op: str,
+    backends: Sequence[Backend],
+    arguments: Sequence[Any],
+    requested: str | None,
+    number: int,
+    limits: tuple[int, int],
+) -> Tensor:
     """Run ``op`` on ``arguments``, of which the first is the tensor that decides; else as :func:`candidates`."""
     tensor = arguments[0]
-    chosen, why = candidates(op, backends, tensor, requested, size)
+    chosen, why = candidates(op, backends, tensor, requested, number, limits)
     if not is_traced() and (op, chosen[0].name) not in _said:
         if tensor.is_cuda and not winners(op, tensor.device.type, tensor.device.index):
             why += '. To have auto take the fastest on this GPU, type once: python -m mmgate.doctor --calibrate'
@@ -82,7 +89,12 @@ def run(op: str, backends: Sequence[Backend], arguments: Sequence[Any], requeste
 
 
 def candidates(
-    op: str, backends: Sequence[Backend], tensor: Tensor, requested: str | None = None, size: str = SIZES[0]
+    op: str,
+    backends: Sequence[Backend],
+    tensor: Tensor,
+    requested: str | None = None,
+    number: int = 0,
+    limits: tuple[int, int] = (0, 0),
 ) -> tuple[list[Backend], str]:
     """Return the backends of ``op`` for a call, to be tried one after the other, and why the first comes first.
 
@@ -92,7 +104,8 @@ def candidates(
         tensor: The input whose device and dtype decide.
         requested: A backend's name, ``'auto'`` or None, which means ``'auto'``. The environment variable
             ``MMGATE_<OP>`` (``MMGATE_MS_DEFORM_ATTN=torch``) comes before it.
-        size: Of the call, see :func:`size_class`.
+        number: Samples or pairs of the call; with ``limits`` its :func:`size_class`.
+        limits: Of a small and a medium call.
 
     Raises:
         ValueError: An unknown name, or the backend asked for cannot run on ``tensor``; the message gives the reason.
@@ -111,7 +124,7 @@ def candidates(
         return [backend for backend in backends if backend.plain][:1], 'which runtimes know'
     traced = is_traced()
     usable = [b for b in backends if (b.traceable or not traced) and b.why_not(tensor) is None]
-    winner = _winner(op, tensor.device.type, tensor.device.index, tensor.dtype, size)
+    winner = _winner(op, tensor.device.type, tensor.device.index, tensor.dtype, size_class(number, limits))
     fastest = [b for b in usable if b.name == winner]
     why = 'the fastest here, by calibration' if fastest else 'the first of the order that can run here'
     return fastest + [b for b in usable if b.in_order and b.name != winner], why

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ..backend import Backend, find, register, run, size_class
+from ..backend import Backend, find, register, run
 from ..layout import broadcasts_to, check_integer, check_kinds
 from ..library import is_compiling, is_exporting, outside_graphs
 from . import cpu, grid_sample, mmcv, reference, triton
@@ -76,7 +76,7 @@ def ms_deform_attn(
         return value[:, :0].sum(1).flatten(1)[:, None].expand(-1, logits.shape[1], -1)
     inputs = (value, spatial_shapes, level_start_index, sampling_locations, logits)
     arguments = (*inputs, gate, residual, position, reference_points)
-    return run('ms_deform_attn', BACKENDS, arguments, backend, size_class(logits.numel(), SIZES))
+    return run('ms_deform_attn', BACKENDS, arguments, backend, logits.numel(), SIZES)
 
 
 def _check(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..backend import Backend, find, register, run, size_class
+from ..backend import Backend, find, register, run
 from ..layout import broadcasts_to, check_kinds
 from ..library import outside_graphs
 from . import chunked, reference, triton
@@ -69,8 +69,8 @@ def plug_attention(
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
     arguments = (query, key, value, gate_query, gate_key, modulation, bias, residual, position, dropout)
-    size = size_class(query.shape[:3].numel() * key.shape[2], SIZES)
-    return run('plug_attention', BACKENDS, arguments, backend, size)
+    batch, heads, rows, _ = query.shape
+    return run('plug_attention', BACKENDS, arguments, backend, batch * heads * rows * key.shape[2], SIZES)
 
 
 def _check(
