@@ -238,14 +238,15 @@ def compare(
 def keep(rows: Sequence[Row], device: torch.device) -> dict[tuple[str, str, str], str]:
     """Write the fastest backends into the calibration's file, and return them by operator, dtype and size.
 
-    The first of the order that is right stays, unless another takes less than 95 % of its time.
+    The first of the order that is right stays, unless another takes less than 95 % of its time. The reference is none,
+    where there is another: a longer call's tensors would not fit into memory.
     """
     kept = {}
     for case in dict.fromkeys((row.op, row.dtype, row.size) for row in rows):
         right = {row.backend: row.ms[MODES[1]] for row in rows if (row.op, row.dtype, row.size) == case and not row.out}
         first = next((b.name for b in OPERATORS[case[0]] if b.in_order and b.name in right), None)
         if right:
-            best = min(right, key=lambda name: right[name])
+            best = min(right, key=lambda name: (name == 'torch', right[name]))
             kept[case] = first if first and right[best] > MARGIN * right[first] else best
     for op in dict.fromkeys(case[0] for case in kept):
         write(op, device, {f'{DTYPES[x[1]]} {x[2]}': name for x, name in kept.items() if x[0] == op})

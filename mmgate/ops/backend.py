@@ -31,6 +31,7 @@ from .library import is_exporting, is_traced
 
 logger = logging.getLogger('mmgate')
 SIZES = ('small', 'medium', 'large')
+Work = tuple[int, int, int]
 OPERATORS: dict[str, tuple[Backend, ...]] = {}
 _said: set[tuple[str, str]] = set()
 
@@ -64,17 +65,10 @@ def register(op: str, *backends: Backend) -> tuple[Backend, ...]:
     return backends
 
 
-def run(
-    op: str,
-    backends: Sequence[Backend],
-    arguments: Sequence[Any],
-    requested: str | None,
-    number: int,
-    limits: tuple[int, int],
-) -> Tensor:
+def run(op: str, backends: Sequence[Backend], arguments: Sequence[Any], requested: str | None, work: Work) -> Tensor:
     """Run ``op`` on ``arguments``, of which the first is the tensor that decides; else as :func:`candidates`."""
     tensor = arguments[0]
-    chosen, why = candidates(op, backends, tensor, requested, number, limits)
+    chosen, why = candidates(op, backends, tensor, requested, work)
     if not is_traced() and (op, chosen[0].name) not in _said:
         if tensor.is_cuda and not winners(op, tensor.device.type, tensor.device.index):
             why += '. To have auto take the fastest on this GPU, type once: python -m mmgate.doctor --calibrate'
@@ -89,12 +83,7 @@ def run(
 
 
 def candidates(
-    op: str,
-    backends: Sequence[Backend],
-    tensor: Tensor,
-    requested: str | None = None,
-    number: int = 0,
-    limits: tuple[int, int] = (0, 0),
+    op: str, backends: Sequence[Backend], tensor: Tensor, requested: str | None = None, work: Work = (0, 0, 0)
 ) -> tuple[list[Backend], str]:
     """Return the backends of ``op`` for a call, to be tried one after the other, and why the first comes first.
 
@@ -104,8 +93,7 @@ def candidates(
         tensor: The input whose device and dtype decide.
         requested: A backend's name, ``'auto'`` or None, which means ``'auto'``. The environment variable
             ``MMGATE_<OP>`` (``MMGATE_MS_DEFORM_ATTN=torch``) comes before it.
-        number: Samples or pairs of the call; with ``limits`` its :func:`size_class`.
-        limits: Of a small and a medium call.
+        work: Samples or pairs of the call, and the most of a small and of a medium call.
 
     Raises:
         ValueError: An unknown name, or the backend asked for cannot run on ``tensor``; the message gives the reason.
@@ -124,7 +112,7 @@ def candidates(
         return [backend for backend in backends if backend.plain][:1], 'which runtimes know'
     traced = is_traced()
     usable = [b for b in backends if (b.traceable or not traced) and b.why_not(tensor) is None]
-    winner = _winner(op, tensor.device.type, tensor.device.index, tensor.dtype, size_class(number, limits))
+    winner = _winner(op, tensor.device.type, tensor.device.index, tensor.dtype, size_class(*work))
     fastest = [b for b in usable if b.name == winner]
     why = 'the fastest here, by calibration' if fastest else 'the first of the order that can run here'
     return fastest + [b for b in usable if b.in_order and b.name != winner], why
@@ -143,9 +131,9 @@ def find(op: str, backends: Sequence[Backend], name: Any, source: str = 'backend
     raise ValueError(f'{op}: {source}={name!r} is not a backend; choose one of {names}.')
 
 
-def size_class(number: int, limits: tuple[int, int]) -> str:
+def size_class(number: int, small: int, medium: int) -> str:
     """Return one of :data:`SIZES` for a call of ``number`` samples or pairs."""
-    return SIZES[0] if number <= limits[0] else SIZES[1] if number <= limits[1] else SIZES[2]
+    return SIZES[0] if number <= small else SIZES[1] if number <= medium else SIZES[2]
 
 
 @torch.compiler.assume_constant_result

@@ -19,8 +19,7 @@ from mmgate.ops import library, ms_deform_attn, plug_attention
 from mmgate.ops.backend import Backend, candidates, run, size_class
 
 CPU = torch.device('cpu')
-SMALL = (1, (10, 20))  # what has a size, and the limits of a small and a medium one
-LARGE = dict(number=21, limits=(10, 20))
+SMALL, MEDIUM, LARGE = ((number, 10, 20) for number in (1, 15, 21))
 
 
 def refuses(x: Tensor) -> Tensor:
@@ -90,12 +89,10 @@ def test_a_name_is_that_backend_or_an_error(
 
 def test_a_calibration_decides_by_dtype_and_size() -> None:
     choice.write('square', CPU, {'torch.float32 large': 'unproven', 'torch.float32 small': 'elsewhere'})
-    assert names(**LARGE) == ['unproven', 'numbers', 'first', 'torch']
-    assert names(None, 15, (10, 20)) == names(None, *SMALL) == ['numbers', 'first', 'torch'], (
-        'a winner has to be usable'
-    )
-    assert names('first', **LARGE) == ['first']
-    halves = candidates('square', backends(), torch.rand(5).half(), **LARGE)[0]
+    assert names(work=LARGE) == ['unproven', 'numbers', 'first', 'torch']
+    assert names(work=MEDIUM) == names(work=SMALL) == ['numbers', 'first', 'torch'], 'a winner has to be usable'
+    assert names('first', work=LARGE) == ['first']
+    halves = candidates('square', backends(), torch.rand(5).half(), work=LARGE)[0]
     assert [x.name for x in halves] == ['numbers', 'first', 'torch']
 
 
@@ -134,12 +131,12 @@ def test_a_broken_file_is_said_and_replaced(content: str, caplog: pytest.LogCapt
 def test_one_that_refuses_hands_on_unless_it_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     x, kinds = torch.rand(5), backends('refuses', 'torch')
     for _ in range(2):
-        assert torch.equal(run('square', kinds, (x,), 'auto', *SMALL), x * x)
+        assert torch.equal(run('square', kinds, (x,), 'auto', SMALL), x * x)
     assert caplog.text.count("square: 'refuses' hands a call on to the next: this one does not take") == 1
     with pytest.raises(ValueError, match='this one does not take'):
-        run('square', kinds, (x,), 'refuses', *SMALL)
+        run('square', kinds, (x,), 'refuses', SMALL)
     with pytest.raises(ValueError, match='this one does not take'):
-        run('square', backends('refuses', 'refuses'), (x,), None, *SMALL)
+        run('square', backends('refuses', 'refuses'), (x,), None, SMALL)
 
 
 def test_the_sampler_hands_on_what_the_kernel_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,8 +155,8 @@ def test_the_sampler_hands_on_what_the_kernel_has_not(monkeypatch: pytest.Monkey
 
 def test_the_first_call_says_what_runs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
-        run('square', backends('first'), (torch.rand(5),), None, *SMALL)
-        run('square', backends('first', 'torch'), (torch.rand(5),), 'torch', *SMALL)
+        run('square', backends('first'), (torch.rand(5),), None, SMALL)
+        run('square', backends('first', 'torch'), (torch.rand(5),), 'torch', SMALL)
     assert [record.getMessage() for record in caplog.records] == [
         "square runs on the plain way ('first'), the first of the order that can run here.",
         "square runs on its backend ('torch'), as asked for.",
@@ -175,7 +172,7 @@ def test_the_first_call_says_what_runs(caplog: pytest.LogCaptureFixture, monkeyp
 
     caplog.clear()
     choice._said.clear()
-    run('square', backends('first'), (Elsewhere(),), None, *SMALL)
+    run('square', backends('first'), (Elsewhere(),), None, SMALL)
     assert 'type once: python -m mmgate.doctor --calibrate' in caplog.text
 
 
@@ -186,13 +183,13 @@ def test_mmengine_gets_the_line_where_it_is_loaded(monkeypatch: pytest.MonkeyPat
     logger = MMLogger.get_instance('a_run')
     monkeypatch.setattr(logger, 'handle', lambda record: said.append(record.getMessage()))
     monkeypatch.setitem(choice.sys.modules, 'mmengine.logging', __import__('mmengine').logging)
-    run('square', backends('first'), (torch.rand(5),), None, *SMALL)
+    run('square', backends('first'), (torch.rand(5),), None, SMALL)
     assert len(said) == 1 and 'square runs on the plain way' in said[0]
 
 
 @pytest.mark.parametrize('number, size', [(1, 'small'), (10, 'small'), (11, 'medium'), (20, 'medium'), (21, 'large')])
 def test_size_classes(number: int, size: str) -> None:
-    assert size_class(number, (10, 20)) == size
+    assert size_class(number, 10, 20) == size
 
 
 def sampler(batch: int = 2) -> list[Tensor]:

@@ -76,7 +76,7 @@ def ms_deform_attn(
         return value[:, :0].sum(1).flatten(1)[:, None].expand(-1, logits.shape[1], -1)
     inputs = (value, spatial_shapes, level_start_index, sampling_locations, logits)
     arguments = (*inputs, gate, residual, position, reference_points)
-    return run('ms_deform_attn', BACKENDS, arguments, backend, logits.numel(), SIZES)
+    return run('ms_deform_attn', BACKENDS, arguments, backend, (logits.numel(), *SIZES))
 
 
 def _check(

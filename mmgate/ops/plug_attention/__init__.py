@@ -70,7 +70,8 @@ def plug_attention(
         bias = bias[(None,) * (4 - bias.dim())]
     arguments = (query, key, value, gate_query, gate_key, modulation, bias, residual, position, dropout)
     batch, heads, rows, _ = query.shape
-    return run('plug_attention', BACKENDS, arguments, backend, batch * heads * rows * key.shape[2], SIZES)
+    work = (batch * heads * rows * key.shape[2], *SIZES)
+    return run('plug_attention', BACKENDS, arguments, backend, work)
 
 
 def _check(
