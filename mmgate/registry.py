@@ -25,7 +25,6 @@ HOOKS = Registry(
     scope='mmgate',
     locations=[
         'mmgate.analysis.hooks',
-        'mmgate.engine.choices_hook',
         'mmgate.speed.hooks',
         'mmgate.train.data_check_hook',
         'mmgate.train.interrupt_hook',

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from mmgate.ops.dispatch import Backend
 from torch import Tensor
 
 from mmgate import doctor
-from mmgate.ops.dispatch import Backend
 from mmgate.ops.plug_attention import problems
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.measures import pixel_centres
-from mmgate.layers import DifferentialGatedAttention, GatingModulation, SDPAGatedAttention
+from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 
 LEVELS = {  # x: (levels, batch)
@@ -114,6 +114,7 @@ def benchmark_plug_attention(repetitions: int = 5) -> Iterator[Row]:
 
 def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
     """Measure the SDPA gate and M-DGSA as layers beside a layer of plain fused attention (256 channels, 8 heads)."""
+    from mmgate.layers import DifferentialGatedAttention, SDPAGatedAttention
 
     def run(layer: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda x: layer(x, x, x, need_weights=False)[0]

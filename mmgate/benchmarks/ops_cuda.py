@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from mmgate.analysis.probes.measures import pixel_centres
-from mmgate.layers import GatingModulation
+from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
-from mmgate.ops.ms_deform_attn import attention_weights, mmcv, offset_locations
+from mmgate.ops.ms_deform_attn import attention_weights, grid_sample, mmcv, offset_locations
 
 from .ops import MODES, Row, deformable_inputs, interleaved, measure, row_of, saved_bytes
 
@@ -45,10 +45,7 @@ def _mmcv_half(value: Tensor, *inputs: Tensor, reference: Tensor) -> Tensor:
 
 
 def _grid_sample(*inputs: Tensor, reference: Tensor) -> Tensor:
-    from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
-
-    value, shapes, _, locations, weights = _glue(inputs, reference)
-    return multi_scale_deformable_attn_pytorch(value, shapes, locations, weights)
+    return grid_sample.sample(*_glue(inputs, reference))
 
 
 def _attend(*inputs: Tensor, reference: Tensor, backend: str = 'triton') -> Tensor:
@@ -71,14 +68,14 @@ def _autocast(*inputs: Tensor, reference: Tensor) -> Tensor:
 
 
 def sampler_inputs(
-    levels: list[tuple[int, int]], batch: int, queries: int | None, columns: int, device: str
+    levels: list[tuple[int, int]], batch: int, queries: int | None, columns: int, device: str, heads: int = 8
 ) -> tuple[list[Tensor], Tensor]:
     """Return value, shapes, starts, offsets, logits and gate of an encoder's or a decoder's layer, and its reference.
 
     The reference points need no gradient, as in an encoder and in a decoder that refines boxes.
     Offsets spread over two pixels of their level from points, over the boxes' size from boxes a tenth of the image.
     """
-    value, shapes, start, _, logits = deformable_inputs(levels, batch)
+    value, shapes, start, _, logits = deformable_inputs(levels, batch, heads)
     generator = torch.Generator().manual_seed(1)
     count = value.shape[1] if queries is None else queries
     logits = logits[:, :count].contiguous()

@@ -107,8 +107,8 @@ def _check(path: Path) -> None:
     if versions[''] != OPSET or foreign:
         found = f'opset {versions[""]}, {", ".join(foreign) or "no operator of others"}'
         raise ConfigError(
-            f'the graph is to hold operators of opset {OPSET} alone and has: {found}. If MMGATE_MS_DEFORM_ATTN, '
-            'MMGATE_PLUG_ATTENTION or MMGATE_DISPATCH is set, unset it; else this is a fault of mmgate.'
+            f'the graph is to hold operators of opset {OPSET} alone and has: {found}. If MMGATE_MS_DEFORM_ATTN '
+            'or MMGATE_PLUG_ATTENTION is set, unset it; else this is a fault of mmgate.'
         )
     if DOMAIN not in {node.domain for node in nodes(model.graph)}:
         onnx.checker.check_model(model)

@@ -17,14 +17,12 @@ from mmengine.runner import FlexibleRunner, Runner
 from torch import distributed
 
 from mmgate.checkpoints.loading import add_trust_option
-from mmgate.engine.backends import check_backends
-from mmgate.engine.choices_hook import BackendChoicesHook
 from mmgate.errors import ConfigError
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
 from .config_file import load_config
 from .data_check_hook import DataCheckHook, refuse_foreign_classes
-from .inputs import check_checkpoint, check_data, check_pretrained
+from .inputs import check_backends, check_checkpoint, check_data, check_pretrained
 from .load_report import LoadReportHook
 from .switches import enable_amp, enable_tta, enable_visualization, is_classification, is_segmentation
 
@@ -161,10 +159,8 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
             raise
         raise ConfigError(f'the config cannot be built: {error} (MMGATE_TRACEBACK=1 shows where)') from error
     check_backends(runner.model)
-    added = [BackendChoicesHook, *([DataCheckHook] if cfg.get('check_data', True) else [])]
-    for kind in added:
-        if not any(isinstance(hook, kind) for hook in runner.hooks):  # the config may name it, too
-            runner.register_hook(kind())
+    if cfg.get('check_data', True) and not any(isinstance(hook, DataCheckHook) for hook in runner.hooks):
+        runner.register_hook(DataCheckHook())  # which the config may name, too
     return runner
 
 

@@ -8,10 +8,15 @@ import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from mmengine.config import Config
+from mmengine.device import get_device
 from mmengine.registry import DATASETS, METRICS
+from torch import nn
 
 from mmgate.errors import ConfigError
+from mmgate.layers import MultiScaleDeformableAttention, PLuGAttention
+from mmgate.ops.backend import OPERATORS, candidates
 
 from .config_file import mappings, type_name
 
@@ -123,3 +128,23 @@ def check_checkpoint(path: str, *, sharded: bool = False) -> None:
         raise ConfigError(f'checkpoint {path} is cut short; copy or download it again.')
     if head != b'PK' and head[:1] != b'\x80' and not path.endswith('.safetensors'):
         raise ConfigError(f'checkpoint {path} is no torch checkpoint; it starts with {head!r}.')
+
+
+def check_backends(model: nn.Module) -> None:
+    """Refuse a backend, of a rule or of an environment variable, that cannot run on the device of training and testing.
+
+    Raises:
+        ConfigError: With the attention's name and the reason.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, MultiScaleDeformableAttention):
+            operator, width = 'ms_deform_attn', module.value_proj.out_features
+        elif isinstance(module, PLuGAttention):
+            operator, width = 'plug_attention', module.embed_dim
+        else:
+            continue
+        heads = torch.empty(1, 1, module.num_heads, width // module.num_heads, device=get_device())
+        try:
+            candidates(operator, OPERATORS[operator], heads, module.backend)
+        except ValueError as error:
+            raise ConfigError(f'{name}: {error}') from error

@@ -10,7 +10,7 @@ import torch
 from conftest import assert_same, one_graph
 from torch import Tensor
 
-from mmgate.layers import GatingModulation, PLuGAttention
+from mmgate.layers.gml import GatingModulation
 from mmgate.ops import plug_attention
 from mmgate.ops.plug_attention import blocks, chunked
 from mmgate.ops.plug_attention import triton as kernels
@@ -240,7 +240,11 @@ def test_registered_op(device: str) -> None:
 @one_graph
 @pytest.mark.parametrize('device', DEVICES)
 def test_layer_compiled_recomputed_and_under_autocast(device: str) -> None:
-    layer = PLuGAttention(32, 2, batch_first=True, init='paper', backend='triton').to(device)
+    layer = (
+        pytest.importorskip('mmgate.layers.plug_dense')
+        .PLuGAttention(32, 2, batch_first=True, init='paper', backend='triton')
+        .to(device)
+    )
     x = torch.randn(2, 20, 32, device=device, requires_grad=True)
     padding = torch.zeros(2, 20, dtype=torch.bool, device=device)
     padding[0, 12:] = True

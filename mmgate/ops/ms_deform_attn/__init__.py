@@ -11,14 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ..dispatch import Backend, find, select
+from ..backend import Backend, find, register, run
 from ..layout import check_layout
 from ..library import is_compiling, is_exporting, outside_graphs
 from . import cpu, grid_sample, mmcv, reference, triton
-from .problems import PROBLEMS
 from .weights import POSITIONS, Sampling, attention_weights, offset_locations
 
-LARGEST = 1 << 24  # numbers in a tensor of the reference that are still tried
+SIZES = (1 << 17, 1 << 20)  # samples of a small and a medium call, most often of decoders
 
 __all__ = ['BACKENDS', 'POSITIONS', 'attention_weights', 'check_backend', 'ms_deform_attn', 'offset_locations']
 
@@ -56,9 +55,9 @@ def ms_deform_attn(
         reference_points: Points ``(B, Q, L, 2)`` as (x, y) or boxes ``(B, Q, L, 4)`` as (centre, size), 0 to 1; then
             ``sampling_locations`` are offsets from them, see :func:`offset_locations`.
         backend: ``'torch'`` (reference), ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'grid_sample'`` (any device),
-            ``'triton'`` (gate, softmax and sampling in one CUDA kernel) or ``'auto'``, the default: what was measured
-            to be fastest, see :mod:`mmgate.ops.dispatch`. The environment variable ``MMGATE_MS_DEFORM_ATTN`` has the
-            last word.
+            ``'triton'`` (gate, softmax and sampling in one CUDA kernel) or ``'auto'``, the default: the first of the
+            order that can run, see :mod:`mmgate.ops.backend`. The environment variable ``MMGATE_MS_DEFORM_ATTN`` has
+            the last word.
 
     Returns:
         ``(B, Q, H * D)`` in the dtype of ``value``. Weights are formed in float32 for 16-bit inputs.
@@ -80,7 +79,7 @@ def ms_deform_attn(
         batch, queries, _, levels, _ = logits.shape
         expanded = reference_points.expand(batch, queries, levels, reference_points.shape[-1])
         call = Sampling(*call[:-1], expanded)
-    return select('ms_deform_attn', BACKENDS, value, backend, PROBLEMS, call).run(*call)
+    return run('ms_deform_attn', BACKENDS, call, backend, (logits.numel(), *SIZES))
 
 
 def _check(call: Sampling) -> None:
@@ -139,11 +138,14 @@ def _sampled(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attend
 
 
-BACKENDS = (
-    Backend('mmcv', mmcv.why_not, _sampled(mmcv.sample)),
-    Backend('cpu', cpu.why_not, _sampled(cpu.sample)),
-    Backend('grid_sample', grid_sample.why_not, _sampled(grid_sample.sample), traceable=False),
-    Backend('torch', lambda value: None, _sampled(reference.sample), plain=True, largest=LARGEST),
-    # No GPU has run it yet: 'auto' takes it where a measurement says so.
-    Backend('triton', triton.why_not, triton.attend, in_order=False),
+BACKENDS = register(
+    'ms_deform_attn',
+    Backend('mmcv', mmcv.why_not, _sampled(mmcv.sample), words="mmcv's CUDA operator"),
+    Backend('cpu', cpu.why_not, _sampled(cpu.sample), words='weighted sums of rows on the CPU'),
+    Backend(
+        'grid_sample', grid_sample.why_not, _sampled(grid_sample.sample), traceable=False, words="torch's grid_sample"
+    ),
+    Backend('torch', lambda value: None, _sampled(reference.sample), plain=True, words='the reference, slowly'),
+    # No GPU has run it yet: 'auto' takes it where a calibration says so.
+    Backend('triton', triton.why_not, triton.attend, in_order=False, words='one Triton kernel'),
 )

@@ -13,6 +13,7 @@ so the result does not depend on the number of threads.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..repaid import Repaid
 from .registered import sampling_operator
 
 CHUNK = 1 << 20  # sampled corners at a time: 8 to 40 bytes each
@@ -83,17 +83,14 @@ def _coordinate_gradients(
     return torch.stack([grad_x, grad_y], -1), (dots * bilinear).sum(2)
 
 
-_REPAID = {function: Repaid(function) for function in (_corners, _coordinate_gradients)}
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
 
 
 def _run(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function``, compiled if that is wanted: ``MMGATE_CPU_COMPILE`` is 0, 1 or auto, once it is due to pay."""
-    wanted = os.environ.get('MMGATE_CPU_COMPILE', 'auto')
-    if wanted not in ('0', '1', 'auto'):
-        raise ValueError(f'MMGATE_CPU_COMPILE={wanted!r} is not known; set 0, 1 or auto.')
-    if wanted == '1':
-        return _REPAID[function].compiled(*args)
-    return function(*args) if wanted == '0' else _REPAID[function](*args)
+    """Call ``function``, compiled where ``MMGATE_CPU_COMPILE=1`` asks for the ten seconds that this takes once."""
+    return _compiled(function)(*args) if os.environ.get('MMGATE_CPU_COMPILE') == '1' else function(*args)
 
 
 def _chunks(value: Tensor, level_start_index: Tensor, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:

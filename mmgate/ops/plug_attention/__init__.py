@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..dispatch import Backend, find, select
+from ..backend import Backend, find, register, run
 from ..layout import check_layout
 from ..library import outside_graphs
 from . import chunked, reference, triton
-from .problems import PROBLEMS
 from .reference import Modulation, attention_map
 
 POSITIONS = ('pre_softmax', 'post_softmax')
-LARGEST = 1 << 24  # numbers in a map of the reference that are still tried
+SIZES = (1 << 20, 1 << 26)  # pairs of a small and a medium call: of 256 and 2048 tokens, 8 heads, 2 images
 
 __all__ = ['BACKENDS', 'attention_map', 'check_backend', 'plug_attention']
 
@@ -70,7 +69,9 @@ def plug_attention(
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
     arguments = (query, key, value, gate_query, gate_key, modulation, bias, residual, position, dropout)
-    return select('plug_attention', BACKENDS, query, backend, PROBLEMS, arguments).run(*arguments)
+    batch, heads, rows, _ = query.shape
+    work = (batch * heads * rows * key.shape[2], *SIZES)
+    return run('plug_attention', BACKENDS, arguments, backend, work)
 
 
 def _check(
@@ -99,9 +100,10 @@ def check_backend(name: str) -> None:
         find('plug_attention', BACKENDS, name)
 
 
-BACKENDS = (
-    Backend('chunked', lambda query: None, chunked.attend),
-    Backend('torch', lambda query: None, reference.attend, plain=True, largest=LARGEST),
-    # No GPU has run it yet: 'auto' takes it where a measurement says so.
-    Backend('triton', triton.why_not, triton.attend, in_order=False),
+BACKENDS = register(
+    'plug_attention',
+    Backend('chunked', lambda query: None, chunked.attend, words='rows in chunks'),
+    Backend('torch', lambda query: None, reference.attend, plain=True, words='the reference, with whole maps'),
+    # No GPU has run it yet: 'auto' takes it where a calibration says so.
+    Backend('triton', triton.why_not, triton.attend, in_order=False, words='Triton kernels without a map'),
 )
