@@ -13,9 +13,17 @@ from mmengine.config.utils import MODULE2PACKAGE  # noqa: E402
 
 from . import backbones, layers  # noqa: E402, F401
 from .checkpoints.loading import register_safe_loader  # noqa: E402
+from .gates import (  # noqa: E402
+    Gated,
+    gate_parameters,
+    gates_disabled,
+    load_gates,
+    restore_attention,
+    save_gates,
+    train_only_gates,
+)
 from .hosts import adapts  # noqa: E402
-from .starts import restore_attention  # noqa: E402
-from .swap import Gated, swap_attention  # noqa: E402
+from .swap import swap_attention  # noqa: E402
 
 # mmengine looks packages of 'package::config' up in this closed list, by the name of a distribution, whose folder it
 # takes for the package's (in an editable install it is not), or else by that of a module: then the module's folder.
@@ -27,4 +35,15 @@ except PackageNotFoundError:  # the fork's distribution has another name; mmengi
     MODULE2PACKAGE['mmseg'] = 'mmseg'  # (mmpretrain's entry is that of the module already)
 
 __version__ = '0.1.0'
-__all__ = ['Gated', '__version__', 'adapts', 'restore_attention', 'swap_attention']
+__all__ = [
+    'Gated',
+    '__version__',
+    'adapts',
+    'gate_parameters',
+    'gates_disabled',
+    'load_gates',
+    'restore_attention',
+    'save_gates',
+    'swap_attention',
+    'train_only_gates',
+]
