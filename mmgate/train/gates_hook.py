@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.dist import is_main_process
-from mmengine.hooks import Hook
+from mmengine.hooks import EMAHook, Hook
 
 from mmgate.gates import save_gates
 from mmgate.registry import HOOKS
@@ -44,8 +44,13 @@ class GatesCheckpointHook(Hook):
     def _write(self, runner: Any, name: str) -> None:
         if not is_main_process():
             return
+        averages = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
+        for hook in averages:  # what a whole checkpoint holds, too: the averaged weights
+            hook.before_val_epoch(runner)
         path = Path(runner.work_dir) / f'{name}.gates.safetensors'
         save_gates(runner.model, path)
+        for hook in averages:
+            hook.after_val_epoch(runner)
         self._written = [*(other for other in self._written if other != path), path]
         while 0 < self.max_keep < len(self._written):
             self._written.pop(0).unlink(missing_ok=True)

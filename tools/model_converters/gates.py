@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch
 from mmengine.registry import MODELS, init_default_scope
-from mmengine.runner import load_checkpoint
+from mmengine.runner import CheckpointLoader, load_checkpoint
 
 from mmgate import save_gates
 from mmgate.checkpoints.gates_file import read_gates
-from mmgate.checkpoints.tensors import read_checkpoint, tensors
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
@@ -42,8 +41,7 @@ def main(argv: list[str]) -> None:
         cfg = read_config(args.config)
         init_default_scope(cfg.get('default_scope') or 'mmengine')
         model = MODELS.build(cfg.model)
-        missing = load_checkpoint(model, args.checkpoint, map_location='cpu', strict=False)
-        del missing
+        load_checkpoint(model, args.checkpoint, map_location='cpu')
         save_gates(model, args.out)
         count = len(read_gates(args.out).tensors)
     print(f'{args.out}: {count} tensors')
@@ -52,13 +50,14 @@ def main(argv: list[str]) -> None:
 def _merge(checkpoint: str, gates: str, out: str) -> int:
     content = read_gates(gates)
     try:
-        state = dict(tensors(read_checkpoint(checkpoint)))
+        whole = CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
     except (ImportError, OSError, ValueError) as error:
         raise ConfigError(f'{checkpoint}: {error}') from error
+    state = dict(whole.get('state_dict', whole))
     shapes = {name: list(tensor.shape) for name, tensor in state.items()}
     content.refuse_other(gates, checkpoint, shapes)
     state.update(content.tensors)
-    torch.save(dict(state_dict=state, meta={}), out)
+    torch.save(dict(state_dict=state, meta=whole.get('meta', {})), out)
     return len(state)
 
 
