@@ -9,7 +9,18 @@ from typing import Any
 from ._environment import check_environment, torch_alone
 
 __version__ = '0.1.0'
-__all__ = ['Gated', '__version__', 'adapts', 'restore_attention', 'swap_attention']
+__all__ = [
+    'Gated',
+    '__version__',
+    'adapts',
+    'gate_parameters',
+    'gates_disabled',
+    'load_gates',
+    'restore_attention',
+    'save_gates',
+    'swap_attention',
+    'train_only_gates',
+]
 
 if torch_alone():
 
@@ -27,9 +38,17 @@ else:
 
     from . import backbones, layers  # noqa: F401
     from .checkpoints.loading import register_safe_loader
+    from .gates import (
+        Gated,
+        gate_parameters,
+        gates_disabled,
+        load_gates,
+        restore_attention,
+        save_gates,
+        train_only_gates,
+    )
     from .hosts import adapts
-    from .swap import Gated, swap_attention
-    from .weight_init import restore_attention
+    from .swap import swap_attention
 
     # mmengine looks packages of 'package::config' up in this closed list, by the name of a distribution, whose folder
     # it takes for the package's (in an editable install it is not), or else by that of a module: then its folder.

@@ -24,34 +24,6 @@ from mmgate.weight_init import Swap, init_gate, initialise_gates_last
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
-@MODELS.register_module()
-def Gated(*, host: str, attention: Rules, **host_cfg: Any) -> nn.Module:
-    """Build the model ``host`` with some of its attention modules replaced.
-
-    In a config that inherits an mm config, ``type='mmgate.Gated'``, ``host`` and ``attention`` are all that is added.
-
-    Args:
-        host: Registered name of the model with its scope, such as ``'mmdet.DeformableDETR'``.
-        attention: A rule or a list of rules, see :func:`swap_attention`.
-        **host_cfg: The host's own config.
-
-    Returns:
-        An instance of the host's own class: no wrapper, no prefix in the state dict.
-
-    Raises:
-        TypeError: A rule or the host's config is malformed.
-        ValueError: ``host`` is not registered, a pattern matches nothing, or a gate does not fit; see
-            :func:`swap_attention`.
-    """
-    rules = _parse(attention)
-    if isinstance(host, str) and MODELS.get(host) is None:
-        raise ValueError(f'host={host!r} is not registered.{_near_host(host)}')
-    model = MODELS.build(dict(type=host, **host_cfg))
-    names = swap_attention(model, rules)
-    print_log(f'mmgate: replaced {len(names)} attention modules of {type(model).__name__}', logger='current')
-    return model
-
-
 def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     """Replace attention modules of ``model`` in place, keeping their parameters (the very same tensors).
 
@@ -75,7 +47,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     """
     replacements: dict[str, nn.Module] = {}
     built: dict[int, nn.Module] = {}  # a module shared by several layers stays shared
-    for number, rule in enumerate(_parse(rules)):
+    for number, rule in enumerate(parse_rules(rules)):
         where = f'attention[{number}]'
         gate = _gate(rule['type'], where)
         options = {key: value for key, value in rule.items() if key not in ('type', 'path')}
@@ -98,6 +70,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     for swap in swaps:
         swap.put(model, swap.gate)
     initialise_gates_last(model, swaps)
+    vars(model).setdefault('attention_rules', []).extend(dict(rule) for rule in parse_rules(rules))
     return list(replacements)
 
 
@@ -108,7 +81,12 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _parse(rules: Rules) -> list[Mapping[str, Any]]:
+def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
+    """Return rules as a list.
+
+    Raises:
+        TypeError: They are malformed.
+    """
     listed = [rules] if isinstance(rules, Mapping) else rules
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise TypeError(f'attention must be a rule dict(path=..., type=...) or a list of them, got {rules!r}.')
@@ -134,16 +112,6 @@ def _gate(kind: str | type[nn.Module], where: str) -> type[nn.Module]:
             f'{where}: {full_name(gate)} is not a gate: no adapter says what it can replace; see mmgate.adapts.'
         )
     return gate
-
-
-def _near_host(host: str) -> str:
-    scope, _, name = host.rpartition('.')
-    registry = MODELS._search_child(scope) or MODELS.root._search_child(scope) if scope else MODELS.root
-    known = [] if registry is None else list(registry.module_dict)
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f' Did you mean {".".join([scope, near[0]] if scope else near)!r}?'
-    return ' Give the name with its scope, such as mmdet.DeformableDETR, and import what registers it.'
 
 
 def _matches(

@@ -25,12 +25,14 @@ class Swap:
         vanilla: The host's module.
         gate: Ours.
         shared: Names of the tensors that both hold, first the host's.
+        loaded: Whether a file filled the gate, so that it does not start by itself.
     """
 
     name: str
     vanilla: nn.Module
     gate: nn.Module
     shared: list[tuple[str, str]] = field(init=False)
+    loaded: bool = False
 
     def __post_init__(self) -> None:
         ours = {id(tensor): name for name, tensor in _tensors(self.gate)}
@@ -70,7 +72,7 @@ class Swap:
     def call_init_weights(self) -> None:
         """Call ``init_weights`` of a gate that is no :class:`GateInit`; what it shares with the host stays."""
         initialise = getattr(self.gate, 'init_weights', None)
-        if initialise is None or any(isinstance(module, GateInit) for module in self.gate.modules()):
+        if self.loaded or initialise is None or any(isinstance(module, GateInit) for module in self.gate.modules()):
             return
         ours = dict(_tensors(self.gate))
         kept = {name: ours[name].detach().clone() for _, name in self.shared}
@@ -108,31 +110,6 @@ def initialise_gates_last(model: nn.Module, swaps: Sequence[Swap]) -> None:
     vars(model).setdefault('apply', partial(_apply, model))
 
 
-def restore_attention(model: nn.Module) -> list[str]:
-    """Put the vanilla modules back, in ``model`` and in the modules inside, with what they share with the gates.
-
-    A gate that no longer stands where it was put, because someone wrapped or removed it, is left as it is.
-
-    Returns:
-        The names of the modules; none if nothing is swapped.
-
-    Raises:
-        ValueError: A parameter that was shared is gone (LoRA, parametrizations); nothing of that module is restored.
-    """
-    names = []
-    for prefix, module in list(model.named_modules()):
-        swaps = _standing(module)
-        for swap in swaps:
-            swap.follow()
-        for swap in reversed(swaps):
-            swap.vanilla.train(swap.gate.training)  # some return nothing
-            swap.put(module, swap.vanilla)
-        for name in ('attention_swaps', 'init_weights', 'apply') if 'attention_swaps' in vars(module) else ():
-            vars(module).pop(name, None)
-        names += [f'{prefix}.{swap.name}'.lstrip('.') for swap in swaps]
-    return names
-
-
 @contextmanager
 def gates_in_place(model: nn.Module) -> Iterator[None]:
     """Put the gates back into a model whose host initialises, so that a checkpoint of theirs fills them."""
@@ -145,7 +122,7 @@ def gates_in_place(model: nn.Module) -> Iterator[None]:
 
 
 def _init_weights(model: Any) -> None:
-    swaps, again = _standing(model), getattr(model, 'is_init', False)
+    swaps, again = standing_swaps(model), getattr(model, 'is_init', False)
     with _vanilla_in_place(model, swaps):
         type(model).init_weights(model)
     for swap in () if again else swaps:  # mmengine initialises once
@@ -154,12 +131,13 @@ def _init_weights(model: Any) -> None:
 
 
 def _apply(model: Any, function: Callable[[nn.Module], None]) -> nn.Module:
-    swaps = _standing(model) if getattr(function, '__module__', '') == INITIALISERS else []
+    swaps = standing_swaps(model) if getattr(function, '__module__', '') == INITIALISERS else []
     with _vanilla_in_place(model, swaps):
         return type(model).apply(model, function)
 
 
-def _standing(model: nn.Module) -> list[Swap]:
+def standing_swaps(model: nn.Module) -> list[Swap]:
+    """Return the swaps of a model, not of those inside, whose gates still stand where they were put."""
     return [swap for swap in vars(model).get('attention_swaps', []) if swap.stands(model)]
 
 

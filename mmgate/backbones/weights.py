@@ -13,7 +13,7 @@ from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
 from mmgate.layers.base.init import gate_parameters
 from mmgate.layers.base.map import MapAttention
 from mmgate.layers.resizing import resize_grid
-from mmgate.starts import gates_in_place
+from mmgate.weight_init import gates_in_place
 
 DERIVED = ('.relative_position_index', '.attn_mask')  # what a backbone computes itself
 OUTPUT_NORM = re.compile(r'norm\d\.(weight|bias)')  # Swin's; a classifier has none

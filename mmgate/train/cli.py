@@ -24,7 +24,14 @@ from .config_file import load_config
 from .data_check_hook import DataCheckHook, refuse_foreign_classes
 from .inputs import check_backends, check_checkpoint, check_data, check_pretrained
 from .load_report import LoadReportHook
-from .switches import enable_amp, enable_tta, enable_visualization, is_classification, is_segmentation
+from .switches import (
+    enable_amp,
+    enable_gates,
+    enable_tta,
+    enable_visualization,
+    is_classification,
+    is_segmentation,
+)
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
@@ -103,6 +110,7 @@ def test(argv: list[str]) -> None:
     parser.add_argument('--show-dir', help='folder for painted images (below the work dir)')
     parser.add_argument('--wait-time', type=float, default=2, help='seconds a shown image stays')
     parser.add_argument('--tta', action='store_true', help='test-time augmentation')
+    parser.add_argument('--gates', help='file of gates to put on the model of CONFIG; CHECKPOINT is the vanilla one')
     parser.add_argument(
         '--allow-mismatch',
         action='store_true',
@@ -118,6 +126,8 @@ def test(argv: list[str]) -> None:
         enable_visualization(cfg, show=args.show, show_dir=args.show_dir, wait_time=args.wait_time)
     if args.tta:
         enable_tta(cfg)
+    if args.gates:
+        enable_gates(cfg, args.gates)
     if args.out and segments:
         evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
         for evaluator in evaluators:
