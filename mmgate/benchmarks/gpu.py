@@ -40,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = [f'tests/test_ops/test_{op}_triton.py' for op in ('ms_deform_attn', 'plug_attention')]
 CONFIGS = (  # a vanilla config, and ours beside it
     (
-        'configs/plug/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py',
+        'configs/vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py',
         'configs/plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py',
     ),
     (

@@ -6,15 +6,16 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.map import MapAttention
 from mmgate.ops.agent_attention import interpolation_matrix
+from mmgate.ops.library import is_compiling
 
 from .resizing import resize_axis
 
 BLOCK = 7  # side of the maps in an_bias and na_bias
+CACHED_SIZES = 16  # map sizes whose bias factors an evaluation keeps
 BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')
 CLASS_BIASES = ('ac_bias', 'ca_bias')
 AXES = {'ah_bias': 3, 'aw_bias': 4, 'ha_bias': 2, 'wa_bias': 3}  # which runs along the map
@@ -22,6 +23,10 @@ AXES = {'ah_bias': 3, 'aw_bias': 4, 'ha_bias': 2, 'wa_bias': 3}  # which runs al
 
 class AgentBiases(MapAttention):
     """Base of :class:`~mmgate.layers.agent.AgentAttention` that holds its biases.
+
+    In evaluation without gradients the resized factors of the biases are kept per map size, ``n (8 H + W)`` numbers a
+    head each; a changed parameter, ``load_state_dict`` and ``train`` discard them. The biases themselves, ``n H W`` a
+    head, exist one layer at a time.
 
     Attributes:
         grid: Side of the grid of agents in use.
@@ -62,6 +67,8 @@ class AgentBiases(MapAttention):
             shapes.update(ac_bias=(1, heads, n, 1), ca_bias=(1, heads, 1, n))
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if bias else None)
+        self._factors: dict[tuple[int, int], tuple[_Factors, _Factors]] = {}
+        self._cached: list[tuple[tuple[Any, ...], Tensor]] = []  # what the factors were made from
 
     def adopt(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         """Resize rows and columns of another resolution, too."""
@@ -75,23 +82,31 @@ class AgentBiases(MapAttention):
 
     def biases(self, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)`` for a map of ``hw_shape``, the class token first."""
-        rows, columns = self.ha_bias[0, :, :, 0].transpose(1, 2), self.wa_bias[0, :, 0].transpose(1, 2)
-        with _without_autocast(self.an_bias):  # the same terms in and out of autocast
-            height, width = (interpolation_matrix(BLOCK, size, self.an_bias) for size in hw_shape)
-            sides = zip(self.map_size, hw_shape, strict=True)
-            along = [interpolation_matrix(source, size, self.an_bias) for source, size in sides]
-            terms1, columns1 = self._terms(
-                self.an_bias, self.ah_bias[0, ..., 0], self.aw_bias[0, :, :, 0], height, along
-            )
-            terms2, columns2 = self._terms(self.na_bias, rows, columns, height, along)
-            basis = torch.cat([width.t(), width.new_ones(1, width.shape[0])])  # (8, w)
-        # B1 (H, n, h, w) = terms1^T (H, n, h, 8) basis (8, w) + columns1
-        terms1 = terms1.flatten(0, 1).transpose(1, 2)  # (H n, h, 8)
+        caches = not self.training and not torch.is_grad_enabled() and not is_compiling()
+        if caches:
+            self._discard_stale_factors()
+        factors = self._factors.get(hw_shape) if caches else None  # sizes of a graph may be symbols, which are no keys
+        if factors is None:
+            rows, columns = self.ha_bias[0, :, :, 0].transpose(1, 2), self.wa_bias[0, :, 0].transpose(1, 2)
+            with _without_autocast(self.an_bias):  # the same factors in and out of autocast
+                factors = (
+                    self._factorise(self.an_bias, self.ah_bias[0, ..., 0], self.aw_bias[0, :, :, 0], hw_shape),
+                    self._factorise(self.na_bias, rows, columns, hw_shape),
+                )
+            if caches:
+                while len(self._factors) >= CACHED_SIZES:
+                    self._factors.pop(next(iter(self._factors)))
+                self._factors[hw_shape] = factors
+        (map1, rows1, columns1, resize), (map2, rows2, columns2, _) = factors
+        # B1 (H, n, h, w) = map1 (H, n, h, 7) resize (7, w) + rows + columns, the rows as an eighth term of the product
+        ones = resize.new_ones(1, resize.shape[1])
+        basis = torch.cat([resize, ones])  # (8, w)
+        terms1 = torch.cat([map1, rows1[..., None]], -1).flatten(0, 1)  # (H n, h, 8)
         bias1 = torch.baddbmm(columns1.flatten(0, 1)[:, None], terms1, basis.expand(len(terms1), -1, -1))
-        # B2 (H, h, w, n) = basis^T (w, 8) terms2 (H, h, 8, n) + columns2
-        terms2 = terms2.permute(0, 3, 2, 1).flatten(0, 1)  # (H h, 8, n)
+        # B2 (H, h, w, n) = resize^T (w, 7) map2 (H, h, 7, n) + rows + columns
+        terms2 = torch.cat([map2, rows2[..., None]], -1).permute(0, 2, 3, 1).flatten(0, 1)  # (H h, 8, n)
         columns2 = columns2.transpose(1, 2)[:, None].expand(-1, hw_shape[0], -1, -1).flatten(0, 1)  # (H h, w, n)
-        bias2 = torch.baddbmm(columns2, basis.t().expand(len(terms2), -1, -1), terms2)
+        bias2 = torch.baddbmm(columns2, basis.t().expand(terms2.shape[0], -1, -1), terms2)
         heads, agents = self.num_heads, self.grid**2
         bias1, bias2 = bias1.view(1, heads, agents, -1), bias2.view(1, heads, -1, agents)
         if not self.class_tokens:
@@ -100,30 +115,59 @@ class AgentBiases(MapAttention):
         of_keys, of_queries = of_keys.to(bias1.dtype)[None], of_queries.to(bias2.dtype).transpose(1, 2)[None]
         return torch.cat([of_keys, bias1], -1), torch.cat([of_queries, bias2], -2)
 
-    def _terms(
-        self, block: Tensor, rows: Tensor, columns: Tensor, height: Tensor, along: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Resize a bias along agents and rows: a map's 7 columns and the rows ``(H, n, 8, h)``, columns ``(H, n, w)``.
-
-        A bilinear resize is one small matrix an axis, so the axes may come in any order, and what is constant along an
-        axis stays so.
-        """
-        rows, columns = F.linear(rows, along[0]), F.linear(columns, along[1])  # (H, n, h), (H, n, w)
-        terms = torch.cat([F.linear(block.transpose(2, 3), height), rows[:, :, None]], 2)
-        if self.pretrain_grid == self.grid:
-            return terms, columns
-        sizes = [8 * rows.shape[-1], columns.shape[-1]]
-        terms, columns = self._resize_agents(torch.cat([terms.flatten(2), columns], -1)).split(sizes, -1)
-        return terms.unflatten(-1, (8, -1)), columns
-
     def _resize_agents(self, x: Tensor) -> Tensor:
         """Resize ``(H, n, x)`` of pre-training to the agents in use."""
         if self.pretrain_grid == self.grid:
             return x
-        axis = interpolation_matrix(self.pretrain_grid, self.grid, x)
-        return torch.kron(axis, axis) @ x
+        agents, side = interpolation_matrix(self.pretrain_grid, self.grid, x), self.pretrain_grid
+        x = x.view(self.num_heads, side, side, -1)
+        return torch.einsum('ia,jb,habx->hijx', agents, agents, x).reshape(self.num_heads, self.grid**2, -1)
+
+    def _factorise(self, block: Tensor, rows: Tensor, columns: Tensor, hw_shape: tuple[int, int]) -> _Factors:
+        """Resize a bias along its agents and its rows: ``(H, n, h, 7)``, ``(H, n, h)``, ``(H, n, w)`` and ``(7, w)``.
+
+        A bilinear resize is one small matrix an axis, so the axes may come in any order, and what is constant along an
+        axis stays so.
+        """
+        height, width = (interpolation_matrix(BLOCK, size, block) for size in hw_shape)
+        sides = zip(self.map_size, hw_shape, strict=True)
+        along = [interpolation_matrix(source, size, block) for source, size in sides]
+        block = self._resize_agents(block.flatten(2)).unflatten(-1, (BLOCK, BLOCK))  # (H, n, 7, 7)
+        rows, columns = self._resize_agents(rows), self._resize_agents(columns)
+        return height @ block, rows @ along[0].t(), columns @ along[1].t(), width.t()
+
+    def _discard_stale_factors(self) -> None:
+        """Empty the cache if a parameter is another tensor, was moved, converted or written to, or holds other numbers.
+
+        ``.half()`` and ``.cuda()`` keep the parameter and its counter. So does a write through ``.data``, which
+        comparing numbers finds on the CPU; on a GPU that would wait for all work in flight.
+        """
+        parameters = [getattr(self, name) for name in BIASES]
+        marks = [(id(p), p._version, p.device, p.dtype) for p in parameters]
+        fresh = marks == [mark for mark, _ in self._cached] and all(
+            p.device.type != 'cpu' or torch.equal(p, numbers)
+            for p, (_, numbers) in zip(parameters, self._cached, strict=True)
+        )
+        if not fresh:
+            self._factors.clear()
+            self._cached = [(mark, p.detach().clone()) for mark, p in zip(marks, parameters, strict=True)]
+
+    def train(self, mode: bool = True) -> AgentBiases:
+        """Set the mode and discard the cached bias factors."""
+        self._cached.clear()
+        return super().train(mode)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        self._cached.clear()
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, '_factors': {}, '_cached': []}  # a copied or pickled layer starts without a cache
 
 
 def _without_autocast(like: Tensor) -> AbstractContextManager[Any]:
     kind = like.device.type
     return nullcontext() if kind == 'meta' else torch.autocast(kind, enabled=False)
+
+
+_Factors = tuple[Tensor, Tensor, Tensor, Tensor]

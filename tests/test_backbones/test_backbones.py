@@ -356,6 +356,34 @@ def test_checkpointing_and_frozen_stages(name: str) -> None:
     assert trained == {'2', '3'}
 
 
+def test_bias_cache_follows_the_parameters() -> None:
+    """Evaluation reuses the resized factors until anything that they depend on changes."""
+    model = build('agent_pvt_dense').eval()
+    attention, x = model.layers[0][1][1].attn, torch.randn(1, 3, 64, 96)
+    changes = [
+        lambda: None,
+        lambda: attention.an_bias.data.add_(1),
+        lambda: nn.init.normal_(attention.ha_bias),
+        lambda: model.load_state_dict(build('agent_pvt_dense').state_dict()),
+        lambda: setattr(attention, 'wa_bias', nn.Parameter(torch.randn_like(attention.wa_bias))),
+        lambda: model.train().eval(),
+        lambda: model.double().float(),
+    ]
+    for change in changes:
+        with torch.no_grad():
+            model(x)
+            change()
+            cached = model(x)[0]
+            for module in model.modules():
+                if hasattr(module, '_factors'):
+                    module._factors.clear()
+            torch.testing.assert_close(cached, model(x)[0], rtol=0, atol=0)
+    with torch.no_grad():
+        for height in range(1, 40):
+            attention.biases((height, 3))
+    assert 0 < len(attention._factors) <= 16
+
+
 def test_init_cfg_of_another_kind_is_refused() -> None:
     with pytest.raises(ValueError, match=r"init_cfg of AgentPVT must be None or dict\(type='Pretrained'"):
         build('agent_pvt', init_cfg=dict(type='TruncNormal')).init_weights()
