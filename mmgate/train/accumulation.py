@@ -121,10 +121,11 @@ def _iteration_counts(cfg: Config) -> Iterator[tuple[str, MutableMapping[str, An
         yield 'train_cfg', loop, _LOOP_COUNTS
     schedulers, hooks = cfg.get('param_scheduler') or [], cfg.get('default_hooks') or {}
     listed = schedulers if isinstance(schedulers, list) else [schedulers]
-    entries = [(f'param_scheduler.{number}', entry, _SCHEDULER_COUNTS) for number, entry in enumerate(listed)]
+    entries: list[tuple[str, Any, tuple[str, ...]]] = []
+    entries += [(f'param_scheduler.{number}', entry, _SCHEDULER_COUNTS) for number, entry in enumerate(listed)]
     entries += [(f'default_hooks.{name}', entry, _HOOK_COUNTS) for name, entry in hooks.items()]
-    for number, entry in enumerate(cfg.get('custom_hooks') or []):
-        entries.append((f'custom_hooks.{number}', entry, _HOOK_COUNTS))
+    custom = enumerate(cfg.get('custom_hooks') or [])
+    entries += [(f'custom_hooks.{number}', entry, _HOOK_COUNTS) for number, entry in custom]
     yield from (entry for entry in entries if entry[1] and entry[1].get('by_epoch', True) is False)
 
 

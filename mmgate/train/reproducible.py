@@ -45,7 +45,7 @@ class ReproducibleHook(Hook):
         lacking = [option for option, holds in wanted.items() if not holds]
         if lacking:
             raise ConfigError(f'mmgate.ReproducibleHook needs --cfg-options {" ".join(lacking)}.')
-        batches = loop.dataloader_iterator if iterates else None
+        batches: Any = loop.dataloader_iterator if iterates else None
         if hasattr(batches, 'skip_iter'):  # newer than 0.10.7, it leaves out in the sampler what workers drew for
 
             def read(count: int) -> None:
