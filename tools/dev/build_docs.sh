@@ -5,7 +5,7 @@ cd "$(dirname "$0")/../.."
 
 VENV=${VENV:-.venv}-docs
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
-requirements=$(sed -n '/^docs = \[/,/\]/p' pyproject.toml | grep -o '"[^"]*"' | tr -d '"')
+requirements=$(sed -n 's/^docs = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",')
 STAMP=$VENV/.mmgate-docs
 if [ "$(cat "$STAMP" 2>/dev/null)" != "$requirements" ]; then
   echo "setup: creating $VENV"
@@ -15,5 +15,5 @@ if [ "$(cat "$STAMP" 2>/dev/null)" != "$requirements" ]; then
   echo "$requirements" >"$STAMP"
 fi
 export NO_MKDOCS_2_WARNING=1
-"$VENV/bin/python" -m mkdocs -q build --strict "$@"
+"$VENV/bin/python" -m mkdocs build --strict "$@"
 echo "docs: open site/index.html"

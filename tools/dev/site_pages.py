@@ -19,9 +19,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in [file for file in files if Path(str(file.abs_src_path)).is_relative_to(config.docs_dir)]:
         files.remove(file)
         pages.append(Path(str(file.abs_src_path)))
-    linked = {
-        (page.parent / link).resolve() for page in pages if page.suffix == '.md' for link in LINK.findall(page.read_text())
-    }
+    texts = {page: page.read_text() for page in pages if page.suffix == '.md'}
+    linked = {(page.parent / link).resolve() for page, text in texts.items() for link in LINK.findall(text)}
     for path in sorted({*pages, *(path for path in linked if path.is_file())}):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
     return files
