@@ -14,7 +14,8 @@ from torch import nn
 from mmgate.train.config_file import read_config
 
 GUIDES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').rglob('*.md'))]
-BESIDE_THE_CODE = [path for folder in ('configs', 'mmgate', 'tools', 'tests') for path in (ROOT / folder).rglob('*.md')]
+FOLDERS = [ROOT / name for name in ('configs', 'mmgate', 'tools', 'tests')]
+BESIDE_THE_CODE = [page for folder in FOLDERS for page in folder.rglob('*.md') if '.mim' not in page.parts]
 PAGES = sorted({*GUIDES, *BESIDE_THE_CODE, ROOT / 'CHANGELOG.md'})
 
 

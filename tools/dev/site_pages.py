@@ -15,7 +15,7 @@ LINK = re.compile(r'\]\(([^)#:\s]+)')
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Give every page its path in the repository; a link to a file that is no page brings the file along."""
-    pages = [path for pattern in PAGES for path in ROOT.glob(pattern)]
+    pages = [path for pattern in PAGES for path in ROOT.glob(pattern) if '.mim' not in path.parts]
     for file in [file for file in files if Path(str(file.abs_src_path)).is_relative_to(config.docs_dir)]:
         files.remove(file)
         pages.append(Path(str(file.abs_src_path)))
