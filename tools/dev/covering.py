@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatch
 
-LAYERS, OPS, HOSTS, BACKBONES, ENGINE = (
-    f'test_{name}/test_' for name in ('layers', 'ops', 'hosts', 'backbones', 'engine')
-)
+LAYERS, OPS, HOSTS, BACKBONES = (f'test_{name}/test_' for name in ('layers', 'ops', 'hosts', 'backbones'))
 TRAIN, SPEED, CHECKPOINTS = (f'test_{name}/test_' for name in ('train', 'speed', 'checkpoints'))
 DENSE = (f'{LAYERS}open_gates', f'{LAYERS}dense', f'{LAYERS}dropout', f'{LAYERS}init')
 MAPS = (f'{LAYERS}map_attention', f'{LAYERS}dropout', f'{HOSTS}swapped_rates')
@@ -42,11 +40,10 @@ COVERING: dict[str, tuple[str, ...]] = {
     'ops/linear_attention.py': (f'{OPS}linear_attention', f'{LAYERS}linear'),
     'ops/differential_attention.py': DENSE,
     'ops/masks.py': (*DENSE, f'{HOSTS}swapped_rates'),
-    'ops/library.py': (f'{OPS}library', f'{OPS}ms_deform_attn', f'{OPS}dispatch'),
-    'ops/repaid.py': (f'{OPS}repaid',),
-    'ops/ms_deform_attn/*': (f'{OPS}ms_deform_attn', f'{OPS}dispatch', f'{LAYERS}plug'),
-    'ops/plug_attention/*': (f'{OPS}plug_attention', *DENSE, f'{OPS}dispatch'),
-    'ops/*': (f'{OPS}dispatch', f'{ENGINE}choices_hook'),
+    'ops/library.py': (f'{OPS}library', f'{OPS}ms_deform_attn', f'{OPS}backend'),
+    'ops/ms_deform_attn/*': (f'{OPS}ms_deform_attn', f'{OPS}backend', f'{LAYERS}plug'),
+    'ops/plug_attention/*': (f'{OPS}plug_attention', *DENSE, f'{OPS}backend'),
+    'ops/*': (f'{OPS}backend',),
     'hosts/mmpretrain.py': (f'{HOSTS}swapped_rates', f'{HOSTS}pretrain_hosts', f'{HOSTS}vit_hosts'),
     'hosts/projects.py': (f'{HOSTS}project_hosts',),
     'hosts/relative.py': (f'{HOSTS}pretrain_hosts:sam', f'{HOSTS}project_hosts'),
@@ -89,12 +86,10 @@ COVERING: dict[str, tuple[str, ...]] = {
     'train/load_report.py': (f'{TRAIN}load_report', 'test_tools/test_command_line'),
     'train/data_check_hook.py': (f'{TRAIN}data_check_hook', 'test_tools/test_mistakes'),
     'train/*': (),
-    'engine/backends.py': ('test_tools/test_command_line', f'{HOSTS}triton_backends'),
-    'engine/*': (),
 }
 # kernels, how they are launched, and what has no code
 LEFT_OUT = ('ops/*/*kernel*.py', 'ops/*/triton.py', 'ops/*/blocks.py', 'ops/triton_backend.py')
-LEFT_OUT += tuple(f'{folder}/__init__.py' for folder in ('checkpoints', 'engine', 'speed', 'train'))
+LEFT_OUT += tuple(f'{folder}/__init__.py' for folder in ('checkpoints', 'speed', 'train'))
 
 
 def tests_of(module: str) -> tuple[str, ...] | None:
