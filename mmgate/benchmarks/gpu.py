@@ -129,7 +129,8 @@ def _sanitizer(tool: str, args: argparse.Namespace, csv_file: Path) -> list[str]
     tests = _tests(args, csv_file)
     if program is None or args.device != 'cuda' or isinstance(tests, str):
         return 'compute-sanitizer was not found' if program is None else 'it is for CUDA'
-    return [program, '--tool', tool, '--error-exitcode', '9', *tests, '-k', 'equals_the_reference and (default or shared)']
+    small = ['-k', 'equals_the_reference and (default or shared)']
+    return [program, '--tool', tool, '--error-exitcode', '9', *tests, *small]
 
 
 def _calibrate(args: argparse.Namespace, _: Path) -> list[str]:

@@ -16,10 +16,11 @@ from mmgate.ops.plug_attention import triton as dense
 
 
 def test_steps_are_told_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    rows = "x = open(sys.argv[1], 'w'); x.write('op,x,mode,provider,metric,unit,y_50,ratio_to_peer\\na,b,c,d,time,ms,7.5,2\\n')"
+    rows = ['op,x,mode,provider,metric,unit,y_50,ratio_to_peer', 'a,b,c,d,time,ms,7.5,2']
+    writes = f"import sys; open(sys.argv[1], 'w').write('\\n'.join({rows}))"
     python = [sys.executable, '-c']
     steps = dict(
-        written=(60, lambda args, file: [*python, f'import sys; {rows}', str(file.resolve())]),
+        written=(60, lambda args, file: [*python, writes, str(file.resolve())]),
         missing=(60, lambda args, file: 'there is no such package'),
         broken=(60, lambda args, file: [*python, 'raise SystemExit(3)']),
         hung=(1, lambda args, file: [*python, 'import time; time.sleep(60)']),
