@@ -76,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.step:
         _write_rows(ROWS[args.step](args.device, args.tiny), args.out)
         return 0
+    if args.device == 'cpu':
+        os.environ.setdefault('TRITON_INTERPRET', '1')  # in which alone the kernels run there
     device = torch.device(args.device)
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'
     args.out.mkdir(parents=True, exist_ok=True)
@@ -141,7 +143,7 @@ def _calibrate(args: argparse.Namespace, _: Path) -> list[str]:
 def _measure(step: str, args: argparse.Namespace, csv_file: Path) -> list[str]:
     tiny = ['--tiny'] if args.tiny else []
     return _python(
-        '-m', __spec__.name, '--step', step, '--device', args.device, '--out', str(csv_file.resolve()), *tiny
+        '-m', 'mmgate.benchmarks.gpu', '--step', step, '--device', args.device, '--out', str(csv_file.resolve()), *tiny
     )
 
 
@@ -203,7 +205,8 @@ def switch_rows(device: str, tiny: bool) -> Iterator[Row]:
             return dense.attend(*tensors, gml, *bias)
 
         tokens, dtype = (32, torch.float32) if tiny else (4096, torch.bfloat16)
-        tensors = [torch.randn(2, h, tokens, 32, device=device, dtype=dtype) for h in (8, 8, 8, 1, 1)]
+        heads = 2 if tiny else 8
+        tensors = [torch.randn(2, h, tokens, 32, device=device, dtype=dtype) for h in (heads, heads, heads, 1, 1)]
         cuts = {name: partial(cut_by, changes) for name, changes in CUTS.items()}
         for mode in MODES:
             yield from interleaved('plug_attention', cuts, f'N{tokens}', tensors, mode, repetitions)
@@ -215,13 +218,12 @@ def switch_rows(device: str, tiny: bool) -> Iterator[Row]:
 class _Encoder(nn.Module):
     """Layers of a deformable encoder by torch alone, with the gate of PLuG or without."""
 
-    def __init__(self, layers: int, width: int, gated: bool) -> None:
+    def __init__(self, layers: int, width: int, levels: int, gated: bool) -> None:
         super().__init__()
-        sizes = dict(
-            value=width, offsets=width, logits=width // 2, out=width, **(dict(gate=width // 2) if gated else {})
-        )
+        count = width // 32 * levels * 4  # sampling points of a query
+        sizes = dict(value=width, offsets=2 * count, logits=count, out=width, **({'gate': count} if gated else {}))
         self.layers = nn.ModuleList(
-            nn.ModuleDict({k: nn.Linear(width, n) for k, n in sizes.items()}) for _ in range(layers)
+            nn.ModuleDict({name: nn.Linear(width, size) for name, size in sizes.items()}) for _ in range(layers)
         )
 
     def forward(self, x: Tensor, shapes: Tensor, starts: Tensor, reference: Tensor, backend: str) -> Tensor:
@@ -246,7 +248,7 @@ def step_rows(device: str, tiny: bool) -> Iterator[Row]:
         ('ungated, grid_sample', False, 'grid_sample'),
         *((f'gated, {backend}', True, backend) for backend in ('auto', 'grid_sample', 'triton')),
     ):
-        model = _Encoder(layers, width, gated).to(device)
+        model = _Encoder(layers, width, len(levels), gated).to(device)
         optimizer = torch.optim.AdamW(model.parameters())
 
         def step(x: Tensor, model: nn.Module = model, optimizer: Any = optimizer, backend: str = backend) -> Tensor:
