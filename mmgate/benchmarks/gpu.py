@@ -34,7 +34,7 @@ from mmgate.ops.plug_attention import triton as dense
 
 from . import ops_cuda
 from .calibration import TINY_LEVELS
-from .ops import MODES, Row, interleaved
+from .ops import MODES, Row, interleaved, working
 
 ROOT = Path(__file__).parents[2]
 TESTS = [f'tests/test_ops/test_{op}_triton.py' for op in ('ms_deform_attn', 'plug_attention')]
@@ -194,8 +194,8 @@ def switch_rows(device: str, tiny: bool) -> Iterator[Row]:
     own, usual = cut.blocks_for, (sampler.PIECES, sampler.NUM_WARPS)
     try:
         for mode in MODES:
-            yield from interleaved('ms_deform_attn', runs, 'encoder, tiled', inputs, mode, repetitions)
-            yield from interleaved('ms_deform_attn', runs, 'encoder, not tiled', untiled, mode, repetitions)
+            yield from interleaved('ms_deform_attn', working(runs, inputs), 'tiled', inputs, mode, repetitions)
+            yield from interleaved('ms_deform_attn', working(runs, untiled), 'not tiled', untiled, mode, repetitions)
         sampler.PIECES, sampler.NUM_WARPS = usual
         gml = GatingModulation('product', activation='tanh', init='paper').to(device)
 
@@ -209,7 +209,7 @@ def switch_rows(device: str, tiny: bool) -> Iterator[Row]:
         tensors = [torch.randn(2, h, tokens, 32, device=device, dtype=dtype) for h in (heads, heads, heads, 1, 1)]
         cuts = {name: partial(cut_by, changes) for name, changes in CUTS.items()}
         for mode in MODES:
-            yield from interleaved('plug_attention', cuts, f'N{tokens}', tensors, mode, repetitions)
+            yield from interleaved('plug_attention', working(cuts, tensors), f'N{tokens}', tensors, mode, repetitions)
     finally:
         sampler.PIECES, sampler.NUM_WARPS = usual
         setattr(dense, 'blocks_for', own)  # noqa: B010
@@ -259,7 +259,7 @@ def step_rows(device: str, tiny: bool) -> Iterator[Row]:
             return loss
 
         runs[name] = step
-    yield from interleaved('training', runs, f'{layers} encoder layers', [x], 'step', 1 if tiny else 10)
+    yield from interleaved('training', working(runs, [x], 'step'), f'{layers} layers', [x], 'step', 1 if tiny else 10)
 
 
 ROWS = dict(sampler=sampler_rows, plug=plug_rows, switches=switch_rows, step=step_rows)
