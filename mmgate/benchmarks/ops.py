@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -186,6 +187,20 @@ def interleaved(
     for metric, unit, values in (('time', 'ms', times), ('peak memory', 'MiB', memory)):
         for name in providers:
             yield row_of(op, name, mode, metric, unit, x, values[name], values[peer], inputs[0].device)
+
+
+def working(
+    providers: Mapping[str, Callable[..., Tensor]], inputs: list[Tensor], mode: str = MODES[1]
+) -> dict[str, Callable[..., Tensor]]:
+    """Return the providers that run on ``inputs``; a warning says why another does not."""
+    found = {}
+    for name, run in providers.items():
+        try:
+            measure(run, inputs, mode)
+            found[name] = run
+        except Exception as error:  # a kernel that does not compile, no memory, a package that is missing
+            warnings.warn(f'{name} is left out: {type(error).__name__}: {error}', stacklevel=2)
+    return found
 
 
 def measure(

@@ -14,7 +14,7 @@ from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.ms_deform_attn import attention_weights, grid_sample, mmcv, offset_locations
 
-from .ops import MODES, Row, deformable_inputs, interleaved, measure, row_of, saved_bytes
+from .ops import MODES, Row, deformable_inputs, interleaved, measure, row_of, saved_bytes, working
 
 LEVELS = [(100, 167), (50, 84), (25, 42), (13, 21)]  # of an image of 800 x 1333
 # name: (queries, None for one a pixel; columns of the reference points: 2 for points, 4 for boxes)
@@ -110,9 +110,7 @@ def benchmark_ms_deform_attn(
     bandwidth = measured_bandwidth(device)
     for x, (count, columns) in queries.items():
         inputs, reference = sampler_inputs(levels, 2, count, columns, device)
-        providers: Mapping[str, Callable[..., Tensor]] = {
-            name: partial(run, reference=reference) for name, run in runs.items()
-        }
+        providers = working({name: partial(run, reference=reference) for name, run in runs.items()}, inputs)
         for row in _measured('ms_deform_attn', providers, x, inputs, repetitions):
             yield row
             if row.metric == 'time':
@@ -198,7 +196,7 @@ def benchmark_plug_attention(
             providers['FlexAttention and a map'] = _flex(gml)
         providers['ungated SDPA'] = lambda q, k, v, *_: torch.nn.functional.scaled_dot_product_attention(q, k, v)
         inputs = [torch.randn(2, heads, count, 32, device=device, dtype=dtype) for heads in (8, 8, 8, 1, 1)]
-        yield from _measured('plug_attention', providers, f'N{count}', inputs, repetitions)
+        yield from _measured('plug_attention', working(providers, inputs), f'N{count}', inputs, repetitions)
 
 
 def _measured(

@@ -56,6 +56,14 @@ def test_peak_memory_sees_a_temporary() -> None:
     assert 120 < peak / 2**20 < 200
 
 
+def test_what_does_not_run_is_left_out_and_said() -> None:
+    def missing(x: Tensor) -> Tensor:
+        raise RuntimeError('no such kernel')
+
+    with pytest.warns(UserWarning, match='missing is left out: RuntimeError: no such kernel'):
+        assert list(ops.working(dict(missing=missing, plain=torch.square), [torch.ones(2)])) == ['plain']
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason='the kernels are compiled here; the benchmark itself runs them')
 def test_gpu_benchmarks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
