@@ -8,8 +8,11 @@ from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import nn
 from torch.optim import Optimizer
 
+from mmgate.gates import gate_parameters
 from mmgate.layers.base.init import undecayed_parameters
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
+
+GATES = 'mmgate.gates'  # in custom_keys
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -22,18 +25,25 @@ class GateOptimWrapperConstructor:
     Args:
         optim_wrapper_cfg: mmengine's optimizer wrapper config.
         paramwise_cfg: That of the other constructor, and its registered name under ``constructor``;
-            ``'DefaultOptimWrapperConstructor'`` by default.
+            ``'DefaultOptimWrapperConstructor'`` by default. ``custom_keys`` may have the key ``'mmgate.gates'``, which
+            means every parameter that gates add, whatever its name.
     """
 
     def __init__(self, optim_wrapper_cfg: dict[str, Any], paramwise_cfg: dict[str, Any] | None = None) -> None:
         options = dict(paramwise_cfg or {})
-        host = options.pop('constructor', 'DefaultOptimWrapperConstructor')
+        kind = options.pop('constructor', 'DefaultOptimWrapperConstructor')
+        self.of_gates = None
+        if GATES in options.get('custom_keys', {}):
+            options['custom_keys'] = dict(options['custom_keys'])
+            self.of_gates = options['custom_keys'].pop(GATES)
         self.host = OPTIM_WRAPPER_CONSTRUCTORS.build(
-            dict(type=host, optim_wrapper_cfg=optim_wrapper_cfg, paramwise_cfg=options or None)
+            dict(type=kind, optim_wrapper_cfg=optim_wrapper_cfg, paramwise_cfg=options or None)
         )
 
     def __call__(self, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
         """Return the optimizer wrapper for ``model``."""
+        if self.of_gates is not None:
+            self.host.paramwise_cfg['custom_keys'] |= dict.fromkeys(gate_parameters(model), self.of_gates)
         wrapper = self.host(model)
         spared = {id(parameter) for _, parameter in undecayed_parameters(model)}
         wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
