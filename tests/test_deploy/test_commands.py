@@ -8,6 +8,7 @@ import pytest
 import torch
 from exported import exports
 
+from mmgate.benchmarks import deployment
 from mmgate.deploy import commands
 from mmgate.deploy import export as exporting
 from mmgate.deploy.capture import Captured
@@ -79,7 +80,7 @@ def test_inputs_that_an_exported_file_does_not_take(run: Exported, inputs: list[
 def test_results_are_not_measured_before_they_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, '_subject', lambda *_, **__: pytest.fail('too late'))
     with pytest.raises(ConfigError, match='is a folder'):
-        commands.benchmark(['no.py', 'no.pth', '--out', str(tmp_path)])
+        deployment.benchmark(['no.py', 'no.pth', '--out', str(tmp_path)])
 
 
 @pytest.mark.parametrize('out', ['/proc/a.onnx', 'file/a.onnx', 'folder.onnx'])
