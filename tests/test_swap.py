@@ -23,6 +23,7 @@ from mmgate.layers import PLuGMultiScaleDeformableAttention
 from mmgate.swap import attention_modules
 
 CONFIGS = ROOT / 'configs/plug/deformable_detr'
+VANILLA = ROOT / 'configs/vanilla/deformable_detr'
 VARIANTS = {  # name: gate parameters of SPEC 2's hosts
     'singlescale': 24_720,
     'singlescale-dc5': 24_720,
@@ -46,7 +47,7 @@ def load(variant: str, gated: bool, small: bool = True) -> ConfigDict:
     if not gated and variant in ('encoder', 'decoder'):
         infix = ''
     name = f'{"plug-" if gated else ""}deformable-detr{infix}_r50_8xb4-50e_coco.py'
-    model = Config.fromfile(CONFIGS / name).model
+    model = Config.fromfile((CONFIGS if gated else VANILLA) / name).model
     model.backbone.init_cfg = None
     if small:  # one layer each and few queries; the two-stage model hard-codes 256 channels
         model.num_queries = 20

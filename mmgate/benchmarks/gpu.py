@@ -52,7 +52,7 @@ CONFIGS = (  # a vanilla config, and ours beside it
         'configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
     ),
 )
-SPLITS = {'2 pieces, 4 warps': (2, 4), '1 piece': (1, 4), '4 pieces': (4, 4), '2 warps': (2, 2), '8 warps': (2, 8)}
+WARPS = {'4 warps': 4, '2 warps': 2, '8 warps': 8}  # how many pieces a row has follows from the architecture
 CUTS: dict[str, dict[str, Any]] = {  # what differs from a kernel's own cut
     'own blocks': {},
     'one head a program': dict(pair=False),
@@ -180,23 +180,23 @@ def plug_rows(device: str, tiny: bool) -> Iterator[Row]:
 
 
 def switch_rows(device: str, tiny: bool) -> Iterator[Row]:
-    """Yield the kernels as they are launched by other pieces, warps, tiles, pairs, blocks and stages."""
+    """Yield the kernels as they are launched by other warps, tiles, pairs, blocks and stages."""
     repetitions, levels = (1, TINY_LEVELS) if tiny else (10, ops_cuda.LEVELS)
     inputs, reference = ops_cuda.sampler_inputs(levels, 1 if tiny else 2, None, 2, device, heads=2 if tiny else 8)
 
-    def attend(pieces: int, warps: int, *tensors: Tensor) -> Tensor:
-        sampler.PIECES, sampler.NUM_WARPS = pieces, warps
+    def attend(warps: int, *tensors: Tensor) -> Tensor:
+        sampler.NUM_WARPS = warps
         return ms_deform_attn(*tensors, reference_points=reference[:, : tensors[4].shape[1]], backend='triton')
 
-    runs = {name: partial(attend, *split) for name, split in SPLITS.items()}
+    runs = {name: partial(attend, warps) for name, warps in WARPS.items()}
     # a query less than there are tokens is no encoder's, so its queries are not in tiles
     untiled = [x[:, :-1].contiguous() if i > 2 else x for i, x in enumerate(inputs)]
-    own, usual = cut.blocks_for, (sampler.PIECES, sampler.NUM_WARPS)
+    own, usual = cut.blocks_for, sampler.NUM_WARPS
     try:
         for mode in MODES:
             yield from interleaved('ms_deform_attn', working(runs, inputs), 'tiled', inputs, mode, repetitions)
             yield from interleaved('ms_deform_attn', working(runs, untiled), 'not tiled', untiled, mode, repetitions)
-        sampler.PIECES, sampler.NUM_WARPS = usual
+        sampler.NUM_WARPS = usual
         gml = GatingModulation('product', activation='tanh', init='paper').to(device)
 
         def cut_by(changes: dict[str, Any], *tensors: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def switch_rows(device: str, tiny: bool) -> Iterator[Row]:
         for mode in MODES:
             yield from interleaved('plug_attention', working(cuts, tensors), f'N{tokens}', tensors, mode, repetitions)
     finally:
-        sampler.PIECES, sampler.NUM_WARPS = usual
+        sampler.NUM_WARPS = usual
         setattr(dense, 'blocks_for', own)  # noqa: B010
 
 

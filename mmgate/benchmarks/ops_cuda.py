@@ -77,7 +77,7 @@ def sampler_inputs(
     """
     value, shapes, start, _, logits = deformable_inputs(levels, batch, heads)
     generator = torch.Generator().manual_seed(1)
-    count = value.shape[1] if queries is None else queries
+    count = min(queries or value.shape[1], value.shape[1])
     logits = logits[:, :count].contiguous()
     if queries is None:
         points = pixel_centres(levels).expand(batch, -1, -1)

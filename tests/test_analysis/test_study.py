@@ -118,7 +118,8 @@ def test_studies_of_the_repository(path: Path, monkeypatch: pytest.MonkeyPatch) 
                 check_key(cfg, key)
             cfg.merge_from_dict(options)
             roots = [loader.dataset.data_root for loader in (cfg.train_dataloader, cfg.val_dataloader)]
-            assert roots[0] == roots[1] and ('shapes_hard' in roots[0]) == (path.stem not in ('digits', 'photographs'))
+            hard = path.stem not in ('digits', 'pvt_shapes_256')
+            assert roots[0] == roots[1] and ('shapes_hard' in roots[0]) == hard
             last = cfg.train_cfg.get('max_epochs', cfg.train_cfg.get('max_iters'))
             assert cfg.param_scheduler[1].get('end', last) >= last, 'the schedule ends before the training'
 

@@ -78,7 +78,7 @@ def test_inputs_that_an_exported_file_does_not_take(run: Exported, inputs: list[
 
 @exports
 def test_results_are_not_measured_before_they_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, '_subject', lambda *_, **__: pytest.fail('too late'))
+    monkeypatch.setattr(deployment, 'load_with_images', lambda *_, **__: pytest.fail('too late'))
     with pytest.raises(ConfigError, match='is a folder'):
         deployment.benchmark(['no.py', 'no.pth', '--out', str(tmp_path)])
 

@@ -226,7 +226,7 @@ def test_operators_say_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for op in ('ms_deform_attn', 'plug_attention'):
         package = choice.sys.modules[f'mmgate.ops.{op}']
         monkeypatch.setattr(
-            package, 'run', lambda op, backends, arguments, requested, *size: sizes.append(size_class(*size))
+            package, 'run', lambda op, backends, arguments, requested, work: sizes.append(size_class(*work))
         )
         monkeypatch.setattr(package, 'SIZES', (500, 1000))
     for batch in (1, 2, 5):  # 216 samples an image

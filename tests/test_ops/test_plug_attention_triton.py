@@ -176,6 +176,8 @@ def test_gradients_of_one_hot_rows_in_16_bits(backend: str, monkeypatch: pytest.
     # |dq| <= |delta's error| |f k| / sqrt(d), with |f| < 2
     off = 2**-8 * (noise * expected['output']).abs().sum(-1, keepdim=True)
     reach = 2 * tensors[1].double().abs().amax(2, keepdim=True) / tensors[1].shape[-1] ** 0.5
+    if backend == 'chunked':  # which rounds the map and its gradient, too
+        reach = 2 * reach
     error = (actual['grad of query'].double() - expected['grad of query']).abs()
     assert (error <= off * reach + 2**-7 * expected['grad of query'].abs().amax(-1, keepdim=True)).all()
 

@@ -10,7 +10,7 @@ import torch
 from mmengine.optim import MultiStepLR, build_optim_wrapper
 from torch import nn
 
-from mmgate.layers import GatingModulation
+from mmgate.layers import PLuGMultiheadAttention
 
 PARAMWISE = dict(custom_keys={'slow': dict(lr_mult=0.1)}, norm_decay_mult=0.0)
 
@@ -82,8 +82,9 @@ def test_fused_is_the_configs_to_refuse() -> None:
 
 
 def test_together_with_the_decay_of_gates() -> None:
-    net = nn.Sequential(nn.Linear(3, 4), GatingModulation())
-    for constructor, groups in ((MERGED, 2), ('mmgate.GateOptimWrapperConstructor', 4)):
+    gate = PLuGMultiheadAttention(4, 2)
+    net = nn.Sequential(nn.Linear(3, 4), gate)
+    for constructor in (MERGED, 'mmgate.GateOptimWrapperConstructor'):
         paramwise = dict(bias_lr_mult=1.0)
         if constructor == MERGED:
             paramwise['grouped'] = 'mmgate.GateOptimWrapperConstructor'
@@ -91,5 +92,5 @@ def test_together_with_the_decay_of_gates() -> None:
         cfg = dict(optimizer=adamw, paramwise_cfg=paramwise, constructor=constructor)
         optimizer = build_optim_wrapper(net, cfg).optimizer
         decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
-        assert [decay[id(p)] for p in net[1].parameters()] == [0.0, 0.0] and decay[id(net[0].weight)] == 0.1
-        assert len(optimizer.param_groups) == groups
+        assert [decay[id(p)] for p in gate.attn.gml.parameters()] == [0.0, 0.0] and decay[id(net[0].weight)] == 0.1
+        assert (len(optimizer.param_groups) == 2) == (constructor == MERGED)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..triton_backend import MAX_DIM, interpreted, padded, target_of
 
 # Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
-# channels: 64 where the listing for sm_90 shows warpgroup products without spills (KERNELS.md), and never more than
+# channels: 64 where the listing for sm_90 shows warpgroup products and hardly a spill (KERNELS.md), and never more than
 # 99 KiB of shared memory, which every GPU since sm_80 has.
 BLOCKS = {
     2: {

@@ -9,6 +9,7 @@ import cv2
 import numpy as np
 import pytest
 from conftest import ROOT, over_shapes, tool
+from mmdet.structures.bbox import get_box_tensor
 from mmengine.config import Config
 
 import mmgate  # noqa: F401
@@ -112,7 +113,7 @@ def test_images_are_not_flipped_and_true_boxes_lie_on_them(root: Path, tmp_path:
         (loaded,) = load_models(args, ['locations'], 'This')
         (batch,) = loaded.inputs(args)
         (sample,) = batch['data_samples']
-        truths.append(sample.gt_instances.bboxes)
+        truths.append(get_box_tensor(sample.gt_instances.bboxes))
         assert not sample.get('flip') and sample.scale_factor == (2.0, 2.0)
     assert truths[0].tolist() == truths[1].tolist() and len(truths[0]) and truths[0].max() <= 64
     pipeline[:] = [read, dict(type='TestTimeAug', transforms=[[pack]])]
