@@ -41,5 +41,5 @@ def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -
             proj_drop=windows.proj_drop.p,
             **options,
         )
-        module.dropout_layer = host.drop
+        module.dropout_layer, module.shifted = host.drop, host.shift_size > 0
         return module

@@ -39,7 +39,10 @@ class AgentAttention(GateInit, AgentBiases):
         bias: Add B1 and B2 (Table 6).
         dwc: Add the convolved values (Table 6).
         window: Side of square windows that attend each by itself, with agents of its own (Table 3); the whole map by
-            default, and where it is no larger. The map is padded with zeros to whole windows.
+            default, and where it is no larger. The map is padded with zeros to whole windows. In the place of Swin's
+            shifted windows these are shifted as well, by half of one: the map is rolled, so that a window at its border
+            holds tokens of both sides. They see each other, as in the authors' code, whose agent attention is given a
+            mask and leaves it out.
         class_token: Whether a class token stands before the map's tokens (DeiT). It takes part in both attentions with
             biases of its own, ``ac_bias`` and ``ca_bias``, but neither in the pooling nor in the convolution.
         **kwargs: ``qkv_bias``, ``qk_scale``, ``attn_drop``, ``proj_drop`` and ``dropout_layer`` of
@@ -102,10 +105,11 @@ class AgentAttention(GateInit, AgentBiases):
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend through the agents and add the convolved values, in each window if there are windows."""
         window = (min(self.window or hw_shape[0], hw_shape[0]), min(self.window or hw_shape[1], hw_shape[1]))
-        if window != hw_shape:
-            q, k, v = (split_stripes(t, hw_shape, window) for t in (q, k, v))
-            return merge_stripes(self._mix(q, k, v, window), hw_shape, window)
-        return self._mix(q, k, v, hw_shape)
+        if window == hw_shape:
+            return self._mix(q, k, v, hw_shape)
+        shift = (window[0] // 2, window[1] // 2) if self.shifted else (0, 0)
+        q, k, v = (split_stripes(_roll(t, hw_shape, (-shift[0], -shift[1])), hw_shape, window) for t in (q, k, v))
+        return _roll(merge_stripes(self._mix(q, k, v, window), hw_shape, window), hw_shape, shift)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         agents = self._agents(q, hw_shape)
@@ -135,3 +139,8 @@ class AgentAttention(GateInit, AgentBiases):
         return (
             f'agents={self.grid}x{self.grid}, pretrained={self.pretrain_grid}x{self.pretrain_grid}, map={self.map_size}'
         )
+
+
+def _roll(x: Tensor, hw_shape: tuple[int, int], shift: tuple[int, int]) -> Tensor:
+    """Return tokens ``(B, h w, C)`` moved down and right by ``shift``, those that leave the map coming in opposite."""
+    return x.unflatten(1, hw_shape).roll(shift, (1, 2)).flatten(1, 2) if any(shift) else x

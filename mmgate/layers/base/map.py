@@ -36,9 +36,11 @@ class MapAttention(nn.Module):
     Attributes:
         class_tokens: How many tokens stand before the map's.
         map_size: Height and width of the map where a call names none, as a ViT's do not.
+        shifted: Whether the host's windows are shifted, as those of Swin's odd blocks; its adapter says so.
     """
 
     class_tokens = 0
+    shifted = False
     map_size: tuple[int, int] | None = None
 
     def __init__(
