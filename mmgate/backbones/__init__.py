@@ -18,6 +18,7 @@ HOSTS = {
     'AgentSwin': ('mmdet', 'SwinTransformer', 'swin'),
     'DGViT': ('mmpretrain', 'VisionTransformer', 'dgvit'),
     'LinearPVT': ('mmdet', 'PyramidVisionTransformer', 'linear'),
+    'LinearPVTv2': ('mmdet', 'PyramidVisionTransformerV2', 'linear'),
     'LinearSwin': ('mmdet', 'SwinTransformer', 'linear'),
     'SAGAPVT': ('mmdet', 'PyramidVisionTransformer', 'pvt'),
     'SAGAPVTv2': ('mmdet', 'PyramidVisionTransformerV2', 'pvt'),

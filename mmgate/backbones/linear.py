@@ -6,8 +6,10 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mmdet.models.backbones.pvt import PyramidVisionTransformerV2
+
 from mmgate.backbones import pvt, swin
-from mmgate.backbones.presets import LINEAR_SWIN_BLOCKS, PVT, SWIN, per_stage, preset
+from mmgate.backbones.presets import LINEAR_SWIN_BLOCKS, PVT, PVT_V2, SWIN, per_stage, preset
 from mmgate.registry import MODELS
 
 
@@ -33,6 +35,8 @@ class LinearPVT(pvt._GatedPVT):
         ValueError: An unknown ``arch`` or type, or as many attentions as there are no stages.
     """
 
+    presets: Mapping[str, Mapping[str, Any]] = PVT
+
     def __init__(
         self,
         attention: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
@@ -44,10 +48,17 @@ class LinearPVT(pvt._GatedPVT):
         init_cfg: dict | None = None,
         **overrides: Any,
     ) -> None:
-        fields = preset(PVT, arch, overrides)
+        fields = preset(self.presets, arch, overrides)
         rules = _rules(attention, pvt._map_sizes(fields)[: len(fields['num_layers'])])
         options: dict[str, Any] = dict(init=init, frozen_stages=frozen_stages, with_cp=with_cp)
         super().__init__(rules, **options, fields=fields, init_cfg=init_cfg)
+
+
+@MODELS.register_module()
+class LinearPVTv2(LinearPVT, PyramidVisionTransformerV2):
+    """PVTv2 with an attention over the whole map; ``arch`` is ``'b0'`` or ``'b1'``, the rest as :class:`LinearPVT`."""
+
+    presets, convolves = PVT_V2, True
 
 
 @MODELS.register_module()

@@ -38,6 +38,9 @@ class AgentAttention(GateInit, AgentBiases):
         agents: ``'pooled'`` from the queries (default), or ``'static'``: learnt, the same for every image (Table 7).
         bias: Add B1 and B2 (Table 6).
         dwc: Add the convolved values (Table 6).
+        value_factor: Add the values times this; 0.075 in the place of the convolution in Stable Diffusion (Eq. 9, k).
+        broadcast_scale: Factor of the logits of queries and agents, ``qk_scale`` by default; Stable Diffusion takes
+            ``d ** -0.15`` (Table 12).
         window: Side of square windows that attend each by itself, with agents of its own (Table 3); the whole map by
             default, and where it is no larger. The map is padded with zeros to whole windows. In the place of Swin's
             shifted windows these are shifted as well, by half of one: the map is rolled, so that a window at its border
@@ -54,8 +57,8 @@ class AgentAttention(GateInit, AgentBiases):
 
     The biases start normal with deviation 0.02 and the convolution as torch's.
 
-    Source: Agent attention, Eq. 6, tables 3, 6 and 7, appendix A; the shapes of the biases are those of the authors'
-    checkpoints.
+    Source: Agent attention, Eq. 6 and 9, tables 3, 6, 7, 11 and 12, appendix A; the shapes of the biases are those of
+    the authors' checkpoints.
     """
 
     gate_parameters = ('dwc', 'agent_tokens', *BIASES, *CLASS_BIASES)
@@ -71,6 +74,8 @@ class AgentAttention(GateInit, AgentBiases):
         agents: str = 'pooled',
         bias: bool = True,
         dwc: bool = True,
+        value_factor: float = 0.0,
+        broadcast_scale: float | None = None,
         window: int | None = None,
         class_token: bool = False,
         **kwargs: Any,
@@ -89,6 +94,7 @@ class AgentAttention(GateInit, AgentBiases):
             height, width = min(window, height), min(window, width)
         self.map_size = (height, width)
         self.class_tokens, self.window, n = int(class_token), window, pretrain_agent_num
+        self.value_factor, self.broadcast_scale = value_factor, broadcast_scale
         self.dwc = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims) if dwc else None
         self.agent_tokens = nn.Parameter(torch.empty(1, n, embed_dims)) if agents == 'static' else None
         self.make_biases(n, bias=bias, class_token=class_token)
@@ -115,8 +121,11 @@ class AgentAttention(GateInit, AgentBiases):
         agents = self._agents(q, hw_shape)
         bias1, bias2 = (None, None) if self.an_bias is None else self.biases(hw_shape)
         q, k, values, agents = (self.split_heads(t) for t in (q, k, v, agents))
-        out = agent_attention(q, k, values, agents, bias1, bias2, scale=self.scale, dropout=self._drop)  # (B, H, N, d)
+        scales = dict(scale=self.scale, broadcast_scale=self.broadcast_scale)
+        out = agent_attention(q, k, values, agents, bias1, bias2, **scales, dropout=self._drop)  # (B, H, N, d)
         out = out.transpose(1, 2).flatten(2)
+        if self.value_factor:
+            out = out + self.value_factor * v
         if self.dwc is None:
             return out
         values = v[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w), channels last

@@ -9,3 +9,5 @@ model = dict(
         map_size=(14, 14),
         agent_num=49,
         class_token=True))
+# The authors' ImageNet code decays the agent biases.
+optim_wrapper = dict(constructor='DefaultOptimWrapperConstructor')

@@ -5,5 +5,7 @@ model = dict(
         type='mmgate.AgentSwin', arch='small', out_indices=(3,),
         drop_path_rate=0.3, pad_small_map=False),
     head=dict(in_channels=768))
-# Swin's own clipping.
-optim_wrapper = dict(clip_grad=dict(max_norm=5.0))
+# Swin's own clipping; the authors' ImageNet code decays the agent biases.
+optim_wrapper = dict(
+    constructor='DefaultOptimWrapperConstructor',
+    clip_grad=dict(max_norm=5.0))

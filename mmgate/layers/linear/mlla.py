@@ -41,7 +41,9 @@ class MLLAAttention(LinearAttention):
     ) -> None:
         super().__init__(embed_dims, num_heads, dwc=dwc, class_token=class_token, **kwargs)
         if embed_dims % 4:
-            raise ValueError(f'embed_dims={embed_dims} must be a multiple of 4: half the pairs turn by row, half by column.')
+            raise ValueError(
+                f'embed_dims={embed_dims} must be a multiple of 4: half the pairs turn by row, half by column.'
+            )
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head; the denominator, which has to stay positive, is not rotated."""
