@@ -286,7 +286,7 @@ def test_everything_decays_in_agent_pvt_detectors(name: str) -> None:
     """The public files exempt nothing."""
     cfg = Config.fromfile(ROOT / f'configs/{name}.py')
     (group,) = build_optim_wrapper(build_structure(cfg), cfg.optim_wrapper).optimizer.param_groups
-    assert group['weight_decay'] == 1e-4
+    assert group['weight_decay'] == 1e-4 and cfg.optim_wrapper.get('clip_grad') is None
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_what_does_not_decay_in_swin(name: str) -> None:
         kinds |= {leaf} if table else set()
         assert decay[id(parameter)] == (0.0 if spared else cfg.optim_wrapper.optimizer.weight_decay), key
     expected = set(BIASES) if name.startswith('agent') else {'position_encoding'}
-    assert kinds == expected | {'relative_position_bias_table'}
+    assert kinds == expected | {'relative_position_bias_table'} and cfg.optim_wrapper.get('clip_grad') is None
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ class AgentAttention(GateInit, AgentBiases):
         agents = self._agents(q, hw_shape)
         bias1, bias2 = (None, None) if self.an_bias is None else self.biases(hw_shape)
         q, k, values, agents = (self.split_heads(t) for t in (q, k, v, agents))
-        scales = dict(scale=self.scale, broadcast_scale=self.broadcast_scale)
+        scales: dict[str, Any] = dict(scale=self.scale, broadcast_scale=self.broadcast_scale)
         out = agent_attention(q, k, values, agents, bias1, bias2, **scales, dropout=self._drop)  # (B, H, N, d)
         out = out.transpose(1, 2).flatten(2)
         if self.value_factor:

@@ -51,7 +51,7 @@ class LinearAngularAttention(LinearAttention):
         length = (9 if self.along_tokens else 3) if dwc is None else dwc
         super().__init__(embed_dims, num_heads, dwc=length, class_token=class_token, **kwargs)
         if self.along_tokens and length:
-            heads = dict(in_channels=num_heads, out_channels=num_heads, groups=num_heads)
+            heads: dict[str, Any] = dict(in_channels=num_heads, out_channels=num_heads, groups=num_heads)
             self.dwc = nn.Conv2d(**heads, kernel_size=(length, 1), padding=(length // 2, 0), bias=False)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
