@@ -65,7 +65,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'(agent|saga)-swin-t-.*_8xb128-300e_in1k|linear-swin-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'agent-cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'(agent-)?cswin-b_8xb128-300e_in1k': dict(IMAGENET, weight_decay=0.1, warm_up=20),
-    r'plug-(visformer-t|gcvit-xxt|pvtv2-b1|tinyvit-5m|xcit-t12|t2t-vit-10)_8xb128-300e_in1k': dict(
+    r'(plug-pvtv2-b1|(plug-)?(visformer-t|gcvit-xxt|tinyvit-5m|xcit-t12|t2t-vit-10))_8xb128-300e_in1k': dict(
         **IMAGENET, warm_up=5
     ),
     r'((agent|saga)-)?swin-[sb]_8xb32-30e_in1k-(256|288|320|352|384)px': dict(
