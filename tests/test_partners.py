@@ -55,7 +55,7 @@ CLASSIFIERS = sorted(
 
 @pytest.mark.parametrize('name', CLASSIFIERS)
 def test_classifiers_differ_from_their_partners_in_the_attention_alone(name: str) -> None:
-    """CSwin has its own depths, SAGA positions of 224 pixels; Agent attention's ImageNet code decays other parameters."""
+    """But CSwin has its own depths, SAGA positions of 224 pixels, and Agent attention another rule for what decays."""
     skip_unless_readable(f'vanilla/classification/{name}')
     theirs = dict(flat(Config.fromfile(ROOT / 'configs/vanilla/classification' / name).to_dict()))
     allowed = {
