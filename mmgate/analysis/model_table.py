@@ -34,7 +34,7 @@ POLAFORMER = {
 }
 VITS = "the paper's counter is not known; the vanilla model counts as in the paper, to its rounding"
 T2T = "the paper's T2T-ViT-10 has Performer layers in its tokens-to-token module, mmpretrain's plain attention"
-PVT_GATE = 'unknown: the gate adds 0.26 to the 13.23 of its vanilla partner, two projections of 64 channels in each of 8 blocks'
+PVT_GATE = 'unknown: the gate adds 0.26 to the 13.23 of its vanilla partner, two projections in each of 8 blocks'
 NO_HOST = 'no maintained package has this model: neither mmpretrain nor timm'
 
 
