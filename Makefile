@@ -9,7 +9,7 @@ DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_sh
 DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
 	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
 
-.PHONY: setup demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals mutants lint bench dist audit
+.PHONY: setup demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals mutants lint docs bench gpu dist audit
 export PYTHON VENV
 
 setup:
@@ -54,9 +54,19 @@ mutants: setup
 lint: setup
 	@$(PY) -m ruff check .
 	@$(PY) -m mypy
+	@$(VENV)/bin/lint-imports --no-logo
+
+# The guides, the pages beside the code and the API as a site, site/index.html; a dead link ends it.
+docs:
+	@tools/dev/build_docs.sh
 
 bench: setup
 	@$(PY) tools/analysis_tools/benchmark_ops.py --op ms_deform_attn --device cpu
+
+# On a machine with a GPU, 8 minutes at most: tests of the kernels, calibration, benchmarks, training steps. It needs no mm
+# package: `python -m mmgate.benchmarks.gpu --out DIR` does the same with torch, triton, numpy and pytest alone.
+gpu: setup
+	@$(PY) -m mmgate.benchmarks.gpu --out benchmarks/results
 
 # The wheel, the source archive, a bill of materials and their checksums, in dist.
 dist: setup

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import os
 
 INSTALL = (
     'mmgate plugs into mmengine, mmcv (with compiled operators) and mmdet or mmseg. Where there are none of '
@@ -36,6 +37,16 @@ def check_environment() -> None:
             from mmengine.logging import print_log
 
             print_log(f'mmgate goes on without {problem}', logger='current', level=logging.WARNING)
+
+
+def torch_alone() -> bool:
+    """Return whether mmengine is not installed, where operators can be run and measured, and nothing else.
+
+    ``MMGATE_TORCH_ALONE=1`` says so where it is, for processes that need operators alone and shall start quickly.
+    """
+    return (
+        os.environ.get('MMGATE_TORCH_ALONE') == '1' or _problem('mmengine') == f'mmengine: {_not_installed("mmengine")}'
+    )
 
 
 def available(package: str) -> bool:

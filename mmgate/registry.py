@@ -12,7 +12,7 @@ MODELS = Registry(
     'model',
     parent=MMENGINE_MODELS,
     scope='mmgate',
-    locations=['mmgate.swap', 'mmgate.layers', 'mmgate.backbones', 'mmgate.speed.matching'],
+    locations=['mmgate.gates', 'mmgate.layers', 'mmgate.backbones', 'mmgate.speed.matching'],
 )
 DATASETS = Registry('dataset', parent=MMENGINE_DATASETS, scope='mmgate', locations=['mmgate.datasets.svhn'])
 TRANSFORMS = Registry('transform', parent=MMENGINE_TRANSFORMS, scope='mmgate', locations=['mmgate.datasets.noise'])
@@ -24,10 +24,10 @@ HOOKS = Registry(
     parent=MMENGINE_HOOKS,
     scope='mmgate',
     locations=[
-        'mmgate.analysis.gate_hooks',
-        'mmgate.engine.choices_hook',
+        'mmgate.analysis.hooks',
         'mmgate.speed.hooks',
         'mmgate.train.data_check_hook',
+        'mmgate.train.gates_hook',
         'mmgate.train.interrupt_hook',
         'mmgate.train.reproducible',
     ],

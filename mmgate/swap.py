@@ -13,58 +13,32 @@ from mmengine.logging import print_log
 from torch import nn
 
 from mmgate.hosts import adapter_for, gates_for, hosts_of
+from mmgate.hosts.map_size import map_options
 from mmgate.hosts.table import full_name, gate_names, host_names
 from mmgate.layers.base.dense import DenseAttention
 from mmgate.layers.base.init import GateInit, random_stream
 from mmgate.paths import path_regex
 from mmgate.registry import MODELS
-from mmgate.starts import Swap, initialise_gates_last, start_gate
+from mmgate.weight_init import Swap, init_gate, initialise_gates_last
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
-
-
-@MODELS.register_module()
-def Gated(*, host: str, attention: Rules, **host_cfg: Any) -> nn.Module:
-    """Build the model ``host`` with some of its attention modules replaced.
-
-    In a config that inherits an mm config, ``type='mmgate.Gated'``, ``host`` and ``attention`` are all that is added.
-
-    Args:
-        host: Registered name of the model with its scope, such as ``'mmdet.DeformableDETR'``.
-        attention: A rule or a list of rules, see :func:`swap_attention`.
-        **host_cfg: The host's own config.
-
-    Returns:
-        An instance of the host's own class: no wrapper, no prefix in the state dict.
-
-    Raises:
-        TypeError: A rule or the host's config is malformed.
-        ValueError: ``host`` is not registered, a pattern matches nothing, or a gate does not fit; see
-            :func:`swap_attention`.
-    """
-    rules = _parse(attention)
-    if isinstance(host, str) and MODELS.get(host) is None:
-        raise ValueError(f'host={host!r} is not registered.{_near_host(host)}')
-    model = MODELS.build(dict(type=host, **host_cfg))
-    names = swap_attention(model, rules)
-    print_log(f'mmgate: replaced {len(names)} attention modules of {type(model).__name__}', logger='current')
-    return model
 
 
 def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     """Replace attention modules of ``model`` in place, keeping their parameters (the very same tensors).
 
     Args:
-        model: Any module; weights, device, dtype and mode of the replaced modules are taken over.
+        model: Any module; weights, device, dtype, mode and plain attributes of the replaced modules are taken over.
         rules: One rule or a list. A rule is a dict of ``path`` (a pattern or a list of patterns over dotted names;
             ``*`` stands for anything within one name, ``**`` for any number of names; a pattern that ends with ``**``
             means every attention below that the gate can replace), ``type`` (a gate: its registered name or the
-            class itself) and the gate's options.
+            class itself) and the gate's options. A ``map_size`` that a gate needs and the rule leaves out is read off
+            the backbone, see :func:`.map_size.map_options`.
 
     Returns:
         The names of the replaced modules. Nothing is replaced if anything is wrong. The global random numbers stay
         where they were, and from here on the model's ``init_weights`` gives what is shared the numbers that it has in
-        the vanilla model, see :func:`.starts.initialise_gates_last`.
+        the vanilla model, see :func:`.weight_init.initialise_gates_last`.
 
     Raises:
         TypeError: A rule is malformed, its type is no gate, or an option is unknown to the gate.
@@ -73,7 +47,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     """
     replacements: dict[str, nn.Module] = {}
     built: dict[int, nn.Module] = {}  # a module shared by several layers stays shared
-    for number, rule in enumerate(_parse(rules)):
+    for number, rule in enumerate(parse_rules(rules)):
         where = f'attention[{number}]'
         gate = _gate(rule['type'], where)
         options = {key: value for key, value in rule.items() if key not in ('type', 'path')}
@@ -96,6 +70,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     for swap in swaps:
         swap.put(model, swap.gate)
     initialise_gates_last(model, swaps)
+    vars(model).setdefault('attention_rules', []).extend(dict(rule) for rule in parse_rules(rules))
     return list(replacements)
 
 
@@ -106,7 +81,12 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def _parse(rules: Rules) -> list[Mapping[str, Any]]:
+def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
+    """Return rules as a list.
+
+    Raises:
+        TypeError: They are malformed.
+    """
     listed = [rules] if isinstance(rules, Mapping) else rules
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise TypeError(f'attention must be a rule dict(path=..., type=...) or a list of them, got {rules!r}.')
@@ -134,16 +114,6 @@ def _gate(kind: str | type[nn.Module], where: str) -> type[nn.Module]:
     return gate
 
 
-def _near_host(host: str) -> str:
-    scope, _, name = host.rpartition('.')
-    registry = MODELS._search_child(scope) or MODELS.root._search_child(scope) if scope else MODELS.root
-    known = [] if registry is None else list(registry.module_dict)
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f' Did you mean {".".join([scope, near[0]] if scope else near)!r}?'
-    return ' Give the name with its scope, such as mmdet.DeformableDETR, and import what registers it.'
-
-
 def _matches(
     model: nn.Module,
     pattern: str,
@@ -163,6 +133,8 @@ def _matches(
     whatever_fits = pattern.endswith('**')
     gates: dict[str, nn.Module] = {}
     refusals = []
+    fitting = [name for name, module in modules.items() if adapter_for(gate, module) is not None]
+    derived = map_options(model, fitting, gate, options)
     for name, module in modules.items():
         adapter = adapter_for(gate, module)
         if whatever_fits and (adapter is None or any(name.startswith(f'{outer}.') for outer in gates)):
@@ -176,8 +148,10 @@ def _matches(
         try:
             if id(module) not in built:
                 with random_stream(name, next(module.parameters()).device):
-                    built[id(module)] = _take_over(module, adapter(gate, module, **options))
-                start_gate(name, built[id(module)])
+                    built[id(module)] = _take_over(
+                        module, adapter(gate, module, **derived.get(id(module), {}), **options)
+                    )
+                init_gate(name, built[id(module)])
             gates[name] = built[id(module)]
         except TypeError as error:  # most often an option that the adapter fills
             raise TypeError(f'{where}: {full_name(gate)} cannot be made from {name}: {error}') from error
@@ -235,7 +209,7 @@ def _options(gate: type) -> set[str]:
 
 @torch.no_grad()
 def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
-    """Give the host's parameters, device, dtype and mode to ``gate``."""
+    """Give the host's parameters, device, dtype, mode and plain attributes to ``gate``."""
     state = host.state_dict(keep_vars=True)
     reference = next(host.parameters())
     trainable = [(parameter, parameter.requires_grad) for parameter in host.parameters()]
@@ -250,6 +224,11 @@ def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
         part.gate_loaded = False
     for parameter, required in trainable:  # the gate's own now; assigning reset the flag
         parameter.requires_grad_(required)
+    left_out = getattr(gate, 'without', ())
+    for name, value in vars(host).items():  # code around an attention reads its sizes; what the gate has stays
+        plain = not (name.startswith('_') or callable(value) or isinstance(value, torch.Tensor))
+        if plain and name not in left_out and not hasattr(gate, name):
+            setattr(gate, name, value)
     return gate.train(host.training)
 
 

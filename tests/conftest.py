@@ -13,10 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-# Compiling takes longer than the small shapes of the tests; those that want it turn it on.
-os.environ.setdefault('MMGATE_CPU_COMPILE', '0')
-# Measuring takes longer, too, and what it finds differs from run to run.
-os.environ.setdefault('MMGATE_DISPATCH', 'static')
+# Tests do not depend on what this machine was found to be fastest with.
+os.environ['MMGATE_CALIBRATION'] = ''
 # Triton reads this when it is imported, which torch may do for any test.
 if not torch.cuda.is_available():
     os.environ['TRITON_INTERPRET'] = '1'
@@ -96,6 +94,38 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, 'empty_like', poisoned(torch.empty_like))
     monkeypatch.setattr(Tensor, 'new_empty', poisoned(Tensor.new_empty))
+
+
+@pytest.fixture
+def within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter lets kernels read and write the memory of their arguments alone."""
+    import numpy as np
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+
+    owned: list[tuple[int, int]] = []
+    run = GridExecutor.__call__
+
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        storages = [x.untyped_storage() for x in args if isinstance(x, Tensor)]
+        owned[:] = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
+        run(self, *args, **kwargs)
+
+    def checked(access: Callable[..., Any], mask_at: int) -> Callable[..., Any]:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # the pointers come first, but for atomics
+            pointers = next(x for x in args if hasattr(x, 'data') and x.data.dtype == np.uint64)
+            used = pointers.data[args[mask_at].data]
+            inside = np.zeros(used.shape, bool)
+            for first, end in owned:
+                inside |= (used >= first) & (used < end)
+            assert inside.all(), 'memory of no argument is touched'
+            return access(self, *args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(GridExecutor, '__call__', launch)
+    for name, mask_at in (('create_masked_load', 1), ('create_masked_store', 2), ('create_atomic_rmw', 3)):
+        monkeypatch.setattr(InterpreterBuilder, name, checked(getattr(InterpreterBuilder, name), mask_at))
 
 
 @pytest.fixture(autouse=True)

@@ -22,9 +22,8 @@ from mmengine.registry import MODELS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate._environment import available
-from mmgate.analysis.structure import build_structure
-from mmgate.backbones.presets import OF_THE_ATTENTION
-from mmgate.train.decay import undecayed
+from mmgate.analysis.report.structure import build_structure
+from mmgate.layers.base.init import gate_parameters, undecayed_parameters
 
 NAMED = Path('plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
 CONFIGS = sorted(
@@ -48,7 +47,7 @@ if mmdet.__version__ >= '3.5':  # the fork's DINO encodes boxes in twice the cha
 
 # by the name, configs whose model has parameters that its vanilla partner lacks
 GATED = (
-    *('plug', 'sdpa-gate', 'dgsa', 'dgvit', 'agent', 'saga'),
+    *('plug', 'sdpa-gate', 'dgsa', 'dgvit', 'diff-vit', 'agent', 'saga'),
     *('angular', 'enhanced', 'flatten', 'polaformer', 'inline', 'mlla', 'rala'),
 )
 
@@ -61,7 +60,7 @@ def test_builds(name: str) -> None:
     cfg = Config.fromfile(ROOT / 'configs' / name)
     model = build_structure(cfg)
     MODELS.build(cfg.model.data_preprocessor)  # which a structure goes without
-    gated = any('.gate_' in p or p.endswith(OF_THE_ATTENTION) for p, _ in model.named_parameters())
+    gated = any(True for _ in gate_parameters(model))
     assert gated == (Path(name).name.startswith(GATED) and 'no-bias-no-dwc' not in name)
     if gated:
         amp = ('type', 'dtype', 'loss_scale')  # which needs a GPU
@@ -70,7 +69,7 @@ def test_builds(name: str) -> None:
         decayed = {id(parameter) for group in groups if group['weight_decay'] for parameter in group['params']}
         # the authors of Agent attention decay its biases, but in detectors and segmentors with Swin
         published = Path(name).name.startswith('agent-') and ('in1k' in name or re.search('_pvt-[tsml]_', name))
-        spared = [n for n, parameter in undecayed(model) if (id(parameter) in decayed) != bool(published)]
+        spared = [n for n, parameter in undecayed_parameters(model) if (id(parameter) in decayed) != bool(published)]
         assert decayed and spared == []
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert PARAMETERS.get(name) == trainable, f'the metafile of {Path(name).parts[0]} should say {trainable}'
@@ -134,7 +133,7 @@ def test_every_config_builds_from_another_project(installed: Path, tmp_path: Pat
     script.write_text(
         'import sys, mmgate\n'
         'from mmengine.config import Config\n'
-        'from mmgate.analysis.structure import build_structure\n'
+        'from mmgate.analysis.report.structure import build_structure\n'
         f'assert mmgate.__file__.startswith({str(installed)!r}), mmgate.__file__\n'
         'for number, name in enumerate(sys.argv[1:]):\n'
         '    path = f"child_{number}.py"\n'

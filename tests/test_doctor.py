@@ -1,63 +1,94 @@
-"""``python -m mmgate.doctor``: the page, its JSON and its exit status; the kernels in the interpreter."""
+"""``python -m mmgate.doctor``: the page, its JSON, its exit status and the calibration; without any mm package, too."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from conftest import ROOT
 
 from mmgate import doctor
-from mmgate.ops.dispatch import Backend
-from mmgate.ops.plug_attention import problems
+from mmgate.benchmarks.calibration import Row
+from mmgate.ops import backend as choice
+
+BLOCKED = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition('.')[0] in ('mmengine', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain'):
+            raise ModuleNotFoundError(f'No module named {name!r}', name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+ALONE = """
+import sys, torch, mmgate, mmgate.ops, mmgate.doctor, mmgate.benchmarks.gpu
+from mmgate.layers.gml import GatingModulation
+x = [torch.randn(1, heads, 5, 4) for heads in (2, 2, 2, 1, 1)]
+assert mmgate.ops.plug_attention(*x, GatingModulation('product')).shape == (1, 2, 5, 4)
+assert not {'mmengine', 'mmcv', 'mmdet', 'mmseg'} & set(sys.modules)
+try:
+    mmgate.Gated
+except ImportError as error:
+    print(error)
+"""
+
+
+def rows(out: str | None = None) -> list[Row]:
+    ms = {'forward': 1.0, 'forward+backward': 2.5}
+    names = [
+        (op, b.name) for op in choice.OPERATORS for b in choice.OPERATORS[op] if b.name in ('grid_sample', 'torch')
+    ]
+    return [Row(op, 'float32', 'large', name, ms, out if name == 'torch' else None) for op, name in names]
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problems, 'ROWS', 17)
-    monkeypatch.setattr(problems, 'COLUMNS', 18)
+def _rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, 'compare', lambda *args: iter(rows()))
+    monkeypatch.setenv('MMGATE_CALIBRATION', str(tmp_path / 'calibration.json'))
+    choice.winners.cache_clear()
 
 
-def keep(monkeypatch: pytest.MonkeyPatch, op: str, *names: str, more: tuple[Backend, ...] = ()) -> None:
-    package = sys.modules[f'mmgate.ops.{op}']
-    monkeypatch.setattr(package, 'BACKENDS', tuple(b for b in package.BACKENDS if b.name in names) + more)
-
-
-def test_page_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    keep(monkeypatch, 'ms_deform_attn', 'mmcv', 'cpu', 'grid_sample', 'torch')
-    keep(monkeypatch, 'plug_attention', 'chunked', 'torch')
-    assert doctor.main(['--device', 'cpu', '--shapes', 'small']) == 0
+def test_page_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(['--device', 'cpu']) == 0
     text = capsys.readouterr().out
-    for expected in ('CUDA tensors', 'grid_sample', 'agrees', 'DINO decoder', 'forward+backward', torch.__version__):
+    for expected in ('CUDA tensors', 'grid_sample', 'agrees', 'nothing is calibrated here', torch.__version__):
         assert expected in text
-    assert doctor.main(['--device', 'cpu', '--shapes', 'none', '--json', '--dtype', 'bfloat16']) == 0
+    assert not Path(choice.path()).exists() and '2.5' not in text.partition('Beside')[2]
+    assert doctor.main(['--device', 'cpu', '--sizes', 'none', '--json']) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
-    assert report['packages']['torch'] and not report['times']
-    assert {row['backend'] for row in report['agreement']} == {'cpu', 'grid_sample', 'torch', 'chunked'}
+    assert report['packages']['torch'] and not report['rows']
 
 
-def test_exit_status_of_what_disagrees(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def half(value: Tensor, *rest: Any) -> Tensor:
-        return 0.5 * next(b for b in sys.modules['mmgate.ops.ms_deform_attn'].BACKENDS if b.name == 'torch').run(
-            value, *rest
-        )
+def test_calibration_is_kept_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(['--device', 'cpu', '--calibrate']) == 0
+    text = capsys.readouterr().out
+    assert '2.5' in text and 'torch.float32 large      grid_sample' in text
+    assert choice.winners('ms_deform_attn', 'cpu', None) == {'torch.float32 large': 'grid_sample'}
 
-    keep(monkeypatch, 'ms_deform_attn', 'torch', more=(Backend('half', lambda value: None, half),))
-    keep(monkeypatch, 'plug_attention', 'torch')
-    assert doctor.main(['--device', 'cpu', '--shapes', 'none']) == 1
+
+def test_exit_status_of_what_is_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(doctor, 'compare', lambda *args: iter(rows('the output is off by 1.0e+00')))
+    assert doctor.main(['--device', 'cpu']) == 1
     assert 'the output is off by' in capsys.readouterr().out
 
 
-@pytest.mark.slow  # test_dispatch.py has each kernel's small problem
-def test_kernels_in_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip('triton', minversion='3.2')
-    if torch.cuda.is_available():
-        pytest.skip('the kernels are compiled here')
-    keep(monkeypatch, 'ms_deform_attn', 'torch', 'triton')
-    keep(monkeypatch, 'plug_attention', 'torch', 'triton')
-    rows = list(doctor._agreement(torch.device('cpu'), ['float32']))
-    assert {(row['op'], row['backend']) for row in rows} >= {('ms_deform_attn', 'triton'), ('plug_attention', 'triton')}
-    assert not any(row['disagrees'] for row in rows)
+def test_torch_alone_is_enough(tmp_path: Path) -> None:
+    """With a finder that knows of no mm package; the doctor's own processes as well."""
+    (tmp_path / 'sitecustomize.py').write_text(BLOCKED)
+    environment = os.environ | {'PYTHONPATH': os.pathsep.join([str(tmp_path), str(ROOT)])}
+    for arguments in (['-c', ALONE], ['-m', 'mmgate.doctor', '--device', 'cpu', '--sizes', 'tiny', '--json']):
+        command = [sys.executable, '-W', 'ignore', *arguments]
+        done = subprocess.run(command, env=environment | {'TRITON_INTERPRET': '0'}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        if arguments[0] == '-c':
+            assert "no module named 'mmengine'" in done.stdout and 'pip install' in done.stdout
+    report = json.loads(done.stdout)
+    assert {row['backend'] for row in report['rows']} == {'cpu', 'grid_sample', 'torch', 'chunked'}
+    assert not any(row['out'] for row in report['rows'])

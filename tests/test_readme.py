@@ -1,4 +1,4 @@
-"""README as a new user follows it: its configs build, its Python runs, its links lead somewhere."""
+"""README and the guides as a new user follows them: configs build, Python runs, links and commands lead somewhere."""
 
 from __future__ import annotations
 
@@ -13,15 +13,29 @@ from torch import nn
 
 from mmgate.train.config_file import read_config
 
-BLOCKS = re.findall(r'```python\n(.*?)```', (ROOT / 'README.md').read_text(), re.S)
-CONFIGS = [block for block in BLOCKS if block.startswith('_base_')]
-PAGES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *(p for p in ROOT.rglob('README.md') if '.venv' not in str(p))]
+GUIDES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').rglob('*.md'))]
+FOLDERS = [ROOT / name for name in ('configs', 'mmgate', 'tools', 'tests')]
+BESIDE_THE_CODE = [page for folder in FOLDERS for page in folder.rglob('*.md') if '.mim' not in page.parts]
+PAGES = sorted({*GUIDES, *BESIDE_THE_CODE, ROOT / 'CHANGELOG.md'})
 
 
-@pytest.mark.parametrize('number', range(len(CONFIGS)), ids=lambda n: re.search(r'[\w-]+\.py', CONFIGS[n][9:])[0])
-def test_its_configs_build(number: int, tmp_path: Path) -> None:
+def blocks(pages: list[Path], language: str) -> dict[str, str]:
+    """Return the fenced blocks of ``language``, by page and number."""
+    return {
+        f'{page.relative_to(ROOT)}-{number}': block
+        for page in pages
+        for number, block in enumerate(re.findall(rf'```{language}\n(.*?)```', page.read_text(), re.S), 1)
+    }
+
+
+PYTHON = blocks(PAGES, 'python')
+CONFIGS = {name: block for name, block in blocks(GUIDES, 'python').items() if block.startswith('_base_')}
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_its_configs_build(name: str, tmp_path: Path) -> None:
     (tmp_path / 'import_mmgate.py').write_text("__import__('mmgate')")
-    (tmp_path / 'mine.py').write_text(CONFIGS[number])
+    (tmp_path / 'mine.py').write_text(CONFIGS[name])
     cfg = read_config(str(tmp_path / 'mine.py'))
     init_default_scope(cfg.default_scope)
     with torch.device('cpu'):
@@ -30,7 +44,7 @@ def test_its_configs_build(number: int, tmp_path: Path) -> None:
 
 
 def test_its_python_swaps_and_undoes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (example,) = (block for block in BLOCKS if 'swap_attention' in block)
+    (example,) = (block for block in PYTHON.values() if 'load_checkpoint(model,' in block)
     swap, undo = example.split('mmgate.restore_attention(model)')
     before, load = swap.split('load_checkpoint(model,')
     monkeypatch.chdir(tmp_path)
@@ -49,14 +63,45 @@ def test_its_python_swaps_and_undoes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(model.encoder.layers[0].self_attn.value_proj.weight, gates[0].value_proj.weight)
 
 
+@pytest.mark.parametrize('name', PYTHON)
+def test_python_can_be_read_and_imports_what_is_there(name: str) -> None:
+    compile(PYTHON[name], name, 'exec')
+    for imported in re.findall(r'^(?:from mmgate.*|import mmgate.*)$', PYTHON[name], re.M):
+        exec(imported, {})
+
+
+@pytest.mark.parametrize('page', [*GUIDES, *BESIDE_THE_CODE], ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_name_files_that_are_there(page: Path) -> None:
+    commands = '\n'.join(blocks([page], 'bash').values())
+    paths = re.findall(r'(?<![\w/.])(?:tools|configs)/[\w./-]+\.(?:py|sh)', commands)
+    modules = re.findall(r'-m (mmgate[\w.]*)', commands)
+    targets = re.findall(r'^make ([\w-]+)', commands, re.M)
+    paths += [module.replace('.', '/') + '.py' for module in modules]
+    assert [path for path in paths if not (ROOT / path).is_file()] == []
+    makefile = (ROOT / 'Makefile').read_text()
+    assert [target for target in targets if f'\n{target}:' not in makefile] == []
+
+
 @pytest.mark.parametrize('page', PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r'\]\(([^)#:\s]+)(?:#[^)]*)?\)', page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_headings_that_links_name_are_there() -> None:
+    missing = []
+    for page in PAGES:
+        for link, anchor in re.findall(r'\]\(([^)#:\s]*)#([^)]*)\)', page.read_text()):
+            target = page.parent / link if link else page
+            headings = re.findall(r'^#+ (.*)$', target.read_text(), re.M)
+            slugs = {re.sub(r'[^\w -]', '', heading.lower()).replace(' ', '-') for heading in headings}
+            if anchor not in slugs:
+                missing.append(f'{page.relative_to(ROOT)}: {link}#{anchor}')
+    assert missing == []
+
+
 def test_it_is_short() -> None:
-    assert len((ROOT / 'README.md').read_text().splitlines()) < 150
+    assert len((ROOT / 'README.md').read_text().splitlines()) <= 120
 
 
 def test_every_test_file_has_its_promise() -> None:

@@ -14,13 +14,13 @@ from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
-from mmgate.analysis.structure import build_structure
+from mmgate.analysis.report.structure import build_structure
 
 CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if not {'_base_', 'studies'} & set(path.parts))
 ONE, THREE = dict(epochs=12, drops=[8, 11]), dict(epochs=36, drops=[27, 33])
 SWIN_DETECTOR = dict(lr=1e-4, weight_decay=0.05, warm_up=500)
 IMAGENET = dict(lr=1e-3, weight_decay=0.05, epochs=300)
-LINEAR = 'hydra|efficient|angular|enhanced|flatten|polaformer|inline|mlla|rala'
+GATED = '(agent|saga|hydra|efficient|angular|enhanced|flatten|polaformer|inline|mlla|rala)'
 MASK2FORMER = dict(lr=1e-4, weight_decay=0.05, power=0.9)
 
 # what the papers and the authors' public configs say, by the pattern of the name; all train with AdamW
@@ -30,40 +30,25 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'(plug|ungated)-mask2former_.*_8xb2-lsj-50e_coco(-panoptic)?': dict(
         lr=1e-4, weight_decay=0.05, iterations=368750, drops=[327778, 355092]
     ),
-    r'(agent-|saga-)?mask-rcnn_pvt-[tsml]_1x_coco': dict(lr=2e-4, weight_decay=1e-4, warm_up=500, **ONE),
-    r'((agent|saga)-)?retinanet_pvt-[tsml]_1x_coco': dict(lr=1e-4, weight_decay=1e-4, warm_up=500, **ONE),
-    r'(agent-|saga-)?(cascade-)?mask-rcnn_swin-[tsb]_ms-crop-1x_coco': dict(**SWIN_DETECTOR, **ONE),
-    r'(agent-|saga-)?(cascade-)?mask-rcnn_swin-[tsb]_ms-crop-3x_coco': dict(**SWIN_DETECTOR, **THREE),
-    r'(agent-|saga-)?semantic-fpn_pvt-[tsml]_8xb2-40k_ade20k-512x512': dict(
+    rf'({GATED}-)?mask-rcnn_pvt-[tsml]_1x_coco': dict(lr=2e-4, weight_decay=1e-4, warm_up=500, **ONE),
+    rf'({GATED}-)?retinanet_pvt-[tsml]_1x_coco': dict(lr=1e-4, weight_decay=1e-4, warm_up=500, **ONE),
+    rf'({GATED}-)?(cascade-)?mask-rcnn_swin-[tsb]_ms-crop-1x_coco': dict(**SWIN_DETECTOR, **ONE),
+    rf'({GATED}-)?(cascade-)?mask-rcnn_swin-[tsb]_ms-crop-3x_coco': dict(**SWIN_DETECTOR, **THREE),
+    rf'({GATED}-)?semantic-fpn_pvt-[tsml]_8xb2-40k_ade20k-512x512': dict(
         lr=2e-4, weight_decay=1e-4, iterations=40000, power=0.9
     ),
-    r'((agent|saga)-)?upernet_swin-[tsb]_8xb2-160k_ade20k-512x512': dict(
+    rf'({GATED}-)?upernet_swin-[tsb]_8xb2-160k_ade20k-512x512': dict(
         lr=6e-5, weight_decay=0.01, iterations=160000, power=1.0, warm_up=1500
     ),
     r'(plug|ungated)-(dino-4scale_r50_8xb2-12e|grounding-dino_swin-t_finetune_16xb2-1x)_coco': dict(  # mmdet's own
         lr=1e-4, weight_decay=1e-4, epochs=12, drops=[11]
     ),
-    r'((agent|saga)-)?pvt-[tsml]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
-    r'(deit-[tsb]|sdpa-gate-deit-t|plug-pvt-t|polaformer-pvt-[ts])_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
+    rf'({GATED}-)?pvt-[tsml]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
+    r'((plug|sdpa-gate)-)?deit-[tsb].*_8xb128-300e_in1k|plug-pvt-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
     r'(deit-s|pvt-m)_8xb64-300e_in1k-(256|416)px': dict(IMAGENET, lr=5e-4, warm_up=5),
-    r'(swin-[tsb]|cswin-[ts]|pvtv2-b[01]|polaformer-(swin-[sb]|pvtv2-b[01]))_8xb128-300e_in1k': dict(
-        **IMAGENET, warm_up=20
-    ),
-    r'(agent|saga)-(pvtv2|swin|deit)-(b0|b1|[tsb])_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
-    r'plug-deit-[ts].*_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
-    rf'({LINEAR})-mask-rcnn_swin-t_ms-crop-1x_coco': dict(**SWIN_DETECTOR, **ONE),
-    rf'({LINEAR})-(cascade-)?mask-rcnn_swin-t_ms-crop-3x_coco': dict(**SWIN_DETECTOR, **THREE),
-    rf'({LINEAR})-mask-rcnn_pvt-t_1x_coco': dict(lr=2e-4, weight_decay=1e-4, warm_up=500, **ONE),
-    rf'({LINEAR})-retinanet_pvt-t_1x_coco': dict(lr=1e-4, weight_decay=1e-4, warm_up=500, **ONE),
-    rf'({LINEAR})-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512': dict(
-        lr=2e-4, weight_decay=1e-4, iterations=40000, power=0.9
-    ),
-    rf'({LINEAR})-upernet_swin-t_8xb2-160k_ade20k-512x512': dict(
-        lr=6e-5, weight_decay=0.01, iterations=160000, power=1.0, warm_up=1500
-    ),
-    rf'({LINEAR})-(deit|swin)-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
-    r'(agent|saga)-swin-t-.*_8xb128-300e_in1k|linear-swin-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
-    r'agent-cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    rf'{GATED}-deit-[tsb]_8xb128-300e_in1k|(agent-)?cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    rf'({GATED}-)?(pvtv2-b[01]|swin-[tsb])_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    rf'{GATED}-swin-t-.*_8xb128-300e_in1k|linear-swin-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'(agent-)?cswin-b_8xb128-300e_in1k': dict(IMAGENET, weight_decay=0.1, warm_up=20),
     r'(plug-pvtv2-b1|(plug-)?(visformer-t|gcvit-xxt|tinyvit-5m|xcit-t12|t2t-vit-10))_8xb128-300e_in1k': dict(
         **IMAGENET, warm_up=5

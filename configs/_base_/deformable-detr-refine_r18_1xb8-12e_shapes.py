@@ -1,6 +1,6 @@
 # A small Deformable DETR from scratch on the generated shapes, on the CPU: the demo's, before the gates.
 # Data: python tools/dataset_converters/make_shapes.py data/shapes
-_base_ = '../plug/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py'
+_base_ = '../vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py'
 
 model = dict(
     num_queries=30,

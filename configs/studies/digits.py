@@ -2,12 +2,12 @@
 # Data: python tools/dataset_converters/digits.py data/digits
 # Run:  python tools/analysis_tools/study.py configs/studies/digits.py, and with --budget short for half of the epochs
 runs = dict(
-    vit='configs/dgsa/classification/vit_1xb64-40e_digits.py',
+    vit='configs/vanilla/classification/vit_1xb64-40e_digits.py',
     vit_swiglu='configs/studies/digits/vit-swiglu.py',
     vanilla='configs/studies/digits/vanilla-attention.py',
     differential='configs/studies/digits/differential.py',
     dgvit='configs/dgsa/classification/dgvit_1xb64-40e_digits.py',
-    vit_noise='configs/dgsa/classification/vit-noise_1xb64-40e_digits.py',
+    vit_noise='configs/vanilla/classification/vit-noise_1xb64-40e_digits.py',
     vit_swiglu_noise='configs/studies/digits/vit-swiglu-noise.py',
     vanilla_noise='configs/studies/digits/vanilla-attention-noise.py',
     differential_noise='configs/studies/digits/differential-noise.py',

@@ -1,1 +1,1 @@
-"""What attention does: what figures and tables are computed from; tools/ parses arguments and shows the result."""
+"""What attention does: ``probes`` record and measure it, ``figures`` draw it, ``report`` compares runs and models."""

@@ -6,15 +6,19 @@ from collections import Counter
 from math import isqrt
 from typing import Any
 
-from torch import nn
-
 from mmgate.backbones import AgentCSwin, AgentPVT, AgentSwin
-from mmgate.backbones.cswin_layout import cswin_layout, is_cswin
-from mmgate.backbones.deit import deit_backbone, is_deit
-from mmgate.backbones.fitting import DERIVED, OUTPUT_NORM, misfits
-from mmgate.backbones.presets import OF_THE_ATTENTION
-from mmgate.backbones.pretrained import host_layout
+from mmgate.backbones.weights import (
+    DERIVED,
+    LAST,
+    OUTPUT_NORM,
+    deit_layout,
+    host_layout,
+    is_cswin,
+    is_deit,
+    misfits,
+)
 from mmgate.checkpoints.tensors import State, tensors
+from mmgate.layers.base.init import gate_parameters
 
 
 def convert(checkpoint: Any) -> State:
@@ -33,15 +37,16 @@ def convert(checkpoint: Any) -> State:
     """
     state = tensors(checkpoint)
     if is_deit(state):
-        return deit_backbone(state)
+        return deit_layout(state)
     try:
-        model, converted = _renamed(state)
+        model = _backbone_of(state)
+        converted = model.rename(state)
     except KeyError as error:
         raise ValueError(_listed([f'missing: {error.args[0]}'])) from None
     except ValueError as error:
         raise ValueError(_listed([str(error)])) from None
     complete = is_cswin(state) or any(key.endswith('.an_bias') for key in converted)
-    faults = misfits(model, converted, may_miss=() if complete else OF_THE_ATTENTION)
+    faults = misfits(model, converted, may_miss=() if complete else tuple(dict(gate_parameters(model))))
     if faults:
         raise ValueError(_listed(faults))
     for key, value in model.state_dict().items():
@@ -50,51 +55,91 @@ def convert(checkpoint: Any) -> State:
     return converted
 
 
-def _renamed(state: State) -> tuple[nn.Module, State]:
-    """Return a backbone of the checkpoint's sizes, and the tensors by its names."""
+def convert_classifier(checkpoint: Any) -> State:
+    """Return the state dict of the ImageClassifier that ``configs/agent/classification`` builds of the same size.
+
+    Agent-PVT, Agent-Swin and Agent-CSwin become ``backbone`` (its last stage alone has an output norm, Swin's final
+    one) and ``head.fc``, and so does a vanilla CSwin, of an ``AgentCSwin`` without agents; DeiT, with agent attention
+    or vanilla, mmpretrain's ViT and ``head.layers.head``.
+
+    Args:
+        checkpoint: What :func:`~mmgate.checkpoints.tensors.read_checkpoint` or ``torch.load`` returned.
+
+    Raises:
+        ValueError: It has no head, is a vanilla PVT or Swin, or does not convert; see :func:`convert`.
+    """
+    state = tensors(checkpoint)
+    missing = [key for key in ('head.weight', 'head.bias') if key not in state]
+    if missing:
+        raise ValueError(f'The checkpoint is no classifier: it has no {", ".join(missing)}. Use --to backbone.')
+    if not is_deit(state) and not is_cswin(state) and not any(key.endswith('.an_bias') for key in state):
+        raise ValueError(
+            'A vanilla PVT or Swin makes no classifier of ours, whose attention would be new; --to backbone gives what '
+            'is shared, to start from.'
+        )
+    backbone, head = convert(state), 'head.layers.head' if is_deit(state) else 'head.fc'
+    if not is_deit(state):
+        backbone = {key: value for key, value in backbone.items() if not OUTPUT_NORM.fullmatch(key)}
+        final = {f'norm{LAST}.{part}': state.get(f'norm.{part}') for part in ('weight', 'bias')}
+        backbone.update({key: value for key, value in final.items() if value is not None})  # Agent-PVT has none
+    return {
+        **{f'backbone.{key}': value for key, value in backbone.items()},
+        f'{head}.weight': state['head.weight'],
+        f'{head}.bias': state['head.bias'],
+    }
+
+
+def _backbone_of(state: State) -> Any:
+    """Return a backbone of the checkpoint's sizes."""
     if is_cswin(state):
-        model = _cswin(state)
-        return model, cswin_layout(state, model.state_dict())
-    converted = host_layout(state)
+        return _cswin(state)
     if any(key.startswith('block1.') for key in state):
-        return _pvt(state), converted
+        return _pvt(state)
     if any(key.startswith('layers.0.blocks.') for key in state):
-        return _swin(state, converted), converted
+        return _swin(state)
+    host_layout(state)  # which says what the keys should be
     raise ValueError("the keys are mmdet's already; init_cfg takes the file as it is")
 
 
-def _pvt(state: State) -> nn.Module:
-    depths = [_count(state, f'block{i}.') for i in range(1, 5)]
-    agents = tuple(_agents(state, f'block{i}.') for i in range(1, 5))
+def _pvt(state: State) -> Any:
+    stages = [f'block{i}.' for i in range(1, 5)]
+    agents = [_agents(state, stage) for stage in stages]
     if any(agents) and not all(agents):
         raise ValueError(f'A PVT with agent attention in some stages only is not known; agents by stage: {agents}.')
     embeds = [state[f'patch_embed{i}.proj.weight'].shape[0] for i in range(1, 5)]
     # a vanilla checkpoint does not tell its heads; they have 64 channels in every published PVT
-    heads = [state[f'block{i}.0.attn.an_bias'].shape[0] if agents[0] else embeds[i - 1] // 64 for i in range(1, 5)]
-    side = round(state['pos_embed1'].shape[1] ** 0.5) * 4
-    pretrained: dict[str, Any] = dict(pretrain_agent_nums=agents) if agents[0] else {}
-    sizes: dict[str, Any] = dict(
-        num_layers=depths, num_heads=heads, embed_dims=embeds[0] // heads[0], pretrain_img_size=side
-    )
-    return AgentPVT(**sizes, **pretrained)
-
-
-def _swin(state: State, converted: State) -> nn.Module:
-    depths = [_count(state, f'layers.{i}.blocks.') for i in range(4)]
-    blocks = [
-        sum(f'stages.{i}.blocks.{j}.attn.an_bias' in converted for j in range(depth)) for i, depth in enumerate(depths)
+    heads = [
+        state[f'{stage}0.attn.an_bias'].shape[0] if all(agents) else embed // 64
+        for stage, embed in zip(stages, embeds, strict=True)
     ]
-    agents = [_agents(state, f'layers.{i}.blocks.') or 49 for i in range(4)]
-    width = state['patch_embed.proj.weight'].shape[0]
-    sizes: dict[str, Any] = dict(depths=depths, embed_dims=width, num_heads=[width * 2**i // 32 for i in range(4)])
-    sizes.update(pretrain_img_size=_image(state, [f'layers.{i}.blocks.' for i in range(4)]))
-    for key, table in state.items():
-        if key.endswith('.relative_position_bias_table'):
-            sizes.update(window_size=(isqrt(len(table)) + 1) // 2)
-    return AgentSwin(**sizes, blocks=blocks, pretrain_agent_nums=agents)
+    return AgentPVT(
+        num_layers=[_count(state, stage) for stage in stages],
+        num_heads=heads,
+        embed_dims=embeds[0] // heads[0],
+        pretrain_img_size=isqrt(state['pos_embed1'].shape[1]) * 4,
+        pretrain_agent_nums=agents if all(agents) else None,
+    )
 
 
-def _cswin(state: State) -> nn.Module:
+def _swin(state: State) -> Any:
+    stages = [f'layers.{i}.blocks.' for i in range(4)]
+    depths, width = [_count(state, stage) for stage in stages], state['patch_embed.proj.weight'].shape[0]
+    tables = [len(table) for key, table in state.items() if key.endswith('.relative_position_bias_table')]
+    return AgentSwin(
+        depths=depths,
+        embed_dims=width,
+        num_heads=[width * 2**i // 32 for i in range(4)],
+        blocks=[
+            sum(f'{stage}{j}.attn.an_bias' in state for j in range(depth))
+            for stage, depth in zip(stages, depths, strict=True)
+        ],
+        pretrain_agent_nums=[_agents(state, stage) or 49 for stage in stages],
+        pretrain_img_size=_image(state, stages),
+        window_size=(isqrt(tables[-1]) + 1) // 2 if tables else 7,
+    )
+
+
+def _cswin(state: State) -> Any:
     stages = [f'stage{i}.' for i in range(1, 5)]
     agents = [_agents(state, stage) or None for stage in stages]
     # without agents no tensor has the heads in its shape: two are one for each branch

@@ -9,15 +9,14 @@ from mmcv.cnn.bricks.drop import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from mmgate.backbones.cswin_layout import cswin_layout
-from mmgate.backbones.fitting import fill
-from mmgate.backbones.presets import OF_THE_ATTENTION, preset
-from mmgate.checkpoints.tensors import read_checkpoint, tensors
+from mmgate.backbones.presets import check_stages, map_sizes, preset
+from mmgate.backbones.weights import PublishedWeights, cswin_layout
+from mmgate.checkpoints.tensors import State
 from mmgate.hosts import adapts
+from mmgate.layers.base.init import start_linear
 from mmgate.layers.base.map import MapAttention
 from mmgate.layers.cross_window import CrossWindowAttention
 from mmgate.registry import MODELS
-from mmgate.starts import gates_in_place
 from mmgate.swap import swap_attention
 
 CSWIN = {
@@ -57,7 +56,7 @@ class _Embedding(nn.Module):
 
 
 @MODELS.register_module()
-class AgentCSwin(BaseModule):
+class AgentCSwin(PublishedWeights, BaseModule):
     """CSwin with agent attention over the whole map in stages 1 and 2, cross-shaped windows in stage 3.
 
     The last stage sees its whole map. ``agent_nums=(None,) * 4`` makes it vanilla; both start with the same numbers in
@@ -111,10 +110,7 @@ class AgentCSwin(BaseModule):
             pretrain_agent_nums = [
                 p if n is not None else None for p, n in zip(pretrain_agent_nums, agents, strict=False)
             ]
-        per_stage = dict(depths=sizes['depths'], num_heads=sizes['num_heads'], agent_nums=agents, splits=splits)
-        for name, values in per_stage.items():
-            if len(values) != STAGES:
-                raise ValueError(f'{name}={tuple(values)} needs one value for each of the {STAGES} stages.')
+        check_stages(STAGES, depths=sizes['depths'], num_heads=sizes['num_heads'], agent_nums=agents, splits=splits)
         if not set(out_indices) <= set(range(STAGES)):
             raise ValueError(f'out_indices={tuple(out_indices)} must lie in 0 to {STAGES - 1}.')
         self.out_indices = tuple(sorted(out_indices))
@@ -137,11 +133,11 @@ class AgentCSwin(BaseModule):
             dict(
                 path=f'stages.{i}.*.attn',
                 type='AgentAttention',
-                map_size=(pretrain_img_size // 2 ** (i + 2),) * 2,
+                map_size=size,
                 agent_num=number,
                 pretrain_agent_num=pretrain_agent_nums[i] or number,
             )
-            for i, number in enumerate(agents)
+            for i, (number, size) in enumerate(zip(agents, map_sizes(pretrain_img_size, (4, 2, 2, 2)), strict=True))
             if number is not None
         ]
         if rules:
@@ -150,16 +146,13 @@ class AgentCSwin(BaseModule):
     def init_weights(self) -> None:
         """Initialise from scratch, or from the checkpoint of a ``Pretrained`` init_cfg."""
         if self.init_cfg is not None:
-            source = self.init_cfg['checkpoint']
-            with gates_in_place(self):
-                state = cswin_layout(tensors(read_checkpoint(source)), self.state_dict())
-                fill(self, state, source, may_miss=OF_THE_ATTENTION)
+            super().init_weights()
             return
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                nn.init.trunc_normal_(module.weight, std=0.02)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
+        start_linear(*(module for module in self.modules() if isinstance(module, nn.Linear)))
+
+    def rename(self, state: State) -> State:
+        """Return the tensors of the authors' CSwin, or of ours, under the names that they have here."""
+        return cswin_layout(state, self.state_dict())
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""

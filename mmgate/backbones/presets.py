@@ -1,10 +1,14 @@
-"""Sizes by name: presets with overrides."""
+"""Sizes by name, and the attention of every stage."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mmgate.registry import MODELS
+
+Options = Mapping[str, Any]
 PRETRAIN_AGENTS = (9, 16, 49, 49)
 
 PVT = {
@@ -27,15 +31,6 @@ AGENT_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 0, 0), 'base': (2, 2,
 LINEAR_SWIN_BLOCKS = {'tiny': (2, 2, 0, 0), 'small': (2, 2, 0, 0), 'base': (2, 2, 0, 0)}
 SAGA_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 18, 0), 'base': (2, 2, 18, 0)}
 
-# what a checkpoint of the vanilla backbone cannot have: endings of keys
-OF_THE_ATTENTION = (
-    *('.an_bias', '.na_bias', '.ah_bias', '.aw_bias', '.ha_bias', '.wa_bias'),
-    *('.ac_bias', '.ca_bias', '.position_encoding'),
-    *('.dwc.weight', '.dwc.bias', '.gate_k.weight', '.gate_k.bias', '.gate_v.weight', '.gate_v.bias'),
-    *('.gate_out.weight', '.gate_out.bias', '.focus_scale', '.power', '.agent_tokens'),
-    *('.local.0.weight', '.local.0.bias', '.local.2.weight', '.local.2.bias'),
-)
-
 
 def preset(presets: Mapping[str, Mapping[str, Any]], arch: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sizes of ``arch`` with ``overrides``.
@@ -48,44 +43,59 @@ def preset(presets: Mapping[str, Mapping[str, Any]], arch: str, overrides: Mappi
     return {**presets[arch], **overrides}
 
 
-def per_stage(name: str, values: Any, stages: int) -> tuple[int, ...]:
-    """Return ``values`` as a tuple of ``stages`` integers, or raise ValueError."""
-    if isinstance(values, int) or len(values) != stages:
-        raise ValueError(f'{name} needs one number for each of the {stages} stages, got {values!r}.')
-    return tuple(int(value) for value in values)
+def check_stages(stages: int, **options: Any) -> None:
+    """Raise ValueError unless every option has one value for each of the ``stages``."""
+    for name, values in options.items():
+        if isinstance(values, int) or len(values) != stages:
+            raise ValueError(f'{name}={values!r} needs one value for each of the {stages} stages.')
 
 
-def agent_rules(
-    map_sizes: Sequence[tuple[int, int]],
+def map_sizes(image: int | Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Return height and width of every stage's map in pre-training, of images of that side or height and width."""
+    height, width = (image, image) if isinstance(image, int) else image
+    sizes = []
+    for stride in strides:
+        height, width = height // stride, width // stride
+        sizes.append((height, width))
+    return sizes
+
+
+def stage_rules(
+    attention: Options | Sequence[Options] | None,
+    kind: str | None,
+    sizes: Sequence[tuple[int, int]],
     agent_nums: Sequence[int] | None,
-    pretrain_agent_nums: Sequence[int],
-    attention: Mapping[str, Any] | None,
+    pretrain_agent_nums: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
-    """Return agent attention for each stage of a backbone, as a rule of swaps names it.
+    """Return the attention of every stage as a rule of swaps names it, less its path; none for the vanilla attention.
 
     Args:
-        map_sizes: Height and width of each stage's map in pre-training.
+        attention: Options for every stage, or for each.
+        kind: The attention's type where ``attention`` names none.
+        sizes: Height and width of each stage's map in pre-training, for a type that needs them.
         agent_nums: Agent tokens of each stage; those of pre-training by default.
         pretrain_agent_nums: Agent tokens of each stage in pre-training.
-        attention: Options for every stage.
 
     Raises:
-        ValueError: Not one number for each stage.
+        ValueError: Not one for each stage, or without a type.
     """
-    stages = len(map_sizes)
-    pretrained = per_stage('pretrain_agent_nums', pretrain_agent_nums, stages)
-    numbers = per_stage('agent_nums', pretrained if agent_nums is None else agent_nums, stages)
-    return [
-        dict(type='AgentAttention', map_size=size, agent_num=number, pretrain_agent_num=pretrain, **(attention or {}))
-        for size, number, pretrain in zip(map_sizes, numbers, pretrained, strict=True)
-    ]
-
-
-def no_attention_dropout(fields: Mapping[str, Any]) -> None:
-    """Raise ValueError if attention weights are to be dropped that a linear attention does not have."""
-    rate = fields.get('attn_drop_rate', 0.0)
-    if rate:
+    if attention is None and kind is None and agent_nums is None and pretrain_agent_nums is None:
+        return []
+    stages = [attention or {}] * len(sizes) if attention is None or isinstance(attention, Mapping) else attention
+    if len(stages) != len(sizes) or not all(isinstance(s, Mapping) and (kind or 'type' in s) for s in stages):
         raise ValueError(
-            f'attn_drop_rate={rate}: SAGA is linear and has no attention weights to drop; leave it at 0 and use '
-            'drop_rate or drop_path_rate.'
+            f'attention must be a dict(type=..., ...) or one for each of the {len(sizes)} stages, got {attention!r}.'
         )
+    rules: list[dict[str, Any]] = [dict(type=kind) for _ in sizes]
+    for option, numbers in dict(pretrain_agent_num=pretrain_agent_nums, agent_num=agent_nums).items():
+        if numbers is not None:
+            check_stages(len(sizes), **{f'{option}s': numbers})
+            for rule, number in zip(rules, numbers, strict=True):
+                rule.update({'agent_num': number, option: number})
+    rules = [{**rule, **stage} for rule, stage in zip(rules, stages, strict=True)]
+    for rule, size in zip(rules, sizes, strict=True):
+        gate = MODELS.get(rule['type'])
+        option = inspect.signature(gate).parameters.get('map_size') if inspect.isclass(gate) else None
+        if option is not None and option.default is inspect.Parameter.empty:
+            rule.setdefault('map_size', size)
+    return rules

@@ -3,49 +3,80 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from mmdet.models.backbones.pvt import PVTEncoderLayer, PyramidVisionTransformer, PyramidVisionTransformerV2
 from mmdet.models.layers import nlc_to_nchw
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmgate.backbones.fitting import ResizesPositions
-from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, agent_rules, no_attention_dropout, preset
-from mmgate.backbones.pretrained import load_pretrained
+from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, Options, map_sizes, preset, stage_rules
 from mmgate.backbones.token_ffn import TokenFFN
+from mmgate.backbones.weights import PublishedWeights
 from mmgate.layers.base.init import start_linear
 from mmgate.layers.gml import check_option
 from mmgate.registry import MODELS
-from mmgate.starts import gates_in_place
 from mmgate.swap import swap_attention
 
 PATCH_NORM_EPS = 1e-5  # of PVT's own patch embeddings, where mmdet has the 1e-6 of the blocks
-SR_RATIOS = (8, 4, 2, 1)
+STRIDES, SR_RATIOS = (4, 2, 2, 2), (8, 4, 2, 1)
 INITS = ('host', 'paper')
 
 
-class _GatedPVT(ResizesPositions, PyramidVisionTransformer):
-    """mmdet's PVT, its attention swapped by one rule a stage (``rules``, without their paths), or vanilla without any.
+class GatedPVT(PublishedWeights, PyramidVisionTransformer):
+    """mmdet's PVT with another attention in every stage and no spatial reduction, or with its own.
 
     The vanilla attention, which reduces its keys and values, initialises before it is swapped, so that whatever is in
     its place, what is shared starts with the same numbers.
+
+    Args:
+        arch: ``'tiny'``, ``'small'``, ``'medium'`` or ``'large'``; of PVTv2 ``'b0'`` or ``'b1'``.
+        attention: Options of the attention for every stage, such as ``dict(bias=False)``, or a list of them, one a
+            stage. With ``type`` they name another attention, a registered
+            :class:`~mmgate.layers.base.map.MapAttention`; ``map_size`` is filled in for a type that needs it.
+        agent_nums: Agent tokens of each stage, of agent attention; those of pre-training by default.
+        pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
+        init: ``'host'`` (default): what is shared with mmdet's PVT starts as there; ``'paper'``: as in the authors'
+            code, every linear layer normal with deviation 0.02. The vanilla partner has the same option.
+        frozen_stages: How many stages, from the first on, are not trained; -1 for none.
+        with_cp: Recompute the blocks in the backward pass.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors, with agent attention
+            or vanilla, and of mmdet are recognised: a vanilla checkpoint fills what is shared, see
+            :func:`.weights.load_pretrained`.
+        **overrides: Arguments of mmdet's ``PyramidVisionTransformer`` in the place of the preset's; ``convert_weights``
+            makes no difference.
+
+    Raises:
+        ValueError: An unknown ``arch``, numbers or attentions that do not fit the stages, or a linear attention with
+            an ``attn_drop_rate``: it has no attention weights to drop.
+        TypeError: An option that the attention does not have.
     """
 
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = PVT
+    attention_type: ClassVar[str | None] = None
+    pretrain_agents: ClassVar[Sequence[int] | None] = None
     convolves = False  # whether the feed-forward networks convolve by default
 
     def __init__(
         self,
-        rules: Sequence[Mapping[str, Any]],
+        arch: str | None = None,
         *,
-        init: str,
-        frozen_stages: int,
-        with_cp: bool,
-        fields: Mapping[str, Any],
-        init_cfg: dict | None,
+        attention: Options | Sequence[Options] | None = None,
+        agent_nums: Sequence[int] | None = None,
+        pretrain_agent_nums: Sequence[int] | None = None,
+        init: str = 'host',
+        frozen_stages: int = -1,
+        with_cp: bool = False,
+        init_cfg: dict | None = None,
+        **overrides: Any,
     ) -> None:
-        check_option('init', init, INITS)
+        fields = preset(self.presets, next(iter(self.presets)) if arch is None else arch, overrides)
         stages = len(fields['num_layers'])
+        sizes = map_sizes(fields.get('pretrain_img_size', 224), fields.get('strides', STRIDES)[:stages])
+        rules = stage_rules(
+            attention, self.attention_type, sizes, agent_nums, pretrain_agent_nums or self.pretrain_agents
+        )
+        check_option('init', init, INITS)
         super().__init__(**{'sr_ratios': SR_RATIOS[:stages], 'num_stages': stages, **fields}, init_cfg=init_cfg)
         if not -1 <= frozen_stages <= stages:
             raise ValueError(f'frozen_stages={frozen_stages} must be -1 (none) to {stages}.')
@@ -61,12 +92,8 @@ class _GatedPVT(ResizesPositions, PyramidVisionTransformer):
 
     def init_weights(self) -> None:
         """Initialise from scratch, or strictly from the checkpoint of a ``Pretrained`` init_cfg."""
-        if self.init_cfg is not None:
-            with gates_in_place(self):
-                load_pretrained(self, self.init_cfg)
-            return
         super().init_weights()
-        if self.init == 'paper':
+        if self.init_cfg is None and self.init == 'paper':
             self._start_as_the_authors()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -84,7 +111,7 @@ class _GatedPVT(ResizesPositions, PyramidVisionTransformer):
                 maps.append(x)
         return tuple(maps)  # mmpretrain's necks and heads take no list
 
-    def train(self, mode: bool = True) -> _GatedPVT:
+    def train(self, mode: bool = True) -> GatedPVT:
         """Set the mode; frozen stages stay in evaluation."""
         super().train(mode)
         self._freeze_stages()
@@ -105,104 +132,46 @@ class _GatedPVT(ResizesPositions, PyramidVisionTransformer):
             stage.eval().requires_grad_(False)
 
 
-def _map_sizes(fields: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return height and width of every stage's map in pre-training."""
-    size = fields.get('pretrain_img_size', 224)
-    height, width = (size, size) if isinstance(size, int) else size
-    sizes = []
-    for stride in fields.get('strides', (4, 2, 2, 2)):
-        height, width = height // stride, width // stride
-        sizes.append((height, width))
-    return sizes
-
-
 @MODELS.register_module()
-class AgentPVT(_GatedPVT):
-    """PVT with agent attention in every stage and no spatial reduction.
+class AgentPVT(GatedPVT):
+    """PVT with agent attention in every stage; arguments as :class:`GatedPVT`.
 
-    Args:
-        arch: ``'tiny'``, ``'small'``, ``'medium'`` or ``'large'``.
-        agent_nums: Agent tokens of each stage; those of pre-training by default. The paper takes (144, 256, 784, 784)
-            for dense prediction.
-        pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
-        attention: Options of :class:`~mmgate.layers.AgentAttention` for every stage, such as ``dict(bias=False)``.
-        init: ``'host'`` (default): what is shared with mmdet's PVT starts as there; ``'paper'``: as in the authors'
-            code, every linear layer normal with deviation 0.02. The vanilla partner has the same option.
-        frozen_stages: How many stages, from the first on, are not trained; -1 for none.
-        with_cp: Recompute the blocks in the backward pass.
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors, with agent attention
-            or vanilla, and of mmdet are recognised, see :func:`.pretrained.load_pretrained`.
-        **overrides: Arguments of mmdet's ``PyramidVisionTransformer`` in the place of the preset's; ``convert_weights``
-            makes no difference.
-
-    Raises:
-        ValueError: An unknown ``arch``, or numbers that do not fit the stages.
+    For dense prediction the paper takes ``agent_nums=(144, 256, 784, 784)``.
 
     Source: Agent attention, tables 19 and 20, appendix C.2.
     """
 
-    def __init__(
-        self,
-        arch: str = 'tiny',
-        *,
-        agent_nums: Sequence[int] | None = None,
-        pretrain_agent_nums: Sequence[int] = PRETRAIN_AGENTS,
-        attention: Mapping[str, Any] | None = None,
-        init: str = 'host',
-        frozen_stages: int = -1,
-        with_cp: bool = False,
-        init_cfg: dict | None = None,
-        **overrides: Any,
-    ) -> None:
-        fields = preset(PVT, arch, overrides)
-        rules = agent_rules(_map_sizes(fields), agent_nums, pretrain_agent_nums, attention)
-        options: dict[str, Any] = dict(init=init, frozen_stages=frozen_stages, with_cp=with_cp)
-        super().__init__(rules, **options, fields=fields, init_cfg=init_cfg)
+    attention_type, pretrain_agents = 'AgentAttention', PRETRAIN_AGENTS
 
 
 @MODELS.register_module()
-class SAGAPVT(_GatedPVT):
-    """PVT with SAGA in every stage and no spatial reduction.
-
-    Args:
-        arch: ``'tiny'``, ``'small'``, ``'medium'`` or ``'large'``.
-        attention: Options of :class:`~mmgate.layers.SAGAAttention` for every stage, such as ``dict(gate=False)``.
-        init: ``'host'`` (default): what is shared with mmdet's PVT starts as there; ``'paper'``: as in the authors'
-            code, every linear layer normal with deviation 0.02. The vanilla partner has the same option.
-        frozen_stages: How many stages, from the first on, are not trained; -1 for none.
-        with_cp: Recompute the blocks in the backward pass.
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of PVT's authors and of mmdet are
-            recognised: a vanilla checkpoint fills what is shared, see :func:`.pretrained.load_pretrained`.
-        **overrides: Arguments of mmdet's backbone in the place of the preset's.
-
-    Raises:
-        ValueError: An unknown ``arch``, or an ``attn_drop_rate``: there are no attention weights to drop.
+class SAGAPVT(GatedPVT):
+    """PVT with SAGA in every stage; arguments as :class:`GatedPVT`.
 
     Source: SAGA, tables 1 and 2.
     """
 
-    presets: Mapping[str, Mapping[str, Any]] = PVT
-
-    def __init__(
-        self,
-        arch: str | None = None,
-        *,
-        attention: Mapping[str, Any] | None = None,
-        init: str = 'host',
-        frozen_stages: int = -1,
-        with_cp: bool = False,
-        init_cfg: dict | None = None,
-        **overrides: Any,
-    ) -> None:
-        fields = preset(self.presets, next(iter(self.presets)) if arch is None else arch, overrides)
-        no_attention_dropout(fields)
-        rules = [dict(type='SAGAAttention', map_size=size, **(attention or {})) for size in _map_sizes(fields)]
-        options: dict[str, Any] = dict(init=init, frozen_stages=frozen_stages, with_cp=with_cp)
-        super().__init__(rules, **options, fields=fields, init_cfg=init_cfg)
+    attention_type = 'SAGAAttention'
 
 
 @MODELS.register_module()
 class SAGAPVTv2(SAGAPVT, PyramidVisionTransformerV2):
-    """PVTv2 with SAGA in every stage; ``arch`` is ``'b0'`` or ``'b1'``, the other arguments as :class:`SAGAPVT`."""
+    """PVTv2 with SAGA in every stage; arguments as :class:`GatedPVT`."""
+
+    presets, convolves = PVT_V2, True
+
+
+@MODELS.register_module()
+class LinearPVT(GatedPVT):
+    """PVT with the attention that ``attention`` names; arguments as :class:`GatedPVT`.
+
+    By default it is PVT's own, over a reduced map, and with ``attention=dict(type='SoftmaxAttention')`` the same over
+    the whole map: the partners of comparisons.
+    """
+
+
+@MODELS.register_module()
+class LinearPVTv2(LinearPVT, PyramidVisionTransformerV2):
+    """PVTv2 with the attention that ``attention`` names, or its own; arguments as :class:`GatedPVT`."""
 
     presets, convolves = PVT_V2, True

@@ -1,29 +1,29 @@
-"""Swin with agent and SAGA attention: mmdet's backbone with the first blocks of its stages swapped."""
+"""Swin with agent, SAGA and other attention: mmdet's backbone with the first blocks of its stages swapped."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from mmdet.models.backbones.swin import ShiftWindowMSA, SwinTransformer
 from torch import Tensor
 
-from mmgate.backbones.fitting import ResizesPositions
 from mmgate.backbones.presets import (
     AGENT_SWIN_BLOCKS,
+    LINEAR_SWIN_BLOCKS,
     PRETRAIN_AGENTS,
     SAGA_SWIN_BLOCKS,
     SWIN,
-    agent_rules,
-    no_attention_dropout,
-    per_stage,
+    Options,
+    check_stages,
+    map_sizes,
     preset,
+    stage_rules,
 )
-from mmgate.backbones.pretrained import load_pretrained
+from mmgate.backbones.weights import PublishedWeights
 from mmgate.hosts import adapts
 from mmgate.layers.base.map import MapAttention
 from mmgate.registry import MODELS
-from mmgate.starts import gates_in_place
 from mmgate.swap import swap_attention
 
 
@@ -52,26 +52,62 @@ class UnshiftedWhole(ShiftWindowMSA):
 adapts(MapAttention, UnshiftedWhole, like=ShiftWindowMSA)
 
 
-class _LinearSwin(ResizesPositions, SwinTransformer):
-    """mmdet's Swin whose first ``blocks[i]`` blocks of stage i see the whole map through ``rules[i]``."""
+class GatedSwin(PublishedWeights, SwinTransformer):
+    """mmdet's Swin with another attention over the whole map in its early blocks, or with its own windows alone.
+
+    Args:
+        arch: ``'tiny'``, ``'small'`` or ``'base'``.
+        attention: Options of the attention for every stage, such as ``dict(bias=False)``, or a list of them, one a
+            stage. With ``type`` they name another attention, a registered
+            :class:`~mmgate.layers.base.map.MapAttention`; ``map_size`` is filled in for a type that needs it.
+        agent_nums: Agent tokens of each stage, of agent attention; those of pre-training by default.
+        pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
+        blocks: How many blocks of each stage, from its first on, have the attention; the preset's by default.
+        pad_small_map: Whether windows shift where one of them holds the whole map, as mmdet's do; Swin's classifiers do
+            not (mmpretrain's name for it).
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors, with agent attention
+            or vanilla, and of mmdet and mmseg are recognised: a vanilla checkpoint fills what is shared, see
+            :func:`.weights.load_pretrained`.
+        **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's: ``with_cp``,
+            ``frozen_stages``, ``drop_path_rate``, ``out_indices``, ...; ``convert_weights`` makes no difference.
+
+    Raises:
+        ValueError: An unknown ``arch``, numbers or attentions that do not fit the stages, or a linear attention with
+            an ``attn_drop_rate``: it has no attention weights to drop.
+        TypeError: An option that the attention does not have.
+    """
+
+    attention_type: ClassVar[str | None] = None
+    pretrain_agents: ClassVar[Sequence[int] | None] = None
+    swapped_blocks: ClassVar[Mapping[str, Sequence[int]]] = LINEAR_SWIN_BLOCKS
 
     def __init__(
         self,
-        rules: Sequence[Mapping[str, Any]],
-        blocks: Sequence[int],
+        arch: str = 'tiny',
         *,
-        pad_small_map: bool,
-        fields: Mapping[str, Any],
-        init_cfg: dict | None,
+        attention: Options | Sequence[Options] | None = None,
+        agent_nums: Sequence[int] | None = None,
+        pretrain_agent_nums: Sequence[int] | None = None,
+        blocks: Sequence[int] | None = None,
+        pad_small_map: bool = True,
+        init_cfg: dict | None = None,
+        **overrides: Any,
     ) -> None:
+        fields = preset(SWIN, arch, overrides)
+        depths, blocks = fields['depths'], self.swapped_blocks[arch] if blocks is None else blocks
+        check_stages(len(depths), blocks=blocks)
+        if any(not 0 <= number <= depth for number, depth in zip(blocks, depths, strict=True)):
+            raise ValueError(f'blocks={tuple(blocks)}: stages of {tuple(depths)} blocks do not have as many to swap.')
+        strides = (fields.get('patch_size', 4), *(2,) * (len(depths) - 1))
+        sizes = map_sizes(fields.get('pretrain_img_size', 224), strides)
+        rules = stage_rules(
+            attention, self.attention_type, sizes, agent_nums, pretrain_agent_nums or self.pretrain_agents
+        )
         super().__init__(**fields, init_cfg=init_cfg)
-        for number, depth in zip(blocks, fields['depths'], strict=True):
-            if not 0 <= number <= depth:
-                raise ValueError(f'blocks={tuple(blocks)}: a stage of {depth} blocks has no {number} to swap.')
         swapped = [
-            {'path': [f'stages.{i}.blocks.{j}.attn' for j in range(number)], **rule}
-            for i, (rule, number) in enumerate(zip(rules, blocks, strict=True))
-            if number
+            {'path': [f'stages.{i}.blocks.{j}.attn' for j in range(blocks[i])], **rule}
+            for i, rule in enumerate(rules)
+            if blocks[i]
         ]
         if swapped:
             swap_attention(self, swapped)
@@ -80,108 +116,42 @@ class _LinearSwin(ResizesPositions, SwinTransformer):
                 module.__class__ = UnshiftedWhole
         self._freeze_stages()
 
-    def init_weights(self) -> None:
-        """Initialise from scratch, or strictly from the checkpoint of a ``Pretrained`` init_cfg."""
-        if self.init_cfg is None:
-            super().init_weights()
-        else:
-            with gates_in_place(self):
-                load_pretrained(self, self.init_cfg)
-
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
         return tuple(super().forward(x))  # mmpretrain's necks and heads take no list
 
-    def train(self, mode: bool = True) -> _LinearSwin:
+    def train(self, mode: bool = True) -> GatedSwin:
         """Set the mode; frozen stages stay in evaluation."""
         super().train(mode)  # mmdet's returns nothing
         return self
 
 
-def _map_sizes(fields: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return height and width of every stage's map in pre-training."""
-    size = fields.get('pretrain_img_size', 224)
-    height, width = (size, size) if isinstance(size, int) else size
-    patch = fields.get('patch_size', 4)
-    return [(height // (patch * 2**i), width // (patch * 2**i)) for i in range(len(fields['depths']))]
-
-
 @MODELS.register_module()
-class AgentSwin(_LinearSwin):
-    """Swin with agent attention over the whole map in its early blocks, Swin's own 7 x 7 windows in the others.
+class AgentSwin(GatedSwin):
+    """Swin with agent attention over the whole map in its early blocks; arguments as :class:`GatedSwin`.
 
-    Args:
-        arch: ``'tiny'``, ``'small'`` or ``'base'``.
-        agent_nums: Agent tokens of each stage; those of pre-training by default. The paper takes (81, 144, 196, 49) for
-            dense prediction.
-        pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
-        attention: Options of :class:`~mmgate.layers.AgentAttention` for every stage, such as ``dict(bias=False)``.
-        blocks: How many blocks of each stage, from its first on, have agent attention; the preset's by default.
-        pad_small_map: Whether windows shift where one of them holds the whole map, as mmdet's do; Swin's classifiers do
-            not (mmpretrain's name for it).
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors, with agent attention
-            or vanilla, and of mmdet and mmseg are recognised, see :func:`.pretrained.load_pretrained`.
-        **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's: ``with_cp``,
-            ``frozen_stages``, ``drop_path_rate``, ``out_indices``, ...; ``convert_weights`` makes no difference.
-
-    Raises:
-        ValueError: An unknown ``arch``, or numbers that do not fit the stages.
+    For dense prediction the paper takes ``agent_nums=(81, 144, 196, 49)``.
 
     Source: Agent attention, table 21, appendix C.2.
     """
 
-    def __init__(
-        self,
-        arch: str = 'tiny',
-        *,
-        agent_nums: Sequence[int] | None = None,
-        pretrain_agent_nums: Sequence[int] = PRETRAIN_AGENTS,
-        attention: Mapping[str, Any] | None = None,
-        blocks: Sequence[int] | None = None,
-        pad_small_map: bool = True,
-        init_cfg: dict | None = None,
-        **overrides: Any,
-    ) -> None:
-        fields = preset(SWIN, arch, overrides)
-        rules = agent_rules(_map_sizes(fields), agent_nums, pretrain_agent_nums, attention)
-        swapped = per_stage('blocks', AGENT_SWIN_BLOCKS[arch] if blocks is None else blocks, len(rules))
-        super().__init__(rules, swapped, pad_small_map=pad_small_map, fields=fields, init_cfg=init_cfg)
+    attention_type, pretrain_agents, swapped_blocks = 'AgentAttention', PRETRAIN_AGENTS, AGENT_SWIN_BLOCKS
 
 
 @MODELS.register_module()
-class SAGASwin(_LinearSwin):
-    """Swin with SAGA over the whole map in stages 1 to 3, Swin's own windows in stage 4.
-
-    Args:
-        arch: ``'tiny'``, ``'small'`` or ``'base'``.
-        attention: Options of :class:`~mmgate.layers.SAGAAttention`, such as ``dict(gate=False)``.
-        blocks: How many blocks of each stage, from its first on, have SAGA; the preset's by default.
-        pad_small_map: Whether windows shift where one of them holds the whole map, as mmdet's do; Swin's classifiers do
-            not (mmpretrain's name for it).
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors of Swin, of mmdet and
-            mmseg are recognised: a vanilla checkpoint fills what is shared, see :func:`.pretrained.load_pretrained`.
-        **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's.
-
-    Raises:
-        ValueError: An unknown ``arch``, numbers that do not fit the stages, or an ``attn_drop_rate``: SAGA has no
-            attention weights to drop.
+class SAGASwin(GatedSwin):
+    """Swin with SAGA over the whole map in stages 1 to 3; arguments as :class:`GatedSwin`.
 
     Source: SAGA, tables 1 and 2. The window of 56 that its parameter counts imply is the whole map at 224 pixels; on a
     larger image the attention, being linear, still sees the whole map.
     """
 
-    def __init__(
-        self,
-        arch: str = 'tiny',
-        *,
-        attention: Mapping[str, Any] | None = None,
-        blocks: Sequence[int] | None = None,
-        pad_small_map: bool = True,
-        init_cfg: dict | None = None,
-        **overrides: Any,
-    ) -> None:
-        fields = preset(SWIN, arch, overrides)
-        rules = [dict(type='SAGAAttention', map_size=size, **(attention or {})) for size in _map_sizes(fields)]
-        no_attention_dropout(fields)
-        swapped = per_stage('blocks', SAGA_SWIN_BLOCKS[arch] if blocks is None else blocks, len(fields['depths']))
-        super().__init__(rules, swapped, pad_small_map=pad_small_map, fields=fields, init_cfg=init_cfg)
+    attention_type, swapped_blocks = 'SAGAAttention', SAGA_SWIN_BLOCKS
+
+
+@MODELS.register_module()
+class LinearSwin(GatedSwin):
+    """Swin with the attention that ``attention`` names in all blocks of stages 1 and 2, as in FLatten-Swin.
+
+    Arguments as :class:`GatedSwin`; by default every block has Swin's own windows.
+    """

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmgate.deploy.export import SUFFIXES, export
+from mmgate.deploy.commands import FOLDER, add_images, config_parser, load_with_images
+from mmgate.deploy.export import SUFFIXES, check_format, check_writable, export
 from mmgate.deploy.networks import network
 from mmgate.deploy.runtime import Exported
+from mmgate.errors import ConfigError
 
-from .ops import Row, interleaved
+from .ops import Row, interleaved, write_csv
 
 PYTORCH, COMPILED = 'PyTorch', 'torch.compile'
 FILES: Mapping[str, tuple[str, str]] = {  # provider: its file's format and how deformable attention is written
@@ -22,6 +24,31 @@ FILES: Mapping[str, tuple[str, str]] = {  # provider: its file's format and how 
     'AOTInductor': ('aot-inductor', 'gather'),
 }
 PROVIDERS = (PYTORCH, COMPILED, *FILES)
+
+
+def benchmark(argv: list[str]) -> None:
+    """Time a model in PyTorch, compiled and as exported files."""
+    parser = config_parser('Time a model in PyTorch, compiled and as exported files, on one real image')
+    add_images(parser)
+    parser.add_argument('--providers', nargs='+', choices=PROVIDERS, default=PROVIDERS, help='default: all')
+    parser.add_argument('--repetitions', type=int, default=5)
+    parser.add_argument('--threads', type=int, help="torch's and onnxruntime's threads (default: all)")
+    parser.add_argument('--out', help='CSV to write (default: work_dirs/deploy/NAME.csv)')
+    args = parser.parse_args(argv)
+    check_format('onnx')
+    out = Path(args.out or f'{FOLDER}/{Path(args.config).stem}.csv')
+    check_writable(out)
+    if args.repetitions < 1 or (args.threads or 1) < 1:
+        raise ConfigError('--repetitions and --threads are 1 or more.')
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    loaded, batches = load_with_images(args)
+    options = dict(providers=args.providers, repetitions=args.repetitions, threshold=args.score_thr)
+    rows = list(benchmark_deployment(loaded.name, loaded.model, batches[0], Path(FOLDER), **options))
+    for row in rows:
+        print(f'{row.provider:18} {row.x:14} {row.y_50:9.1f} ms  x {row.ratio_to_peer:.2f}')
+    write_csv(rows, out)
+    print(f'written to {out}')
 
 
 def benchmark_deployment(

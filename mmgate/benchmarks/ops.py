@@ -8,6 +8,7 @@ import os
 import platform
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -16,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.maps import pixel_centres
-from mmgate.layers import DifferentialGatedAttention, GatingModulation, SDPAGatedAttention
+from mmgate.analysis.probes.measures import pixel_centres
+from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 
 LEVELS = {  # x: (levels, batch)
@@ -114,6 +115,7 @@ def benchmark_plug_attention(repetitions: int = 5) -> Iterator[Row]:
 
 def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
     """Measure the SDPA gate and M-DGSA as layers beside a layer of plain fused attention (256 channels, 8 heads)."""
+    from mmgate.layers import DifferentialGatedAttention, SDPAGatedAttention
 
     def run(layer: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda x: layer(x, x, x, need_weights=False)[0]
@@ -185,6 +187,20 @@ def interleaved(
     for metric, unit, values in (('time', 'ms', times), ('peak memory', 'MiB', memory)):
         for name in providers:
             yield row_of(op, name, mode, metric, unit, x, values[name], values[peer], inputs[0].device)
+
+
+def working(
+    providers: Mapping[str, Callable[..., Tensor]], inputs: list[Tensor], mode: str = MODES[1]
+) -> dict[str, Callable[..., Tensor]]:
+    """Return the providers that run on ``inputs``; a warning says why another does not."""
+    found = {}
+    for name, run in providers.items():
+        try:
+            measure(run, inputs, mode)
+            found[name] = run
+        except Exception as error:  # a kernel that does not compile, no memory, a package that is missing
+            warnings.warn(f'{name} is left out: {type(error).__name__}: {error}', stacklevel=2)
+    return found
 
 
 def measure(

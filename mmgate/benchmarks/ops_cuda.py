@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -10,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmgate.analysis.maps import pixel_centres
-from mmgate.layers import GatingModulation
+from mmgate.analysis.probes.measures import pixel_centres
+from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
-from mmgate.ops.ms_deform_attn import attention_weights, mmcv, offset_locations
+from mmgate.ops.ms_deform_attn import attention_weights, grid_sample, mmcv, offset_locations
 
-from .mmcv_cuda import provide_operator
-from .ops import MODES, Row, deformable_inputs, interleaved, measure, row_of, saved_bytes
+from .ops import MODES, Row, deformable_inputs, interleaved, measure, row_of, saved_bytes, working
 
 LEVELS = [(100, 167), (50, 84), (25, 42), (13, 21)]  # of an image of 800 x 1333
 # name: (queries, None for one a pixel; columns of the reference points: 2 for points, 4 for boxes)
@@ -47,10 +45,7 @@ def _mmcv_half(value: Tensor, *inputs: Tensor, reference: Tensor) -> Tensor:
 
 
 def _grid_sample(*inputs: Tensor, reference: Tensor) -> Tensor:
-    from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
-
-    value, shapes, _, locations, weights = _glue(inputs, reference)
-    return multi_scale_deformable_attn_pytorch(value, shapes, locations, weights)
+    return grid_sample.sample(*_glue(inputs, reference))
 
 
 def _attend(*inputs: Tensor, reference: Tensor, backend: str = 'triton') -> Tensor:
@@ -73,14 +68,14 @@ def _autocast(*inputs: Tensor, reference: Tensor) -> Tensor:
 
 
 def sampler_inputs(
-    levels: list[tuple[int, int]], batch: int, queries: int | None, columns: int, device: str
+    levels: list[tuple[int, int]], batch: int, queries: int | None, columns: int, device: str, heads: int = 8
 ) -> tuple[list[Tensor], Tensor]:
     """Return value, shapes, starts, offsets, logits and gate of an encoder's or a decoder's layer, and its reference.
 
     The reference points need no gradient, as in an encoder and in a decoder that refines boxes.
     Offsets spread over two pixels of their level from points, over the boxes' size from boxes a tenth of the image.
     """
-    value, shapes, start, _, logits = deformable_inputs(levels, batch)
+    value, shapes, start, _, logits = deformable_inputs(levels, batch, heads)
     generator = torch.Generator().manual_seed(1)
     count = value.shape[1] if queries is None else queries
     logits = logits[:, :count].contiguous()
@@ -103,26 +98,19 @@ def benchmark_ms_deform_attn(
     levels: list[tuple[int, int]] = LEVELS,
     queries: dict[str, tuple[int | None, int]] = QUERIES,
 ) -> Iterator[Row]:
-    """Measure the Triton kernel beside mmcv's operator (the peer, compiled first where mmcv has none) and grid_sample.
+    """Measure the Triton kernel beside mmcv's operator (the peer, where there is one) and grid_sample.
 
     All start from offsets, logits and gate. Yields time, peak memory, the bytes kept for the backward pass, the share
     of the measured bandwidth at which what must be read and written once would pass, and the error of the output.
     """
     runs: dict[str, Callable[..., Tensor]] = {'grid_sample': _grid_sample, 'triton': _attend}
     runs |= {'triton, ungated': _ungated, 'triton, bfloat16': _in_bfloat16, 'triton, autocast': _autocast}
-    if torch.device(device).type == 'cuda':
-        try:
-            provide_operator()
-        except RuntimeError as error:
-            warnings.warn(f'measured without mmcv: {error}', stacklevel=2)
     if mmcv.why_not(torch.empty(1, device=device)) is None:
         runs = {'mmcv': _mmcv, 'mmcv, half': _mmcv_half, **runs}
     bandwidth = measured_bandwidth(device)
     for x, (count, columns) in queries.items():
         inputs, reference = sampler_inputs(levels, 2, count, columns, device)
-        providers: Mapping[str, Callable[..., Tensor]] = {
-            name: partial(run, reference=reference) for name, run in runs.items()
-        }
+        providers = working({name: partial(run, reference=reference) for name, run in runs.items()}, inputs)
         for row in _measured('ms_deform_attn', providers, x, inputs, repetitions):
             yield row
             if row.metric == 'time':
@@ -208,7 +196,7 @@ def benchmark_plug_attention(
             providers['FlexAttention and a map'] = _flex(gml)
         providers['ungated SDPA'] = lambda q, k, v, *_: torch.nn.functional.scaled_dot_product_attention(q, k, v)
         inputs = [torch.randn(2, heads, count, 32, device=device, dtype=dtype) for heads in (8, 8, 8, 1, 1)]
-        yield from _measured('plug_attention', providers, f'N{count}', inputs, repetitions)
+        yield from _measured('plug_attention', working(providers, inputs), f'N{count}', inputs, repetitions)
 
 
 def _measured(

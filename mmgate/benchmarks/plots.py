@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmgate.analysis.figures import COLOURS
+from mmgate.analysis.figures.style import COLOURS
 
 from .ops import Row
 

@@ -20,7 +20,7 @@ from mmengine.structures import InstanceData, PixelData
 from torch import Tensor
 
 import mmgate  # noqa: F401  (registers its components)
-from mmgate.analysis.flops import empty_sample
+from mmgate.analysis.report.flops import empty_sample
 from mmgate.train.config_file import mappings, read_config
 
 from .ops import Row, environment, interleaved

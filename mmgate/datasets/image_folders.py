@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import cv2
 import numpy as np
 
 from .drawing import CLASSES, HUE_SPREAD, background, shape_mask, texture
-from .shapes import MIN_PIXELS, MIN_SIZE, SPLITS
+from .shapes import MIN_PIXELS, MIN_SIZE, SPLITS, write_once
 
 STAMP = 'images.json'
 DIAMETERS = (0.3, 0.9)  # as shares of the image's side
@@ -119,27 +117,11 @@ def write_digits(root: str | os.PathLike[str], *, size: int = 32, seed: int = 0,
 
 
 def _write(root: Path, recipe: dict[str, Any], images: Iterable[tuple[str, str, str, np.ndarray]], force: bool) -> bool:
-    """Write ``(split, class, file, image)``; the folder appears complete or not at all."""
-    text = json.dumps(recipe)
-    if root.exists() and (root.is_file() or any(root.iterdir())):
-        stamp = root / STAMP
-        if not stamp.is_file():
-            raise FileExistsError(f'{root} holds something that is none of our image folders; choose another folder.')
-        if stamp.read_text() == text:
-            return False
-        if not force:
-            raise FileExistsError(
-                f'{root} holds images of {stamp.read_text()}, not of {text}; choose another folder or pass force=True '
-                '(--force).'
-            )
-    root.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=root.parent, prefix=f'.{root.name}-') as folder:
-        new, old = Path(folder) / 'new', Path(folder) / 'old'
+    """Write ``(split, class, file, image)``."""
+
+    def write(folder: Path) -> None:
         for split, name, file, image in images:
-            (new / split / name).mkdir(parents=True, exist_ok=True)
-            cv2.imwrite(str(new / split / name / file), image)
-        (new / STAMP).write_text(text)
-        if root.exists():
-            root.rename(old)
-        new.rename(root)
-    return True
+            (folder / split / name).mkdir(parents=True, exist_ok=True)
+            cv2.imwrite(str(folder / split / name / file), image)
+
+    return write_once(root, STAMP, recipe, write, force=force)

@@ -10,7 +10,8 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -63,16 +64,6 @@ class Scene:
     image: np.ndarray
     masks: np.ndarray
     labels: np.ndarray
-
-
-@dataclass(frozen=True)
-class _Recipe:
-    num_train: int
-    num_val: int
-    size: int
-    seed: int
-    difficulty: str = 'plain'
-    format: int = FORMAT
 
 
 def render(index: int, *, size: int = 128, seed: int = 0, split: str = 'train', difficulty: str = 'plain') -> Scene:
@@ -155,52 +146,65 @@ def write_shapes(
         ValueError: An argument out of range.
         FileExistsError: ``root`` holds other arguments' shapes and ``force`` is not set, or something else.
     """
-    root = Path(root)
-    recipe = _Recipe(num_train, num_val, size, seed, difficulty)
-    if num_train < 1 or num_val < 1 or size < MIN_SIZE or seed < 0 or difficulty not in DIFFICULTIES:
-        raise ValueError(
-            f'num_train and num_val must be 1 or more, size {MIN_SIZE} or more, seed 0 or more, difficulty one of '
-            f'{", ".join(DIFFICULTIES)}; got {asdict(recipe)}.'
-        )
+    if min(num_train, num_val) < 1:
+        raise ValueError(f'num_train and num_val must be 1 or more; got {num_train} and {num_val}.')
+    drawn: dict[str, Any] = dict(size=size, seed=seed, difficulty=difficulty)
+
+    def write(folder: Path) -> None:
+        for split, count in (('train', num_train), ('val', num_val)):
+            _write_split(folder, split, count, **drawn)
+
+    recipe = dict(num_train=num_train, num_val=num_val, **drawn, format=FORMAT)
+    return write_once(Path(root), STAMP, recipe, write, force=force)
+
+
+def write_once(root: Path, stamp: str, recipe: dict[str, Any], write: Callable[[Path], None], *, force: bool) -> bool:
+    """Write a folder that appears complete or not at all, or leave it if its file ``stamp`` holds the same recipe.
+
+    Returns:
+        Whether anything was written.
+
+    Raises:
+        FileExistsError: ``root`` holds what another recipe made and ``force`` is not set, or something else.
+    """
+    text = json.dumps(recipe)
     if root.exists() and (root.is_file() or any(root.iterdir())):
-        stamp = root / STAMP
-        if not stamp.is_file():
-            raise FileExistsError(f'{root} holds something that is no shapes data set; choose another folder.')
-        found = {'difficulty': 'plain', **json.loads(stamp.read_text())}  # older folders name none
-        if found == asdict(recipe):
-            return False
+        if not (root / stamp).is_file():
+            raise FileExistsError(f'{root} holds something that is no data set of this kind; choose another folder.')
+        found = (root / stamp).read_text()
+        if {'difficulty': 'plain', **json.loads(found)} == {'difficulty': 'plain', **json.loads(text)}:
+            return False  # older folders name no difficulty
         if not force:
             raise FileExistsError(
-                f'{root} holds shapes of {stamp.read_text().strip()}, not of {json.dumps(asdict(recipe))}; '
-                'choose another folder or pass force=True (--force).'
+                f'{root} holds what was made of {found.strip()}, not of {text}; choose another folder or pass '
+                'force=True (--force).'
             )
     root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=f'.{root.name}-') as folder:
         new, old = Path(folder) / 'new', Path(folder) / 'old'
-        for split, count in (('train', num_train), ('val', num_val)):
-            _write_split(new, split, count, recipe)
-        (new / STAMP).write_text(json.dumps(asdict(recipe)))
+        new.mkdir()
+        write(new)
+        (new / stamp).write_text(text)
         if root.exists():
             root.rename(old)
         new.rename(root)
     return True
 
 
-def _write_split(root: Path, split: str, count: int, recipe: _Recipe) -> None:
+def _write_split(root: Path, split: str, count: int, *, size: int, seed: int, difficulty: str) -> None:
     images, ade_images = root / split, root / 'ade' / 'images' / SPLITS[split]
     ade_maps = root / 'ade' / 'annotations' / SPLITS[split]
     for folder in (images, ade_images, ade_maps, root / 'annotations'):
         folder.mkdir(parents=True, exist_ok=True)
     coco: dict[str, Any] = {
-        'info': {'description': f'mmgate shapes, {split}, seed {recipe.seed}', 'version': str(FORMAT)},
+        'info': {'description': f'mmgate shapes, {split}, seed {seed}', 'version': str(FORMAT)},
         'licenses': [],
         'images': [],
         'annotations': [],
         'categories': [{'id': i + 1, 'name': name, 'supercategory': 'shape'} for i, name in enumerate(CLASSES)],
     }
-    size = recipe.size
     for index in range(count):
-        scene = render(index, size=size, seed=recipe.seed, split=split, difficulty=recipe.difficulty)
+        scene = render(index, size=size, seed=seed, split=split, difficulty=difficulty)
         name = f'{index:06d}.jpg'
         cv2.imwrite(str(images / name), scene.image, [cv2.IMWRITE_JPEG_QUALITY, 95])
         try:

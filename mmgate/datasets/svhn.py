@@ -25,7 +25,6 @@ class SVHN(BaseDataset):
     Raises:
         ValueError: An unknown split.
         FileNotFoundError: The file of the split is not in ``data_root``; nothing is downloaded.
-        ImportError: scipy, which reads the files, is not installed.
 
     Source: Reading digits in natural images (Netzer et al., 2011), format 2.
     """
@@ -40,14 +39,9 @@ class SVHN(BaseDataset):
 
     def load_data_list(self) -> list[dict[str, Any]]:
         """Return ``img`` ``(32, 32, 3)``, RGB, and ``gt_label`` of every digit; the files call the zero 10."""
-        path = Path(self.data_root) / FILES[self.split]
-        if not path.is_file():
-            raise FileNotFoundError(f'{path} is missing: put the cropped digits of SVHN (format 2) there.')
-        try:
-            from scipy.io import loadmat
-        except ImportError:
-            raise ImportError('SVHN is read by scipy: pip install scipy.') from None
-        content = loadmat(str(path))
+        from scipy.io import loadmat
+
+        content = loadmat(str(Path(self.data_root) / FILES[self.split]))
         images = np.ascontiguousarray(content['X'].transpose(3, 0, 1, 2))
         labels = content['y'].ravel().astype(np.int64) % 10
         return [dict(img=image, gt_label=label) for image, label in zip(images, labels, strict=True)]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +12,9 @@ from torch import Tensor
 
 from mmgate.errors import ConfigError
 
-from .formats import writing
 from .network import Network
-from .pooling import matrix_pooling
-from .projections import plain_projections
 from .sampling import sampled_by
-from .sizes import readable_sizes
-from .whole_numbers import whole_numbers
+from .tracing import traceable
 
 MAX_BATCH = 64
 OLDEST = (2, 9)
@@ -75,7 +69,7 @@ def capture(
     Args:
         network: What to write.
         inputs: Of a batch; the values do not matter, the sizes do where the model takes no others.
-        format: One of :data:`mmgate.deploy.formats.FORMATS`.
+        format: One of :data:`mmgate.deploy.tracing.FORMATS`.
         msda: How deformable attention is written, one of :data:`mmgate.deploy.sampling.SAMPLERS`.
         fixed_size: Whether to take images of this size alone without trying others.
 
@@ -91,7 +85,7 @@ def capture(
     problem: Exception | None = None
     for divisor in [0] if fixed_size else [*tried, 0]:
         try:
-            with _traceable(format, msda):
+            with traceable(format, sampled_by(msda)):
                 shapes = _shapes(network, divisor, least)
                 program = torch.export.export(network, inputs, dynamic_shapes=shapes, strict=False)
             _check_dynamic(program, divisor)
@@ -128,33 +122,3 @@ def _shapes(network: Network, divisor: int, least: int) -> tuple[Any, ...]:
         for axis, name in ((2, 'height'), (3, 'width')):
             images[axis] = Dim(name, min=least) if divisor == 1 else divisor * Dim(name, min=-(-least // divisor))
     return tuple(images if name == 'images' else {0: batch} for name in network.inputs)
-
-
-def plain_attention() -> Any:
-    """Keep attention from its fused kernels, whose result lies in memory as the plain one's does not.
-
-    A view that is written for one fails on the other, so what takes a program apart needs this as what writes it does.
-    """
-    return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)
-
-
-@contextmanager
-def _traceable(format: str, msda: str) -> Iterator[None]:
-    """Let a host be traced: the sizes of its levels are numbers, its attention and pooling plain operators."""
-    from torch.fx.experimental import _config as symbols
-
-    fused = torch.backends.mha.get_fastpath_enabled()
-    with ExitStack() as stack:
-        hosts = (sampled_by(msda), readable_sizes(), matrix_pooling(), plain_projections(), whole_numbers())
-        for context in (torch.no_grad(), writing(format), *hosts):
-            stack.enter_context(context)
-        stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter('ignore')
-        stack.enter_context(plain_attention())
-        # sides of 1 pixel are as any other: no graph is written for maps of more alone
-        stack.enter_context(symbols.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
-        torch.backends.mha.set_fastpath_enabled(False)
-        try:
-            yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fused)

@@ -1,4 +1,4 @@
-"""The command lines of tools/deploy: write a model as a file, evaluate a file, time files."""
+"""The command lines of tools/deploy: write a model as a file, evaluate a file."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import torch
+from mmengine.config import DictAction
 from mmengine.logging import print_log
 
-from mmgate.analysis.subjects import UNTRAINED, Subject, build_subject
+from mmgate.analysis.loading import UNTRAINED, LoadedModel, load_model
 from mmgate.checkpoints.loading import add_trust_option
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import load_config, merge_options, read_config
-from mmgate.train.inputs import check_data, check_writable
+from mmgate.train.inputs import check_data
 
 from . import export as exporting
 from .networks import serve
@@ -26,8 +26,10 @@ FOLDER = 'work_dirs/deploy'
 
 def export(argv: list[str]) -> None:
     """Write a model as a file and compare what it finds with what PyTorch finds."""
-    parser = _parser('Write a detector or a segmentor as a file, and compare the file with PyTorch on real images')
-    _add_images(parser)
+    parser = config_parser(
+        'Write a detector or a segmentor as a file, and compare the file with PyTorch on real images'
+    )
+    add_images(parser)
     parser.add_argument('--format', choices=sorted(exporting.SUFFIXES), default='onnx', help='(default onnx)')
     parser.add_argument('--out', help='file to write (default, in work_dirs/deploy: NAME.onnx, NAME.pt2, NAME-aot.pt2)')
     parser.add_argument(
@@ -50,16 +52,16 @@ def export(argv: list[str]) -> None:
     path = Path(args.out or f'{FOLDER}/{name}{suffix}')
     if path.suffix != suffix:
         raise ConfigError(f'--out {path}: a file of --format {args.format} ends with {suffix}.')
-    check_writable(path)
-    subject, batches = _subject(args, whole=not args.allow_mismatch)
+    exporting.check_writable(path)
+    loaded, batches = load_with_images(args, whole=not args.allow_mismatch)
     options = dict(format=args.format, msda=args.msda, fixed_size=args.fixed_size, threshold=args.score_thr)
-    found = exporting.export(subject.model, batches, path, **options)
+    found = exporting.export(loaded.model, batches, path, **options)
     print_log(f'{path} is as PyTorch: {found}', logger='current')
 
 
 def test(argv: list[str]) -> None:
     """Evaluate an exported file on the test data of a config, by its evaluator."""
-    parser = _parser('Evaluate an exported file on the test data of its config')
+    parser = config_parser('Evaluate an exported file on the test data of its config')
     parser.add_argument('file', help='.onnx or .pt2 file of tools/deploy/export.py')
     parser.add_argument('--work-dir', help='folder for logs and metrics (default: work_dirs/deploy/NAME)')
     add_trust_option(parser)
@@ -74,42 +76,16 @@ def test(argv: list[str]) -> None:
     runner.test()
 
 
-def benchmark(argv: list[str]) -> None:
-    """Time a model in PyTorch, compiled and as exported files."""
-    from mmgate.benchmarks.deployment import PROVIDERS, benchmark_deployment
-    from mmgate.benchmarks.ops import write_csv
-
-    parser = _parser('Time a model in PyTorch, compiled and as exported files, on one real image')
-    _add_images(parser)
-    parser.add_argument('--providers', nargs='+', choices=PROVIDERS, default=PROVIDERS, help='default: all')
-    parser.add_argument('--repetitions', type=int, default=5)
-    parser.add_argument('--threads', type=int, help="torch's and onnxruntime's threads (default: all)")
-    parser.add_argument('--out', help='CSV to write (default: work_dirs/deploy/NAME.csv)')
-    args = parser.parse_args(argv)
-    exporting.check_format('onnx')
-    out = Path(args.out or f'{FOLDER}/{Path(args.config).stem}.csv')
-    check_writable(out)
-    if args.repetitions < 1 or (args.threads or 1) < 1:
-        raise ConfigError('--repetitions and --threads are 1 or more.')
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    subject, batches = _subject(args)
-    options = dict(providers=args.providers, repetitions=args.repetitions, threshold=args.score_thr)
-    rows = list(benchmark_deployment(subject.name, subject.model, batches[0], Path(FOLDER), **options))
-    for row in rows:
-        print(f'{row.provider:18} {row.x:14} {row.y_50:9.1f} ms  x {row.ratio_to_peer:.2f}')
-    write_csv(rows, out)
-    print(f'written to {out}')
-
-
-def _parser(description: str) -> argparse.ArgumentParser:
+def config_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser of a config and its overrides."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument('config', help="config file, or 'package::path' of an installed package's config")
-    parser.add_argument('--cfg-options', nargs='+', action=cli.Options, help='override settings: key=value')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='override settings: key=value')
     return parser
 
 
-def _add_images(parser: argparse.ArgumentParser) -> None:
+def add_images(parser: argparse.ArgumentParser) -> None:
+    """Add the checkpoint and the images to compare on."""
     parser.add_argument('checkpoint', help=f"checkpoint file or URL; '{UNTRAINED}' for the model as it is initialised")
     where = parser.add_mutually_exclusive_group()
     where.add_argument('--images', nargs='+', help='image files to compare on')
@@ -119,15 +95,15 @@ def _add_images(parser: argparse.ArgumentParser) -> None:
     add_trust_option(parser)
 
 
-def _subject(args: argparse.Namespace, *, whole: bool = False) -> tuple[Subject, list[dict[str, Any]]]:
+def load_with_images(args: argparse.Namespace, *, whole: bool = False) -> tuple[LoadedModel, list[dict[str, Any]]]:
     """Return the model, and its images as batches of one."""
     if args.max_images < 1:
         raise ConfigError(f'--max-images {args.max_images}: give 1 or more; an export ends with a comparison.')
     cfg = read_config(args.config)
     if args.cfg_options:
         merge_options(cfg, args.cfg_options)
-    subject = build_subject(cfg, args.checkpoint, whole=whole)
-    batches = list(subject.inputs(args))
+    loaded = load_model(cfg, args.checkpoint, whole=whole)
+    batches = list(loaded.inputs(args))
     if not batches:
         raise ConfigError('there is no image to compare on: the data set is empty.')
-    return subject, batches
+    return loaded, batches

@@ -18,22 +18,10 @@ from .network import Network
 
 MARGIN = 1e-3  # of scores: what lies closer to the threshold may be found by one alone
 TIE = 1e-5  # of the largest logit: classes that are as close are told apart by rounding alone
+# How far results may be apart: corners in pixels of the original image, scores, the share of the pixels of a class, an
+# instance or a mask that are another's.
+TOLERATED = dict(pixels=0.1, score=1e-3, share=1e-3)
 LEAST_AREA = 1000  # pixels that a share is of at least, so that one at the edge of a small object is no difference
-
-
-@dataclass
-class Tolerances:
-    """How far results may be apart.
-
-    Attributes:
-        pixels: Corners of boxes, in pixels of the original image.
-        score: Scores of detections.
-        share: Share of the pixels of a class, an instance or a mask that are another's.
-    """
-
-    pixels: float = 0.1
-    score: float = 1e-3
-    share: float = 1e-3
 
 
 @dataclass
@@ -44,9 +32,9 @@ class Differences:
         images: Batches and images in them are counted as images.
         detections: Detections of PyTorch's that were looked for.
         missing: Detections that one of the two found alone.
-        pixels: See :class:`Tolerances`; infinite where a number is none.
-        score: Likewise.
-        share: Likewise.
+        pixels: Of corners of boxes; infinite where a number is none.
+        score: Of detections.
+        share: Of pixels that are another's.
         what: What was compared, in words.
     """
 
@@ -58,10 +46,9 @@ class Differences:
     share: float = 0.0
     what: str = ''
 
-    def within(self, tolerances: Tolerances) -> bool:
+    def tolerated(self) -> bool:
         """Return whether all of it can be tolerated."""
-        near = all(getattr(self, name) <= getattr(tolerances, name) for name in ('pixels', 'score', 'share'))
-        return near and not self.missing
+        return not self.missing and all(getattr(self, name) <= most for name, most in TOLERATED.items())
 
     def note(self, name: str, difference: float) -> None:
         """Keep a difference if it is the largest of its kind."""

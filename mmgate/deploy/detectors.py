@@ -10,12 +10,19 @@ import torch
 import torch.nn.functional as F
 from mmcv.ops import RoIAlign
 from mmdet.models.dense_heads import AnchorHead
-from mmdet.models.detectors import DINO, DeformableDETR, SingleStageDetector, TwoStageDetector
+from mmdet.models.detectors import (
+    DINO,
+    DeformableDETR,
+    Mask2Former,
+    MaskFormer,
+    SingleStageDetector,
+    TwoStageDetector,
+)
 from mmdet.models.roi_heads import StandardRoIHead
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.structures.bbox import bbox_cxcywh_to_xyxy
-from mmengine.structures import InstanceData
+from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor, nn
 
 from .boxes import Boxes, best, candidates, cut, decode
@@ -221,6 +228,38 @@ class RoINetwork(BoxNetwork):
         return result
 
 
+class MaskNetwork(Network):
+    """Mask2Former up to ``classes`` ``(B, Q, C + 1)`` and ``masks`` ``(B, Q, H, W)``, both logits.
+
+    Instances and panoptic maps, of any number and in the size of the original, are made by the host's fusion head.
+    """
+
+    inputs = ('images',)
+    outputs = ('classes', 'masks')
+
+    def __init__(self, host: nn.Module) -> None:
+        super().__init__(host)
+        if not isinstance(host, Mask2Former):
+            raise refuse(host, 'of the mask formers Mask2Former can be')
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return classes and masks of images ``(B, 3, H, W)``."""
+        sample = SimpleNamespace(metainfo=dict(batch_input_shape=images.shape[-2:]))
+        return self.host.panoptic_head.predict(self.host.extract_feat(images), [sample])
+
+    def feeds(self, images: Tensor, samples: Sequence[BaseDataElement]) -> tuple[Tensor, ...]:
+        """Return the images; the host masks no padding."""
+        return (images,)
+
+    def classes(self) -> int:
+        """Return the number of classes, things and stuff."""
+        return self.host.panoptic_head.num_classes
+
+    def results(self, outputs: Sequence[Tensor], samples: Any, rescale: bool) -> Any:
+        """Return the fusion head's results."""
+        return self.host.panoptic_fusion_head.predict(*outputs, samples, rescale=rescale)
+
+
 def _averages(layer: nn.Module) -> bool:
     return type(layer) is RoIAlign and layer.pool_mode == 'avg'
 
@@ -231,10 +270,11 @@ def detector(host: nn.Module) -> Network | None:
     Raises:
         ConfigError: A detector that cannot be exported.
     """
-    if isinstance(host, DeformableDETR):
-        return QueryNetwork(host)
-    if isinstance(host, TwoStageDetector):
-        return RoINetwork(host)
-    if isinstance(host, SingleStageDetector):
-        return AnchorNetwork(host)
-    return None
+    networks: dict[type[nn.Module], type[Network]] = {
+        DeformableDETR: QueryNetwork,
+        MaskFormer: MaskNetwork,
+        TwoStageDetector: RoINetwork,
+        SingleStageDetector: AnchorNetwork,
+    }
+    found = [network for kind, network in networks.items() if isinstance(host, kind)]
+    return found[0](host) if found else None

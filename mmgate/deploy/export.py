@@ -15,11 +15,11 @@ from mmengine.logging import print_log
 from torch import nn
 
 from mmgate._environment import why_not
+from mmgate.analysis.inputs import check_folder
 from mmgate.errors import ConfigError
-from mmgate.train.inputs import check_writable
 
 from .capture import MAX_BATCH, Captured, capture, check_torch
-from .compare import Differences, Tolerances, check_finds_something, compare
+from .compare import Differences, check_finds_something, compare
 from .network import Network
 from .networks import network
 from .runtime import Exported, write_package, write_program
@@ -41,6 +41,17 @@ def check_format(format: str, msda: str = 'gather') -> None:
         raise ConfigError(f'--format onnx needs {", ".join(missing)}: pip install "mmgate[deploy]".')
     if msda == 'plugin' and format != 'onnx':
         raise ConfigError(f'--msda plugin is a node of TensorRT, for --format onnx alone, not {format}.')
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder of a file, and refuse a path that none can be written to.
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    check_folder(path.parent)
+    if path.is_dir():
+        raise ConfigError(f'{path} is a folder. Give another --out.')
 
 
 def export(
@@ -104,7 +115,7 @@ def _compared(
     taken, what = _taken(net, batches, run)
     found = compare(model, net, run, taken, threshold=threshold)
     found.what = what if runs == path else f"{what}, by rows gathered in the place of the plug-in's nodes"
-    if not found.within(Tolerances()):
+    if not found.tolerated():
         raise ConfigError(f'the exported model differs from PyTorch and is not kept: {found}.')
     return found
 

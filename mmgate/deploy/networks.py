@@ -20,7 +20,6 @@ from .network import Network, refuse
 
 # a host package, the module here that knows it, and the module's function that tells a model's network
 FAMILIES = (
-    ('mmdet', 'maskformers', 'mask_former'),
     ('mmdet', 'detectors', 'detector'),
     ('mmseg', 'segmentors', 'segmentor'),
 )

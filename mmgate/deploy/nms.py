@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmgate.ops.library import is_compiling, operator
 
-from .formats import writes_onnx
+from .tracing import writes_onnx
 
 
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, count: int) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def _fake_keep(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 
 @operator('nms_keep', fake=_fake_keep)
 def keep(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Return which boxes stay, ``(B, N)`` bool; in ONNX a NonMaxSuppression, see :mod:`mmgate.deploy.translations`."""
+    """Return which boxes stay, ``(B, N)`` bool; in ONNX a NonMaxSuppression, see :mod:`mmgate.deploy.onnx_file`."""
     index, best = _greedy(boxes, scores, iou_threshold, scores.shape[1])
     return torch.zeros_like(scores, dtype=torch.int64).scatter_add(1, index, (best > 0).long()) > 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 
 from mmgate.errors import ConfigError
 
-from .capture import plain_attention
+from . import nms  # noqa: F401  (it registers what is translated)
 from .network import Network
 from .sampling import DOMAIN
-from .translations import OPSET, translations
+from .tracing import plain_attention
 
+OPSET = 18
+BOOL, INT64 = 9, 7  # onnx.TensorProto's
 NOTES = 'mmgate'  # the metadata's key
 
 
@@ -42,13 +44,32 @@ def write_onnx(program: Any, network: Network, path: Path, notes: Mapping[str, A
             opset_version=OPSET,
             input_names=list(network.inputs),
             output_names=list(network.outputs),
-            custom_translation_table=translations(),
+            custom_translation_table=_translations(),
         )
     _keep_constants(written.model.graph)
     written.model.graph.sort()  # the optimiser may leave a shared constant behind its first use
     written.model.metadata_props[NOTES] = json.dumps(notes)
     written.save(path, external_data=False)
     _check(path)
+
+
+def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return the translation table of ``torch.onnx.export``."""
+    from onnxscript.onnx_opset import opset18
+    from onnxscript.onnx_types import FLOAT
+
+    op: Any = opset18  # its methods are typed for tensors alone, and take numbers
+
+    def nms_keep(boxes: FLOAT, scores: FLOAT, iou_threshold: float) -> Any:
+        every, threshold = op.Constant(value_int=2**31 - 1), op.Constant(value_float=iou_threshold)
+        # (M, 3) as (image, class, box), of scores above the last argument
+        chosen = op.NonMaxSuppression(boxes, op.Unsqueeze(scores, [1]), every, threshold, op.Constant(value_float=0.0))
+        places = op.Gather(chosen, op.Constant(value_ints=[0, 2]), axis=1)  # (M, 2)
+        ones = op.Squeeze(op.Add(op.Mul(op.Slice(places, [0], [1], [1]), 0), 1), [1])  # (M,)
+        nothing = op.Cast(op.Mul(scores, 0.0), to=INT64)
+        return op.Cast(op.ScatterND(nothing, places, ones), to=BOOL)
+
+    return {torch.ops.mmgate.nms_keep.default: nms_keep}
 
 
 @contextmanager
@@ -86,8 +107,8 @@ def _check(path: Path) -> None:
     if versions[''] != OPSET or foreign:
         found = f'opset {versions[""]}, {", ".join(foreign) or "no operator of others"}'
         raise ConfigError(
-            f'the graph is to hold operators of opset {OPSET} alone and has: {found}. If MMGATE_MS_DEFORM_ATTN, '
-            'MMGATE_PLUG_ATTENTION or MMGATE_DISPATCH is set, unset it; else this is a fault of mmgate.'
+            f'the graph is to hold operators of opset {OPSET} alone and has: {found}. If MMGATE_MS_DEFORM_ATTN '
+            'or MMGATE_PLUG_ATTENTION is set, unset it; else this is a fault of mmgate.'
         )
     if DOMAIN not in {node.domain for node in nodes(model.graph)}:
         onnx.checker.check_model(model)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from mmgate.ops.library import is_compiling
 
-from .formats import writes_onnx
 from .sizes import Sizes
+from .tracing import writes_onnx
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,17 @@ class Exported:
         Raises:
             ConfigError: Other inputs, or images of a size that the graph does not take.
         """
-        self._check(*inputs)
-        height, width = inputs[0].shape[-2:]
+        images, *sizes = inputs
+        expected = [(4, torch.float32), (2, torch.int64)][: len(self.notes['inputs'])]
+        fits = [(x.dim(), x.dtype) for x in inputs] == expected and images.numel() > 0
+        if not fits or any(x.shape != (len(images), 2) for x in sizes):
+            raise ConfigError(
+                f'{self.path} takes {", ".join(self.notes["inputs"])}: images (B, C, H, W) in float32 and, where asked '
+                f'for, sizes (B, 2) in int64; got {", ".join(f"{tuple(x.shape)} in {x.dtype}" for x in inputs)}.'
+            )
+        height, width = images.shape[-2:]
+        if any(((x < 1) | (x > x.new_tensor([height, width]))).any() for x in sizes):
+            raise ConfigError(f'{self.path}: sizes {sizes[0].tolist()} reach beyond images of {height} x {width}.')
         if not self.takes(height, width):
             raise ConfigError(
                 f'{self.path} takes {self.notes["takes"]}, this batch has {height} x {width}. Resize or pad in the '
@@ -71,26 +80,6 @@ class Exported:
             )
         outputs = self._run(tuple(x.detach().cpu().contiguous() for x in inputs))  # the file is of a CPU
         return tuple(output.to(inputs[0].device) for output in outputs)
-
-    def _check(self, *inputs: Tensor) -> None:
-        names = self.notes['inputs']
-        if len(inputs) != len(names):
-            raise ConfigError(f'{self.path} takes {", ".join(names)}, got {len(inputs)} tensors.')
-        images = inputs[0]
-        if images.dim() != 4 or not images.numel() or images.dtype != torch.float32:
-            raise ConfigError(
-                f'{self.path}: images must be (B, C, H, W) in float32, got {tuple(images.shape)} in {images.dtype}.'
-            )
-        if 'sizes' not in names:
-            return
-        sizes, (height, width) = inputs[names.index('sizes')], images.shape[-2:]
-        if sizes.shape != (len(images), 2) or sizes.dtype != torch.int64:
-            raise ConfigError(
-                f'{self.path}: sizes must be ({len(images)}, 2) in int64, height and width of each image, got '
-                f'{tuple(sizes.shape)} in {sizes.dtype}.'
-            )
-        if ((sizes < 1) | (sizes > sizes.new_tensor([height, width]))).any():
-            raise ConfigError(f'{self.path}: sizes {sizes.tolist()} reach beyond images of {height} x {width}.')
 
     def takes(self, height: int, width: int) -> bool:
         """Return whether the graph takes images of this size."""

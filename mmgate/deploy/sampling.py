@@ -7,17 +7,16 @@ gathering is the default.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmgate.ops.dispatch import Backend
+from mmgate.ops.backend import Backend
 from mmgate.ops.ms_deform_attn import grid_sample
 from mmgate.ops.ms_deform_attn.reference import corners
 
-from .replaced import replaced
 from .sizes import Sizes
 
 package = importlib.import_module('mmgate.ops.ms_deform_attn')  # the function of its name hides it
@@ -69,9 +68,6 @@ def grid(
 SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid, 'plugin': plugin}
 
 
-@contextmanager
-def sampled_by(name: str) -> Iterator[None]:
-    """Let deformable attention sample by one of :data:`SAMPLERS`."""
-    backend = Backend(name, lambda value: None, package._sampled(SAMPLERS[name]), plain=True)
-    with replaced(package, 'BACKENDS', (backend,)):
-        yield
+def sampled_by(name: str) -> tuple[Any, str, Any]:
+    """Return what lets deformable attention sample by one of :data:`SAMPLERS`, for :func:`.tracing.traceable`."""
+    return package, 'BACKENDS', (Backend(name, lambda value: None, package._sampled(SAMPLERS[name]), plain=True),)

@@ -7,13 +7,10 @@ numbers of a tensor are unknown while a graph is written, though the sizes they 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from .replaced import replaced
 
 
 class Sizes(Tensor):
@@ -93,23 +90,3 @@ def _plain(argument: Any) -> Any:
     if isinstance(argument, (list, tuple)):
         return type(argument)(_plain(part) for part in argument)
     return argument.tensor if isinstance(argument, Sizes) else argument
-
-
-def linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor:
-    """Return what :func:`torch.linspace` returns, which takes no symbolic number of steps."""
-    if isinstance(steps, int):
-        return _linspace(start, end, steps, **options)
-    last = torch.scalar_tensor(steps - 1, **options).clamp(min=1)  # one step alone is the start
-    span = torch.scalar_tensor(end, **options) - start
-    return start + torch.arange(steps, **options) * (span / last)
-
-
-_linspace = torch.linspace
-
-
-@contextmanager
-def readable_sizes() -> Iterator[None]:
-    """Let mmdet read the sizes of its levels, for which it asks ``torch._shape_as_tensor``, and make grids of them."""
-    shape = replaced(torch, '_shape_as_tensor', lambda tensor: Sizes(tensor.shape))
-    with shape, replaced(torch, 'linspace', linspace):
-        yield

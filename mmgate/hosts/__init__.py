@@ -11,8 +11,6 @@ from mmgate.hosts.table import adapter_for, adapts, gates_for, hosts_of
 for _package in ('torch', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain'):
     if available(_package):
         import_module(f'{__name__}.{_package}')
-if available('mmpretrain'):
-    import_module(f'{__name__}.vits')
 import_module(f'{__name__}.projects')
 
 __all__ = ['adapter_for', 'adapts', 'gates_for', 'hosts_of']

@@ -1,30 +1,89 @@
-"""A dense gate without projections, for hosts that compute their own."""
+"""A dense gate without projections, held by a copy of a host that computes its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from copy import deepcopy
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseAttention
+from mmgate.hosts.table import Host, adapts
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
 from mmgate.ops.masks import merge_masks
 
 Core = TypeVar('Core', bound=DenseAttention)
+Kind = TypeVar('Kind', bound=nn.Module)
 
 
-def gate_alone(core: Core) -> Core:
-    """Take the projections off ``core``; what is left are the gate's parameters, to be held by the host's subclass."""
+def without_projections(core: Core) -> Core:
+    """Take the projections off ``core``: what is left are the gate's parameters, for a module that holds a host's."""
     for name in ('in_proj_weight', 'in_proj_bias', 'q_proj_weight', 'k_proj_weight', 'v_proj_weight'):
         core.register_parameter(name, None)
     core._modules['out_proj'] = nn.Identity()
+    core.has_projections = False
     return core
+
+
+def copy_as(kind: type[Kind], host: nn.Module, **gates: nn.Module) -> Kind:
+    """Return a copy of ``host`` as its subclass ``kind``, with ``gates`` as children.
+
+    Hosts' constructors keep too little of what they were given to be called once more.
+    """
+    gated: Any = deepcopy(host)
+    gated.__class__ = kind
+    for name, gate in gates.items():
+        gated.add_module(name, gate)
+    return gated
+
+
+def holds_gates(
+    *hosts: Host,
+    sizes: Callable[[Any], tuple[int, int, float]],
+    width: Callable[[Any], int] | None = None,
+    refuses: Callable[[Any, DenseAttention], str | None] = lambda host, core: None,
+) -> Callable[[type[Kind]], type[Kind]]:
+    """Let dense gates replace ``hosts`` by copies of the decorated subclass, which finds a gate's core as ``gate``.
+
+    Args:
+        *hosts: Host classes; the subclass attends with a gate between their projections.
+        sizes: Returns the channels of a host's heads together, their number, and the rate of dropped weights.
+        width: Returns the channels of a host's inputs and output, where they are not those of the heads.
+        refuses: Returns why a gate's core does not fit a host, or None.
+    """
+
+    def register(kind: type[Kind]) -> type[Kind]:
+        @adapts(GatedMultiheadAttention, *hosts)
+        def adapter(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> Kind:
+            channels, heads, dropout = sizes(host)
+            wide = channels if width is None else width(host)
+            inputs: dict[str, Any] = {} if wide == channels else dict(qdim=wide, kdim=wide, vdim=wide)
+            core = gate.core(channels, heads, dropout, batch_first=True, **inputs, **options)
+            reason = refuses(host, core)
+            if inputs and core.finishes:
+                reason = (
+                    'acts behind an output projection as wide as the heads, but that of this '
+                    f'{type(host).__name__} goes from {channels} to {wide} channels.'
+                )
+            if reason:
+                raise ValueError(f'{gate.__name__} {reason}')
+            return copy_as(kind, host, gate=without_projections(core))
+
+        return kind
+
+    return register
+
+
+def own_scale(host: Any, core: DenseAttention | None = None) -> str | None:
+    """Return that ``host`` scales its logits by another number than ``1 / sqrt(d)``, which a gate would lose."""
+    default = (host.embed_dims // host.num_heads) ** -0.5
+    return None if host.scale == default else f'does not replace a {type(host).__name__} with a qk_scale of its own.'
 
 
 def attend_in_host(
     gate: DenseAttention,
     projected: tuple[Tensor, Tensor, Tensor],
-    inputs: tuple[Tensor, Tensor, Tensor],
+    inputs: Inputs,
     out_proj: Callable[[Tensor], Tensor],
     bias: Tensor | None = None,
     attn_mask: Tensor | None = None,
@@ -33,7 +92,7 @@ def attend_in_host(
     """Attend with a gate between a host's projections.
 
     Args:
-        gate: What :func:`gate_alone` returned.
+        gate: What :func:`without_projections` returned.
         projected: Query, key and value ``(B, H, N|M, d)``; the value may have another width.
         inputs: What the host made them from, ``(B, N|M, C)``, position embedding included: what gates read.
         out_proj: The host's output projection.

@@ -11,7 +11,7 @@ from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from torch import Tensor
 
-from mmgate.hosts.core import attend_in_host, gate_alone
+from mmgate.hosts.core import attend_in_host, copy_as, holds_gates, without_projections
 from mmgate.hosts.reduced import adapt_reduced
 from mmgate.hosts.swin import adapt_swin
 from mmgate.hosts.table import adapts
@@ -21,6 +21,15 @@ adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(SpatialReductionAttention)
 
 
+@holds_gates(
+    ConditionalAttention,
+    sizes=lambda host: (host.embed_dims, host.num_heads, host.attn_drop.p),
+    refuses=lambda host, core: (
+        'splits heads into two streams, but those of a conditional cross-attention are content and position already.'
+        if host.cross_attn and core.two_streams
+        else None
+    ),
+)
 class GatedConditionalAttention(ConditionalAttention):
     """Drop-in for ``ConditionalAttention`` (Conditional DETR, DAB-DETR) that holds a gate.
 
@@ -28,17 +37,7 @@ class GatedConditionalAttention(ConditionalAttention):
     reads their sum, as it would in DETR.
     """
 
-    def __init__(self, gate: DenseAttention, host: ConditionalAttention) -> None:
-        super().__init__(
-            host.embed_dims,
-            host.num_heads,
-            host.attn_drop.p,
-            host.proj_drop.p,
-            cross_attn=host.cross_attn,
-            keep_query_pos=host.keep_query_pos,
-            init_cfg=host.init_cfg,
-        )
-        self.gate = gate
+    gate: Any
 
     def forward(
         self,
@@ -78,27 +77,6 @@ class GatedConditionalAttention(ConditionalAttention):
         return self.gate.split_heads(x)
 
 
-@adapts(GatedMultiheadAttention, ConditionalAttention)
-def conditional(
-    gate: type[GatedMultiheadAttention], host: ConditionalAttention, /, **options: Any
-) -> GatedConditionalAttention:
-    """Hold the gate's parameters beside the host's own.
-
-    Raises:
-        ValueError: A gate that needs queries as wide as values, in cross-attention.
-    """
-    core = gate.core(host.embed_dims, host.num_heads, host.attn_drop.p, batch_first=True, **options)
-    if host.cross_attn and core.two_streams:
-        raise ValueError(
-            f'{gate.__name__} splits heads into two streams, but those of a conditional cross-attention are content '
-            'and position already.'
-        )
-    gated = GatedConditionalAttention(gate_alone(core), host)
-    if host.qpos_proj is None:  # Conditional DETR's decoder removes it from all layers but the first
-        gated.qpos_proj = None
-    return gated
-
-
 class GatedBiMultiHeadAttention(BiMultiHeadAttention):
     """Drop-in for ``BiMultiHeadAttention`` (GLIP, Grounding DINO) that holds a gate for each direction.
 
@@ -106,9 +84,8 @@ class GatedBiMultiHeadAttention(BiMultiHeadAttention):
     host's clamp of logits to +-50000, which keeps half precision finite, is not needed: both are formed in float32.
     """
 
-    def __init__(self, gate_v: DenseAttention, gate_l: DenseAttention, host: BiMultiHeadAttention) -> None:
-        super().__init__(host.v_dim, host.l_dim, host.embed_dim, host.num_heads, host.dropout)
-        self.gate_v, self.gate_l = gate_v, gate_l  # vision attends to language, language to vision
+    gate_v: Any  # of vision, which attends to language
+    gate_l: Any
 
     def forward(
         self,
@@ -159,7 +136,7 @@ def bidirectional(
         ValueError: A gate that acts on the output, of which vision and language have widths of their own.
     """
 
-    def alone(own: int, other: int) -> DenseAttention:
+    def make(own: int, other: int) -> DenseAttention:
         sizes: dict[str, Any] = dict(qdim=own, kdim=other, vdim=other, batch_first=True)
         core = gate.core(host.embed_dim, host.num_heads, host.dropout, **sizes, **options)
         if core.finishes and own != host.embed_dim:
@@ -167,6 +144,7 @@ def bidirectional(
                 f'{gate.__name__} acts on the projected output with these options and needs it {host.embed_dim} '
                 f'channels wide, as the heads are; it has {own} here.'
             )
-        return gate_alone(core)
+        return without_projections(core)
 
-    return GatedBiMultiHeadAttention(alone(host.v_dim, host.l_dim), alone(host.l_dim, host.v_dim), host)
+    gates = dict(gate_v=make(host.v_dim, host.l_dim), gate_l=make(host.l_dim, host.v_dim))
+    return copy_as(GatedBiMultiHeadAttention, host, **gates)

@@ -13,31 +13,25 @@ from mmseg.models.backbones.swin import ShiftWindowMSA, WindowMSA
 from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroupedSelfAttention
 from torch import Tensor
 
-from mmgate.hosts.core import attend_in_host, gate_alone
+from mmgate.hosts.core import attend_in_host, holds_gates, own_scale
 from mmgate.hosts.reduced import adapt_reduced
-from mmgate.hosts.swin import adapt_swin
+from mmgate.hosts.swin import adapt_swin, attend_over_map
 from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
 from mmgate.layers.base.map import MapAttention
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 
 
+def _sizes(host: Any) -> tuple[int, int, float]:
+    return host.embed_dims, host.num_heads, host.attn_drop.p
+
+
+@holds_gates(BEiTAttention, sizes=_sizes, refuses=own_scale)
 class GatedBEiTAttention(BEiTAttention):
     """Drop-in for ``BEiTAttention`` that holds a gate; the relative position bias is added after it."""
 
-    def __init__(self, gate: DenseAttention, host: BEiTAttention) -> None:
-        super().__init__(
-            host.embed_dims,
-            host.num_heads,
-            host.window_size,
-            bias=host.bias,
-            attn_drop_rate=host.attn_drop.p,
-            proj_drop_rate=host.proj_drop.p,
-            init_cfg=host.init_cfg,
-        )
-        self.gate = gate
+    gate: Any
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over ``(B, N, C)``, class token first."""
@@ -51,35 +45,16 @@ class GatedBEiTAttention(BEiTAttention):
         return self.proj_drop(attend_in_host(self.gate, (query, key, value), (x, x, x), self.proj, position))
 
 
+@holds_gates(MAEAttention, sizes=_sizes, refuses=own_scale)
 class GatedMAEAttention(GatedBEiTAttention, MAEAttention):
     """Drop-in for ``MAEAttention`` that holds a gate."""
 
 
-@adapts(GatedMultiheadAttention, BEiTAttention, MAEAttention)
-def beit(gate: type[GatedMultiheadAttention], host: BEiTAttention, /, **options: Any) -> GatedBEiTAttention:
-    """Hold the gate's parameters beside the host's own.
-
-    Raises:
-        ValueError: The host scales its logits otherwise.
-    """
-    kind = GatedMAEAttention if isinstance(host, MAEAttention) else GatedBEiTAttention
-    return kind(_gate_for(gate, host, **options), host)
-
-
+@holds_gates(LocallyGroupedSelfAttention, sizes=_sizes, refuses=own_scale)
 class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
     """Drop-in for Twins' ``LocallyGroupedSelfAttention`` that holds a gate."""
 
-    def __init__(self, gate: DenseAttention, host: LocallyGroupedSelfAttention) -> None:
-        super().__init__(
-            host.embed_dims,
-            host.num_heads,
-            qkv_bias=host.qkv.bias is not None,
-            attn_drop_rate=host.attn_drop.p,
-            proj_drop_rate=host.proj_drop.p,
-            window_size=host.window_size,
-            init_cfg=host.init_cfg,
-        )
-        self.gate = gate
+    gate: Any
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend within windows of a map of tokens ``(B, H W, C)``."""
@@ -108,33 +83,7 @@ class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
         return windows.flatten(3, 4).flatten(0, 2)  # (B nW, N, C)
 
 
-@adapts(GatedMultiheadAttention, LocallyGroupedSelfAttention)
-def locally_grouped(
-    gate: type[GatedMultiheadAttention], host: LocallyGroupedSelfAttention, /, **options: Any
-) -> GatedLocallyGroupedSelfAttention:
-    """Hold the gate's parameters beside the host's own.
-
-    Raises:
-        ValueError: The host scales its logits otherwise.
-    """
-    return GatedLocallyGroupedSelfAttention(_gate_for(gate, host, **options), host)
-
-
 @adapts(MapAttention, LocallyGroupedSelfAttention)
 def whole_map(gate: type[MapAttention], host: LocallyGroupedSelfAttention, /, **options: Any) -> MapAttention:
     """Attend over the whole map in the place of windows, as in Swin."""
-    return gate(
-        host.embed_dims,
-        host.num_heads,
-        qkv_bias=host.qkv.bias is not None,
-        qk_scale=host.scale,
-        attn_drop=host.attn_drop.p,
-        proj_drop=host.proj_drop.p,
-        **options,
-    )
-
-
-def _gate_for(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> DenseAttention:
-    if host.scale != (host.embed_dims // host.num_heads) ** -0.5:
-        raise ValueError(f'{gate.__name__} does not replace a {type(host).__name__} with a qk_scale of its own.')
-    return gate_alone(gate.core(host.embed_dims, host.num_heads, host.attn_drop.p, batch_first=True, **options))
+    return attend_over_map(gate, host, **options)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmgate.hosts.relative import adapt_relative
+from mmgate.hosts.relative_positions import adapt_relative
 from mmgate.hosts.table import adapts, full_name
 from mmgate.layers import MultiScaleDeformableAttention
 

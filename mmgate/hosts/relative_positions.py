@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from mmgate.hosts.core import attend_in_host
-from mmgate.layers.base.dense import DenseAttention
-from mmgate.layers.positions import resize_axis
+from mmgate.hosts.core import attend_in_host, without_projections
+from mmgate.hosts.table import Host, adapts
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.resizing import resize_axis
 
 
 class GatedRelativeAttention(nn.Module):
@@ -17,7 +20,7 @@ class GatedRelativeAttention(nn.Module):
     interpolated where the map is not of their size.
 
     Args:
-        gate: Without projections, see :func:`~mmgate.hosts.core.gate_alone`.
+        gate: Without projections, see :func:`~mmgate.hosts.core.without_projections`.
         qkv: The host's projection of query, key and value.
         proj: The host's output projection.
         rel_pos_h: Table ``(2 H - 1, d)`` of distances down, or None for no relative positions.
@@ -58,3 +61,14 @@ def _distances(table: Tensor, size: int) -> Tensor:
     table = resize_axis(table, 0, 2 * size - 1)
     positions = torch.arange(size, device=table.device)
     return table[positions[:, None] - positions + size - 1]
+
+
+def adapt_relative(*hosts: Host) -> None:
+    """Let dense gates replace ``hosts``, which have the attributes of ViTDet's attention."""
+
+    @adapts(GatedMultiheadAttention, *hosts)
+    def relative_attention(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedRelativeAttention:
+        """Hold the gate's parameters beside the host's own."""
+        core = gate.core(host.qkv.in_features, host.num_heads, batch_first=True, **options)
+        tables = (host.rel_pos_h, host.rel_pos_w) if host.use_rel_pos else ()
+        return GatedRelativeAttention(without_projections(core), host.qkv, host.proj, *tables)

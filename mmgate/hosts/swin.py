@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from mmgate.hosts.core import own_scale
 from mmgate.hosts.table import adapts
 from mmgate.hosts.window import GatedWindowMSA
 from mmgate.layers.base.dense import GatedMultiheadAttention
@@ -17,8 +18,8 @@ def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -
 
     @adapts(GatedMultiheadAttention, window_msa)
     def windows(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedWindowMSA:
-        if host.scale != (host.embed_dims // host.num_heads) ** -0.5:
-            raise ValueError(f'{gate.__name__} does not replace a WindowMSA with a qk_scale of its own.')
+        if reason := own_scale(host):
+            raise ValueError(f'{gate.__name__} {reason}')
         sizes = (host.embed_dims, host.num_heads, host.attn_drop.p)
         core = gate.core(*sizes, bias=host.qkv.bias is not None, batch_first=True, **options)
         return GatedWindowMSA(core, host.window_size, host.proj_drop.p)
@@ -32,14 +33,23 @@ def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -
                 f'{gate.__name__} does not replace a {type(host).__name__} around a {kind.__name__}: it would '
                 f'lose what that computes beyond a {window_msa.__name__}.'
             )
-        module = gate(
-            windows.embed_dims,
-            windows.num_heads,
-            qkv_bias=windows.qkv.bias is not None,
-            qk_scale=windows.scale,
-            attn_drop=windows.attn_drop.p,
-            proj_drop=windows.proj_drop.p,
-            **options,
-        )
-        module.dropout_layer, module.shifted = host.drop, host.shift_size > 0
+        module = attend_over_map(gate, windows, host.drop, **options)
+        module.shifted = host.shift_size > 0
         return module
+
+
+def attend_over_map(
+    gate: type[MapAttention], host: Any, dropout_layer: nn.Module | None = None, /, **options: Any
+) -> MapAttention:
+    """Return a gate with sizes, scale and dropouts of ``host``, which attends within windows."""
+    module = gate(
+        host.embed_dims,
+        host.num_heads,
+        qkv_bias=host.qkv.bias is not None,
+        qk_scale=host.scale,
+        attn_drop=host.attn_drop.p,
+        proj_drop=host.proj_drop.p,
+        **options,
+    )
+    module.dropout_layer = module.dropout_layer if dropout_layer is None else dropout_layer
+    return module

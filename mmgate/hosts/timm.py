@@ -9,12 +9,14 @@ from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.visformer import Attention as VisformerAttention
 from torch import Tensor
 
-from mmgate.hosts.core import attend_in_host
-from mmgate.hosts.subclassed import held_by
-from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import GatedMultiheadAttention
+from mmgate.hosts.core import attend_in_host, holds_gates
 
 
+def _sizes(host: Any) -> tuple[int, int, float]:
+    return host.head_dim * host.num_heads, host.num_heads, host.attn_drop.p
+
+
+@holds_gates(VisformerAttention, sizes=_sizes, width=lambda host: host.dim)
 class GatedVisformerAttention(VisformerAttention):
     """Drop-in for Visformer's attention, whose projections are convolutions, that holds a gate."""
 
@@ -33,19 +35,7 @@ class GatedVisformerAttention(VisformerAttention):
         return self.proj_drop(out.transpose(1, 2).unflatten(-1, size))
 
 
-@adapts(GatedMultiheadAttention, VisformerAttention)
-def visformer(
-    gate: type[GatedMultiheadAttention], host: VisformerAttention, /, **options: Any
-) -> GatedVisformerAttention:
-    """Hold the gate's parameters beside the host's own.
-
-    Raises:
-        ValueError: The gate does not fit heads that are together less wide than the map.
-    """
-    sizes = (host.head_dim * host.num_heads, host.num_heads, host.attn_drop.p)
-    return held_by(GatedVisformerAttention, host, gate, *sizes, width=host.dim, **options)
-
-
+@holds_gates(WindowAttentionGlobal, sizes=_sizes)
 class GatedWindowAttentionGlobal(WindowAttentionGlobal):
     """Drop-in for GCViT's attention in windows that holds a gate; the bias of positions is added after it.
 
@@ -67,15 +57,7 @@ class GatedWindowAttentionGlobal(WindowAttentionGlobal):
         return self.proj_drop(attend_in_host(self.gate, (query, key, value), (asked, x, x), self.proj, bias))
 
 
-@adapts(GatedMultiheadAttention, WindowAttentionGlobal)
-def global_windows(
-    gate: type[GatedMultiheadAttention], host: WindowAttentionGlobal, /, **options: Any
-) -> GatedWindowAttentionGlobal:
-    """Hold the gate's parameters beside the host's own."""
-    sizes = (host.head_dim * host.num_heads, host.num_heads, host.attn_drop.p)
-    return held_by(GatedWindowAttentionGlobal, host, gate, *sizes, **options)
-
-
+@holds_gates(PVTAttention, sizes=_sizes)
 class GatedPVTAttention(PVTAttention):
     """Drop-in for PVTv2's attention that holds a gate; keys and values stay those of the reduced map."""
 
@@ -92,9 +74,3 @@ class GatedPVTAttention(PVTAttention):
         query = self.gate.split_heads(self.q(x))
         key, value = self.kv(reduced).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         return self.proj_drop(attend_in_host(self.gate, (query, key, value), (x, reduced, reduced), self.proj))
-
-
-@adapts(GatedMultiheadAttention, PVTAttention)
-def reduced_map(gate: type[GatedMultiheadAttention], host: PVTAttention, /, **options: Any) -> GatedPVTAttention:
-    """Hold the gate's parameters beside the host's own."""
-    return held_by(GatedPVTAttention, host, gate, host.dim, host.num_heads, host.attn_drop.p, **options)

@@ -62,6 +62,7 @@ class AgentAttention(GateInit, AgentBiases):
     """
 
     gate_parameters = ('dwc', 'agent_tokens', *BIASES, *CLASS_BIASES)
+    undecayed = (*BIASES, *CLASS_BIASES)
 
     def __init__(
         self,

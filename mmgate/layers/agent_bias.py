@@ -12,7 +12,7 @@ from mmgate.layers.base.map import MapAttention
 from mmgate.ops.agent_attention import interpolation_matrix
 from mmgate.ops.library import is_compiling
 
-from .positions import resize_axis
+from .resizing import resize_axis
 
 BLOCK = 7  # side of the maps in an_bias and na_bias
 CACHED_SIZES = 16  # map sizes whose bias factors an evaluation keeps

@@ -34,6 +34,7 @@ class CrossWindowAttention(GateInit, MapAttention):
     """
 
     gate_parameters = ('lepe',)
+    is_vanilla = True
 
     def __init__(self, embed_dims: int, num_heads: int, *, split: int | None = 7, **kwargs: Any) -> None:
         super().__init__(embed_dims, num_heads, **kwargs)

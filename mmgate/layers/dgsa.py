@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.init import GateInit
 from mmgate.ops.differential_attention import differential_attention, differential_map
 from mmgate.registry import MODELS
@@ -45,6 +45,8 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
     """
 
     gate_parameters = ('gate_proj', 'gate_hidden', 'lambda_init', 'head_norm')
+    undecayed = ('head_norm',)
+    gate_readings = {'gate': 'heads'}
     two_streams = True
 
     def __init__(
@@ -82,14 +84,16 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
             nn.init.constant_(self.lambda_init, self.lambda_start)
         nn.init.ones_(self.head_norm.get_parameter('weight'))
 
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return the weight of the excitatory attention of every token and head, ``(B, H, N, 1)``."""
+        return self._gate(inputs[0])
+
     def _gate(self, query_input: Tensor) -> Tensor:
         for layer in self.gate_hidden:
             query_input = F.gelu(layer(query_input))
         return self.gate_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads after their norm."""
         heads = differential_attention(query, key, value, self._gate(inputs[0]), bias, dropout=self._drop)
         return self.head_norm(heads) * (1 - self.lambda_init)
@@ -99,15 +103,13 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
         """Whether there is a residual."""
         return self.residual != 'none'
 
-    def finish(self, output: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Add the residual."""
         if self.residual == 'query':
             return output + query.transpose(1, 2).flatten(2)
         return output + inputs[0] if self.residual == 'input' else output
 
-    def attention_map(
-        self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the signed map ``g A+ - (1 - g) A-``."""
         return differential_map(query, key, self._gate(inputs[0]), bias)
 

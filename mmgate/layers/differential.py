@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.init import GateInit
 from mmgate.ops.differential_attention import differential_streams, stream_maps
 from mmgate.registry import MODELS
@@ -43,6 +43,7 @@ class DifferentialAttention(GateInit, DenseAttention):
     """
 
     gate_parameters = (*LAMBDAS, 'head_norm')
+    undecayed = ('head_norm',)
     two_streams = True
     lambda_q1: nn.Parameter | None
     lambda_k1: nn.Parameter | None
@@ -86,16 +87,12 @@ class DifferentialAttention(GateInit, DenseAttention):
         first, second = (self.lambda_q1 * self.lambda_k1).sum(), (self.lambda_q2 * self.lambda_k2).sum()
         return first.exp() - second.exp() + self.lambda_init
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads after their norm."""
         first, second = differential_streams(query, key, value, bias, dropout=self._drop)
         return self.head_norm(first - self.weight() * second) * (1 - self.lambda_init)
 
-    def attention_map(
-        self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the signed map ``A1 - lambda A2``."""
         first, second = stream_maps(query, key, bias)
         return first - self.weight() * second

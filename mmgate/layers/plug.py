@@ -55,6 +55,8 @@ class PLuGMultiScaleDeformableAttention(GateInit, MultiScaleDeformableAttention)
     """
 
     gate_parameters = ('gate_proj', 'gml')
+    undecayed = ('gml',)
+    gate_readings = {'gate': 'levels'}
 
     def __init__(
         self,
@@ -100,6 +102,10 @@ class PLuGMultiScaleDeformableAttention(GateInit, MultiScaleDeformableAttention)
     def gate(self, query: Tensor) -> Tensor:
         """Return the gate ``G`` (B, Q, H|1, L|1, P|1) of ``query`` (B, Q, C), position embedding included (Eq. 10)."""
         return self.gml(self.gate_proj(query)).unflatten(-1, self.gate_shape)
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return :meth:`gate` of the query."""
+        return self.gate(inputs[0])
 
     def gating(self, query: Tensor) -> dict[str, Any]:
         """Return the gate of ``query`` (B, Q, C) and how the logits take it (Eq. 12)."""

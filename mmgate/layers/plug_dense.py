@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.init import GateInit
 from mmgate.ops.ms_deform_attn import POSITIONS
 from mmgate.ops.plug_attention import attention_map, check_backend, plug_attention
@@ -46,6 +46,8 @@ class PLuGAttention(GateInit, DenseAttention):
     """
 
     gate_parameters = ('gate_q_proj', 'gate_k_proj', 'gml')
+    undecayed = ('gml',)
+    gate_readings = {'gate': 'pairs'}
 
     def __init__(
         self,
@@ -85,15 +87,18 @@ class PLuGAttention(GateInit, DenseAttention):
         xavier_(self.gate_k_proj)
         self.gml.reset_parameters()
 
-    def gates(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def gates(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return what gates are products of, ``(B, H|1, N|M, g)``, from query and key before projection."""
         pairs = zip((self.gate_q_proj, self.gate_k_proj), inputs[:2], strict=True)
         gate_q, gate_k = (proj(x).unflatten(-1, (self.gate_heads, -1)).transpose(1, 2) for proj, x in pairs)
         return gate_q, gate_k
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return the gate of every query and key, ``(B, H|1, N, M)``."""
+        query, key = self.gates((inputs[0], inputs[1], inputs[1]))
+        return self.gml(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads (Eq. 5 to 7)."""
         return self.attend_gated(query, key, value, self.gates(inputs), bias)
 
@@ -105,9 +110,7 @@ class PLuGAttention(GateInit, DenseAttention):
         options.update(dropout=self._drop, backend=self.backend)
         return plug_attention(query, key, value, *gates, self.gml, bias, **options)
 
-    def attention_map(
-        self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the gated attention weights."""
         return attention_map(
             query, key, *self.gates(inputs), self.gml, bias, residual=self.residual, position=self.position

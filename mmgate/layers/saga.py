@@ -13,6 +13,7 @@ from mmgate.registry import MODELS
 from .linear.base import LinearAttention
 
 KERNEL = 5
+GATES = ('gate_k', 'gate_v', 'gate_out')
 
 
 @MODELS.register_module()
@@ -45,7 +46,7 @@ class SAGAAttention(LinearAttention):
     Source: SAGA, Eq. 9 and 10, Table 4.
     """
 
-    gate_parameters = (*LinearAttention.gate_parameters, 'gate_k', 'gate_v', 'gate_out')
+    gate_parameters = (*LinearAttention.gate_parameters, *GATES)
 
     def __init__(
         self,
@@ -71,11 +72,17 @@ class SAGAAttention(LinearAttention):
         self.gate_k = nn.Linear(embed_dims, embed_dims, bias=bias) if gate else None
         self.gate_v = nn.Linear(embed_dims, embed_dims, bias=bias) if gate else None
         self.gate_out = nn.Linear(embed_dims, embed_dims, bias=bias) if output_augmentation else None
+        self.gate_readings = {name: 'channels' for name in GATES if getattr(self, name) is not None}
 
     def reset_gate(self) -> None:
         """Start the convolution, the position encoding and the gates anew."""
         super().reset_gate()
         start_linear(self.gate_k, self.gate_v, self.gate_out)
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return one of the three gates ``(B, N, C)``, those of keys and values behind their sigmoid."""
+        gate = getattr(self, name)(inputs[0])
+        return gate if name == 'gate_out' else gate.sigmoid()
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend linearly with gated keys and values."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.init import GateInit
 from mmgate.registry import MODELS
 
@@ -65,6 +65,7 @@ class SDPAGatedAttention(GateInit, DenseAttention):
     """
 
     gate_parameters = ('gate_weight', 'gate_bias')
+    gate_readings = {'gate': 'heads'}
 
     def __init__(
         self,
@@ -122,48 +123,43 @@ class SDPAGatedAttention(GateInit, DenseAttention):
             state_dict[f'{prefix}gate_weight'] = weight.view_as(self.gate_weight)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
-    def _gated(self, heads: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return the gate of every token, ``(B, H|1, N|M, d|1)``."""
+        query, key, value = inputs
+        neutral = query.new_full((), 1.0 if self.form == 'multiplicative' else 0.0)
+        return self._gated(neutral, (query, key, value))
+
+    def _gated(self, heads: Tensor, inputs: Inputs) -> Tensor:
         """Gate ``(B, H, N, d)`` by the input that belongs to the position."""
         x = inputs[_INPUT[self.position]]
         score = F.linear(x, self.gate_weight, self.gate_bias)  # (B, N, H|1 * d|1)
         score = self.scale * ACTIVATIONS[self.act](score.unflatten(-1, self.gate_shape)).transpose(1, 2)
         return heads * score if self.form == 'multiplicative' else heads + score
 
-    def _gated_projections(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if self.position == 'G4':
-            query = self._gated(query, inputs)
-        elif self.position == 'G3':
-            key = self._gated(key, inputs)
-        elif self.position == 'G2':
-            value = self._gated(value, inputs)
-        return query, key, value
+    def _gated_at(self, position: str, x: Tensor, inputs: Inputs) -> Tensor:
+        return self._gated(x, inputs) if self.position == position else x
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads, gated before (G2, G3, G4) or after (G1) a fused attention."""
-        query, key, value = self._gated_projections(query, key, value, inputs)
+        query, key = self._gated_at('G4', query, inputs), self._gated_at('G3', key, inputs)
+        value = self._gated_at('G2', value, inputs)
         heads = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self._drop)
-        return self._gated(heads, inputs) if self.position == 'G1' else heads
+        return self._gated_at('G1', heads, inputs)
 
     @property
     def finishes(self) -> bool:
         """Whether the gate is at G5."""
         return self.position == 'G5'
 
-    def finish(self, output: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Gate what was projected (G5)."""
         if self.position == 'G5':
             output = self._gated(self.split_heads(output), inputs).transpose(1, 2).flatten(2)
         return output
 
-    def attention_map(
-        self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the attention weights, before any gate on values or outputs."""
-        query, key, _ = self._gated_projections(query, key, key, inputs)
+        query, key = self._gated_at('G4', query, inputs), self._gated_at('G3', key, inputs)
         logits = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
         return (logits if bias is None else logits + bias).softmax(-1)
 

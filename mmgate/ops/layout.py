@@ -10,7 +10,9 @@ from torch import Tensor
 from .library import autocast_dtype, is_exporting
 
 
-def check_layout(*arguments: tuple[str, Tensor | None, str], filled: str = '', one_dtype: bool = True) -> None:
+def check_layout(
+    *arguments: tuple[str, Tensor | None, str], filled: str = '', integer: str = '', one_dtype: bool = True
+) -> None:
     """Refuse tensors that do not go together.
 
     Args:
@@ -18,7 +20,8 @@ def check_layout(*arguments: tuple[str, Tensor | None, str], filled: str = '', o
             Axes of one letter have one size; ``'H|1'`` may have size 1 instead, and a number stands for itself. Where
             all axes may be 1, the tensor broadcasts and leading ones may be missing.
         filled: Axes that must not be empty.
-        one_dtype: Whether all are of one dtype; under autocast, which converts them, they need not be.
+        integer: Names of the tensors that hold whole numbers; all others are floating point.
+        one_dtype: Whether those are of one dtype; under autocast, which converts them, they need not be.
 
     Raises:
         TypeError: An argument is no tensor.
@@ -26,7 +29,7 @@ def check_layout(*arguments: tuple[str, Tensor | None, str], filled: str = '', o
     """
     if is_exporting():  # sizes are symbols there
         return
-    check_kinds({name: x for name, x, _ in arguments}, one_dtype=one_dtype)
+    check_kinds({name: x for name, x, _ in arguments}, integer=integer, one_dtype=one_dtype)
     sizes: dict[str, tuple[int, str]] = {}
     for name, x, layout in arguments:
         if x is not None:
@@ -52,11 +55,12 @@ def _check_sizes(name: str, x: Tensor, layout: str, sizes: dict[str, tuple[int, 
             raise ValueError(f'{name} must be ({", ".join(axes)}){reason}, got {tuple(x.shape)}.')
 
 
-def check_kinds(tensors: Mapping[str, Tensor | None], *, one_dtype: bool = True) -> None:
-    """Refuse what are no tensors of real numbers on one device.
+def check_kinds(tensors: Mapping[str, Tensor | None], *, integer: str = '', one_dtype: bool = True) -> None:
+    """Refuse what are no tensors of real or whole numbers on one device.
 
     Args:
-        tensors: By name; None is passed over.
+        tensors: By name, a floating point one first; None is passed over.
+        integer: See :func:`check_layout`.
         one_dtype: See :func:`check_layout`.
 
     Raises:
@@ -69,30 +73,18 @@ def check_kinds(tensors: Mapping[str, Tensor | None], *, one_dtype: bool = True)
             continue
         if not isinstance(x, Tensor):
             raise TypeError(f'{name} must be a tensor, got {type(x).__name__}.')
-        if not x.is_floating_point():
+        whole = name in integer.split()
+        if whole and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
+            raise ValueError(f'{name} must be integer, got {x.dtype}.')
+        if not whole and not x.is_floating_point():
             raise ValueError(f'{name} must be floating point, got {x.dtype}.')
         first = first or (name, x)
         if x.device != first[1].device:
             raise ValueError(f'{name} is on {x.device}, {first[0]} on {first[1].device}; move one to the other.')
-        if one_dtype and x.dtype != first[1].dtype and autocast_dtype(x.device.type) is None:
+        if one_dtype and not whole and x.dtype != first[1].dtype and autocast_dtype(x.device.type) is None:
             raise ValueError(f'{name} is {x.dtype}, {first[0]} is {first[1].dtype}; convert one to the other.')
 
 
 def broadcasts_to(shape: Sequence[int], full: Sequence[int]) -> bool:
     """Return whether a tensor of ``shape`` can be expanded to ``full``."""
     return len(shape) <= len(full) and all(n in (m, 1) for n, m in zip(reversed(shape), reversed(full), strict=False))
-
-
-def check_integer(name: str, x: Tensor, like: Tensor) -> None:
-    """Refuse what are no whole numbers on the device of ``like``.
-
-    Raises:
-        TypeError: ``x`` is no tensor.
-        ValueError: Its dtype or device does not fit.
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(f'{name} must be a tensor, got {type(x).__name__}.')
-    if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-        raise ValueError(f'{name} must be integer, got {x.dtype}.')
-    if x.device != like.device:
-        raise ValueError(f'{name} is on {x.device}, the values on {like.device}; move one to the other.')

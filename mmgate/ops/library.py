@@ -72,21 +72,27 @@ class Operator:
 
     Args:
         name: Of the operator.
-        run: The implementation. It returns fresh tensors and calls nothing that autocast converts; its annotations are
-            the schema.
+        run: The implementation. It returns fresh tensors and calls nothing that autocast converts.
         fake: Same arguments; returns empty tensors of the results' shapes, dtypes and strides.
+        schema: Of the arguments and results, ``'(Tensor x, bool b) -> Tensor'``; by default the annotations of ``run``.
         device_types: Where it can run; None for anywhere.
     """
 
     def __init__(
-        self, name: str, run: Callable[..., Any], fake: Callable[..., Any], device_types: str | None = None
+        self,
+        name: str,
+        run: Callable[..., Any],
+        fake: Callable[..., Any],
+        schema: str | None = None,
+        device_types: str | None = None,
     ) -> None:
         self.run, self._registered = run, None
         self._eager: Callable[..., Any] = run
         if CAN_REGISTER:
             # torch 2.4 reads the annotations as they stand, which are strings where they are postponed
             run.__annotations__ = typing.get_type_hints(run)
-            register = torch.library.custom_op(f'mmgate::{name}', mutates_args=(), device_types=device_types)
+            options: dict[str, Any] = dict(mutates_args=(), device_types=device_types, schema=schema)
+            register = torch.library.custom_op(f'mmgate::{name}', **options)
             self._registered = register(run)
             self._registered.register_fake(fake)
 
@@ -124,11 +130,11 @@ class Operator:
 
 
 def operator(
-    name: str, *, fake: Callable[..., Any], device_types: str | None = None
+    name: str, *, fake: Callable[..., Any], schema: str | None = None, device_types: str | None = None
 ) -> Callable[[Callable[..., Any]], Operator]:
     """Decorate an implementation to make it an :class:`Operator`."""
 
     def register(run: Callable[..., Any]) -> Operator:
-        return Operator(name, run, fake, device_types)
+        return Operator(name, run, fake, schema, device_types)
 
     return register

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,18 +32,24 @@ def interpreted() -> bool:
     return os.environ.get('TRITON_INTERPRET') == '1'
 
 
-def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Return a context in which kernels run where ``tensor`` is: Triton launches on the current device."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+def launch(kernel: Any, grid: Any, tensor: Tensor, *arguments: Any, **constants: Any) -> None:
+    """Launch ``kernel`` on ``tensor`` and the other arguments, where ``tensor`` is."""
+    with _on(tensor.device):
+        # Triton 3.10 turned fused multiply-add off by default
+        kernel[grid](tensor, *arguments, enable_fp_fusion=True, **constants)
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == 'cuda' else nullcontext()
 
 
 @functools.cache
-def capability_of(device: torch.device) -> int:
-    """Return the compute capability that kernels on ``device`` are compiled for: 90 for sm_90."""
+def target_of(device: torch.device) -> Any:
+    """Return what kernels on ``device`` are compiled for: a target whose ``backend`` is ``'cuda'`` and ``arch`` 90."""
     from triton.runtime import driver
 
-    with torch.cuda.device(device) if device.type == 'cuda' else nullcontext():
-        return int(driver.active.get_current_target().arch)
+    with _on(device):
+        return driver.active.get_current_target()
 
 
 def why_not(heads: Tensor) -> str | None:

@@ -10,12 +10,12 @@ import argparse
 import sys
 from typing import Any
 
+from mmgate.analysis.inputs import check_device, find_images
 from mmgate.checkpoints.loading import add_trust_option
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
-from mmgate.train.inputs import check_checkpoint, check_device, find_images
+from mmgate.train.inputs import check_checkpoint
 from mmgate.train.load_report import load_weights
-from mmgate.train.switches import is_segmentation
 
 
 def main() -> int:
@@ -31,7 +31,7 @@ def run(argv: list[str]) -> None:
         check_device(args.device)
     check_checkpoint(args.checkpoint)
     shared: dict[str, Any] = dict(batch_size=args.batch_size, show=args.show, out_dir=args.out_dir)
-    if is_segmentation(cfg):
+    if cfg.get('default_scope') == 'mmseg':
         from mmseg.apis import MMSegInferencer as Inferencer
 
         options = dict(shared, opacity=args.opacity)

@@ -8,7 +8,6 @@ from fractions import Fraction
 from typing import Any
 
 from mmengine.config import Config
-from mmengine.runner import FlexibleRunner, Runner
 
 from mmgate.errors import ConfigError
 
@@ -45,68 +44,52 @@ def enable_auto_accumulate(cfg: Config) -> str:
     Raises:
         ConfigError: No whole accumulation gives that batch; the message has the numbers.
     """
-    base, batch, world = _base_batch_size(cfg, '--auto-accumulate'), _images(cfg), processes(cfg.launcher)
+    base, batch, world = int(_base_batch_size(cfg, '--auto-accumulate')), _images(cfg), processes(cfg.launcher)
     at_once = f'{world} processes x {batch} images = {world * batch} at a time'
     if base % (world * batch):
-        raise ConfigError(f'--auto-accumulate: {at_once}, and {base} a step is no multiple. {_remedy(base, world)}')
-    counts = base // (world * batch)
-    if (cfg.get('strategy') or {}).get('type') == 'DeepSpeedStrategy':
         raise ConfigError(
-            '--auto-accumulate: DeepSpeed accumulates by itself; give --cfg-options '
-            f'strategy.gradient_accumulation_steps={counts} for {base} images a step.'
+            f'--auto-accumulate: {at_once}, and {base} a step is no multiple. Change train_dataloader.batch_size or '
+            'the number of processes, or give --auto-scale-lr instead.'
         )
-    if 'optimizer' not in (cfg.get('optim_wrapper') or {}):
+    counts = base // (world * batch)
+    if (cfg.get('strategy') or {}).get('type') == 'DeepSpeedStrategy' or 'optimizer' not in (
+        cfg.get('optim_wrapper') or {}
+    ):
         raise ConfigError(
-            f'--auto-accumulate sets optim_wrapper.accumulative_counts={counts} beside optim_wrapper.optimizer, which '
-            'this config lacks (several optimizers?); set the counts in the config.'
+            f'--auto-accumulate sets optim_wrapper.accumulative_counts={counts} beside one optimizer. Set it for each '
+            f'of several, and strategy.gradient_accumulation_steps={counts} for DeepSpeed.'
         )
     factor = Fraction(counts, accumulation(cfg))
     cfg.optim_wrapper.accumulative_counts = counts
-    stretched = _stretch(cfg, factor)
+    stretched = _stretch(cfg, factor) if factor != 1 else []
     note = f'; iterations x {factor}: {", ".join(stretched)}' if stretched else ''
     return f'--auto-accumulate: {at_once}, accumulated over {counts} = {base} a step{note}'
 
 
-def enable_auto_scale_lr(cfg: Config) -> None:
-    """Scale the learning rate by real over base batch size.
+def enable_auto_scale_lr(cfg: Config) -> str:
+    """Scale the learning rate by the images of a step over the base batch size, accumulated ones included.
+
+    mmengine leaves accumulation out, so the base batch size is divided by it. A config that scales already, such as the
+    one that a run has dumped, is left as it is.
+
+    Returns:
+        What was set, for the log.
 
     Raises:
         ConfigError: The config names no base batch size.
     """
-    _base_batch_size(cfg, '--auto-scale-lr')
-    cfg.auto_scale_lr.enable = True
+    base, counts = _base_batch_size(cfg, '--auto-scale-lr'), accumulation(cfg)
+    if not cfg.auto_scale_lr.get('enable'):
+        cfg.auto_scale_lr.update(enable=True, base_batch_size=base / counts)
+    note = f'; a step accumulates {counts} iterations' if counts > 1 else ''
+    return f'--auto-scale-lr: the learning rate is for {cfg.auto_scale_lr.base_batch_size:g} images an iteration{note}'
 
 
-def count_accumulation(runner: Runner | FlexibleRunner, cfg: Config) -> str | None:
-    """Make a runner that scales its learning rate count accumulated images too, which mmengine leaves out.
-
-    The config keeps its base batch size, so that a run of the dumped one is scaled alike.
-
-    Returns:
-        What it comes to, for the log, or None if nothing is scaled.
-    """
-    scaling = cfg.get('auto_scale_lr') or {}
-    if not scaling.get('enable') or 'base_batch_size' not in scaling:
-        return None
-    base, counts = scaling['base_batch_size'], accumulation(cfg)
-    adjusted = dict(scaling, base_batch_size=base / counts)
-    if isinstance(runner, FlexibleRunner):
-        runner.strategy._auto_scale_lr = adjusted
-    else:
-        runner.auto_scale_lr = adjusted
-    world, batch = runner.world_size, _images(cfg)
-    size = world * batch * counts
-    return (
-        f'--auto-scale-lr: {world} processes x {batch} images x {counts} accumulated = {size} a step, '
-        f'the learning rate is for {base}: x {size / base:g} (mmengine states both numbers without the accumulation)'
-    )
-
-
-def _base_batch_size(cfg: Config, flag: str) -> int:
+def _base_batch_size(cfg: Config, flag: str) -> float:
     base = (cfg.get('auto_scale_lr') or {}).get('base_batch_size')
     if base is None:
         raise ConfigError(f'{flag} needs auto_scale_lr.base_batch_size in the config, the batch its lr is for.')
-    return int(base)
+    return base
 
 
 def _images(cfg: Config) -> int:
@@ -117,21 +100,8 @@ def _images(cfg: Config) -> int:
     return int(batch)
 
 
-def _remedy(base: int, world: int) -> str:
-    if base % world:
-        return f'{world} processes cannot share {base} images evenly; start a number that divides it.'
-    share = base // world
-    fitting = ', '.join(str(size) for size in range(1, share + 1) if share % size == 0)
-    return (
-        f'With {world} processes train_dataloader.batch_size must be one of {fitting}; for another batch give '
-        '--auto-scale-lr instead.'
-    )
-
-
 def _stretch(cfg: Config, factor: Fraction) -> list[str]:
     """Multiply what counts iterations by ``factor`` and return the changes as text."""
-    if factor == 1:
-        return []
     changes: list[str] = []
     for where, owner, keys in _iteration_counts(cfg):
         for key in keys:
@@ -149,15 +119,14 @@ def _iteration_counts(cfg: Config) -> Iterator[tuple[str, MutableMapping[str, An
     loop = cfg.get('train_cfg') or {}
     if type_name(loop).endswith('IterBasedTrainLoop') or loop.get('by_epoch') is False:
         yield 'train_cfg', loop, _LOOP_COUNTS
-    schedulers = cfg.get('param_scheduler') or []
-    for number, scheduler in enumerate(schedulers if isinstance(schedulers, list) else [schedulers]):
-        if scheduler.get('by_epoch', True) is False:
-            yield f'param_scheduler.{number}', scheduler, _SCHEDULER_COUNTS
-    hooks = {f'default_hooks.{name}': hook for name, hook in (cfg.get('default_hooks') or {}).items()}
-    hooks.update({f'custom_hooks.{number}': hook for number, hook in enumerate(cfg.get('custom_hooks') or [])})
-    for where, hook in hooks.items():
-        if hook and hook.get('by_epoch', True) is False:
-            yield where, hook, _HOOK_COUNTS
+    schedulers, hooks = cfg.get('param_scheduler') or [], cfg.get('default_hooks') or {}
+    listed = schedulers if isinstance(schedulers, list) else [schedulers]
+    entries: list[tuple[str, Any, tuple[str, ...]]] = []
+    entries += [(f'param_scheduler.{number}', entry, _SCHEDULER_COUNTS) for number, entry in enumerate(listed)]
+    entries += [(f'default_hooks.{name}', entry, _HOOK_COUNTS) for name, entry in hooks.items()]
+    custom = enumerate(cfg.get('custom_hooks') or [])
+    entries += [(f'custom_hooks.{number}', entry, _HOOK_COUNTS) for number, entry in custom]
+    yield from (entry for entry in entries if entry[1] and entry[1].get('by_epoch', True) is False)
 
 
 def _times(value: Any, factor: Fraction) -> Any:

@@ -9,24 +9,29 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from traceback import walk_tb
 
-from mmengine.config import Config
+from mmengine.config import Config, DictAction
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
 from torch import distributed
 
 from mmgate.checkpoints.loading import add_trust_option
-from mmgate.engine.backends import check_backends
-from mmgate.engine.choices_hook import BackendChoicesHook
 from mmgate.errors import ConfigError
 
-from .accumulation import count_accumulation, enable_auto_accumulate, enable_auto_scale_lr
-from .config_file import Options, load_config
+from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
+from .config_file import load_config
 from .data_check_hook import DataCheckHook, refuse_foreign_classes
-from .inputs import check_checkpoint, check_data, check_pretrained
+from .inputs import check_backends, check_checkpoint, check_data, check_pretrained
 from .load_report import LoadReportHook
-from .processes import prepare_processes
-from .switches import check_amp, enable_amp, enable_tta, enable_visualization, is_classification, is_segmentation
+from .switches import (
+    enable_amp,
+    enable_gates,
+    enable_tta,
+    enable_visualization,
+    is_classification,
+    is_segmentation,
+)
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
@@ -69,16 +74,15 @@ def train(argv: list[str]) -> None:
     )
     args = _parse(parser, argv)
     cfg = load_config(args)
-    note = None
+    note = ''
     if args.amp:
         enable_amp(cfg)
     if args.auto_accumulate:
         note = enable_auto_accumulate(cfg)
     if args.auto_scale_lr:
-        enable_auto_scale_lr(cfg)
+        note = enable_auto_scale_lr(cfg)
     if args.resume is not None:
         cfg.resume, cfg.load_from = True, None if args.resume == 'auto' else args.resume
-    check_amp(cfg)
     check_data(cfg, ('train', 'val'))
     check_pretrained(cfg)
     if cfg.get('load_from'):
@@ -86,8 +90,8 @@ def train(argv: list[str]) -> None:
     runner = build_runner(cfg)
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
-    for line in filter(None, (note, count_accumulation(runner, cfg))):
-        runner.logger.info(line)
+    if note:
+        runner.logger.info(note)
     try:
         runner.train()
     except ValueError:
@@ -106,6 +110,7 @@ def test(argv: list[str]) -> None:
     parser.add_argument('--show-dir', help='folder for painted images (below the work dir)')
     parser.add_argument('--wait-time', type=float, default=2, help='seconds a shown image stays')
     parser.add_argument('--tta', action='store_true', help='test-time augmentation')
+    parser.add_argument('--gates', help='file of gates to put on the model of CONFIG; CHECKPOINT is the vanilla one')
     parser.add_argument(
         '--allow-mismatch',
         action='store_true',
@@ -121,6 +126,8 @@ def test(argv: list[str]) -> None:
         enable_visualization(cfg, show=args.show, show_dir=args.show_dir, wait_time=args.wait_time)
     if args.tta:
         enable_tta(cfg)
+    if args.gates:
+        enable_gates(cfg, args.gates)
     if args.out and segments:
         evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
         for evaluator in evaluators:
@@ -148,26 +155,29 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
     Raises:
         ConfigError: A rule matches nothing or has a wrong value, or a backend cannot run here.
     """
-    if cfg.get('default_scope') == 'mmdet':
-        from mmdet.utils import setup_cache_size_limit_of_dynamo
-
-        setup_cache_size_limit_of_dynamo()
     init_default_scope(cfg.get('default_scope') or 'mmengine')
-    prepare_processes(cfg)
+    if cfg.launcher != 'none' or cfg.get('strategy'):
+        from .processes import prepare_processes  # what shards takes long to import
+
+        prepare_processes(cfg)
     try:
         runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
         if isinstance(runner, FlexibleRunner):  # it would build the model when it starts
             runner.model = runner.strategy.build_model(runner.model)
-    except ConfigError:
-        raise
-    except (TypeError, ValueError) as error:  # by which our rules, gates and backbones refuse what they are given
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError) or not _is_ours(error):
+            raise
         raise ConfigError(f'the config cannot be built: {error} (MMGATE_TRACEBACK=1 shows where)') from error
     check_backends(runner.model)
-    added = [BackendChoicesHook, *([DataCheckHook] if cfg.get('check_data', True) else [])]
-    for kind in added:
-        if not any(isinstance(hook, kind) for hook in runner.hooks):  # the config may name it, too
-            runner.register_hook(kind())
+    if cfg.get('check_data', True) and not any(isinstance(hook, DataCheckHook) for hook in runner.hooks):
+        runner.register_hook(DataCheckHook())  # which the config may name, too
     return runner
+
+
+def _is_ours(error: BaseException) -> bool:
+    """Return whether mmgate raised an error, as its rules, gates and backbones refuse what they are given."""
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return str(frame.f_globals.get('__name__')).startswith('mmgate.')
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
@@ -177,7 +187,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         '--cfg-options',
         nargs='+',
-        action=Options,
+        action=DictAction,
         help='override settings: key=value, nested keys by dots, lists as key="[a,b]"',
     )
     add_trust_option(parser)

@@ -13,20 +13,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmengine.config import Config, DictAction
-from mmengine.runner import FlexibleRunner, Runner
-from torch.utils.data import DataLoader
+from mmengine.config import Config
+from mmengine.runner import Runner
 
 from mmgate._environment import why_not
 from mmgate.errors import ConfigError
 
-EXTRAS = {'mmpretrain': 'pip install "mmgate[pretrain]" (beside OpenMMLab\'s own packages: mmpretrain==1.2.0)'}
-# What the tools and the runners read from a config beside the runners' own arguments.
-_TOP_LEVEL = {
-    *('activation_checkpointing', 'auto_scale_lr', 'check_data', 'compile', 'custom_imports'),
-    *('efficient_conv_bn_eval', 'find_unused_parameters', 'init_weights_for_test_or_val', 'model_wrapper_cfg'),
-    *('runner_type', 'sync_bn', 'tta_model', 'tta_pipeline'),
-}
+MMPRETRAIN = 'pip install "mmgate[pretrain]" (beside OpenMMLab\'s own packages: mmpretrain==1.2.0)'
 # Alike enough to be a slip of the finger: 'max_epoch' is near 'max_epochs', 'in_channels' not near 'out_channels'.
 _ALIKE = 0.8
 
@@ -50,7 +43,7 @@ def read_config(config: str) -> Config:
     """Return the config of a file or of ``package::path``.
 
     Raises:
-        ConfigError: The file is missing or malformed, or is of an optional package that is not here.
+        ConfigError: The file is missing or malformed, or is one of mmpretrain's, which is not here.
     """
     path = config
     if '::' in path:
@@ -67,17 +60,14 @@ def read_config(config: str) -> Config:
     try:
         cfg = Config.fromfile(path)
     except Exception as error:  # the file is Python, and may raise anything
-        raise ConfigError(f'config {path} cannot be read: {type(error).__name__}: {error}{_remedy(error)}') from error
-    scope = cfg.get('default_scope')
-    problem = why_not(scope) if scope in EXTRAS else None
+        problem: str | None = f'cannot be read: {type(error).__name__}: {error}'
+        cause: Exception | None = error
+    else:
+        problem, cause = why_not('mmpretrain') if cfg.get('default_scope') == 'mmpretrain' else None, None
     if problem:
-        raise ConfigError(f'config {path} is one of {scope}, and {problem}.{_remedy(scope)}')
+        remedy = f' Type: {MMPRETRAIN}' if 'mmpretrain' in problem else ''
+        raise ConfigError(f'config {path}: {problem}.{remedy}') from cause
     return cfg
-
-
-def _remedy(text: object) -> str:
-    """Return what to type for the packages that a text names, if anything."""
-    return ''.join(f' Type: {line}' for package, line in EXTRAS.items() if package in str(text))
 
 
 def mappings(node: Any, where: str = '') -> Iterator[tuple[str, Any]]:
@@ -95,36 +85,6 @@ def type_name(entry: Mapping[str, Any]) -> str:
     """Return the bare name of what a config entry's ``type`` is: a class, or its name with or without a scope."""
     kind = entry.get('type')
     return getattr(kind, '__name__', str(kind)).rpartition('.')[2]
-
-
-class Options(DictAction):
-    """mmengine's, with a message for what it cannot read, and blanks kept in plain text, such as a path."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        """Add the options to the namespace."""
-        texts: dict[str, str] = {}
-        for option in values:
-            key, sign, value = option.partition('=')
-            if not sign or key != key.strip():
-                parser.error(
-                    f'--cfg-options {option}: write key=value, without blanks around the sign; a value with blanks '
-                    'goes into quotes, as in key="[1, 2]".'
-                )
-            texts.pop(key, None)  # the last one counts
-            if ' ' in value.strip() and ',' not in value and not value.strip().startswith(('(', '[')):
-                texts[key] = value.strip().strip('\'"')
-        try:
-            super().__call__(parser, namespace, values, option_string)
-        except AssertionError as error:
-            parser.error(f'--cfg-options {" ".join(values)}: {error}')
-        found = getattr(namespace, self.dest)
-        found.update((key, text) for key, text in texts.items() if isinstance(found[key], str))
 
 
 def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
@@ -146,25 +106,21 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
 
 def _warn_if_misspelt(cfg: Config, key: str) -> None:
     node: Any = cfg
-    parts = key.split('.')
-    walked = 0
-    while walked < len(parts) and isinstance(node, (Config, Mapping)) and parts[walked] in node:
-        node = node[parts[walked]]
-        walked += 1
-        while isinstance(node, list) and walked < len(parts) and parts[walked].isdigit():
-            node = node[int(parts[walked])] if int(parts[walked]) < len(node) else None
-            walked += 1
-    if walked == len(parts) or not isinstance(node, (Config, Mapping)):
+    walked: list[str] = []
+    for part in key.split('.'):
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, (Config, Mapping)) and part in node:
+            node = node[part]
+        else:
+            break
+        walked.append(part)
+    else:
         return
-    accepted: set[str] = set()
+    known = list(map(str, node)) if isinstance(node, (Config, Mapping)) else []
     if not walked:
-        runners = (set(inspect.signature(runner).parameters) for runner in (Runner, FlexibleRunner))
-        accepted = _TOP_LEVEL.union(*runners)
-    elif parts[walked - 1].endswith('_dataloader'):
-        accepted = set(inspect.signature(DataLoader).parameters)
-    if parts[walked] in accepted:
-        return
-    near = difflib.get_close_matches(parts[walked], sorted(accepted | set(map(str, node))), n=1, cutoff=_ALIKE)
+        known += [*inspect.signature(Runner).parameters, 'tta_pipeline']
+    near = [] if part in known else difflib.get_close_matches(part, known, n=1, cutoff=_ALIKE)
     if near:
-        meant = '.'.join([*parts[:walked], near[0]])
+        meant = '.'.join([*walked, near[0]])
         warnings.warn(f'--cfg-options {key} is new, and is added. Did you mean {meant!r}?', stacklevel=3)

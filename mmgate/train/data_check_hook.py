@@ -9,11 +9,11 @@ from typing import Any
 
 from mmengine.config import Config
 from mmengine.hooks import Hook
+from mmengine.model import is_model_wrapper
 from mmengine.registry import DATASETS
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 
 from .inputs import HOSTS
@@ -26,7 +26,7 @@ LARGEST_FILE = 32 << 20  # bytes of an annotation file that is read once more, f
 
 @HOOKS.register_module()
 class DataCheckHook(Hook):
-    """Refuse data to train on of which no class is in the annotation file; warn once where classes differ otherwise.
+    """Refuses data to train on of which no class is in the annotation file; warns once where classes differ otherwise.
 
     Warnings are said of classes that the file lacks, of heads with another number of classes than the data, and of
     labels beyond a segmentor's classes in the first maps. Data sets and samples are looked at as they are built and
@@ -48,48 +48,32 @@ class DataCheckHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Look at the data sets and the heads."""
-        self._left = self.maps
-        dataset = runner.train_dataloader.dataset
-        for one in innermost(dataset):
+        for one in innermost(runner.train_dataloader.dataset):
             found = foreign_classes(one)
             if found:
                 raise ConfigError(f'train_dataloader: {found}')
-        self._compare(runner, dataset, 'train_dataloader')
+        self._compare(runner, 'train')
 
     def before_val(self, runner: Any) -> None:
-        """Look at the data set."""
-        self._left = self.maps
-        self._compare(runner, runner.val_dataloader.dataset, 'val_dataloader')
+        """Look at the data sets and the heads."""
+        self._compare(runner, 'val')
 
     def before_test(self, runner: Any) -> None:
-        """Look at the data set."""
-        self._left = self.maps
-        self._compare(runner, runner.test_dataloader.dataset, 'test_dataloader')
+        """Look at the data sets and the heads."""
+        self._compare(runner, 'test')
 
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        """Look at the labels of the batch."""
-        self._look(runner, data_batch)
-
-    def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        """Look at the labels of the batch."""
-        self._look(runner, data_batch)
-
-    def before_test_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        """Look at the labels of the batch."""
-        self._look(runner, data_batch)
-
-    def _compare(self, runner: Any, dataset: Any, where: str) -> None:
-        for one in innermost(dataset):
-            for found in (foreign_classes(one), missing_classes(one), *other_numbers(own_model(runner.model), one)):
-                self._say(runner, found, f'{where}: ')
-
-    def _look(self, runner: Any, batch: Any) -> None:
-        if self._left <= 0:
-            return
-        samples = batch.get('data_samples') if isinstance(batch, dict) else None
+    def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = 'train') -> None:
+        """Look at the labels of a batch, of any loop: mmengine calls this before each of its iterations."""
+        samples = data_batch.get('data_samples') if isinstance(data_batch, dict) and self._left > 0 else None
         for sample in samples if isinstance(samples, Sequence) else ():
             self._left -= 1
-            self._say(runner, label_beyond(own_model(runner.model), sample))
+            self._say(runner, label_beyond(_model(runner), sample))
+
+    def _compare(self, runner: Any, mode: str) -> None:
+        self._left = self.maps
+        for one in innermost(getattr(runner, f'{mode}_dataloader').dataset):
+            for found in (foreign_classes(one), missing_classes(one), *other_numbers(_model(runner), one)):
+                self._say(runner, found, f'{mode}_dataloader: ')
 
     def _say(self, runner: Any, found: str, where: str = '') -> None:
         if found and found not in self._said and not runner.rank:
@@ -105,10 +89,9 @@ def refuse_foreign_classes(cfg: Config, runner: Any) -> None:
     Raises:
         ConfigError: It is so.
     """
-    if not isinstance(runner._train_loop, dict):  # built: the error came later
-        return
     data = dict(cfg.train_dataloader.dataset)
-    if 'dataset' not in data and 'datasets' not in data:
+    # where the loop is built, the error came later
+    if isinstance(runner._train_loop, dict) and 'dataset' not in data and 'datasets' not in data:
         dataset = DATASETS.build(dict(data, lazy_init=True))
         dataset.load_data_list()
         found = foreign_classes(dataset)
@@ -144,8 +127,8 @@ def missing_classes(dataset: Any) -> str:
     classes, labels = _classes(dataset), _labels(dataset)
     if not labels or len(labels) >= len(classes):
         return ''
-    names = _categories(str(dataset.ann_file))
-    lacking = [name for name in classes if name not in names] if names else []
+    names = _categories(str(dataset.ann_file)) or classes
+    lacking = [name for name in classes if name not in names]
     return (
         f'{dataset.ann_file} has {len(labels)} of the {len(classes)} classes as categories'
         + (f'; it lacks {_listed(lacking)}' if lacking else '')
@@ -170,12 +153,12 @@ def other_numbers(model: nn.Module, dataset: Any) -> Iterator[str]:
             counted = dict(num_classes=classes)
         for setting, known in counted.items():
             predicted = getattr(head, setting, None)
-            allowed = {len(known)}
-            if getattr(dataset, 'reduce_zero_label', False):
-                allowed.add(len(known) - 1)  # where the list has a name for the label that is dropped
-            if getattr(head, 'out_channels', None) == 1 and len(known) <= 2:
-                continue  # a threshold tells two apart
-            if isinstance(predicted, int) and predicted not in allowed and not getattr(head, 'class_agnostic', False):
+            if not isinstance(predicted, int):
+                continue
+            # the list may have a name for the label that is dropped, and a threshold tells two apart
+            dropped = getattr(dataset, 'reduce_zero_label', False) and predicted == len(known) - 1
+            binary = getattr(head, 'out_channels', None) == 1 and len(known) <= 2
+            if predicted != len(known) and not (dropped or binary or getattr(head, 'class_agnostic', False)):
                 yield (
                     f'{name} ({type(head).__name__}) predicts {predicted} classes, and {type(dataset).__name__} has '
                     f'{len(known)}: {_listed(known)}. Set model.{name}.{setting}={len(known)}, or '
@@ -201,6 +184,10 @@ def label_beyond(model: nn.Module, sample: Any) -> str:
         f'data, and the model predicts labels 0 to {classes - 1} ({ignored} is ignored). Correct the labels, set '
         'num_classes, or set reduce_zero_label where they count from 1.'
     )
+
+
+def _model(runner: Any) -> nn.Module:
+    return runner.model.module if is_model_wrapper(runner.model) else runner.model
 
 
 def _classes(dataset: Any) -> list[str]:

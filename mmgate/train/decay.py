@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from torch import nn
 from torch.optim import Optimizer
 
-from mmgate.layers import AgentAttention, GatingModulation, SAGAAttention
-from mmgate.layers.agent_bias import BIASES, CLASS_BIASES
-from mmgate.layers.linear import LinearAttention
-from mmgate.layers.rms_norm import RMSNorm
+from mmgate.gates import gate_parameters
+from mmgate.layers.base.init import undecayed_parameters
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
-# By class, the parameters that are not decayed; '*' for all of a module's own. Add a gate of your own here.
-UNDECAYED: dict[type[nn.Module], tuple[str, ...]] = {
-    AgentAttention: (*BIASES, *CLASS_BIASES),
-    GatingModulation: ('*',),
-    LinearAttention: ('position_encoding', 'focus_scale', 'power'),
-    RMSNorm: ('*',),
-    SAGAAttention: ('position_encoding',),
-}
-
-
-def undecayed(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield name and parameter of what a gate adds and weight decay would only pull to zero.
-
-    Scalars of the gating modulation, biases of agent attention, position encodings, RMSNorms. Gate projections are
-    weights like any other and decay.
-    """
-    for prefix, module in model.named_modules():
-        names: tuple[str, ...] = ()
-        for kind, listed in UNDECAYED.items():
-            if isinstance(module, kind):
-                names += listed
-        for name, parameter in module.named_parameters(prefix, recurse=False):
-            if '*' in names or name.rpartition('.')[2] in names:
-                yield name, parameter
+GATES = 'mmgate.gates'  # in custom_keys
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class GateOptimWrapperConstructor:
-    """Let another constructor make the optimizer, then take the weight decay off what :func:`undecayed` names.
+    """Let another constructor make the optimizer, then take the weight decay off what gates declare as ``undecayed``.
 
     mmengine's own constructor exempts BatchNorm, InstanceNorm, GroupNorm and LayerNorm alone, those with a decay by
     layer go by a parameter's dimensions, and a key of ``custom_keys`` loses to any longer one, such as ``backbone``.
@@ -51,20 +25,27 @@ class GateOptimWrapperConstructor:
     Args:
         optim_wrapper_cfg: mmengine's optimizer wrapper config.
         paramwise_cfg: That of the other constructor, and its registered name under ``constructor``;
-            ``'DefaultOptimWrapperConstructor'`` by default.
+            ``'DefaultOptimWrapperConstructor'`` by default. ``custom_keys`` may have the key ``'mmgate.gates'``, which
+            means every parameter that gates add, whatever its name.
     """
 
     def __init__(self, optim_wrapper_cfg: dict[str, Any], paramwise_cfg: dict[str, Any] | None = None) -> None:
         options = dict(paramwise_cfg or {})
-        host = options.pop('constructor', 'DefaultOptimWrapperConstructor')
+        kind = options.pop('constructor', 'DefaultOptimWrapperConstructor')
+        self.of_gates = None
+        if GATES in options.get('custom_keys', {}):
+            options['custom_keys'] = dict(options['custom_keys'])
+            self.of_gates = options['custom_keys'].pop(GATES)
         self.host = OPTIM_WRAPPER_CONSTRUCTORS.build(
-            dict(type=host, optim_wrapper_cfg=optim_wrapper_cfg, paramwise_cfg=options or None)
+            dict(type=kind, optim_wrapper_cfg=optim_wrapper_cfg, paramwise_cfg=options or None)
         )
 
     def __call__(self, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
         """Return the optimizer wrapper for ``model``."""
+        if self.of_gates is not None:
+            self.host.paramwise_cfg['custom_keys'] |= dict.fromkeys(gate_parameters(model), self.of_gates)
         wrapper = self.host(model)
-        spared = {id(parameter) for _, parameter in undecayed(model)}
+        spared = {id(parameter) for _, parameter in undecayed_parameters(model)}
         wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
         for one in wrappers:
             _spare(one.optimizer, spared)

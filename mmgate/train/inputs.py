@@ -1,26 +1,26 @@
-"""What a command line is given, looked at before anything is built: data, checkpoints, images, folders, devices."""
+"""Data and checkpoints that a config names, looked for before anything is built."""
 
 from __future__ import annotations
 
-import glob
 import os.path as osp
 import re
-import tempfile
 import zipfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from mmengine.config import Config
+from mmengine.device import get_device
 from mmengine.registry import DATASETS, METRICS
+from torch import nn
 
 from mmgate.errors import ConfigError
+from mmgate.layers import MultiScaleDeformableAttention, PLuGAttention
+from mmgate.ops.backend import OPERATORS, candidates
 
 from .config_file import mappings, type_name
 
 HOSTS = ('mmengine', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain', 'mmgate')
-IMAGES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.webp')
 
 
 def check_data(cfg: Config, splits: Sequence[str]) -> None:
@@ -31,9 +31,13 @@ def check_data(cfg: Config, splits: Sequence[str]) -> None:
     """
     scope = cfg.get('default_scope')
     for split in splits:
-        loader = cfg.get(f'{split}_dataloader')
-        if loader and loader.get('dataset') and cfg.get(f'{split}_cfg') is not None:
-            _check_dataset(loader.dataset, f'{split}_dataloader.dataset', scope)
+        loader = cfg.get(f'{split}_dataloader') if cfg.get(f'{split}_cfg') is not None else None
+        data = [(f'{split}_dataloader.dataset', loader.dataset)] if loader and loader.get('dataset') else []
+        for where, dataset in _innermost(data):
+            # someone's own data set may find its files otherwise; some of mmpretrain's download theirs, or know them
+            theirs = 'split' in dataset or dataset.get('download', False)
+            if not theirs and _is_of_hosts(dataset, DATASETS, scope):
+                _check_dataset(dataset, where)
         evaluators = cfg.get(f'{split}_evaluator') if split != 'train' else None
         for evaluator in evaluators if isinstance(evaluators, (list, tuple)) else [evaluators]:
             ann_file = evaluator.get('ann_file') if isinstance(evaluator, Mapping) else None
@@ -41,16 +45,18 @@ def check_data(cfg: Config, splits: Sequence[str]) -> None:
                 _require(f'{split}_evaluator.ann_file', ann_file)
 
 
-def _check_dataset(dataset: Mapping[str, Any], where: str, scope: str | None) -> None:
-    inner = {key: dataset[key] for key in ('dataset', 'datasets') if key in dataset}
-    for key, value in inner.items():
-        for number, one in enumerate(value) if isinstance(value, (list, tuple)) else [('', value)]:
-            _check_dataset(one, '.'.join(filter(None, (where, key, str(number)))), scope)
-    # someone's own data set may find its files otherwise; some of mmpretrain's download theirs or know their folders
-    if inner or not _is_of_hosts(dataset, DATASETS, scope) or 'split' in dataset or dataset.get('download', False):
-        return
-    root, ann_file = dataset.get('data_root') or '', dataset.get('ann_file')
-    prefix = dataset.get('data_prefix')
+def _innermost(entries: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return the data sets within wrappers such as RepeatDataset and ConcatDataset, with their config paths."""
+    found = []
+    for where, entry in entries:
+        inner = [(f'{where}.dataset', entry['dataset'])] if 'dataset' in entry else []
+        inner += [(f'{where}.datasets.{number}', one) for number, one in enumerate(entry.get('datasets', ()))]
+        found += _innermost(inner) if inner else [(where, entry)]
+    return found
+
+
+def _check_dataset(dataset: Mapping[str, Any], where: str) -> None:
+    root, ann_file, prefix = dataset.get('data_root') or '', dataset.get('ann_file'), dataset.get('data_prefix')
     folders = {'data_prefix': prefix} if isinstance(prefix, str) else {}
     if isinstance(prefix, Mapping):
         folders = {f'data_prefix.{key}': prefix[key] for key in ('img', 'img_path') if prefix.get(key)}
@@ -124,52 +130,21 @@ def check_checkpoint(path: str, *, sharded: bool = False) -> None:
         raise ConfigError(f'checkpoint {path} is no torch checkpoint; it starts with {head!r}.')
 
 
-def check_writable(path: Path) -> None:
-    """Make the folder of a file, and refuse a path that none can be written to.
+def check_backends(model: nn.Module) -> None:
+    """Refuse a backend, of a rule or of an environment variable, that cannot run on the device of training and testing.
 
     Raises:
-        ConfigError: With the reason.
+        ConfigError: With the attention's name and the reason.
     """
-    check_folder(path.parent)
-    if path.is_dir():
-        raise ConfigError(f'{path} is a folder. Give another --out.')
-
-
-def check_folder(folder: Path) -> None:
-    """Make a folder, and refuse one that nothing can be written to.
-
-    Raises:
-        ConfigError: With the reason.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ConfigError(f'nothing can be written to {folder}: {error}. Give another --out.') from error
-
-
-def check_device(device: str) -> None:
-    """Refuse a ``--device`` that is not there.
-
-    Raises:
-        ConfigError: With what there is.
-    """
-    if not re.fullmatch(r'cpu|mps|(cuda|npu|xpu)(:\d+)?', device):
-        raise ConfigError(f'--device {device}: give cpu or cuda.')
-    if device.startswith('cuda') and int(device.partition(':')[2] or 0) >= torch.cuda.device_count():
-        raise ConfigError(f'--device {device}: torch sees {torch.cuda.device_count() or "no"} GPUs here.')
-
-
-def find_images(inputs: str) -> list[str]:
-    """Return the images of a file, a URL, a folder or a pattern.
-
-    Raises:
-        ConfigError: There are none.
-    """
-    images = [inputs]
-    if not osp.isfile(inputs) and '://' not in inputs:
-        found = glob.glob(osp.join(inputs, '*') if osp.isdir(inputs) else inputs)
-        images = sorted(path for path in found if path.lower().endswith(IMAGES))
-    if not images:
-        raise ConfigError(f'{inputs} is no image, no folder with images ({" ".join(IMAGES)}) and no pattern of any.')
-    return images
+    for name, module in model.named_modules():
+        if isinstance(module, MultiScaleDeformableAttention):
+            operator, width = 'ms_deform_attn', module.value_proj.out_features
+        elif isinstance(module, PLuGAttention):
+            operator, width = 'plug_attention', module.embed_dim
+        else:
+            continue
+        heads = torch.empty(1, 1, module.num_heads, width // module.num_heads, device=get_device())
+        try:
+            candidates(operator, OPERATORS[operator], heads, module.backend)
+        except ValueError as error:
+            raise ConfigError(f'{name}: {error}') from error

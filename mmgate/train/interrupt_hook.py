@@ -48,11 +48,8 @@ class SaveOnInterruptHook(Hook):
     priority = 'LOWEST'  # after the schedulers, the averages and the checkpoints of the step
 
     def __init__(self, signals: Sequence[str] = ('SIGINT', 'SIGTERM')) -> None:
-        unknown = [name for name in signals if name not in signal.Signals.__members__]
-        if unknown or isinstance(signals, str):
-            raise ConfigError(
-                f"mmgate.SaveOnInterruptHook: signals={signals!r} must be a list of names such as 'SIGTERM'."
-            )
+        if isinstance(signals, str) or not set(signals) <= set(signal.Signals.__members__):
+            raise ConfigError(f"SaveOnInterruptHook: signals={signals!r} must be a list of names such as 'SIGTERM'.")
         self.signals = [signal.Signals[name] for name in signals]
         self._asked: int | None = None  # the signal
         self._since = 0.0

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmgate.errors import ConfigError
+from mmgate.layers.base.init import gate_names, gate_parameters
 
 COUNTERS = 'num_batches_tracked'  # batch norms', often left out of checkpoints
 OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
@@ -25,8 +26,9 @@ class LoadReportHook(Hook):
 
     A key counts as filled when loading wrote into its tensor, so that keys which are renamed or resized on loading
     count. Testing refuses a checkpoint that fills less than half of them. Training may start from one, of another head
-    say, with a warning, but not from one that fills none. Sharded models (FSDP, DeepSpeed) are not counted: theirs are
-    not the model's own tensors.
+    say, with a warning, but not from one that fills none. Gates that a vanilla checkpoint leaves as they are do not
+    count; gates in a checkpoint for which the model has no place are warned of. Sharded models (FSDP, DeepSpeed) are
+    not counted: theirs are not the model's own tensors.
 
     Args:
         checkpoint: What the message calls it.
@@ -61,6 +63,8 @@ class LoadReportHook(Hook):
             raise ConfigError(f'{found}. It is of another model; leave load_from away, or give one of this model.')
         if found:
             runner.logger.log(logging.WARNING if share < 0.5 else logging.INFO, f'{found}.')
+        if dropped := self.dropped_gates(runner):
+            runner.logger.log(logging.WARNING, dropped)
 
     def before_test(self, runner: Any) -> None:
         """Report, and refuse."""
@@ -72,6 +76,8 @@ class LoadReportHook(Hook):
             )
         if found:
             runner.logger.log(logging.INFO if share == 1 else logging.WARNING, f'{found}.')
+        if dropped := self.dropped_gates(runner):
+            runner.logger.log(logging.WARNING, dropped)
         data = getattr(getattr(runner, 'test_dataloader', None), 'dataset', None)
         classes = _classes(getattr(data, 'metainfo', None))
         tracks = 'BaseMOTModel' in {
@@ -85,7 +91,10 @@ class LoadReportHook(Hook):
             )
 
     def report(self, runner: Any) -> tuple[str, float]:
-        """Return what was loaded, in words and as a share of the keys; no words where nothing can be said."""
+        """Return what was loaded, in words and as a share of the keys; no words where nothing can be said.
+
+        Gates that were not filled do not count in the share: a vanilla checkpoint in a gated model is whole.
+        """
         after, missing = _versions(runner.model), self.missing(runner)
         if not self._before or not after:
             return '', 1.0
@@ -94,11 +103,26 @@ class LoadReportHook(Hook):
             f'{filled} of {len(after)} keys of {type(_own(runner.model)).__name__} were loaded from {self.checkpoint}, '
             f'which has {len(self._given)}'
         )
-        return found + (f'; not loaded: {_first(missing)}' if missing else ''), filled / len(after)
+        gates = dict(gate_parameters(_own(runner.model), remove_duplicate=False)).keys() & missing
+        share = filled / max(len(after) - len(gates), 1)
+        return found + (f'; not loaded: {_first(missing)}' if missing else ''), share
 
     def missing(self, runner: Any) -> list[str]:
         """Return the keys that the checkpoint did not fill."""
         return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
+
+    def dropped_gates(self, runner: Any) -> str:
+        """Return a warning of gates in the checkpoint that the model has no place for; empty if there are none."""
+        own, names = _own(runner.model), gate_names()
+        keys = own.state_dict().keys()
+        dropped = [key for key in self._given if key not in keys and not names.isdisjoint(key.split('.'))]
+        if is_model_wrapper(own) or not dropped:
+            return ''
+        return (
+            f'{self.checkpoint} holds gates for which {type(own).__name__} has no place; their {len(dropped)} tensors '
+            f'are left out: {_first(dropped)}. Without them the attention is not the one that was trained; give the '
+            'rules of the config that wrote them.'
+        )
 
 
 def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> None:
@@ -127,6 +151,8 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
         )
     if found:
         print_log(f'{found}.', logger='current', level=logging.WARNING if share < 1 else logging.INFO)
+    if dropped := hook.dropped_gates(runner):
+        print_log(dropped, logger='current', level=logging.WARNING)
 
 
 def _classes(meta: Any) -> list[str] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -35,11 +34,7 @@ MODEL_WRAPPERS = Registry(
 )
 # deprecated: a name that runs on CPUs wrote into their configs
 MODEL_WRAPPERS.register_module('DistributedDataParallelOnCPU', module=MMDistributedDataParallel)
-WITH_DEVICES = (
-    'MMDistributedDataParallel',
-    'MMSeparateDistributedDataParallel',
-    'DistributedDataParallelOnCPU',
-)
+WITH_DEVICES = ('MMDistributedDataParallel', 'MMSeparateDistributedDataParallel', 'DistributedDataParallelOnCPU')
 
 
 @STRATEGIES.register_module()
@@ -52,30 +47,22 @@ class FSDPStrategy(MMEngineFSDPStrategy):
     def build_optim_wrapper(self, optim_wrapper: Any, model: nn.Module | None = None) -> BaseOptimWrapper:
         """Build the wrapper; its gradients are clipped by their norm over all shards, not by each shard's own."""
         built = super().build_optim_wrapper(optim_wrapper, model)
-        clipping = getattr(built, 'clip_grad_kwargs', None) or {}
         if isinstance(model, FullyShardedDataParallel) and getattr(built, 'grad_name', None) == 'grad_norm':
-            unknown = sorted(set(clipping) - {'max_norm', 'norm_type'})
-            if unknown:
-                raise ConfigError(f'optim_wrapper.clip_grad.{unknown[0]}: FSDP clips by max_norm and norm_type alone.')
             built.clip_func = partial(_clip_shards, model)
         return built
 
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer's state; mmengine passes torch's arguments in the order that torch 2.0 had."""
-        rest = {key: value for key, value in state_dict.items() if key not in ('state', 'param_groups')}
+        own = {key: state_dict[key] for key in ('state', 'param_groups')}
         sharded = FullyShardedDataParallel.optim_state_dict_to_load(
-            model=self.model,
-            optim=self.optim_wrapper.optimizer,
-            optim_state_dict={key: state_dict[key] for key in ('state', 'param_groups')},
+            model=self.model, optim=self.optim_wrapper.optimizer, optim_state_dict=own
         )
-        self.optim_wrapper.load_state_dict({**sharded, **rest})
+        self.optim_wrapper.load_state_dict({**state_dict, **sharded})
 
     def optim_state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, and beside it what the wrapper keeps (loss scale, base settings)."""
-        rest = {
-            key: value for key, value in self.optim_wrapper.state_dict().items() if key not in ('state', 'param_groups')
-        }
-        return {**FullyShardedDataParallel.optim_state_dict(self.model, self.optim_wrapper.optimizer), **rest}
+        sharded = FullyShardedDataParallel.optim_state_dict(self.model, self.optim_wrapper.optimizer)
+        return {**self.optim_wrapper.state_dict(), **sharded}
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
         if get_device() == 'cpu':  # mmengine hands LOCAL_RANK, which means a GPU
@@ -113,11 +100,6 @@ def prepare_processes(cfg: Config) -> None:
                 '--launcher pytorch (tools/dist_train.sh does).'
             )
         return
-    missing = [name for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT') if name not in os.environ]
-    if cfg.launcher == 'pytorch' and missing:
-        raise ConfigError(
-            f'--launcher pytorch: {", ".join(missing)} not set; torchrun sets them (tools/dist_train.sh CONFIG N).'
-        )
     if get_device() == 'cpu':
         _connect(cfg)
         _wrap_without_devices(cfg)

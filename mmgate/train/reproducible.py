@@ -1,9 +1,8 @@
-"""Opt-in hooks for runs that must go on exactly where they were, and stop where they break."""
+"""Opt-in hooks for runs that go on exactly where they were, and stop where they break."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,8 @@ import torch
 from mmengine.dist import get_rank
 from mmengine.hooks import Hook
 from mmengine.runner import IterBasedTrainLoop
-from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 
 
@@ -36,27 +33,19 @@ class ReproducibleHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Check that there is a seed and a loader that starts anew."""
-        if runner._randomness_cfg.get('seed') is None:
-            raise ConfigError('mmgate.ReproducibleHook needs a seed: --cfg-options randomness.seed=0.')
-        if getattr(runner.train_dataloader, 'persistent_workers', False):
-            raise ConfigError(
-                'mmgate.ReproducibleHook: workers that are kept go on with their random numbers from epoch to epoch, '
-                'which a resumed run cannot know: --cfg-options train_dataloader.persistent_workers=False.'
-            )
-        loop = runner.train_loop
-        if not isinstance(loop, IterBasedTrainLoop):
-            return
-        if not runner.train_dataloader.num_workers:
-            raise ConfigError(
-                'mmgate.ReproducibleHook: in a loop of iterations the data must come from workers, or its random '
-                "numbers mix with the model's: --cfg-options train_dataloader.num_workers=1."
-            )
-        if getattr(loop, 'fast_forward_on_resume', False):
-            raise ConfigError(
-                'mmgate.ReproducibleHook: the data must go on where it was: --cfg-options '
-                'train_cfg.fast_forward_on_resume=False.'
-            )
-        batches = loop.dataloader_iterator
+        loop, loader = runner.train_loop, runner.train_dataloader
+        iterates = isinstance(loop, IterBasedTrainLoop)
+        # kept workers go on with random numbers that a resumed run cannot know; without any, data and model share them
+        wanted = {
+            'randomness.seed=0': runner._randomness_cfg.get('seed') is not None,
+            'train_dataloader.persistent_workers=False': not getattr(loader, 'persistent_workers', False),
+            'train_dataloader.num_workers=1': not iterates or loader.num_workers,
+            'train_cfg.fast_forward_on_resume=False': not getattr(loop, 'fast_forward_on_resume', False),
+        }
+        lacking = [option for option, holds in wanted.items() if not holds]
+        if lacking:
+            raise ConfigError(f'mmgate.ReproducibleHook needs --cfg-options {" ".join(lacking)}.')
+        batches: Any = loop.dataloader_iterator if iterates else None
         if hasattr(batches, 'skip_iter'):  # newer than 0.10.7, it leaves out in the sampler what workers drew for
 
             def read(count: int) -> None:
@@ -94,63 +83,20 @@ class ReproducibleHook(Hook):
 
 @HOOKS.register_module()
 class FiniteHook(Hook):
-    """Stops a run at the first loss that is not finite, and names the step and the first layer that was not.
-
-    Every layer's output is looked at on the device, and the answers are read once a step.
+    """Stops a run at the first loss that is not finite, and names it.
 
     Raises:
         ConfigError: A loss is NaN or infinite (from :meth:`after_train_iter`).
     """
 
-    def __init__(self) -> None:
-        self._finite: list[tuple[str, Tensor]] | None = None  # outside of steps nothing is noted
-        self._handles: list[Any] = []
-
-    def before_train(self, runner: Any) -> None:
-        """Watch every module that has no children."""
-        for name, module in own_model(runner.model).named_modules():
-            if not any(module.children()):
-                self._handles.append(module.register_forward_hook(self._watch(name)))
-
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        """Forget the step before."""
-        self._finite = []
-
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Look at the losses."""
-        seen, self._finite = self._finite or [], None
-        bad = [name for name, value in (outputs or {}).items() if not all(t.isfinite().all() for t in _tensors(value))]
-        if not bad:
-            return
-        first = next((name for name, finite in seen if not finite), None)
-        where = f'the first layer whose output was not finite is {first}' if first else 'every layer was finite'
-        raise ConfigError(
-            f'{", ".join(bad)} is not finite at iteration {runner.iter + 1}; {where}. The last checkpoint is '
-            'from before. A smaller learning rate, gradient clipping or float32 are what helps most often.'
-        )
-
-    def after_train(self, runner: Any) -> None:
-        """Watch no longer."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _watch(self, name: str) -> Any:
-        def look(module: nn.Module, inputs: Any, output: Any) -> None:
-            if self._finite is not None:
-                self._finite += [(name, tensor.detach().isfinite().all()) for tensor in _tensors(output)]
-
-        return look
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _tensors(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _tensors(one)
+        losses = {name: value for name, value in (outputs or {}).items() if isinstance(value, torch.Tensor)}
+        bad = [name for name, value in losses.items() if not value.isfinite().all()]
+        if bad:
+            raise ConfigError(
+                f'{", ".join(bad)} is not finite at iteration {runner.iter + 1}; the last checkpoint is from before. A '
+                'smaller learning rate, gradient clipping or float32 are what helps most often.'
+            )

@@ -6,8 +6,8 @@ import warnings
 from copy import deepcopy
 
 from mmengine.config import Config, ConfigDict
-from mmengine.device import get_device
 
+from mmgate.checkpoints.gates_file import read_gates
 from mmgate.errors import ConfigError
 
 from .config_file import type_name
@@ -39,16 +39,6 @@ def enable_amp(cfg: Config) -> None:
     cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
 
 
-def check_amp(cfg: Config) -> None:
-    """Refuse mixed precision where mmengine has none.
-
-    Raises:
-        ConfigError: The optimizer wrapper is mmengine's AmpOptimWrapper and there is no accelerator.
-    """
-    if type_name(cfg.get('optim_wrapper') or {}) == 'AmpOptimWrapper' and get_device() in ('cpu', 'mps'):
-        raise ConfigError('mixed precision: AmpOptimWrapper needs a GPU, and there is none here. Leave --amp out.')
-
-
 def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_time: float) -> None:
     """Draw predictions during testing.
 
@@ -67,6 +57,21 @@ def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_
             cfg.visualizer.save_dir = show_dir
         else:
             hook['out_dir' if classifies else 'test_out_dir'] = show_dir
+
+
+def enable_gates(cfg: Config, path: str) -> None:
+    """Put the gates of a file on the config's model, vanilla or gated.
+
+    Raises:
+        ConfigError: The file is none of gates.
+    """
+    read_gates(path)
+    cfg.setdefault('custom_imports', dict(imports=['mmgate'], allow_failed_imports=False))
+    if type_name(cfg.model) != 'Gated':
+        host = cfg.model.type
+        scope = cfg.get('default_scope') or 'mmengine'
+        cfg.model = dict(cfg.model, type='mmgate.Gated', host=host if '.' in host else f'{scope}.{host}')
+    cfg.model.gates = path
 
 
 def enable_tta(cfg: Config) -> None:

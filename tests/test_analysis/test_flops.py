@@ -13,9 +13,9 @@ from mmengine.config import Config
 from mmengine.hub import get_config
 from torch import nn
 
-from mmgate.analysis.flops import count_config, count_macs
-from mmgate.analysis.model_table import HEADER, POLAFORMER, ROWS, markdown
-from mmgate.analysis.structure import build_structure
+from mmgate.analysis.report.flops import count_config, count_macs
+from mmgate.analysis.report.model_table import HEADER, POLAFORMER, ROWS, markdown
+from mmgate.analysis.report.structure import build_structure
 from mmgate.layers import AgentAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
 from mmgate.train import cli

@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 import pytest
 
-from mmgate.analysis.gallery import Section, write_gallery
+from mmgate.analysis.report.gallery import Section, write_gallery
 
 CHROMIUM = next(filter(None, map(shutil.which, ('chromium', 'chromium-browser', 'google-chrome'))), None)
 # What a page says of itself once it has loaded, written where --dump-dom shows it.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from mmgate.analysis.host_table import hosts_in, markdown, shortened, zoo
+from mmgate.analysis.report.host_table import hosts_in, markdown, shortened, zoo
 from mmgate.errors import ConfigError
 
 SEGFORMER = 'segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512.py'

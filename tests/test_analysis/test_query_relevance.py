@@ -12,9 +12,10 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
 
 import mmgate
-from mmgate.analysis.flops import empty_sample
-from mmgate.analysis.maps import rollout
-from mmgate.analysis.query_relevance import add_levels, query_relevance, query_rollout, record_queries
+from mmgate.analysis.probes.measures import rollout
+from mmgate.analysis.probes.query_relevance import add_levels, query_relevance, query_rollout, record_decoder
+from mmgate.analysis.probes.recording import predicted
+from mmgate.analysis.report.flops import empty_sample
 from mmgate.errors import ConfigError
 
 Q, COARSE, FINE = 3, 4, 6
@@ -101,10 +102,10 @@ def test_queries_of_detrs(config: str, gated: bool) -> None:
     if gated:
         mmgate.swap_attention(model, dict(path=['encoder.**', 'decoder.**'], type='PLuGMultiheadAttention'))
     size, queries = (64, 96), [5, 2]
-    with record_queries(model) as found, torch.no_grad():
+    with record_decoder(model) as found, torch.no_grad():
         model(torch.randn(1, 3, *size), [empty_sample(False, size)], mode='predict')
     result = query_relevance(found, size, queries)
-    scores, boxes = found['head']
+    scores, boxes = predicted(found)
     for number, query in zip(queries, result, strict=True):
         assert query.number == number and query.score == pytest.approx(float(scores[0, number].max()))
         assert query.relevance.shape == (2, 3) and query.relevance.sum() == pytest.approx(1)

@@ -14,8 +14,8 @@ from mmdet.models.backbones import PyramidVisionTransformer, SwinTransformer
 from torch import Tensor, nn
 
 import mmgate
-from mmgate.analysis.accumulators import Kept, RunningMean, RunningStatistics
-from mmgate.analysis.recording import readable, record, require
+from mmgate.analysis.probes.recording import readable, record, require
+from mmgate.analysis.probes.statistics import Kept, RunningStatistics
 from mmgate.errors import ConfigError
 
 SWIN: dict[str, Any] = dict(
@@ -177,17 +177,9 @@ def test_running_statistics_are_numpys() -> None:
     assert abs(statistics.histogram - expected).sum() <= 2  # a number on an edge, in float32
 
 
-def test_running_mean_refuses_other_shapes() -> None:
-    mean = RunningMean()
-    mean.add(torch.ones(2, 3))
-    mean.add(torch.full((4, 3), 3.0))
-    torch.testing.assert_close(mean.mean, torch.full((3,), 2.0, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r'maps of shape \(3,\) and \(5,\) have no mean'):
-        mean.add(torch.ones(2, 5))
-
-
 def test_kept_is_a_copy() -> None:
-    kept, x = Kept(), torch.ones(2)
-    kept.add(x)
+    kept, doubled, x = Kept(), Kept(lambda x: 2 * x), torch.ones(2)
+    for each in (kept, doubled):
+        each.add(x)
     x.zero_()
-    assert kept.tensors[0].tolist() == [1, 1]
+    assert kept.tensors[0].tolist() == [1, 1] and doubled.last.tolist() == [2, 2]

@@ -19,19 +19,19 @@ from mmengine.structures import InstanceData
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.analysis import sampling_figure
-from mmgate.analysis.sampling import (
+from mmgate.analysis.figures import sampling as sampling_figure
+from mmgate.analysis.loading import UNTRAINED
+from mmgate.analysis.probes.recording import best_queries
+from mmgate.analysis.probes.sampling import (
     SamplingPoints,
-    best_queries,
     decoder_layers,
     density,
     encoder_layers,
-    from_image,
     mean_density,
-    pixel_query,
+    query_at,
     to_image,
 )
-from mmgate.analysis.subjects import UNTRAINED
+from mmgate.analysis.probes.statistics import Kept
 from mmgate.datasets.shapes import write_shapes
 from mmgate.errors import ConfigError
 from mmgate.registry import HOOKS
@@ -52,15 +52,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(root / 'small.py')
 
 
-def test_pixel_query_is_the_pixel_of_its_level() -> None:
-    assert pixel_query(SHAPES, 0.5, 0.26, 0) == 1 * 6 + 3
-    assert pixel_query(SHAPES, 0.99, 0.99, 1) == 24 + 5
-    with pytest.raises(ConfigError, match='levels 0 to 1'):
-        pixel_query(SHAPES, 0.5, 0.5, 2)
-    with pytest.raises(ConfigError, match='has to lie in 0 to 1'):
-        pixel_query(SHAPES, 1.0, 0.5, 0)
-
-
 @pytest.mark.parametrize(
     ('padded', 'pixel'), [(None, (50, 25)), ((100, 200), (100, 25))], ids=['alone', 'padded in a batch']
 )
@@ -70,13 +61,27 @@ def test_to_image_undoes_padding_and_scale(padded: Any, pixel: tuple[int, int]) 
     assert to_image(np.array([0.25, 0.5]), sample).tolist() == list(pixel)
 
 
-def test_from_image_is_the_way_back() -> None:
-    given = dict(img_shape=(100, 100), scale_factor=(0.5, 2.0), batch_input_shape=(128, 160))
+def kept(**readings: torch.Tensor) -> dict[str, dict[str, Any]]:
+    """Return a recording of one layer."""
+    found: dict[str, Any] = {name: Kept() for name in readings}
+    for name, x in readings.items():
+        found[name].add(x)
+    return dict(layer=found)
+
+
+@pytest.mark.parametrize(
+    ('pixel', 'level', 'query'), [((100, 13), 0, 6 + 1), ((199, 49), 1, 24 + 3 + 1), (None, 0, 2 * 6 + 1)], ids=str
+)
+def test_a_query_is_that_of_the_pixel_on_its_level(pixel: Any, level: int, query: int) -> None:
+    """An image of 200 x 50, scaled by (0.5, 2), fills the left half of its batch."""
+    given = dict(img_shape=(100, 100), scale_factor=(0.5, 2.0), batch_input_shape=(100, 200))
     sample = SimpleNamespace(get=given.get, img_shape=(100, 100), ori_shape=(50, 200))
-    x, y = from_image((120, 30), sample)
-    assert (x, y) == (60 / 160, 60 / 128) and to_image(np.array([x, y]), sample).tolist() == [120, 30]
+    layers = kept(spatial_shapes=SHAPES)
+    assert query_at(layers, 'layer', sample, pixel, level) == query
+    with pytest.raises(ConfigError, match='levels 0 to 1'):
+        query_at(layers, 'layer', sample, pixel, 2)
     with pytest.raises(ConfigError, match='lies outside of the image of 200 x 50'):
-        from_image((120, 50), sample)
+        query_at(layers, 'layer', sample, (120, 50))
 
 
 @pytest.mark.parametrize('ratio', [(1.0, 1.0), (0.5, 0.75)], ids=['alone', 'in a larger batch'])
@@ -88,17 +93,16 @@ def test_an_encoder_is_told_from_a_decoder_of_as_many_queries(ratio: tuple[float
     points = (torch.cat(centres) * torch.tensor(ratio))[None, :, None]
 
     def readings(reference_points: torch.Tensor) -> dict[str, dict[str, Any]]:
-        kept = dict(reference_points=reference_points, spatial_shapes=SHAPES, locations=torch.zeros(1, 30, 1, 2, 1, 2))
-        return dict(layer={name: SimpleNamespace(tensors=[x]) for name, x in kept.items()})
+        return kept(reference_points=reference_points, spatial_shapes=SHAPES, locations=torch.zeros(1, 30, 1, 2, 1, 2))
 
     assert encoder_layers(readings(points)) == ['layer'] and not decoder_layers(readings(points))
     assert decoder_layers(readings(torch.rand(1, 30, 1, 2))) == ['layer']
 
 
 def test_best_queries_are_those_of_the_best_class() -> None:
-    scores = torch.tensor([[[0.1, 0.2], [0.9, 0.0], [0.3, 0.4]]])
-    assert best_queries((scores, torch.zeros(1, 3, 4)), 0, 2).tolist() == [1, 2]
-    assert best_queries(None, 0, 2).tolist() == [0, 1]
+    recording = kept(scores=torch.tensor([[[0.1, 0.2], [0.9, 0.0], [0.3, 0.4]]]), places=torch.zeros(1, 3, 4))
+    assert best_queries(dict(bbox_head=recording['layer']), 0, 2).tolist() == [1, 2]
+    assert best_queries({}, 0, 2).tolist() == [0, 1]
 
 
 def test_density_is_highest_at_the_heavier_points() -> None:
@@ -137,7 +141,7 @@ def test_points_on_a_photograph(real: bool, demo: str, tmp_path: Path, monkeypat
     module, image = tool('plot_sampling_points'), sorted(COCO.iterdir())[0] if real else tmp_path / '000000000139.jpg'
     if not real:  # of a size that COCO has, no multiple of the levels' strides
         cv2.imwrite(str(image), np.random.default_rng(0).integers(0, 256, (427, 640, 3), np.uint8))
-    built = module.subjects
+    built = module.load_models
 
     def known(*args: Any, **options: Any) -> Any:
         found = built(*args, **options)
@@ -146,7 +150,7 @@ def test_points_on_a_photograph(real: bool, demo: str, tmp_path: Path, monkeypat
             attention.sampling_offsets.bias.data.view(-1, 2).copy_(torch.tensor([2.0, -1.0]))
         return found
 
-    monkeypatch.setattr(module, 'subjects', known)
+    monkeypatch.setattr(module, 'load_models', known)
     module.main([demo, UNTRAINED, '--images', str(image), '--part', 'encoder', '--out', str(tmp_path)])
     rows = list(csv.DictReader((tmp_path / f'sampling_points_{image.stem}.csv').open()))
     assert len(rows) == 8 * 4 * 4 and (tmp_path / f'sampling_points_{image.stem}.png').stat().st_size > 10_000
@@ -170,40 +174,32 @@ def test_scores_hide_no_better_one(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     cv2.imwrite(str(tmp_path / 'image.png'), np.zeros((100, 100, 3), np.uint8))
     boxes, scores = torch.tensor([[20.0, 20.0, 80.0, 80.0]]).repeat(5, 1), torch.tensor([0.5, 0.9, 0.6, 0.7, 0.8])
     sample = DetDataSample(metainfo=dict(img_path=str(tmp_path / 'image.png'), ori_shape=(100, 100)))
-    sample.pred_instances = InstanceData(bboxes=boxes, scores=scores)
+    sample.pred_instances = InstanceData(bboxes=boxes, scores=scores, labels=torch.zeros(5, dtype=torch.long))
     rng = np.random.default_rng(0)
     points = SamplingPoints('layer', rng.uniform(40, 60, (1, 2, 1, 4, 2)), np.ones((1, 2, 1, 4)),
                             np.array([[50.0, 50.0]]), np.array([0]), [0], is_encoder=False)  # fmt: skip
     figures: list[Any] = []
     monkeypatch.setattr(sampling_figure, 'save', lambda figure, path: figures.append(figure))
-    sampling_figure.draw_sampling([('model', points, sample)], tmp_path / 'out.png')
+    sampling_figure.draw_sampling([('model', points, sample)], tmp_path / 'out.png', classes=[['cat']])
     texts = figures[0].axes[0].texts
-    assert sorted(text.get_text() for text in texts) == ['0.60', '0.70', '0.80', '0.90']
+    assert sorted(text.get_text() for text in texts) == [f'cat 0.{score}0' for score in (6, 7, 8, 9)]
     extents = [text.get_window_extent() for text in texts]
     assert not any(a.overlaps(b) for i, a in enumerate(extents) for b in extents[:i])
 
 
-def test_tool_draws_two_models(demo: str, tmp_path: Path) -> None:
-    arguments = [demo, UNTRAINED, '--against', demo, UNTRAINED, '--max-images', '1', '--out', str(tmp_path)]
-    assert cli.main(tool('plot_sampling_points').main, arguments) == 0
-    assert [path.suffix for path in sorted(tmp_path.iterdir())] == ['.csv', '.png']
+def test_tool_draws_one_level_of_a_decoder_and_the_density(demo: str, tmp_path: Path, capsys: Any) -> None:
+    def draw(*options: str) -> int:
+        arguments = [demo, UNTRAINED, '--max-images', '1', '--out', str(tmp_path), *options]
+        return cli.main(tool('plot_sampling_points').main, arguments)
 
-
-def test_tool_draws_one_level_of_a_decoder_and_the_density(demo: str, tmp_path: Path) -> None:
-    arguments = [demo, UNTRAINED, '--max-images', '2', '--out', str(tmp_path)]
-    assert cli.main(tool('plot_sampling_points').main, [*arguments, '--level', '1']) == 0
+    assert draw('--level', '1', '--queries', '5', '2') == 0
     rows = [row for path in tmp_path.glob('*.csv') for row in csv.DictReader(path.open())]
-    assert {row['level'] for row in rows} == {'1'} and len(rows) == 2 * 3 * 8 * 4
-    assert cli.main(tool('plot_sampling_points').main, [*arguments, '--density']) == 0
+    assert {row['level'] for row in rows} == {'1'} and len(rows) == 2 * 8 * 4
+    assert {row['query'] for row in rows} == {'5', '2'}
+    assert draw('--density') == 0
     rows = list(csv.DictReader((tmp_path / 'sampling_density.csv').open()))
-    assert (tmp_path / 'sampling_density.png').stat().st_size > 5_000
     assert 0 < np.mean([float(row['density']) for row in rows]) < 1.1
-    assert cli.main(tool('plot_sampling_points').main, [*arguments, '--level', '9']) == 2
-
-
-def test_tool_refuses_a_layer_that_is_not_there(demo: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [demo, UNTRAINED, '--max-images', '1', '--layer', '5', '--out', str(tmp_path)]
-    assert cli.main(tool('plot_sampling_points').main, arguments) == 2
+    assert draw('--level', '9') == draw('--layer', '5') == 2
     assert '--layer 5: the decoder has 2 layers' in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 from mmengine.config import Config
 
-from mmgate.analysis.study import Study, read_study, report_study, run_study
+from mmgate.analysis.report.study import Study, read_study, report_study, run_study
 from mmgate.errors import ConfigError
 from mmgate.train.config_file import read_config
 
@@ -89,23 +89,19 @@ def test_compares_each_with_its_baseline(study: Study, tmp_path: Path) -> None:
     assert f'{low:.3f} to {high:.3f}' in rows[-5] and f'either side by {(high - low) / 2:.3f}. 1 comp' in rows[-1]
 
 
-def test_refuses_to_resume_a_run_of_other_settings(study: Study, tmp_path: Path) -> None:
+def test_refuses_runs_and_results_of_other_settings(study: Study, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='stopped'):
         run_study(study, tmp_path, execute=Tools(fails=1), budget='gpu')
     tools = Tools()
-    with pytest.raises(ConfigError, match=r'settings\.json is of other settings'):
+    with pytest.raises(ConfigError, match=r'settings\.json is of other settings than the study has now'):
         run_study(study, tmp_path, execute=tools)
     assert not tools.commands
-
-
-def test_refuses_results_of_other_settings(study: Study, tmp_path: Path) -> None:
-    tools = Tools()
-    run_study(study, tmp_path, execute=tools, most=1)
-    with pytest.raises(ConfigError, match='is of other settings than the study has now'):
-        run_study(study, tmp_path, execute=tools, budget='gpu')
     with pytest.raises(ConfigError, match='budget tpu is unknown; s.py has gpu'):
         run_study(study, tmp_path, execute=tools, budget='tpu')
     with pytest.raises(ConfigError, match='has no seed yet that every run'):
+        report_study(study, tmp_path, budget='gpu')
+    run_study(study, tmp_path, execute=tools, most=1, budget='gpu')
+    with pytest.raises(ConfigError, match='is of other settings'):
         report_study(study, tmp_path)
 
 
@@ -122,7 +118,7 @@ def test_studies_of_the_repository(path: Path, monkeypatch: pytest.MonkeyPatch) 
                 check_key(cfg, key)
             cfg.merge_from_dict(options)
             roots = [loader.dataset.data_root for loader in (cfg.train_dataloader, cfg.val_dataloader)]
-            assert roots[0] == roots[1] and ('shapes_hard' in roots[0]) == (path.stem != 'digits')
+            assert roots[0] == roots[1] and ('shapes_hard' in roots[0]) == (path.stem not in ('digits', 'photographs'))
             last = cfg.train_cfg.get('max_epochs', cfg.train_cfg.get('max_iters'))
             assert cfg.param_scheduler[1].get('end', last) >= last, 'the schedule ends before the training'
 
@@ -138,15 +134,16 @@ def check_key(cfg: Config, key: str) -> None:
     )
 
 
-def test_refuses_a_baseline_that_is_no_run(tmp_path: Path) -> None:
-    config = ROOT / 'configs/dgsa/classification/vit_1xb64-40e_digits.py'
-    text = f"runs = dict(a='{config}')\nseeds = [0]\nmetric = 'x'\nbaselines = dict(a='b')"
-    (tmp_path / 's.py').write_text(text)
-    with pytest.raises(ConfigError, match='b is none of its runs'):
-        read_study(tmp_path / 's.py')
-
-
-def test_refuses_an_unknown_key(tmp_path: Path) -> None:
-    (tmp_path / 's.py').write_text("runs = dict()\nseed = [0]\nmetric = 'mIoU'")
-    with pytest.raises(ConfigError, match='lacks seeds and has unknown seed'):
+@pytest.mark.parametrize(
+    ('text', 'error'),
+    [
+        ("runs = dict(a='CONFIG')\nseeds = [0]\nmetric = 'x'\nbaselines = dict(a='b')", 'b is none of its runs'),
+        ("runs = dict()\nseed = [0]\nmetric = 'mIoU'", 'lacks seeds and has unknown seed'),
+    ],
+    ids=['baseline', 'key'],
+)
+def test_refuses_what_is_no_study(text: str, error: str, tmp_path: Path) -> None:
+    config = str(ROOT / 'configs/vanilla/classification/vit_1xb64-40e_digits.py')
+    (tmp_path / 's.py').write_text(text.replace('CONFIG', config))
+    with pytest.raises(ConfigError, match=error):
         read_study(tmp_path / 's.py')

@@ -1,4 +1,4 @@
-"""Sizes by name, block for block, as the papers' tables have them."""
+"""Sizes by name, block for block, as the papers' tables have them, and options that do not fit."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mmengine.config import Config
-from mmengine.registry import MODELS
 from torch import nn
 
-from mmgate.analysis.structure import build_structure
+from mmgate.analysis.report.structure import build_structure
 from mmgate.layers import AgentAttention, CrossWindowAttention
 from mmgate.layers.base.map import MapAttention
+from mmgate.registry import MODELS
 
 
 def structure(kind: str, arch: str, **options: Any) -> Any:
@@ -117,3 +117,75 @@ def test_patch_norms_of_pvt_have_an_epsilon_of_their_own(kind: str) -> None:
         torch.testing.assert_close(embed(image)[0], expected)
         assert not torch.allclose(expected, other, rtol=1e-2)
         assert all(block.norm1.eps == 1e-6 for block in blocks if hasattr(block, 'attn'))
+
+
+PARAMETERS = [  # millions at the papers' rounding; SAGA Swin-T comes to 32.6, the paper prints 32
+    ('AgentPVT', 'tiny', 512, 11.6),
+    ('AgentPVT', 'small', 512, 20.6),
+    ('AgentPVT', 'medium', 512, 35.9),
+    ('AgentPVT', 'large', 512, 48.7),
+    ('AgentSwin', 'tiny', 768, 29),
+    ('AgentSwin', 'small', 768, 50),
+    ('AgentSwin', 'base', 1024, 88),
+    ('AgentCSwin', 'tiny', 512, 20.459),  # as counted from the published code
+    ('AgentCSwin', 'small', 512, 33),
+    ('AgentCSwin', 'base', 768, 73),
+    ('SAGAPVT', 'tiny', 512, 14.5),
+    ('SAGAPVT', 'small', 512, 26.1),
+    ('SAGAPVTv2', 'b0', 256, 4.2),
+    ('SAGAPVTv2', 'b1', 512, 15),
+    ('SAGASwin', 'tiny', 768, 32.6),
+    ('SAGASwin', 'small', 768, 60),
+    ('SAGASwin', 'base', 1024, 105),
+    ('LinearSwin HydraAttention', 'tiny', 768, 28.3),
+    ('LinearSwin EfficientAttention', 'tiny', 768, 28.3),
+    ('LinearSwin LinearAngularAttention', 'tiny', 768, 28.3),
+    ('LinearSwin FocusedLinearAttention', 'tiny', 768, 29),
+    ('LinearSwin PolaFormerAttention', 'tiny', 768, 29),
+    ('LinearSwin PolaFormerAttention', 'small', 768, 51),
+    ('LinearSwin PolaFormerAttention', 'base', 1024, 89),
+]
+
+
+@pytest.mark.parametrize('kind, arch, channels, millions', PARAMETERS, ids=str)
+def test_parameters(kind: str, arch: str, channels: int, millions: float) -> None:
+    """Of a classifier of 1000 classes at 224 pixels: Agent Tables 5 and 20 to 22, SAGA Tables 1 to 3."""
+    kind, _, attention = kind.partition(' ')
+    options: dict[str, Any] = dict(attention=dict(type=attention)) if attention else {}
+    model = structure(kind, arch, out_indices=(3,), **options)
+    count = sum(p.numel() for p in model.parameters() if p.requires_grad) + (channels + 1) * 1000
+    assert round(count / 1e6, len(str(millions).partition('.')[2])) == millions
+
+
+WRONG = [
+    (dict(type='AgentPVT', arch='huge'), 'tiny, small, medium, large'),
+    (dict(type='AgentPVT', agent_nums=(9, 16, 49)), 'agent_nums=.* needs one value for each of the 4 stages'),
+    (dict(type='AgentPVT', agent_nums=(9, 16, 50, 49)), 'agent_num=50 must be a square number'),
+    (dict(type='AgentPVT', frozen_stages=7), 'frozen_stages=7'),
+    (dict(type='AgentPVT', init='authors'), "init='authors'"),
+    (dict(type='AgentSwin', blocks=(2, 2, 9, 0)), 'blocks=.* do not have as many'),
+    (dict(type='AgentSwin', blocks=(2, 2)), 'blocks=.* needs one value for each of the 4 stages'),
+    (dict(type='SAGAPVTv2', arch='tiny'), 'b0, b1'),
+    (dict(type='SAGAPVT', agent_nums=(9, 16, 49, 49)), 'SAGAAttention has no option agent_num'),
+    (dict(type='SAGASwin', attention=dict(gates=False)), 'has no option gates'),
+    (dict(type='SAGAPVT', attn_drop_rate=0.1), 'attn_drop=0.1: .* no attention weights'),
+    (dict(type='SAGASwin', attn_drop_rate=0.1), 'attn_drop=0.1: .* no attention weights'),
+    (
+        dict(type='LinearPVT', attention=dict(dwc=3)),
+        r'attention must be a dict\(type=..., ...\) or one for each of the 4',
+    ),
+    (dict(type='LinearPVT', attention=[dict(type='HydraAttention')] * 3), 'one for each of the 4 stages'),
+    (dict(type='LinearPVT', attention=dict(type='HydroAttention')), "Did you mean 'HydraAttention'"),
+    (dict(type='LinearPVT', attention=dict(type='HydraAttention', power=3)), 'HydraAttention has no option power'),
+    (dict(type='LinearPVT', agent_nums=(9, 16, 49, 49)), 'attention must be a dict'),
+    (dict(type='AgentCSwin', arch='large'), "arch='large' is unknown"),
+    (dict(type='AgentCSwin', depths=(1, 1)), 'depths=.* needs one value for each of the 4 stages'),
+    (dict(type='AgentCSwin', out_indices=(4,)), 'must lie in 0 to 3'),
+    (dict(type='CrossWindowAttention', embed_dims=12, num_heads=3), 'num_heads=3 must be even'),
+]
+
+
+@pytest.mark.parametrize('config, message', WRONG, ids=lambda value: value if isinstance(value, str) else None)
+def test_wrong_options(config: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        MODELS.build(dict(config, type=f'mmgate.{config["type"]}'))

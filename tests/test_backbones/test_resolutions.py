@@ -15,8 +15,8 @@ from published import agent_swin, pooled_logits, random_swin
 from published_cswin import SMALL, published_cswin, random_cswin
 from torch import nn
 
-from mmgate.backbones.convert_classifier import convert_classifier
-from mmgate.layers.positions import resize_axis, resize_grid
+from mmgate.backbones.convert import convert_classifier
+from mmgate.layers.resizing import resize_axis, resize_grid
 from mmgate.ops.agent_attention import interpolation_matrix
 
 PVT: dict[str, Any] = dict(num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 2), embed_dims=16)

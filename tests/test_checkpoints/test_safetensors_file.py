@@ -37,6 +37,12 @@ def test_a_config_is_looked_at(tmp_path: Path) -> None:
         loaded(tmp_path, meta=evil)
 
 
+def test_what_is_no_such_file(tmp_path: Path) -> None:
+    (tmp_path / 'a.safetensors').write_bytes(b'nonsense')
+    with pytest.raises(ConfigError, match='cannot be read'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.safetensors'))
+
+
 def test_metadata_of_another_form(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='its metadata meta is no dictionary'):
         loaded(tmp_path, meta='[1]')

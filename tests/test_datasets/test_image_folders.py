@@ -35,7 +35,7 @@ def test_what_exists_is_kept(tmp_path: Path) -> None:
     assert write_shapes_folder(tmp_path / 'shapes', seed=1, force=True, **COUNTS)
     (tmp_path / 'other').mkdir()
     (tmp_path / 'other/precious').write_text('x')
-    with pytest.raises(FileExistsError, match='none of our image folders'):
+    with pytest.raises(FileExistsError, match='no data set of this kind'):
         write_shapes_folder(tmp_path / 'other', force=True, **COUNTS)
     with pytest.raises(ValueError, match='num_train'):
         write_shapes_folder(tmp_path / 'none', num_train=3)

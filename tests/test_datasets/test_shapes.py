@@ -204,7 +204,7 @@ def test_existing_folders_are_kept_or_refused(root: Path, tmp_path: Path) -> Non
     foreign = tmp_path / 'coco'
     foreign.mkdir()
     (foreign / 'precious.txt').write_text('x')
-    with pytest.raises(FileExistsError, match='no shapes data set'):
+    with pytest.raises(FileExistsError, match='no data set of this kind'):
         write_shapes(foreign, **COUNTS, force=True)
     assert content(foreign) == {'precious.txt': b'x'}
     write_shapes(tmp_path / 's', num_train=1, num_val=1)

@@ -8,13 +8,13 @@ import pytest
 import torch
 from exported import exports
 
+from mmgate.benchmarks import deployment
 from mmgate.deploy import commands
 from mmgate.deploy import export as exporting
 from mmgate.deploy.capture import Captured
 from mmgate.deploy.export import check_format
 from mmgate.deploy.runtime import Exported
 from mmgate.errors import ConfigError
-from mmgate.train.inputs import check_writable
 
 
 def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,12 +59,12 @@ def run() -> Exported:
 @pytest.mark.parametrize(
     ('inputs', 'reason'),
     [
-        ([torch.zeros(1, 3, 8, 9)], 'takes images, sizes, got 1 tensors'),
-        ([torch.zeros(1, 3, 8, 9).double(), torch.tensor([[8, 9]])], r'float32, got \(1, 3, 8, 9\) in torch.float64'),
-        ([torch.zeros(0, 3, 8, 9), torch.zeros(0, 2).long()], r'must be \(B, C, H, W\)'),
-        ([torch.zeros(3, 8, 9), torch.tensor([[8, 9]])], r'must be \(B, C, H, W\)'),
-        ([torch.zeros(2, 3, 8, 9), torch.tensor([[8, 9]])], r'sizes must be \(2, 2\) in int64'),
-        ([torch.zeros(1, 3, 8, 9), torch.tensor([[8.0, 9.0]])], 'in torch.float32'),
+        ([torch.zeros(1, 3, 8, 9)], r'takes images, sizes: .* got \(1, 3, 8, 9\) in torch.float32'),
+        ([torch.zeros(1, 3, 8, 9).double(), torch.tensor([[8, 9]])], r'got \(1, 3, 8, 9\) in torch.float64'),
+        ([torch.zeros(0, 3, 8, 9), torch.zeros(0, 2).long()], r'takes .* got \(0, 3, 8, 9\)'),
+        ([torch.zeros(3, 8, 9), torch.tensor([[8, 9]])], r'takes .* got \(3, 8, 9\)'),
+        ([torch.zeros(2, 3, 8, 9), torch.tensor([[8, 9]])], r'takes .* got .* \(1, 2\) in torch.int64'),
+        ([torch.zeros(1, 3, 8, 9), torch.tensor([[8.0, 9.0]])], r'\(1, 2\) in torch.float32'),
         ([torch.zeros(1, 3, 8, 9), torch.tensor([[9, 8]])], r'\[\[9, 8\]\] reach beyond images of 8 x 9'),
         ([torch.zeros(1, 3, 8, 9), torch.tensor([[8, 0]])], 'reach beyond'),
         ([torch.zeros(1, 3, 7, 9), torch.tensor([[7, 9]])], 'takes all, this batch has 7 x 9'),
@@ -80,7 +80,7 @@ def test_inputs_that_an_exported_file_does_not_take(run: Exported, inputs: list[
 def test_results_are_not_measured_before_they_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commands, '_subject', lambda *_, **__: pytest.fail('too late'))
     with pytest.raises(ConfigError, match='is a folder'):
-        commands.benchmark(['no.py', 'no.pth', '--out', str(tmp_path)])
+        deployment.benchmark(['no.py', 'no.pth', '--out', str(tmp_path)])
 
 
 @pytest.mark.parametrize('out', ['/proc/a.onnx', 'file/a.onnx', 'folder.onnx'])
@@ -88,7 +88,7 @@ def test_what_cannot_be_written(out: str, tmp_path: Path) -> None:
     (tmp_path / 'file').write_text('')
     (tmp_path / 'folder.onnx').mkdir()
     with pytest.raises(ConfigError, match=r'nothing can be written to (/proc|.*/file)|is a folder'):
-        check_writable(tmp_path / out)
+        exporting.check_writable(tmp_path / out)
 
 
 @exports

@@ -15,7 +15,7 @@ from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from torch import Tensor, nn
 
 from mmgate.deploy import networks
-from mmgate.deploy.compare import Differences, Tolerances, check_finds_something, compare
+from mmgate.deploy.compare import Differences, check_finds_something, compare
 from mmgate.deploy.networks import network, serve
 from mmgate.errors import ConfigError
 
@@ -66,12 +66,12 @@ def reordered(outputs: Outputs) -> Outputs:
 @pytest.mark.parametrize('change', [moved, doubted, mistaken, lost], ids=lambda f: f.__name__)
 def test_sees_what_differs(change: Callable[[Outputs], Outputs], detector: nn.Module, tmp_path: Path) -> None:
     found = compared(detector, 'plug-deformable-detr', tmp_path, change)
-    assert not found.within(Tolerances()), str(found)
+    assert not found.tolerated(), str(found)
 
 
 def test_the_order_of_detections_is_no_difference(detector: nn.Module, tmp_path: Path) -> None:
     found = compared(detector, 'plug-deformable-detr', tmp_path, reordered)
-    assert found.within(Tolerances()) and found.detections >= 30
+    assert found.tolerated() and found.detections >= 30
 
 
 def test_a_segmentor_of_other_classes_differs(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_segmentor_of_other_classes_differs(tmp_path: Path) -> None:
 
     model = build('plug-mask2former')
     same, other = (compared(model, 'plug-mask2former', tmp_path, change) for change in (lambda x: x, swapped))
-    assert same.share == 0 and not other.within(Tolerances())
+    assert same.share == 0 and not other.tolerated()
 
 
 def test_images_without_detections_show_nothing(detector: nn.Module, tmp_path: Path) -> None:
@@ -122,16 +122,16 @@ BOXES = torch.tensor([[0.0, 0, 40, 40], [200, 100, 240, 140]])
 
 
 def test_what_is_no_number_differs() -> None:
-    assert differences(instances(BOXES), instances(BOXES)).within(Tolerances())
+    assert differences(instances(BOXES), instances(BOXES)).tolerated()
     found = differences(instances(BOXES), instances(BOXES * float('nan')))
-    assert found.pixels == float('inf') and not found.within(Tolerances())
+    assert found.pixels == float('inf') and not found.tolerated()
 
 
 def test_two_detections_are_not_found_in_one() -> None:
     twice = BOXES[[0, 0]]
-    assert differences(instances(twice), instances(twice)).within(Tolerances())
+    assert differences(instances(twice), instances(twice)).tolerated()
     found = differences(instances(twice), instances(BOXES))
-    assert found.pixels == 200 and not found.within(Tolerances())
+    assert found.pixels == 200 and not found.tolerated()
 
 
 def test_masks_of_small_objects_are_seen() -> None:
@@ -139,13 +139,13 @@ def test_masks_of_small_objects_are_seen() -> None:
     masks[0, :28, :28] = masks[1, 100:130, 200:230] = True
     edge = masks.clone()
     edge[0, 0, 0] = False
-    assert differences(instances(BOXES, masks=masks), instances(BOXES, masks=edge)).within(Tolerances())
+    assert differences(instances(BOXES, masks=masks), instances(BOXES, masks=edge)).tolerated()
     lost = differences(instances(BOXES, masks=masks), instances(BOXES, masks=masks & False))
-    assert lost.share > 0.5 and not lost.within(Tolerances())
+    assert lost.share > 0.5 and not lost.tolerated()
     maps = [
         [BaseDataElement(pred_sem_seg=PixelData(data=m[None].long()))] for m in (masks.any(0), masks.any(0) & False)
     ]
-    assert not differences(*maps).within(Tolerances())
+    assert not differences(*maps).tolerated()
 
 
 def test_a_file_of_another_model_is_refused(detector: nn.Module) -> None:
@@ -182,4 +182,4 @@ def test_classes_that_tie_may_be_told_apart_either_way(gap: float, within: bool)
         [BaseDataElement(pred_sem_seg=PixelData(data=data), seg_logits=PixelData(data=logits))]
         for data in (logits.argmax(0, keepdim=True), logits[1:].argmax(0, keepdim=True) + 1)
     ]
-    assert differences(*maps).within(Tolerances()) is within
+    assert differences(*maps).tolerated() is within

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_mmpretrain
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
@@ -24,7 +25,12 @@ PYRAMID = dict(patch_sizes=[4, 2, 2, 2], strides=[4, 2, 2, 2], mlp_ratios=[1, 1,
 TWINS = dict(PYRAMID, embed_dims=[16, 32, 64, 128], num_heads=[1, 2, 4, 8], sr_ratios=[8, 4, 2, 1])
 VIT = dict(img_size=(64, 64), embed_dims=32, num_layers=2, num_heads=4, out_indices=(0, 1), init_values=0.1)
 SEGFORMER = dict(embed_dims=16, num_heads=[1, 2, 4, 8], num_layers=[1, 1, 1, 1], drop_path_rate=0.0)
+SWIN = dict(embed_dims=16, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), window_size=4, drop_path_rate=0.0)
 SVT = dict(type='mmseg.SVT', depths=[2, 2, 2, 2], windiow_sizes=[7, 7, 7, 7], **TWINS)
+PRETRAIN = dict(arch=dict(embed_dims=16, depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 8]), out_indices=(0, 1, 2, 3))
+PRETRAIN.update(drop_path_rate=0.0, pad_small_map=True)
+V2_ARCH = dict(PRETRAIN['arch'], extra_norm_every_n_blocks=0)
+SAM_ARCH = dict(embed_dims=32, num_layers=2, num_heads=4, feedforward_channels=64, global_attn_indexes=[1])
 # name: backbone, side of its images, paths, attentions that match
 BACKBONES: dict[str, tuple[dict[str, Any], tuple[int, int], str, int]] = {
     'segformer': (dict(type='mmseg.MixVisionTransformer', **SEGFORMER), (96, 72), 'layers.*.1.0.attn', 4),
@@ -41,6 +47,29 @@ BACKBONES: dict[str, tuple[dict[str, Any], tuple[int, int], str, int]] = {
         'layers.*.attn',
         2,
     ),
+    'swin_of_mmpretrain': (
+        dict(PRETRAIN, type='mmpretrain.SwinTransformer', window_size=4),
+        (96, 128),
+        'stages.*.blocks.*.attn.w_msa',
+        8,
+    ),
+    'swin_v2': (
+        dict(PRETRAIN, type='mmpretrain.SwinTransformerV2', arch=V2_ARCH, window_size=4),
+        (96, 128),
+        'stages.*.blocks.*.attn.w_msa',
+        8,
+    ),
+    # a window that does not divide the map, and an image of another size than the tables
+    'sam': (
+        dict(type='mmpretrain.ViTSAM', arch=SAM_ARCH, img_size=96, window_size=4, out_channels=8),
+        (96, 128),
+        'layers.*.attn',
+        2,
+    ),
+    'pvt': (dict(type='mmdet.PyramidVisionTransformer', num_layers=[1, 1, 1, 1]), (96, 64), 'layers.*.1.1.attn', 4),
+    # shifted windows of both images included
+    'swin_of_mmdet': (dict(SWIN, type='mmdet.SwinTransformer'), (96, 64), '**.w_msa', 8),
+    'swin_of_mmseg': (dict(SWIN, type='mmseg.SwinTransformer'), (96, 64), '**.w_msa', 8),
 }
 
 
@@ -71,12 +100,28 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: grad for name, grad in gates.items() if grad is not None}
 
 
-@pytest.mark.parametrize('gate', GATES)
-@pytest.mark.parametrize('name', BACKBONES)
+V2_GATES = GATES | {
+    'plug_post_softmax': dict(type='PLuGMultiheadAttention', position='post_softmax', heads='per_head'),
+    **{
+        f'sdpa_{position}': dict(
+            type='SDPAGatedMultiheadAttention', scale=2.0, init='identity', position=position, granularity=granularity
+        )
+        for position, granularity in (('G2', 'headwise'), ('G3', 'elementwise'), ('G4', 'headwise'))
+    },
+    'sdpa_additive': dict(type='SDPAGatedMultiheadAttention', form='additive', act='silu', init='identity'),
+}
+CASES = [(name, gate) for name in BACKBONES for gate in (V2_GATES if name == 'swin_v2' else GATES)]
+
+
+def case(name: str, gate: str) -> Any:
+    return pytest.param(name, gate, marks=[needs_mmpretrain] * ('mmpretrain' in BACKBONES[name][0]['type']))
+
+
+@pytest.mark.parametrize('name, gate', [case(*pair) for pair in CASES])
 def test_backbone(name: str, gate: str) -> None:
     cfg, (height, width), path, count = BACKBONES[name]
     model = trained(MODELS.build(copy.deepcopy(cfg)))
-    gated, names = gated_copy(model, dict(GATES[gate], path=path))
+    gated, names = gated_copy(model, dict(V2_GATES[gate], path=path))
     assert len(names) == count
     x = torch.randn(2, 3, height, width)
     with torch.no_grad():
@@ -100,13 +145,6 @@ def test_keys_and_values_of_other_widths(host: type[nn.Module], gate: str) -> No
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     actual.square().sum().backward()
     assert any(grad.abs().sum() > 0 for grad in gradients(gated).values())
-
-
-def test_whole_map_attention_in_the_place_of_twins_windows() -> None:
-    model = trained(MODELS.build(copy.deepcopy(SVT)))
-    rule = dict(type='AgentAttention', path='layers.*.0.attn', agent_num=4, map_size=(6, 6))
-    assert len(swap_attention(model, rule)) == 4
-    assert all(map_.isfinite().all() for map_ in model(torch.randn(1, 3, 96, 72)))
 
 
 def conditional(cross_attn: bool) -> dict[str, Any]:
@@ -145,13 +183,6 @@ def test_the_gate_of_conditional_attention_reads_positions() -> None:
     torch.testing.assert_close(read, [query, inputs['key'] + inputs['key_pos']])
 
 
-@pytest.mark.parametrize('gate', ['DifferentialGatedMultiheadAttention', 'DifferentialMultiheadAttention'])
-def test_two_streams_do_not_fit_conditional_cross_attention(gate: str) -> None:
-    model = nn.ModuleDict(dict(attn=ConditionalAttention(32, 4, cross_attn=True)))
-    with pytest.raises(ValueError, match='content and position already'):
-        swap_attention(model, dict(type=gate, path='attn'))
-
-
 @pytest.mark.parametrize('gate', ['plug', 'sdpa_G1'])
 @pytest.mark.parametrize('mask', ['none', 'bool', 'float', 'int'])
 def test_bidirectional_attention(mask: str, gate: str) -> None:
@@ -171,13 +202,26 @@ def test_bidirectional_attention(mask: str, gate: str) -> None:
     }
 
 
-def test_a_gate_on_the_output_does_not_fit_other_widths() -> None:
-    model = nn.ModuleDict(dict(attn=BiMultiHeadAttention(16, 24, 64, 4)))
-    with pytest.raises(ValueError, match='64 channels wide.*has 16 here'):
-        swap_attention(model, dict(GATES['sdpa_G5'], path='attn'))
-    rule = dict(type='DifferentialGatedMultiheadAttention', path='attn')
-    with pytest.raises(ValueError, match='acts on the projected output'):
-        swap_attention(model, rule)
-    swap_attention(model, dict(rule, residual='none'))
+CROSS = ConditionalAttention(32, 4, cross_attn=True)
+FUSION = BiMultiHeadAttention(16, 24, 64, 4)
+
+
+@pytest.mark.parametrize(
+    'host, rule, message',
+    [
+        (CROSS, dict(type='DifferentialGatedMultiheadAttention'), 'content and position already'),
+        (CROSS, dict(type='DifferentialMultiheadAttention'), 'content and position already'),
+        (FUSION, GATES['sdpa_G5'], '64 channels wide.*has 16 here'),
+        (FUSION, dict(type='DifferentialGatedMultiheadAttention'), 'acts on the projected output'),
+        (FUSION, dict(type='DifferentialGatedMultiheadAttention', residual='none'), None),
+    ],
+)
+def test_what_does_not_fit_says_why(host: nn.Module, rule: dict[str, Any], message: str | None) -> None:
+    model = nn.ModuleDict(dict(attn=copy.deepcopy(host)))
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            swap_attention(model, dict(rule, path='attn'))
+        return
+    swap_attention(model, dict(rule, path='attn'))
     deltas = model['attn'](torch.randn(2, 9, 16), torch.randn(2, 5, 24))
     assert [tuple(delta.shape) for delta in deltas] == [(2, 9, 16), (2, 5, 24)]

@@ -16,7 +16,7 @@ from mmengine.structures import PixelData
 from mmseg.structures import SegDataSample
 from torch import Tensor, nn
 
-import mmgate  # noqa: F401
+from mmgate.layers.base.init import gate_parameters
 
 RESNET = dict(backbone=dict(base_channels=8))
 DETR = dict(RESNET, neck=dict(in_channels=[16, 32, 64]))
@@ -90,6 +90,7 @@ def test_a_step_in_bfloat16_is_finite(name: str) -> None:
     gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     wrong = [key for key, value in {**found, **gradients}.items() if not torch.as_tensor(value).isfinite().all()]
     assert gradients and not wrong, f'not finite: {", ".join(wrong)}'
+    assert {key for key, _ in gate_parameters(model) if '.gate' in key or '.gml' in key} <= gradients.keys()
 
 
 @pytest.mark.parametrize(

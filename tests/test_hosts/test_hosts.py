@@ -1,4 +1,4 @@
-"""Agent and SAGA backbones in their hosts, and dense gates inside PVT and Swin."""
+"""Agent and SAGA backbones in their hosts, and the guide for contributors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.structures import InstanceData, PixelData
 from mmseg.structures import SegDataSample
-from torch import Tensor
+from torch import Tensor, nn
 
 import mmgate.registry
 from mmgate import swap_attention
+from mmgate.analysis.probes.recording import record
+from mmgate.layers.base.init import gate_parameters
 
 SIDE = 64
 HOSTS = {  # one of each family of hosts and backbones, reduced
@@ -93,46 +95,29 @@ def segmentation() -> list[SegDataSample]:
     return [SegDataSample(metainfo=meta, gt_sem_seg=PixelData(data=labels)) for _ in range(2)]
 
 
-IDENTITY = {
-    'PLuGMultiheadAttention': {},
-    'SDPAGatedMultiheadAttention': dict(scale=2.0, init='identity'),
-}
-BACKBONES = {
-    'pvt': (dict(type='mmdet.PyramidVisionTransformer', num_layers=[1, 1, 1, 1]), 'layers.*.1.1.attn'),
-    'mmdet_swin': (dict(type='mmdet.SwinTransformer', depths=(2, 2, 2, 2)), '**.w_msa'),
-    'mmseg_swin': (dict(type='mmseg.SwinTransformer', depths=(2, 2, 2, 2)), '**.w_msa'),
-}
-
-
-@pytest.mark.parametrize('backbone', BACKBONES)
-@pytest.mark.parametrize('gate', IDENTITY)
-def test_dense_gates_fit_pvt_and_swin(backbone: str, gate: str) -> None:
-    """They start as the vanilla backbone, shifted windows of both images included, and then move."""
-    cfg, path = BACKBONES[backbone]
-    model = MODELS.build(dict(cfg))
-    for name, parameter in model.named_parameters():
-        if name.endswith('relative_position_bias_table'):
-            torch.nn.init.normal_(parameter)
-    model.eval()  # mmdet's Swin returns nothing
-    x = torch.randn(2, 3, 96, 64)
-    with torch.no_grad():
-        vanilla = model(x)
-        swap_attention(model, dict(type=gate, path=path, **IDENTITY[gate]))
-        for expected, actual in zip(vanilla, model(x), strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
-    sum(map_.square().mean() for map_ in model(x)).backward()
-    gates = {n: p.grad for n, p in model.named_parameters() if '.gate_' in n or '.gml.' in n}
-    assert gates and any(g is not None and g.abs().sum() > 0 for g in gates.values())
-
-
 def test_the_guide_for_contributors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONTRIBUTING.md's example, followed literally."""
+    """CONTRIBUTING.md's examples, followed literally: both layers, and the rules that name them."""
     guide = (ROOT / 'CONTRIBUTING.md').read_text()
-    code = guide.split('```python\n')[1].split('```')[0]
-    rule = guide.split('`attention=')[1].split('`')[0]
+    layers = [part.split('```')[0] for part in guide.split('```python\n')[1:]]
+    rules = [eval(part.split('`')[0]) for part in guide.split('`attention=')[1:]]
     monkeypatch.setattr(mmgate.registry.MODELS, '_module_dict', dict(mmgate.registry.MODELS.module_dict))
-    exec(code, {'__name__': 'guide'})
-    cfg = dict(type='mmgate.Gated', host='mmdet.SwinTransformer', depths=(2, 2, 2, 2))
-    model = MODELS.build(dict(cfg, attention=eval(rule.replace('backbone.', ''))))
+    for layer in layers:
+        exec(layer, {'__name__': 'guide'})
+    over_map, dense = rules
+    swin = dict(type='mmgate.Gated', host='mmdet.SwinTransformer', depths=(2, 2, 2, 2))
+    model = MODELS.build(dict(swin, attention=dict(over_map, path=over_map['path'].replace('backbone.', ''))))
     assert type(model.stages[0].blocks[1].attn).__name__ == 'MeanAttention'
     assert all(map_.isfinite().all() for map_ in model(torch.randn(1, 3, 64, 64)))
+    encoder = nn.ModuleDict(dict(encoder=nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 16), 2)))
+    x = torch.randn(5, 2, 16)
+    encoder.eval()
+    expected = encoder['encoder'](x)
+    assert len(swap_attention(encoder, dense)) == 2
+    torch.testing.assert_close(encoder['encoder'](x), expected)
+    gates = dict(gate_parameters(encoder))
+    assert {name.split('self_attn.')[1] for name in gates} == {'gate_proj.weight', 'gate_proj.bias'}
+    encoder['encoder'](x).square().sum().backward()
+    assert all(parameter.grad.abs().sum() > 0 for parameter in gates.values())
+    with record(encoder, ('gate', 'attention')) as recording:
+        encoder['encoder'](x)
+    assert recording['encoder.layers.0.self_attn']['gate'].tensors[0].shape == (2, 4, 5, 1)

@@ -18,13 +18,13 @@ if not available('mmpretrain') or not available('timm'):  # an import may fail i
     pytest.skip('needs mmpretrain and timm: the extra "pretrain"', allow_module_level=True)
 from mmpretrain.models.backbones.t2t_vit import T2TTransformerLayer
 from mmpretrain.models.backbones.xcit import XCA
-from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention
+from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention, WindowMSAV2
 from timm.models.gcvit import WindowAttentionGlobal
 from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.visformer import Attention as VisformerAttention
 
 from mmgate import swap_attention
-from mmgate.analysis.recording import readable, record
+from mmgate.analysis.probes.recording import readable, record
 from mmgate.hosts import mmpretrain as mmpretrain_adapters
 
 C, HEADS = 32, 4
@@ -130,8 +130,16 @@ def test_cross_covariance_gates_pairs_of_channels() -> None:
             dict(type='PLuGMultiheadAttention'),
             'v_shortcut, input_dims',
         ),
+        *(
+            (
+                lambda: WindowMSAV2(C, (4, 4), HEADS),
+                dict(type=f'Differential{kind}MultiheadAttention'),
+                'halves of unit',
+            )
+            for kind in ('', 'Gated')
+        ),
     ],
-    ids=['xcit other gate', 'xcit ratio', 'levit', 'visformer G5', 'tokens-to-token'],
+    ids=['xcit other gate', 'xcit ratio', 'levit', 'visformer G5', 'tokens-to-token', 'cosines', 'gated cosines'],
 )
 def test_what_does_not_fit_says_why(host: Callable[[], nn.Module], rule: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

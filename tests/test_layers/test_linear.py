@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.analysis.flops import count_macs
+from mmgate.analysis.report.flops import count_macs
 from mmgate.layers import (
     EfficientAttention,
     EnhancedLinearAttention,

@@ -261,14 +261,3 @@ def test_windows_do_not_need_their_index_from_a_checkpoint(window: tuple[int, in
     del state['relative_position_index']
     gated.load_state_dict(state)
     assert torch.equal(gated.relative_position_index, host.relative_position_index)
-
-
-def test_half_precision_and_autocast() -> None:
-    for layer in (AgentAttention(16, 2, map_size=(4, 4), agent_num=4), SAGAAttention(16, 2, map_size=(4, 4))):
-        x = torch.randn(1, 16, 16)
-        exact = layer(x, (4, 4))
-        with torch.autocast('cpu', torch.bfloat16):
-            torch.testing.assert_close(layer(x, (4, 4)).float(), exact, rtol=0.1, atol=0.05)
-        half = layer.bfloat16()(x.bfloat16(), (4, 4))
-        assert half.dtype is torch.bfloat16
-        torch.testing.assert_close(half.float(), exact, rtol=0.1, atol=0.05)

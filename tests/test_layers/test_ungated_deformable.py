@@ -1,4 +1,4 @@
-"""The deformable attention that gates nothing against mmcv's, alone and in a detector."""
+"""The deformable attentions against mmcv's: the one that gates nothing, and PLuG at its identity start."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from mmgate.registry import MODELS
 RULE = dict(path='attn', type='MultiScaleDeformableAttention')
 
 
-def pair(**kwargs: Any) -> tuple[nn.Module, nn.Module]:
+def pair(kind: str = 'MultiScaleDeformableAttention', **kwargs: Any) -> tuple[nn.Module, nn.Module]:
     vanilla = MMCVAttention(32, 4, 2, 3, dropout=0.0, **kwargs)
     for parameter in vanilla.parameters():
         nn.init.normal_(parameter, std=0.3)
     model = nn.ModuleDict(dict(attn=copy.deepcopy(vanilla)))
-    swap_attention(model, RULE)
+    swap_attention(model, dict(RULE, type=kind))
     return vanilla, model['attn']
 
 
+@pytest.mark.parametrize('kind', [MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention])
 @pytest.mark.parametrize('batch_first', [True, False])
 @pytest.mark.parametrize('columns', [2, 4])
 @pytest.mark.parametrize('ratio', [1.0, 0.5])
-def test_outputs_and_gradients_are_mmcvs(batch_first: bool, columns: int, ratio: float) -> None:
-    vanilla, ours = pair(batch_first=batch_first, value_proj_ratio=ratio)
-    assert type(ours) is MultiScaleDeformableAttention
+def test_outputs_and_gradients_are_mmcvs(batch_first: bool, columns: int, ratio: float, kind: type) -> None:
+    vanilla, ours = pair(kind.__name__, batch_first=batch_first, value_proj_ratio=ratio)
+    assert type(ours) is kind
     shapes = torch.tensor([[4, 6], [2, 3]])
     query, query_pos, value = torch.randn(2, 5, 32), torch.randn(2, 5, 32), torch.randn(2, 30, 32)
     mask = torch.arange(30)[None] >= torch.tensor([[30], [25]])

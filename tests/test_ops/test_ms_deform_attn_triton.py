@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import traffic
 from conftest import assert_same, one_graph, values_and_gradients
 from torch import Tensor
 
-from mmgate.benchmarks import sampler_traffic
 from mmgate.ops import ms_deform_attn
 from mmgate.ops.ms_deform_attn import offset_locations
 from mmgate.ops.ms_deform_attn import triton as fused
-from mmgate.ops.triton_backend import interpreted
+from mmgate.ops.triton_backend import interpreted, target_of
 
 pytest.importorskip('triton', minversion='3.2')
 ON_GPU = pytest.mark.gpu
@@ -155,6 +155,21 @@ def test_equals_the_reference(name: str, device: str) -> None:
     compare(make(device, **case), 5e-3 if name == 'huge_logits' else 2e-5, **options)
 
 
+@pytest.mark.parametrize('scalars', [True, False], ids=['scalars', 'vectors'])
+@pytest.mark.parametrize('name', ['dim_32', 'dim_128', 'encoder', 'encoder_from_boxes'])
+@pytest.mark.usefixtures('poisoned_memory', 'within_bounds')
+def test_blocks_as_on_a_gpu(name: str, scalars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries of a program and pieces of a row as they are launched: two from sm_90 on, four before."""
+    monkeypatch.setattr(fused, 'scalar_reductions', lambda device: scalars)
+    case: dict[str, Any] = dict(levels=TINY, heads=1, spread=0.3, dim=32)
+    case |= dict(dim_32=dict(spread=None, queries=37), dim_128=dict(spread=None, queries=9, dim=128)).get(name, {})
+    case |= dict(reference=4, batch=2) if 'boxes' in name else {}
+    split = fused.split_of(case['dim'], 4, True, scalars)
+    assert split.pieces == (4 if scalars else 2)
+    monkeypatch.setattr(fused, 'INTERPRETED_QUERIES', split.queries * fused.NUM_WARPS)
+    compare(make(**case), 2e-5)
+
+
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('reference', [0, 2], ids=['locations', 'offsets'])
@@ -218,7 +233,7 @@ def test_locations_that_are_no_numbers_or_far_off_add_nothing(bad: float, refere
 def test_registered_op(device: str) -> None:
     value, shapes, starts, points, logits, gate, reference = make(device, reference=2)
     leaves = [t.requires_grad_() for t in (value, points, reference, logits, gate)]
-    inputs = (value, shapes, starts, points, reference, logits, gate, True, False)
+    inputs = (value, shapes, starts, points, logits, gate, True, 'pre_softmax', reference)
     torch.library.opcheck(torch.ops.mmgate.ms_deform_attn_fused.default, inputs)
     assert all(leaf.requires_grad for leaf in leaves)
 
@@ -246,6 +261,28 @@ def test_deterministic_backward(device: str) -> None:
         gradients.append(grad)
     torch.testing.assert_close(gradients[1], gradients[0])
     assert torch.equal(gradients[1], gradients[2])
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('deterministic', [False, True], ids=['atomics', 'sorted'])
+def test_gradients_beside_an_empty_last_level(deterministic: bool, device: str) -> None:
+    inputs = make(device, levels=[(2, 3), (0, 3)])
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        compare(inputs, 2e-5)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures('within_bounds')
+def test_a_gate_that_lies_far_apart() -> None:
+    """More than 2^31 numbers from its first to its last one, which 32-bit offsets do not reach."""
+    inputs = make(queries=3)
+    memory = torch.empty(2**31 + 32, dtype=torch.float16)  # of which next to nothing is touched
+    gate = memory.as_strided((1, 3, 2, 3, 1), (2**31, 2**30 + 8, 3, 1, 1))
+    gate.copy_(inputs[5])
+    expected = run('triton')(*inputs[:5], gate.clone(), None)
+    torch.testing.assert_close(run('triton')(*inputs[:5], gate, None), expected)
 
 
 @pytest.mark.parametrize('device', DEVICES)
@@ -281,14 +318,19 @@ def test_no_queries_and_refusals() -> None:
     with pytest.raises(ValueError, match=r'reference_points must have 2 or 4 columns, got 3'):
         inputs = make()
         run('triton')(*inputs[:6], torch.rand(1, 5, 3, 3))
-    value, _, *rest = make()
+    value, _, _, *rest = make()
+    shapes, starts = torch.tensor([[1, 2**26 - 3], [1, 2], [1, 1]]), torch.tensor([0, 2**26 - 3, 2**26 - 1])
     with pytest.raises(ValueError, match=r'fewer than 2\^31 numbers an image, the values have 2147483648'):
-        run('triton')(value[:, :1].expand(1, 2**26, 2, 16), torch.tensor([[1, 2**26 - 3], [1, 2], [1, 1]]), *rest)
+        run('triton')(value[:, :1].expand(1, 2**26, 2, 16), shapes, starts, *rest)
     _, shapes, starts, *_ = make()
     value = torch.zeros(1).expand(2, 18, 32768, 16)
     wide = torch.zeros(1).expand(2, 1, 32768, 3, 2)
     with pytest.raises(ValueError, match='up to 65535 heads of all images, got 2 x 32768'):
         run('triton')(value, shapes, starts, wide[..., None].expand(*wide.shape, 2), wide, None, None)
+    one, level = torch.zeros(1), (torch.zeros(1, 18, 1, 2), torch.tensor([[3, 6]]), torch.tensor([0]))
+    logits, boxes = one.expand(1, 2**29, 1, 1, 1), one.expand(1, 2**29, 1, 4)
+    with pytest.raises(ValueError, match=r'the reference points have 2147483648'):
+        run('triton')(*level, logits[..., None].expand(*logits.shape, 2), logits, None, boxes)
     queries = 2**27  # of 12 coordinates and 16 channels: the output alone is too long
     value, wide = torch.zeros(1).expand(1, 18, 1, 16), torch.zeros(1).expand(1, queries, 1, 3, 2)
     with pytest.raises(ValueError, match=r'the outputs have 2147483648'):
@@ -312,7 +354,7 @@ def test_tokens_go_down_the_columns_of_bands(levels: list[tuple[int, int]], devi
     shapes = torch.tensor(levels)
     areas = shapes.prod(1)
     order = fused._tile_order(shapes.to(device), (areas.cumsum(0) - areas).to(device), int(areas.sum()))
-    assert torch.equal(order.cpu().long(), sampler_traffic.banded(levels))
+    assert torch.equal(order.cpu().long(), traffic.banded(levels))
 
 
 @pytest.mark.parametrize('spread, level', [(0.0, 0.75), (0.3, 0.9)], ids=['same', 'nearly_same'])
@@ -331,10 +373,10 @@ def test_rows_in_common_are_added_once(spread: float, level: float, monkeypatch:
     value, shapes, starts, points, *rest = make(levels=levels, heads=1, spread=spread)
     run('triton')(value.requires_grad_(), shapes, starts, points, *rest).sum().backward()
     corners = (points[0] * shapes.flip(-1)[:, None] - 0.5).floor().long().transpose(1, 2)
-    corners = corners[sampler_traffic.banded(levels)]  # (S, L, H, P, 2)
-    rows = sampler_traffic.rows(levels, corners)
+    corners = corners[traffic.banded(levels)]  # (S, L, H, P, 2)
+    rows = traffic.rows(levels, corners)
     added = sum(lanes) / 16
-    assert added == pytest.approx(sampler_traffic.reductions(corners, rows) * corners[..., 0].numel())
+    assert added == pytest.approx(traffic.reductions(corners, rows) * corners[..., 0].numel())
     assert added < level * (rows >= 0).sum()
 
 
@@ -346,9 +388,9 @@ def test_lanes_of_the_backward_pass(capability: int, monkeypatch: pytest.MonkeyP
     active = SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend='cuda', arch=capability))
     monkeypatch.setattr(driver, '_active', active)
     monkeypatch.setattr(fused, 'interpreted', lambda: False)
-    fused.scalar_reductions.cache_clear()
+    target_of.cache_clear()
     scalars = fused.scalar_reductions(torch.device('cpu'))
-    fused.scalar_reductions.cache_clear()
+    target_of.cache_clear()
     assert scalars is (capability == 80)
     split = fused.split_of(32, 4, True, scalars)
     assert (split.piece, split.pieces, split.queries) == ((8, 4, 8) if scalars else (16, 2, 16))

@@ -10,9 +10,9 @@ import torch
 from conftest import assert_same, one_graph
 from torch import Tensor
 
-from mmgate.layers import GatingModulation, PLuGAttention
+from mmgate.layers.gml import GatingModulation
 from mmgate.ops import plug_attention
-from mmgate.ops.plug_attention import blocks
+from mmgate.ops.plug_attention import blocks, chunked
 from mmgate.ops.plug_attention import triton as kernels
 from mmgate.ops.triton_backend import interpreted
 
@@ -33,7 +33,10 @@ CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'full_mask': dict(bias='bhnm', masks=True),
     'float_bias': dict(bias='11nm'),
     'whole_blocks': dict(rows=32, columns=32),
+    'mask_by_head_alone': dict(gate_heads=2, bias='bh1m', masks=True),
 }
+PAIRED = {('pair', torch.float32, 90)}
+PAIRED |= {(case, torch.bfloat16, arch) for case in ('pair', 'pair_full_bias') for arch in (80, 90, 120)}
 REAL = dict(rows=1000, columns=1100, dim=32, width=32)
 NAMES = ('query', 'key', 'value', 'gate_query', 'gate_key')
 
@@ -101,7 +104,9 @@ def compare(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: f
 @pytest.mark.parametrize('device', DEVICES)
 @pytest.mark.parametrize('name', CASES)
 @pytest.mark.usefixtures('poisoned_memory')
-def test_equals_the_reference(name: str, device: str) -> None:
+def test_equals_the_reference(name: str, device: str, request: pytest.FixtureRequest) -> None:
+    if device == 'cpu':
+        request.getfixturevalue('within_bounds')
     case = dict(CASES[name])
     if device == 'cuda' and name != 'one_block':
         case = REAL | case
@@ -125,6 +130,54 @@ def test_rows_beyond_the_last_add_nothing(dtype: torch.dtype, height: float, dev
     expected = results('torch', [x.double() for x in tensors], bias.double(), gml.double())
     actual = results('triton', tensors, bias, gml.float())
     compare(actual, expected, {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}[dtype])
+
+
+@pytest.mark.parametrize('device', DEVICES)
+@pytest.mark.parametrize('bias', ['b11m', 'bhnm'])
+@pytest.mark.parametrize('fill', [torch.finfo(torch.float32).min, -1e9], ids=['least', '-1e9'])
+def test_a_row_masked_throughout_by_a_finite_number(fill: float, bias: str, device: str) -> None:
+    """Its keys weigh alike, and its gradients say so; in float32 the logits are lost beside such a number."""
+    tensors, added, gml = make(device, bias=bias)
+    added[0, :, -1:] = fill
+    added[1, :, -1:, ::2] = fill
+    expected = results('torch', tensors, added, gml)
+    assert all(x.isfinite().all() for x in expected.values())
+    compare(results('triton', tensors, added, gml), expected, 1e-4)
+
+
+@pytest.mark.parametrize('arch', [80, 90, 100, 120])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('case', ['pair', 'pair_full_bias', 'per_head'])
+@pytest.mark.usefixtures('poisoned_memory', 'within_bounds')
+def test_blocks_as_on_a_gpu(case: str, dtype: torch.dtype, arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, 'interpreted', lambda: False)
+    monkeypatch.setattr(blocks, 'target_of', lambda device: SimpleNamespace(arch=arch))
+    options: dict[str, Any] = dict(per_head=dict(gate_heads=2), pair_full_bias=dict(bias='b1nm', masks=True)).get(
+        case, {}
+    )
+    tensors, bias, gml = make('cpu', rows=70, columns=101, dim=32, width=32, dtype=dtype, **options)
+    names = ('forward_kernel', 'rows_backward_kernel', 'columns_backward_kernel')
+    used = [blocks.blocks_for(name, tensors[0], tensors[3], bias) for name in names]
+    assert any(block.pair for block in used) is ((case, dtype, arch) in PAIRED)
+    exact = None if bias is None else bias.double()
+    expected = results('torch', [x.double() for x in tensors], exact, gml.double())
+    compare(results('triton', tensors, bias, gml.float()), expected, 1e-4 if dtype is torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize('backend', ['chunked', 'triton'])
+def test_gradients_of_one_hot_rows_in_16_bits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Are off by the rounding of the output, by which delta is formed, as in other fused attentions."""
+    monkeypatch.setattr(chunked, 'CHUNK', 1 << 10)
+    tensors, _, gml = make('cpu', dtype=torch.bfloat16)
+    tensors[0] = 8 * tensors[0]
+    expected = results('torch', [x.double() for x in tensors], None, gml.double())
+    actual = results(backend, tensors, None, gml.float())
+    noise = torch.randn(expected['output'].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    # |dq| <= |delta's error| |f k| / sqrt(d), with |f| < 2
+    off = 2**-8 * (noise * expected['output']).abs().sum(-1, keepdim=True)
+    reach = 2 * tensors[1].double().abs().amax(2, keepdim=True) / tensors[1].shape[-1] ** 0.5
+    error = (actual['grad of query'].double() - expected['grad of query']).abs()
+    assert (error <= off * reach + 2**-7 * expected['grad of query'].abs().amax(-1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize('backend', ['torch', 'chunked', 'triton'])
@@ -153,7 +206,7 @@ def test_who_shares_a_program(
     heads: int, gate_heads: int, bias: tuple[int, ...] | None, pair: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blocks, 'interpreted', lambda: False)
-    monkeypatch.setattr(blocks, 'capability_of', lambda device: 90)
+    monkeypatch.setattr(blocks, 'target_of', lambda device: SimpleNamespace(arch=90))
     query, gate_query = (torch.empty(2, n, 7, 32, dtype=torch.bfloat16) for n in (heads, gate_heads))
     added = None if bias is None else torch.empty(bias)
     for name in blocks.BLOCKS[2]:
@@ -187,7 +240,11 @@ def test_registered_op(device: str) -> None:
 @one_graph
 @pytest.mark.parametrize('device', DEVICES)
 def test_layer_compiled_recomputed_and_under_autocast(device: str) -> None:
-    layer = PLuGAttention(32, 2, batch_first=True, init='paper', backend='triton').to(device)
+    layer = (
+        pytest.importorskip('mmgate.layers.plug_dense')
+        .PLuGAttention(32, 2, batch_first=True, init='paper', backend='triton')
+        .to(device)
+    )
     x = torch.randn(2, 20, 32, device=device, requires_grad=True)
     padding = torch.zeros(2, 20, dtype=torch.bool, device=device)
     padding[0, 12:] = True

@@ -242,3 +242,13 @@ def test_channels_last() -> None:
     )
     torch.testing.assert_close(losses(deepcopy(model), None), expected, rtol=1e-3, atol=1e-4)
     assert seen == [True]
+
+
+def test_what_held_measured_choices_still_loads(tmp_path: Path) -> None:
+    """A config that names their hook, and a checkpoint that has them in its meta."""
+    from mmengine.runner.checkpoint import CheckpointLoader
+
+    train(tmp_path, [dict(type='mmgate.BackendChoicesHook')], 1)
+    path = str(tmp_path / 'old.pth')
+    torch.save(dict(state_dict={}, meta=dict(mmgate_backends={'cpu | ms_deform_attn': 'cpu'})), path)
+    assert CheckpointLoader.load_checkpoint(path, 'cpu')['meta']['mmgate_backends'] == {'cpu | ms_deform_attn': 'cpu'}

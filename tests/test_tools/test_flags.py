@@ -56,7 +56,6 @@ def test_without_flags_nothing_changes(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_amp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, 'check_amp', lambda cfg: None)  # as on a GPU
     wrapper = config_of(monkeypatch, 'train', '--amp').optim_wrapper
     assert (wrapper.type, wrapper.loss_scale) == ('AmpOptimWrapper', 'dynamic')
     assert wrapper.optimizer == dict(type='SGD', lr=0.1)
@@ -67,26 +66,6 @@ def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.
     assert cfg.resume is True and cfg.load_from == 'x.pth'
     cfg = config_of(monkeypatch, 'train', '--resume')
     assert cfg.resume is True and cfg.load_from is None
-
-
-def test_indices_of_lists(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = config_of(
-        monkeypatch,
-        'train',
-        '--cfg-options',
-        'param_scheduler.0.end=7',
-        'model.layers.1.width=5',
-        'model.layers.1.new=a',
-    )
-    assert [scheduler.type for scheduler in cfg.param_scheduler] == ['LinearLR', 'MultiStepLR']
-    assert cfg.param_scheduler[0].end == 7
-    assert cfg.model.layers == [dict(width=1), dict(width=5, new='a')]
-    assert cli.main(cli.train, ['config.py', '--cfg-options', 'param_scheduler.2.end=7']) == 2
-
-
-def test_lists_of_values(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cfg = config_of(monkeypatch, 'train', '--cfg-options', 'param_scheduler.1.milestones=[4,5]', 'a=1,2')
-    assert cfg.param_scheduler[1].milestones == [4, 5] and list(cfg.a) == [1, 2]
 
 
 @pytest.mark.parametrize('evaluator', [METRIC, f'[{METRIC}, {METRIC}]'], ids=['one', 'list'])

@@ -101,7 +101,7 @@ def test_the_inferencers_take_the_path_of_a_config(folder: Path, name: str) -> N
     model = Inferencer(get_config(PATHS[name]).filename, str(weights), device='cpu').model
     assert len(model.dataset_meta['classes']) == 6
     for key, value in torch.load(weights)['state_dict'].items():
-        torch.testing.assert_close(model.state_dict()[key], value, msg=key)
+        torch.testing.assert_close(model.state_dict()[key], value, equal_nan=True, msg=key)  # some are not drawn
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from mmengine.config import Config
 from mmengine.hub import get_config
 
 import mmgate  # noqa: F401
-from mmgate.analysis.structure import Attention, build_structure, list_attention
+from mmgate.analysis.report.structure import Attention, build_structure, list_attention
 from mmgate.errors import ConfigError
 from mmgate.train.config_file import read_config
 

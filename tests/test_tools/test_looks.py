@@ -14,8 +14,8 @@ from conftest import ROOT, needs_mmpretrain, over_shapes, tool
 from mmengine.structures import BaseDataElement
 
 import mmgate  # noqa: F401
-from mmgate.analysis.map_figures import seen_part
-from mmgate.analysis.subjects import UNTRAINED
+from mmgate.analysis.figures.maps import seen_part
+from mmgate.analysis.loading import UNTRAINED
 from mmgate.datasets.shapes import write_shapes
 from mmgate.train import cli
 from mmgate.train.config_file import read_config

@@ -74,17 +74,8 @@ MISTAKES = {
     'path_of_nothing': Mistake(
         'boxes', 'matches no module.*encoder.layers.0.self_attn', "model = dict(attention=dict(path='encoder.*.attn'))"
     ),
-    'channels_and_heads': Mistake(
-        'boxes',
-        'embed_dims must be divisible by num_heads, but got 128 and 7',
-        'model = dict(encoder=dict(layer_cfg=dict(self_attn_cfg=dict(num_heads=7))))',
-    ),
     'agents': Mistake(
         'masks', 'agent_num=10 must be a square number', 'model = dict(backbone=dict(agent_nums=(10, 16, 49, 49)))'
-    ),
-    'start_from_nothing': Mistake('boxes', 'checkpoint none.pth does not exist', "load_from = 'none.pth'"),
-    'no_data': Mistake(
-        'boxes', 'train_dataloader.dataset.data_root: data/none/ does not', dataset("data_root='data/none/'")
     ),
     'no_annotations': Mistake(
         'boxes', 'train_dataloader.dataset.ann_file: .*a.json does not', dataset("ann_file='a.json'")
@@ -166,6 +157,13 @@ def test_a_label_beyond_the_classes_is_named_before_torch_meets_it(project: Path
     with pytest.raises(Exception, match=r'.'):  # torch's own words, which name no file
         train('beyond')
     assert re.search(f'{MAP} holds the number 50, label 49 of the data, and the model predicts labels 0 to 5', log())
+
+
+def test_an_error_of_the_hosts_keeps_its_traceback(project: Path) -> None:
+    make(Mistake('boxes', '', 'model = dict(encoder=dict(layer_cfg=dict(self_attn_cfg=dict(num_heads=7))))'))
+    with pytest.raises(ValueError, match='embed_dims must be divisible by num_heads, but got 128 and 7') as raised:
+        train('heads')
+    assert type(raised.value) is ValueError
 
 
 def test_a_config_can_leave_the_check_out(project: Path) -> None:

@@ -116,16 +116,12 @@ def test_one_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         mm.find('mmseg:print_config')
 
 
-def test_a_host_without_its_tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_checkout_of_a_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(mm, 'package_folder', lambda package: tmp_path / package)
     with pytest.raises(ConfigError, match=r'mmdet came without its tools: neither .*mmdet/\.mim/tools nor'):
-        mm.find('mmdet:print_config')
-
-
-def test_a_checkout_of_a_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        mm.find('mmdet:train')
     (tmp_path / 'tools').mkdir()
     (tmp_path / 'tools/train.py').write_text('')
-    monkeypatch.setattr(mm, 'package_folder', lambda package: tmp_path / package)
     assert mm.find('mmdet:train').path == tmp_path / 'tools/train.py'
 
 

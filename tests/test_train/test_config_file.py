@@ -72,7 +72,6 @@ def test_accepted_in_silence(key: str) -> None:
         ('model.num_layer', 'model.num_layers'),
         ('model.neck.0.a1', None),
         ('train_dataloader.batch_sise', 'train_dataloader.batch_size'),
-        ('train_dataloader.pin_memry', 'train_dataloader.pin_memory'),
         ('max_epoch', None),
         ('train_cfg.max_epoch', 'train_cfg.max_epochs'),
         ('load_form', 'load_from'),

@@ -10,9 +10,9 @@ from mmengine.optim import DefaultOptimWrapperConstructor, build_optim_wrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from torch import nn
 
-import mmgate  # noqa: F401  (registers)
+import mmgate
+from mmgate.layers.base.init import undecayed_parameters
 from mmgate.registry import MODELS
-from mmgate.train.decay import undecayed
 
 DECAY = 0.05
 
@@ -77,7 +77,7 @@ def test_what_gates_add_is_not_decayed(paramwise: dict[str, Any] | None) -> None
     decay = {id(parameter): group['weight_decay'] for group in groups for parameter in group['params']}
     assert sorted(decay) == sorted(map(id, net.parameters()))  # each once
     assert sum(len(group['params']) for group in groups) == len(decay)
-    spared = dict(undecayed(net))
+    spared = dict(undecayed_parameters(net))
     assert {name.rpartition('.')[2] for name in spared} >= {'an_bias', 'wa_bias', 'position_encoding'}
     assert {name for name in spared if 'gml' in name} == {n for n, _ in net.named_parameters() if '.gml.' in n}
     assert [name for name in spared if 'dgsa' in name] == ['dgsa.attn.head_norm.weight']
@@ -96,3 +96,22 @@ def test_what_gates_add_is_not_decayed(paramwise: dict[str, Any] | None) -> None
     wrapper.optimizer.step()
     for name in spared:
         torch.testing.assert_close(net.get_parameter(name).detach(), before[name], rtol=0, atol=0)
+
+
+def test_one_key_for_every_gate() -> None:
+    """A multiplier under ``mmgate.gates`` is that of all parameters of gates and of no other, whatever their names."""
+    gated = nn.ModuleDict(dict(backbone=nn.Linear(4, 4), decoder=model()))
+    keys = {'mmgate.gates': dict(lr_mult=10.0), 'decoder': dict(lr_mult=0.5)}
+    cfg = dict(
+        constructor='mmgate.GateOptimWrapperConstructor',
+        optimizer=dict(type='AdamW', lr=1.0, weight_decay=DECAY),
+        paramwise_cfg=dict(custom_keys=keys),
+    )
+    wrapper = build_optim_wrapper(gated, cfg)
+    rates = {id(p): group['lr'] for group in wrapper.optimizer.param_groups for p in group['params']}
+    gates = set(mmgate.gate_parameters(gated))
+    assert gates
+    for name, parameter in gated.named_parameters():
+        expected = 10.0 if name in gates else 0.5 if name.startswith('decoder') else 1.0
+        assert rates[id(parameter)] == expected, name
+    assert 'mmgate.gates' in keys

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from mmengine.runner.checkpoint import _load_checkpoint_to_model
 from torch import nn
 
+from mmgate import swap_attention
 from mmgate.errors import ConfigError
 from mmgate.train.load_report import LoadReportHook, load_weights
 
@@ -68,6 +70,47 @@ def test_classes_in_another_order_are_warned_of() -> None:
     lines = report(LINEAR | NORM, trained=('cat', 'dog'), tested=('dog', 'cat')).splitlines()
     assert lines[1].startswith('WARNING: x.pth was trained on the classes cat, dog, the data to test on have dog, cat')
     assert '\n' not in report(LINEAR | NORM, trained=('cat', 'dog'), tested=('cat', 'dog'))
+
+
+def gated(*paths: str) -> nn.Module:
+    model = nn.ModuleDict({name: nn.MultiheadAttention(16, 4) for name in ('first', 'second')})
+    if paths:
+        swap_attention(model, dict(type='PLuGMultiheadAttention', path=list(paths)))
+    return model
+
+
+@pytest.mark.parametrize(
+    'trained, loaded, level, said',
+    [
+        ((), ('first', 'second'), 'INFO', 'not loaded: first.gate_q_proj.weight'),
+        (('first',), ('first',), 'INFO', '14 of 14 keys'),
+        (('first', 'second'), ('first',), 'WARNING', r'their 6 tensors are left out: second.gate_q_proj.weight'),
+        (('first',), (), 'WARNING', 'holds gates for which ModuleDict has no place'),
+    ],
+    ids=['vanilla in gated', 'the same', 'gated in half-gated', 'gated in vanilla'],
+)
+@pytest.mark.parametrize('run', ['before_train', 'before_test', 'load_weights'])
+def test_gates_that_come_or_go(
+    trained: tuple, loaded: tuple, level: str, said: str, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A vanilla checkpoint in a gated model is how training starts; gates that are dropped are a mistake."""
+    lines: list[tuple[str, str]] = []
+    model, checkpoint = gated(*loaded), dict(state_dict=gated(*trained).state_dict())
+    if run == 'load_weights':
+        monkeypatch.setattr(
+            'mmgate.train.load_report.print_log',
+            lambda text, level, **_: lines.append((logging.getLevelName(level), text)),
+        )
+        torch.save(checkpoint, tmp_path / 'x.pth')
+        load_weights(model, str(tmp_path / 'x.pth'))
+    else:
+        logger = SimpleNamespace(log=lambda number, text: lines.append((logging.getLevelName(number), text)))
+        hook, runner = LoadReportHook('x.pth'), SimpleNamespace(model=model, logger=logger)
+        hook.after_load_checkpoint(runner, checkpoint)
+        _load_checkpoint_to_model(model, checkpoint)
+        getattr(hook, run)(runner)
+    assert {found for found, _ in lines} == {'INFO', level}
+    assert any(found == level and re.search(said, text) for found, text in lines)
 
 
 def test_less_than_half_is_refused() -> None:

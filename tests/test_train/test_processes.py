@@ -201,14 +201,13 @@ def test_without_a_gpu_no_device_is_handed_over(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize(
     'settings, message',
     [
-        (dict(launcher='pytorch'), '--launcher pytorch: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set; torchrun'),
         (dict(launcher='slurm'), '--launcher slurm needs GPUs'),
         (
             dict(launcher='none', strategy=dict(type='FSDPStrategy')),
             'FSDP shards over processes: start them with torchrun',
         ),
     ],
-    ids=['no torchrun', 'slurm', 'one process'],
+    ids=['slurm', 'one process'],
 )
 def test_a_start_that_cannot_work(monkeypatch: pytest.MonkeyPatch, settings: dict, message: str) -> None:
     for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):

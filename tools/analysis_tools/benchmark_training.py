@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 
 import torch
@@ -12,14 +11,18 @@ from mmgate.benchmarks.ops import Row, write_csv
 from mmgate.benchmarks.training import SPEEDUPS, benchmark_training, profile_training
 from mmgate.train import cli
 
-CONFIGS = Path(__file__).parents[2] / 'configs/plug/deformable_detr'
+CONFIGS = Path(__file__).parents[2] / 'configs'
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--peer', default=str(CONFIGS / 'deformable-detr-refine_r50_8xb4-50e_coco.py'))
-    parser.add_argument('--ours', default=str(CONFIGS / 'plug-deformable-detr-refine_r50_8xb4-50e_coco.py'))
+    parser.add_argument(
+        '--peer', default=str(CONFIGS / 'vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py')
+    )
+    parser.add_argument(
+        '--ours', default=str(CONFIGS / 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py')
+    )
     parser.add_argument('--op', choices=['ms_deform_attn', 'plug_attention'], default='ms_deform_attn')
     parser.add_argument('--backends', nargs='+', default=['auto'], help="of ours, such as 'mmcv triton'")
     parser.add_argument(
@@ -43,12 +46,6 @@ def main(argv: list[str]) -> None:
     if args.device.startswith('cuda'):
         if not torch.cuda.is_available():
             parser.error('torch sees no CUDA device; --device cpu measures there')
-        from mmgate.benchmarks.mmcv_cuda import provide_operator
-
-        try:
-            provide_operator()
-        except RuntimeError as error:
-            warnings.warn(f'{error} What needs it fails.', stacklevel=1)
     elif args.amp:
         parser.error('--amp is for CUDA, mmengine has it nowhere else here')
     MMLogger.get_current_instance().setLevel('ERROR')

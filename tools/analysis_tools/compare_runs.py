@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 import mmgate  # noqa: F401
-from mmgate.analysis.runs import Run, as_table, choose_metric, draw_curves_of_runs, read_run, summary
-from mmgate.analysis.subjects import write_csv
+from mmgate.analysis.loading import write_csv
+from mmgate.analysis.report.runs import Run, as_table, choose_metric, draw_curves_of_runs, read_run, summary
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.host_table import PACKAGES, hosts_in, markdown, zoo
+from mmgate.analysis.report.host_table import PACKAGES, hosts_in, markdown, zoo
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from mmengine.logging import MMLogger
 
-from mmgate.analysis.model_table import HEADER, ROWS, markdown
+from mmgate.analysis.report.model_table import HEADER, ROWS, markdown
 
 START, END = '<!-- model table -->', '<!-- end of the model table -->'
 

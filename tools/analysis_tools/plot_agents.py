@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 
 import mmgate  # noqa: F401
-from mmgate.analysis.agents import agent_maps, agent_rows
-from mmgate.analysis.map_figures import crop_to_image, draw_maps
-from mmgate.analysis.subjects import image_name, parser, picture_names, positive, subjects, write_csv
+from mmgate.analysis.figures.maps import crop_to_image, draw_maps
+from mmgate.analysis.loading import load_models, parser, picture_names, positive, write_csv
+from mmgate.analysis.probes.agents import agent_maps, agent_rows
 from mmgate.train import cli
 
 
@@ -18,13 +18,13 @@ def main(argv: list[str]) -> None:
     options.add_argument('--layer', type=int, default=0, help='which of the agent attentions (default: the first)')
     options.add_argument('--agents', type=positive, default=16, help='how many agents to draw, spread over the grid')
     args = options.parse_args(argv)
-    for subject in subjects(args, ['agents'], 'A picture of agents', whole=True):
-        shown = [agent_maps(subject.model, batch, args.layer) for batch in subject.inputs(args)]
-        names = picture_names(image_name(sample.img_path) for _, _, sample in shown)
+    for loaded in load_models(args, ['agents'], 'A picture of agents', whole=True):
+        shown = [agent_maps(loaded.model, batch, args.layer) for batch in loaded.inputs(args)]
+        names = picture_names(sample.img_path for _, _, sample in shown)
         for path, maps, sample in shown:
             chosen = np.unique(np.linspace(0, len(maps) - 1, min(args.agents, len(maps))).round().astype(int))
             drawn = [(f'agent {i}', crop_to_image(maps[i], sample)) for i in chosen]
-            name = f'{subject.name}_{names[image_name(sample.img_path)]}'.replace('/', '_')
+            name = f'{loaded.name}_{names[sample.img_path]}'.replace('/', '_')
             out = Path(args.out) / f'agents_{name}.png'
             draw_maps(sample, drawn, out, columns=min(4, len(drawn) + 1), label='attention')
             print(out, write_csv(out.with_suffix('.csv'), agent_rows(path, maps)))

@@ -4,10 +4,10 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.cka import attention_cka, query_cka
-from mmgate.analysis.map_figures import draw_matrices
-from mmgate.analysis.recording import has_class_token
-from mmgate.analysis.subjects import parser, subjects, write_csv
+from mmgate.analysis.figures.maps import draw_matrices
+from mmgate.analysis.loading import load_models, parser, write_csv
+from mmgate.analysis.probes.cka import attention_cka, query_cka
+from mmgate.analysis.probes.recording import has_class_token
 from mmgate.train import cli
 
 SAMPLES = dict(images=attention_cka, queries=query_cka)
@@ -19,10 +19,10 @@ def main(argv: list[str]) -> None:
     over = "images (default with a class token): PLuG's measure, of four images or more; queries: ours, within images"
     options.add_argument('--samples', choices=list(SAMPLES), help=over)
     args = options.parse_args(argv)
-    models = subjects(args, ['attention'], 'A picture of CKA', whole=True)
-    alike = all(has_class_token(subject.model) for subject in models)
+    models = load_models(args, ['attention'], 'A picture of CKA', whole=True)
+    alike = all(has_class_token(loaded.model) for loaded in models)
     samples = args.samples or ('images' if alike else 'queries')
-    found = [(subject.name, *SAMPLES[samples](subject.model, subject.inputs(args))) for subject in models]
+    found = [(loaded.name, *SAMPLES[samples](loaded.model, loaded.inputs(args))) for loaded in models]
     out = draw_matrices(found, Path(args.out) / 'cka.png', label=f'CKA over {samples}')
     rows = [
         dict(model=name, layer=a, other=b, cka=float(values[i, j]))

@@ -15,13 +15,13 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 import mmgate  # noqa: F401
+from mmgate.analysis.inputs import check_device
 from mmgate.benchmarks.backbones import benchmark_models, with_throughput
 from mmgate.benchmarks.ops import write_csv
 from mmgate.benchmarks.plots import draw_curves
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
-from mmgate.train.inputs import check_device
 
 
 def main(argv: list[str]) -> None:

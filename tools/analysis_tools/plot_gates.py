@@ -4,18 +4,18 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.gate_figure import draw_gates
-from mmgate.analysis.gates import gate_statistics
-from mmgate.analysis.probes import GATES
-from mmgate.analysis.subjects import parser, subjects, write_csv
+from mmgate.analysis.figures.gates import draw_gates
+from mmgate.analysis.loading import load_models, parser, write_csv
+from mmgate.analysis.probes.attention import GATES
+from mmgate.analysis.probes.gates import gate_statistics
 from mmgate.train import cli
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw and write the table."""
     args = parser(__doc__).parse_args(argv)
-    models = subjects(args, GATES, 'A picture of gates')
-    found = [(subject.name, gate_statistics(subject.model, subject.inputs(args))) for subject in models]
+    models = load_models(args, GATES, 'A picture of gates')
+    found = [(loaded.name, gate_statistics(loaded.model, loaded.inputs(args))) for loaded in models]
     out = draw_gates(found, Path(args.out) / 'gates.png')
     rows = [dict(model=name, **gate.row()) for name, gates in found for gate in gates]
     print(out, write_csv(out.with_suffix('.csv'), rows))

@@ -4,17 +4,17 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.map_figures import draw_ranks
-from mmgate.analysis.ranks import kv_ranks
-from mmgate.analysis.subjects import parser, subjects, write_csv
+from mmgate.analysis.figures.maps import draw_ranks
+from mmgate.analysis.loading import load_models, parser, write_csv
+from mmgate.analysis.probes.ranks import kv_ranks
 from mmgate.train import cli
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw and write the table."""
     args = parser(__doc__).parse_args(argv)
-    models = subjects(args, ['kv'], 'A picture of the rank of K^T V')
-    found = [(subject.name, kv_ranks(subject.model, subject.inputs(args))) for subject in models]
+    models = load_models(args, ['kv'], 'A picture of the rank of K^T V')
+    found = [(loaded.name, kv_ranks(loaded.model, loaded.inputs(args))) for loaded in models]
     out = draw_ranks(found, Path(args.out) / 'kv_rank.png')
     print(out, write_csv(out.with_suffix('.csv'), [dict(model=name, **row) for name, rows in found for row in rows]))
 

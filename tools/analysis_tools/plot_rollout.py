@@ -1,6 +1,7 @@
 """Draw attention on images: rollout of the backbone's tokens or of a decoder's queries, or the heads of one layer."""
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,21 +9,12 @@ from typing import Any
 import numpy as np
 
 import mmgate  # noqa: F401
-from mmgate.analysis.map_figures import crop_to_image, draw_maps
-from mmgate.analysis.query_figure import draw_queries
-from mmgate.analysis.query_relevance import decoder_steps, query_relevance, record_queries
-from mmgate.analysis.relevance import head_maps, relevance_map
-from mmgate.analysis.sampling import best_queries
-from mmgate.analysis.subjects import (
-    class_names,
-    image_name,
-    parser,
-    picture_names,
-    positive,
-    predict,
-    subjects,
-    write_csv,
-)
+from mmgate.analysis.figures.maps import crop_to_image, draw_maps
+from mmgate.analysis.figures.queries import draw_queries
+from mmgate.analysis.loading import LoadedModel, load_models, parser, picture_names, positive, write_csv
+from mmgate.analysis.probes.query_relevance import decoder_steps, query_relevance, record_decoder
+from mmgate.analysis.probes.recording import best_queries, predict
+from mmgate.analysis.probes.relevance import head_maps, relevance_map
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 
@@ -38,17 +30,17 @@ def main(argv: list[str]) -> None:
     options.add_argument('--queries', type=int, nargs='+', help='numbers of queries, in the place of the best')
     options.add_argument('--layer', type=int, default=-1, help='whose heads are drawn (default: the last)')
     args = options.parse_args(argv)
-    models, shown = subjects(args, ['attention'], 'A rollout', whole=True), {}
-    for subject in models:
-        for batch in subject.inputs(args):
-            sample, computed = _computed(subject.model, batch, args)
-            shown.setdefault(image_name(sample.img_path), []).append((subject, sample, computed))
+    shown: dict[str, list[tuple[LoadedModel, Any, Any]]] = {}
+    for loaded in load_models(args, ['attention'], 'A rollout', whole=True):
+        for batch in loaded.inputs(args):
+            sample, computed = _computed(loaded.model, batch, args)
+            shown.setdefault(os.path.realpath(sample.img_path), []).append((loaded, sample, computed))
     names = picture_names(shown)
     for image, drawn_by in shown.items():
         out = Path(args.out) / f'{"heads" if args.part == "heads" else "rollout"}_{names[image]}.png'
-        drawn = [(subject.name, sample, computed) for subject, sample, computed in drawn_by]
+        drawn = [(loaded.name, sample, computed) for loaded, sample, computed in drawn_by]
         if args.part == 'queries':
-            draw_queries(drawn, [class_names(subject.cfg) for subject, *_ in drawn_by], out)
+            draw_queries(drawn, [loaded.classes() for loaded, *_ in drawn_by], out)
         else:
             columns, maps = _panels(drawn)
             label = 'attention' if args.part == 'heads' else 'relevance'
@@ -59,9 +51,9 @@ def main(argv: list[str]) -> None:
 def _part(found: dict[str, Any], size: tuple[int, int]) -> str:
     """Return the first part that this model has."""
     try:
-        relevance_map(found['layers'], size)
+        relevance_map(found, size)
     except ConfigError:
-        if not decoder_steps(found['layers']):
+        if not decoder_steps(found):
             raise
         return 'queries'
     return 'image'
@@ -72,13 +64,13 @@ def _computed(model: Any, batch: dict[str, Any], args: argparse.Namespace) -> tu
     if args.part == 'heads':
         _, maps, sample = head_maps(model, batch, args.layer)
         return sample, maps
-    with record_queries(model) as found:
+    with record_decoder(model) as found:
         sample = predict(model, batch)
     size = tuple(sample.get('batch_input_shape') or sample.img_shape[:2])
     args.part = args.part or _part(found, size)
     if args.part == 'image':
-        return sample, relevance_map(found['layers'], size).numpy()
-    chosen = args.queries or best_queries(found['head'], 0, args.top_k).tolist()
+        return sample, relevance_map(found, size).numpy()
+    chosen = args.queries or best_queries(found, 0, args.top_k).tolist()
     return sample, query_relevance(found, size, chosen)
 
 

@@ -1,6 +1,6 @@
 """Draw where deformable attention samples: points on each image, or their density over all images."""
 
-import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,20 +8,14 @@ from typing import Any
 import numpy as np
 
 import mmgate  # noqa: F401
-from mmgate.analysis.sampling import (
-    SamplingPoints,
-    best_queries,
-    decoder_layers,
-    encoder_layers,
-    mean_density,
-    query_at,
-    record_sampling,
-    sampling_points,
-)
-from mmgate.analysis.sampling_figure import THRESHOLD, draw_densities, draw_sampling
-from mmgate.analysis.subjects import image_name, parser, picture_names, positive, predict, subjects, write_csv
+from mmgate.analysis.figures.sampling import THRESHOLD, draw_densities, draw_sampling
+from mmgate.analysis.loading import load_models, parser, picture_names, positive, write_csv
+from mmgate.analysis.probes.recording import predict
+from mmgate.analysis.probes.sampling import SamplingPoints, chosen_points, mean_density, record_sampling
 from mmgate.errors import ConfigError
 from mmgate.train import cli
+
+Shown = dict[str, list[tuple[str, SamplingPoints, Any]]]  # by image: model, its points, the data sample
 
 
 def main(argv: list[str]) -> None:
@@ -30,6 +24,7 @@ def main(argv: list[str]) -> None:
     options.add_argument('--part', choices=['decoder', 'encoder'], help='default: the decoder, if there is one')
     options.add_argument('--layer', type=int, default=-1, help='of that part (default: the last)')
     options.add_argument('--top-k', type=positive, default=3, help='queries with the best scores (decoder)')
+    options.add_argument('--queries', type=int, nargs='+', help='their numbers, in the place of the best (decoder)')
     middle = 'encoder: pixel of the image (default: its middle)'
     options.add_argument('--pixel', type=float, nargs=2, metavar=('X', 'Y'), help=middle)
     level = 'decoder: the points of this level alone; encoder: level of the query (default 0); 0 is the finest'
@@ -40,49 +35,40 @@ def main(argv: list[str]) -> None:
     args = options.parse_args(argv)
     if args.density and args.level is not None:
         raise ConfigError('--density is of the finest level; leave --level away.')
-    shown: dict[str, list[tuple[str, SamplingPoints, Any]]] = {}
-    for subject in subjects(args, ['locations'], 'A picture of sampling points', whole=True):
-        for batch in subject.inputs(args):
-            with record_sampling(subject.model) as found:
-                sample = predict(subject.model, batch)
-            points = _points(found, sample, args)
-            shown.setdefault(image_name(sample.img_path), []).append((subject.name, points, sample))
+    shown: Shown = {}
+    classes = {}
+    chosen = {name: getattr(args, name) for name in ('part', 'layer', 'top_k', 'queries', 'pixel', 'level')}
+    for loaded in load_models(args, ['locations'], 'A picture of sampling points', whole=True):
+        classes[loaded.name] = loaded.classes()
+        for batch in loaded.inputs(args):
+            with record_sampling(loaded.model) as recording:
+                sample = predict(loaded.model, batch)
+            points = chosen_points(recording, sample, **chosen)
+            shown.setdefault(os.path.realpath(sample.img_path), []).append((loaded.name, points, sample))
     if args.density:
-        _draw_density([model for drawn in shown.values() for model in drawn], Path(args.out), len(shown))
+        _draw_density(shown, Path(args.out))
         return
     names = picture_names(shown)
     for image, drawn in shown.items():
         out = Path(args.out) / f'sampling_points_{names[image]}.png'
-        draw_sampling(drawn, out, threshold=args.threshold)
+        draw_sampling(drawn, out, classes=[classes[title] for title, *_ in drawn], threshold=args.threshold)
         rows = [dict(model=title, **row) for title, points, _ in drawn for row in points.rows()]
         print(out, write_csv(out.with_suffix('.csv'), rows))
 
 
-def _draw_density(drawn: list[tuple[str, SamplingPoints, Any]], out: Path, images: int) -> None:
+def _draw_density(shown: Shown, out: Path) -> None:
     by_model: dict[str, list[tuple[SamplingPoints, Any]]] = {}
-    for title, points, sample in drawn:
-        by_model.setdefault(title, []).append((points, sample))
+    for drawn in shown.values():
+        for title, points, sample in drawn:
+            by_model.setdefault(title, []).append((points, sample))
     found = [(title, mean_density(*zip(*of, strict=True))) for title, of in by_model.items()]
-    picture = draw_densities(found, out / 'sampling_density.png', images=images)
-    places = [(title, place, float(values[place])) for title, values in found for place in np.ndindex(*values.shape)]
-    rows = [dict(model=title, row=row, column=column, density=value) for title, (row, column), value in places]
+    picture = draw_densities(found, out / 'sampling_density.png', images=len(shown))
+    rows = [
+        dict(model=title, row=row, column=column, density=float(values[row, column]))
+        for title, values in found
+        for row, column in np.ndindex(*values.shape)
+    ]
     print(picture, write_csv(picture.with_suffix('.csv'), rows))
-
-
-def _points(found: dict[str, Any], sample: Any, args: argparse.Namespace) -> SamplingPoints:
-    layers = found['layers']
-    by_part = dict(decoder=decoder_layers(layers), encoder=encoder_layers(layers))
-    part = args.part or ('encoder' if args.pixel or not by_part['decoder'] else 'decoder')
-    if not by_part[part]:
-        raise ConfigError(f'--part {part}: the model has deformable attention in {", ".join(layers)} only.')
-    if not -len(by_part[part]) <= args.layer < len(by_part[part]):
-        raise ConfigError(f'--layer {args.layer}: the {part} has {len(by_part[part])} layers.')
-    path = by_part[part][args.layer]
-    if part == 'encoder':
-        return sampling_points(layers, path, sample, [query_at(layers, path, sample, args.pixel, args.level or 0)])
-    if args.pixel:
-        raise ConfigError('--pixel chooses a query of the encoder; give --part encoder.')
-    return sampling_points(layers, path, sample, best_queries(found['head'], 0, args.top_k), level=args.level)
 
 
 if __name__ == '__main__':

@@ -6,13 +6,14 @@ A model without a checkpoint below the work dirs is trained first, by tools/trai
 import argparse
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from mmengine.config import Config
 
 import mmgate  # noqa: F401
-from mmgate.analysis.gallery import Section, write_gallery
-from mmgate.analysis.runs import choose_metric, read_run
+from mmgate.analysis.report.gallery import Section, write_gallery
+from mmgate.analysis.report.runs import choose_metric, read_run
 from mmgate.datasets.shapes import write_shapes
 from mmgate.errors import ConfigError
 from mmgate.train import cli
@@ -29,20 +30,15 @@ FAMILIES = {'Deformable DETR': (VANILLA_DETR, DETR), 'Mask2Former': (VANILLA_MAS
     'Mask R-CNN with PVT': (PVT, AGENT, SAGA)
 }
 PICTURES = (  # tool, model, the one beside it, what one sees
-    (
-        'plot_sampling_points',
-        DETR,
-        VANILLA_DETR,
-        'Where the best queries sample, sized by attention, coloured by level.',
-    ),
-    ('plot_gates', DETR, None, "PLuG's gates of deformable attention by head and level; 0 is the start."),
-    ('plot_gates', MASK2FORMER, None, "PLuG's gates between Mask2Former's queries."),
-    ('plot_attention_sink', MASK2FORMER, VANILLA_MASK2FORMER, 'How much attention the most attended query draws.'),
-    ('plot_cka', MASK2FORMER, VANILLA_MASK2FORMER, "How alike two layers' attention patterns are."),
-    ('plot_rollout', AGENT, PVT, 'Where the backbone looks, attention rolled through its layers.'),
-    ('plot_agents', AGENT, None, 'What each agent token attends to.'),
-    ('plot_gates', SAGA, None, "SAGA's gates of keys, values and outputs."),
-    ('plot_kv_rank', SAGA, None, 'Rank of the map K^T V.'),
+    ('sampling_points', DETR, VANILLA_DETR, 'Where the best queries sample, sized by attention, coloured by level.'),
+    ('gates', DETR, None, "PLuG's gates of deformable attention by head and level."),
+    ('gates', MASK2FORMER, None, "PLuG's gates between Mask2Former's queries."),
+    ('attention_sink', MASK2FORMER, VANILLA_MASK2FORMER, 'How much attention the most attended query draws.'),
+    ('cka', MASK2FORMER, VANILLA_MASK2FORMER, "How alike two layers' attention patterns are."),
+    ('rollout', AGENT, PVT, 'Where the backbone looks, attention rolled through its layers.'),
+    ('agents', AGENT, None, 'What each agent token attends to.'),
+    ('gates', SAGA, None, "SAGA's gates of keys, values and outputs."),
+    ('kv_rank', SAGA, None, 'Rank of the map K^T V.'),
 )
 
 
@@ -52,40 +48,23 @@ def main(argv: list[str]) -> None:
     parser.add_argument('--work-dirs', type=Path, default=Path('work_dirs'), help="the demos' (default %(default)s)")
     parser.add_argument('--out', type=Path, default=Path('work_dirs/report'), help='folder (default %(default)s)')
     parser.add_argument('--max-images', type=int, default=2, help='of the validation images (default %(default)s)')
-    parser.add_argument(
-        '--sizes', nargs='+', default=['128', '256', '512'], help='sides of images to time backbones at'
-    )
+    sides = 'sides of images to time backbones at'
+    parser.add_argument('--sizes', nargs='+', default=['128', '256', '512'], help=sides)
     parser.add_argument('--train-options', nargs='*', default=[], help='--cfg-options of a training that is missing')
     args = parser.parse_args(argv)
     if not Path(DETR).is_file():
         raise ConfigError(f'{DETR} is not here: run this from the root of a checkout of mmgate.')
     write_shapes('data/shapes')
-    checkpoints = {
-        config: checkpoint_of(config, args.work_dirs, args.train_options)
-        for family in FAMILIES.values()
-        for config in family
-    }
-    sections = [runs_of(family, configs, args) for family, configs in FAMILIES.items()]
-    for number, (tool, config, against, text) in enumerate(PICTURES):
-        command = [tool, config, checkpoints[config], '--max-images', str(args.max_images)]
+    configs = [config for family in FAMILIES.values() for config in family]
+    checkpoints = {config: checkpoint_of(config, args.work_dirs, args.train_options) for config in configs}
+    sections = [runs_of(family, of, args) for family, of in FAMILIES.items()]
+    for number, (figure, config, against, text) in enumerate(PICTURES):
+        command = [f'plot_{figure}', config, checkpoints[config], '--max-images', str(args.max_images)]
         command += ['--against', against, checkpoints[against]] if against else []
-        sections.append(
-            drawn(
-                f'{tool.removeprefix("plot_").replace("_", " ")}, {Path(config).stem}',
-                text,
-                command,
-                args.out / f'{number}',
-            )
-        )
-    command = ['plot_efficiency', PVT, AGENT, SAGA, '--sizes', *args.sizes]
-    sections.append(
-        drawn(
-            'efficiency of the backbones',
-            'Throughput and peak memory on this machine.',
-            command,
-            args.out / 'efficiency',
-        )
-    )
+        title = f'{figure.replace("_", " ")}, {Path(config).stem}'
+        sections.append(drawn(title, text, command, args.out / f'{number}'))
+    command, text = ['plot_efficiency', PVT, AGENT, SAGA, '--sizes', *args.sizes], 'Throughput and peak memory here.'
+    sections.append(drawn('efficiency of the backbones', text, command, args.out / 'efficiency'))
     print(write_gallery(args.out, 'What attention does in the demos, vanilla beside gated', sections))
 
 
@@ -115,26 +94,20 @@ def drawn(title: str, text: str, command: list[str], out: Path) -> Section:
         old.unlink()
     run([str(TOOLS / f'{command[0]}.py'), *command[1:], '--out', str(out)])
     pictures = [(path, path.stem) for path in sorted(out.glob('*.png'))]
-    return Section(
-        title, text, pictures, command=f'python tools/analysis_tools/{command[0]}.py {" ".join(command[1:])} --out DIR'
-    )
+    said = f'python tools/analysis_tools/{command[0]}.py {" ".join(command[1:])} --out DIR'
+    return Section(title, text, pictures, command=said)
 
 
 def runs_of(family: str, configs: tuple[str, ...], args: argparse.Namespace) -> Section:
     """Return the table and the curves of a family's runs."""
-    groups = [f'{Path(config).stem}={args.work_dirs / Path(config).stem}' for config in configs]
-    section = drawn(
-        f'runs of {family}',
-        'One seed each: a difference says little.',
-        ['compare_runs', *groups],
-        args.out / family.replace(' ', '-'),
-    )
-    runs = {group.partition('=')[0]: read_run(group.partition('=')[2]) for group in groups}
+    folders = {Path(config).stem: args.work_dirs / Path(config).stem for config in configs}
+    command = ['compare_runs', *(f'{name}={folder}' for name, folder in folders.items())]
+    text, out = 'One seed each: a difference says little.', args.out / family.replace(' ', '-')
+    section = drawn(f'runs of {family}', text, command, out)
+    runs = {name: read_run(folder) for name, folder in folders.items()}
     metric = choose_metric(list(runs.values()))
-    rows = [
-        {'run': name, metric: float(found.final(metric)), 's a step': found.seconds} for name, found in runs.items()
-    ]
-    return Section(section.title, section.text, section.pictures, rows, section.command)
+    rows = [{'run': name, metric: float(run.final(metric)), 's a step': run.seconds} for name, run in runs.items()]
+    return replace(section, table=rows)
 
 
 def run(command: list[str]) -> None:

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.study import read_study, report_study, run_study
+from mmgate.analysis.report.study import read_study, report_study, run_study
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 

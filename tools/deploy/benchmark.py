@@ -3,7 +3,7 @@
 import sys
 
 import mmgate  # noqa: F401
-from mmgate.deploy.commands import benchmark
+from mmgate.benchmarks.deployment import benchmark
 from mmgate.train import cli
 
 if __name__ == '__main__':

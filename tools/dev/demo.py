@@ -11,7 +11,7 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import save_checkpoint
 
 import mmgate  # noqa: F401
-from mmgate.analysis.predictions import draw_predictions, draw_segmentation
+from mmgate.analysis.figures.predictions import draw_predictions, draw_segmentation
 from mmgate.datasets.shapes import write_shapes
 
 # by the config's scope: the metrics to show, if they are there, and the picture

@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -30,10 +31,29 @@ from typing import NoReturn
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator, operator_names
-from covering import commands, files, tests_of
 from trees import ROOT, copy_tree
 
-PACKAGES = ('layers', 'ops', 'models', 'checkpoints', 'speed', 'train')
+PACKAGES = ('layers', 'ops', 'hosts', 'backbones', 'checkpoints', 'speed', 'train')
+LEFT_OUT = (
+    'ops/*/*kernel*.py',
+    'ops/*/triton.py',
+    'ops/*/blocks.py',
+    'ops/triton_backend.py',
+)  # kernels, their launches
+# By the beginning of a module's path, tests that see a change in it beside those of its name.
+CONCERNS = {
+    'layers/agent': ('test_backbones/test_resolutions.py', 'test_backbones/test_backbones.py'),
+    'layers/cross_window': ('test_backbones/test_cswin.py',),
+    'layers/linear': ('test_layers/test_map_attention.py', 'test_backbones/test_linear_backbones.py'),
+    'layers/resizing': ('test_backbones/test_resolutions.py',),
+    'layers/stripes': ('test_backbones/test_cswin.py', 'test_backbones/test_linear_backbones.py'),
+    'layers/swiglu': ('test_backbones/test_dgvit.py',),
+    'ops/agent_attention': ('test_layers/test_map_attention.py', 'test_backbones/test_resolutions.py'),
+    'ops/differential_attention': ('test_layers/test_dense.py', 'test_layers/test_open_gates.py'),
+    'ops/gated_linear_attention': ('test_layers/test_map_attention.py',),
+    'ops/masks': ('test_layers/test_dense.py', 'test_hosts/test_swapped_rates.py'),
+    'train/': ('test_tools/test_command_line.py', 'test_tools/test_flags.py', 'test_tools/test_mistakes.py'),
+}
 PYTEST = ('-x', '-q', '-p', 'no:cacheprovider', '-m', 'not slow')
 # What every test run needs is imported once; none of it imports mmgate.
 PRELOADED = (
@@ -80,9 +100,7 @@ def main() -> None:
     chosen = sample(ROOT / 'mmgate', args.sample, args.seed)
     if args.list:
         for place, change in chosen:
-            print(
-                f'{place.module}:{place.line}:{place.column} {change.operator} {" ".join(tests_of(place.module) or ())}'
-            )
+            print(f'{place.module}:{place.line}:{place.column} {change.operator} {" ".join(tests_of(place.module))}')
         return
     preload()
     args.out.mkdir(parents=True, exist_ok=True)
@@ -122,7 +140,7 @@ def sample(package: Path, number: int, seed: int) -> list[tuple[Place, Change]]:
         places: dict[Place, list[Change]] = {}
         for path in sorted((package / name).rglob('*.py')):
             module = path.relative_to(package).as_posix()
-            if tests_of(module) is not None:
+            if not any(fnmatch(module, pattern) for pattern in LEFT_OUT):
                 places.update(changes(module, path.read_text()))
         ordered = sorted(places, key=lambda place: (place.module, place.line, place.column))
         draw.shuffle(ordered)
@@ -130,6 +148,19 @@ def sample(package: Path, number: int, seed: int) -> list[tuple[Place, Change]]:
         chosen += list(islice(filter(None, drawn), number // len(PACKAGES)))
     draw.shuffle(chosen)
     return chosen
+
+
+def tests_of(module: str) -> list[str]:
+    """Return the test files for a path below ``mmgate``: of its name, or all of its folder, and :data:`CONCERNS`.
+
+    ``tests`` mirrors ``mmgate``: ``a/b.py`` has ``test_a/test_b.py``, and ``a/b/c.py`` that or ``test_a/test_c.py``.
+    """
+    *folders, name = module.removesuffix('.py').split('/')
+    base = ROOT / 'tests' / f'test_{folders[0]}' if folders else ROOT / 'tests'
+    named = [base / f'test_{part}.py' for part in (name, *folders[:0:-1])]
+    found = [path for path in named if path.is_file()][:1] or sorted(base.glob('test_*.py'))
+    further = [f'tests/{test}' for start, tests in CONCERNS.items() if module.startswith(start) for test in tests]
+    return list(dict.fromkeys([path.relative_to(ROOT).as_posix() for path in found] + further))
 
 
 def draw_change(draw: random.Random, code: str, possible: list[Change], place: Place) -> tuple[Place, Change] | None:
@@ -179,7 +210,7 @@ def spans(code: str) -> tuple[list[tuple], list[tuple]]:
 
 def key_of(place: Place, change: Change) -> str:
     """Return what names an attempt: the change, the file's code and its tests'."""
-    read = [f'mmgate/{place.module}', *files(tests_of(place.module) or ())]
+    read = [f'mmgate/{place.module}', *tests_of(place.module)]
     state = repr((place, change)).encode() + b''.join((ROOT / name).read_bytes() for name in read)
     return hashlib.sha256(state).hexdigest()[:16]
 
@@ -193,12 +224,9 @@ def attempt(tree: Path, place: Place, change: Change, timeout: float) -> dict:
     started, outcome, failed = time.monotonic(), 'survived', ''
     try:
         path.write_text(after)
-        for arguments in commands(tests_of(place.module) or ()):
-            left = timeout - (time.monotonic() - started)
-            status, output = run(arguments, tree, left)
-            if status not in (0, 5):  # 5: all of its tests are skipped or deselected here
-                outcome, failed = ('timeout' if status is None else 'killed'), first_failure(output)
-                break
+        status, output = run(tests_of(place.module), tree, timeout)
+        if status not in (0, 5):  # 5: all of its tests are skipped or deselected here
+            outcome, failed = ('timeout' if status is None else 'killed'), first_failure(output)
     finally:
         path.write_text(before)
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm='')

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import torch
 
-from mmgate.backbones.convert import convert
-from mmgate.backbones.convert_classifier import convert_classifier
+from mmgate.backbones.convert import convert, convert_classifier
 from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.errors import ConfigError
 from mmgate.train import cli

@@ -1,11 +1,2 @@
-_base_ = '../../_base_/classification/imagenet_8xb128-300e.py'
-
-model = dict(
-    backbone=dict(
-        type='mmgate.AgentSwin', arch='base', out_indices=(3,),
-        drop_path_rate=0.5, pad_small_map=False),
-    head=dict(in_channels=1024))
-# Swin's own clipping; the authors' ImageNet code decays the agent biases.
-optim_wrapper = dict(
-    constructor='DefaultOptimWrapperConstructor',
-    clip_grad=dict(max_norm=5.0))
+_base_ = 'agent-swin-t_8xb128-300e_in1k.py'
+model = dict(backbone=dict(arch='base', drop_path_rate=0.5), head=dict(in_channels=1024))

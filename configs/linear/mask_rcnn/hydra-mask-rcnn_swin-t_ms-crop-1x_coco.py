@@ -1,6 +1,2 @@
-_base_ = '../../vanilla/mask_rcnn/mask-rcnn_swin-t_ms-crop-1x_coco.py'
-custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
-
-# From Swin's own ImageNet weights, which fill what is shared.
-model = dict(backbone=dict(type='mmgate.LinearSwin', attention=dict(type='HydraAttention')))
-optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')
+_base_ = '../_base_/mask-rcnn_swin-t_ms-crop-1x_coco.py'
+model = dict(backbone=dict(attention=dict(type='HydraAttention')))

@@ -1,6 +1,2 @@
-_base_ = '../../vanilla/semantic_fpn/semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512.py'
-custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
-
-# From PVT's own ImageNet weights, which fill what is shared.
-model = dict(backbone=dict(type='mmgate.LinearPVT', attention=dict(type='PolaFormerAttention')))
-optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')
+_base_ = 'flatten-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512.py'
+model = dict(backbone=dict(attention=dict(type='PolaFormerAttention')))

@@ -1,4 +1,4 @@
-_base_ = 'deformable-detr_r50_8xb4-50e_coco.py'
+_base_ = '../../vanilla/deformable_detr/deformable-detr_r50_8xb4-50e_coco.py'
 # Table 7: the decoder's self-attention alone, which lowers AP in the paper.
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 model = dict(

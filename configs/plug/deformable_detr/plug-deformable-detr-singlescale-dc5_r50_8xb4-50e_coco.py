@@ -1,4 +1,4 @@
-_base_ = 'deformable-detr-singlescale-dc5_r50_8xb4-50e_coco.py'
+_base_ = '../../vanilla/deformable_detr/deformable-detr-singlescale-dc5_r50_8xb4-50e_coco.py'
 custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
 model = dict(
     type='mmgate.Gated',

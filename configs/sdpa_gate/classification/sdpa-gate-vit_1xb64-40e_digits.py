@@ -1,4 +1,4 @@
-_base_ = '../../dgsa/classification/vit_1xb64-40e_digits.py'
+_base_ = '../../vanilla/classification/vit_1xb64-40e_digits.py'
 # The study is of language models; the class token of a ViT is its first token.
 model = dict(
     type='mmgate.Gated',

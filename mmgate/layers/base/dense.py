@@ -17,6 +17,8 @@ from mmgate.ops.library import is_exporting
 from mmgate.ops.masks import merge_masks
 
 KEEP_ALL = dict(type='Dropout', drop_prob=0.0)  # mmcv's default
+Inputs = tuple[Tensor, Tensor, Tensor]  # query, key and value before projection, (B, N|M, C)
+OF_TORCH = ('bias', 'add_bias_kv', 'add_zero_attn', 'kdim', 'vdim', 'device', 'dtype')  # what mmcv hands on
 
 
 class DenseAttention(nn.MultiheadAttention):
@@ -37,16 +39,18 @@ class DenseAttention(nn.MultiheadAttention):
         device: Of the parameters.
         dtype: Of the parameters.
         qdim: Channels of the query input, for hosts that project by themselves
-            (:func:`~mmgate.hosts.core.gate_alone`); C by default.
+            (:func:`~mmgate.hosts.core.without_projections`); C by default.
 
     Raises:
         ValueError: ``embed_dim`` is no multiple of ``num_heads``, or a key would be appended.
 
     Attributes:
         two_streams: Whether the halves of a head attend separately.
+        has_projections: Whether it projects by itself; else a host does, and calls :meth:`attend` alone.
     """
 
     two_streams = False
+    has_projections = True
 
     def __init__(
         self,
@@ -87,9 +91,7 @@ class DenseAttention(nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
         self.qdim = embed_dim if qdim is None else qdim
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads ``(B, H, N, d)``.
 
         Args:
@@ -101,18 +103,16 @@ class DenseAttention(nn.MultiheadAttention):
         """
         raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
 
-    def attention_map(
-        self, query: Tensor, key: Tensor, inputs: tuple[Tensor, Tensor, Tensor], bias: Tensor | None
-    ) -> Tensor:
+    def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the attention weights ``(B, H, N, M)`` for analysis."""
         raise TypeError(f'{type(self).__name__} computes no attention; use a subclass.')
 
-    def merge(self, heads: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def merge(self, heads: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Return the output ``(B, N, C)`` from the heads ``(B, H, N, d)``."""
         return self.finish(self.out_proj(heads.transpose(1, 2).flatten(2)), query, inputs)
 
-    def finish(self, output: Tensor, query: Tensor, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-        """Return what becomes of the projected output ``(B, N, C)``: itself, unless a gate acts there."""
+    def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
+        """Return the output ``(B, N, C)`` from the projected heads: the same, unless a gate acts there."""
         return output
 
     @property
@@ -175,7 +175,7 @@ class DenseAttention(nn.MultiheadAttention):
             output = output.contiguous()
         return output.transpose(0, 1) if self.batch_first else output, weights
 
-    def project(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value ``(B, H, N|M, d)``."""
         if self.in_proj_weight is None:  # kdim or vdim
             weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
@@ -213,15 +213,9 @@ class GatedMultiheadAttention(MultiheadAttention):
         dropout_layer: Dropout or drop path before the identity is added.
         init_cfg: mmengine's initialisation config.
         batch_first: ``(B, N, C)`` in the place of ``(N, B, C)``.
-        bias: Whether the projections have a bias.
-        add_bias_kv: See :class:`DenseAttention`, as for the following four.
-        add_zero_attn: Has to be False.
-        kdim: Channels of the key input.
-        vdim: Channels of the value input.
-        device: Of the parameters.
-        dtype: Of the parameters.
         dropout: mmcv's deprecated name for ``attn_drop`` and the probability in ``dropout_layer`` at once.
-        **options: The options of ``core``.
+        **options: The options of ``core``, and torch's ``bias``, ``add_bias_kv``, ``add_zero_attn``, ``kdim``,
+            ``vdim``, ``device`` and ``dtype``, see :class:`DenseAttention`.
     """
 
     core: type[DenseAttention]
@@ -235,18 +229,11 @@ class GatedMultiheadAttention(MultiheadAttention):
         dropout_layer: dict | None = KEEP_ALL,
         init_cfg: dict | None = None,
         batch_first: bool = False,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        *,
         dropout: float | None = None,
         **options: Any,
     ) -> None:
-        of_torch: dict[str, Any] = dict(bias=bias, add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn)
-        of_torch.update(kdim=kdim, vdim=vdim, device=device, dtype=dtype)
+        of_torch = {name: options.pop(name) for name in OF_TORCH if name in options}
         super().__init__(
             embed_dims,
             num_heads,

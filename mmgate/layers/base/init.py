@@ -1,4 +1,4 @@
-"""How gates start: after their host, by random numbers of their own.
+"""What a gate's class declares, and how gates start: after their host, by random numbers of their own.
 
 mmdet and mmseg initialise by what a parameter looks like: detectors and Mask2Former draw everything of two dimensions
 or more from xavier's distribution, PVT and Swin every ``nn.Linear`` from a narrow normal one. A gate that stood in the
@@ -9,29 +9,47 @@ initialise with its own modules in place, and then every :class:`GateInit`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class GateInit:
-    """Base, before ``nn.Module``, of a module with parameters that no host has.
+    """Base, before ``nn.Module``, of a module with parameters that no host has; a subclass declares all about them.
 
     Attributes:
         gate_parameters: Names of those parameters, or of the children that hold them.
-        gate_loaded: Whether a state dict has filled any of them; then no initialisation draws them anew.
+        undecayed: Names, likewise, of what weight decay would only pull to zero: scalars, biases, positions, norms.
+        gate_readings: What figures and statistics show of the gate: by the name of a reading what its values belong to,
+            ``'pairs'`` of queries and keys, ``'levels'``, ``'heads'`` or ``'channels'``. :meth:`read_gate` computes it.
+        is_vanilla: Whether the parameters are those of a backbone's own attention (CSwin's), and no gate's.
+        gate_loaded: Whether a state dict has filled any of the gate's parameters; then no initialisation draws them
+            anew.
     """
 
     gate_parameters: tuple[str, ...] = ()
+    undecayed: tuple[str, ...] = ()
+    gate_readings: Mapping[str, str] = {}
+    is_vanilla = False
     gate_loaded = False
 
     def reset_gate(self) -> None:
         """Draw the gate's parameters anew."""
         raise TypeError(f'{type(self).__name__} does not say how its gate starts.')
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return the gate called ``name`` in :attr:`gate_readings`.
+
+        Args:
+            name: Of the reading.
+            *inputs: What the gate is made from: query, key and value before their projection ``(B, N|M, C)``, of an
+                attention over a map its tokens, of a deformable one the query with its position.
+        """
+        raise TypeError(f'{type(self).__name__} does not say how its gate is read.')
 
     def init_weights(self) -> None:
         """Draw them unless a state dict has filled them; mmengine calls this where a gate was built without a swap."""
@@ -43,6 +61,39 @@ class GateInit:
         if any(key in own or key.startswith(tuple(f'{name}.' for name in own)) for key in state_dict):
             self.gate_loaded = True
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
+
+
+def gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield name and parameter of all that gates add to ``model``, as their classes declare it.
+
+    Args:
+        model: A gated model, or a part of one.
+        remove_duplicate: Whether a gate that several layers share comes once, under its first name.
+    """
+    yield from _declared(model, lambda gate: () if gate.is_vanilla else gate.gate_parameters, remove_duplicate)
+
+
+def gate_names() -> set[str]:
+    """Return what the classes of gates call their parameters: parts of the keys that gates have in a checkpoint."""
+    kinds: list[type[GateInit]] = [GateInit]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return {name for kind in kinds if not kind.is_vanilla for name in kind.gate_parameters}
+
+
+def undecayed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield name and parameter of what the classes of gates exempt from weight decay; gate projections decay."""
+    yield from _declared(model, lambda gate: gate.undecayed, True)
+
+
+def _declared(
+    model: nn.Module, names_of: Callable[[GateInit], tuple[str, ...]], remove_duplicate: bool
+) -> Iterator[tuple[str, nn.Parameter]]:
+    for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
+        names = names_of(module) if isinstance(module, GateInit) else ()
+        for name, parameter in module.named_parameters() if names else ():
+            if name.partition('.')[0] in names:
+                yield f'{prefix}.{name}'.lstrip('.'), parameter
 
 
 def start_linear(*layers: nn.Linear | nn.Conv2d | None) -> None:

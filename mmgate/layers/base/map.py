@@ -37,8 +37,10 @@ class MapAttention(nn.Module):
         class_tokens: How many tokens stand before the map's.
         map_size: Height and width of the map where a call names none, as a ViT's do not.
         shifted: Whether the host's windows are shifted, as those of Swin's odd blocks; its adapter says so.
+        without: Attributes of hosts that mean nothing here: there are no windows, and the map is not reduced.
     """
 
+    without = ('window_size', 'shift_size', 'sr_ratio', 'pad_small_map')
     class_tokens = 0
     shifted = False
     map_size: tuple[int, int] | None = None
@@ -106,7 +108,7 @@ class MapAttention(nn.Module):
         return side, side
 
     def behind_class_token(self, x: Tensor) -> Tensor:
-        """Return what belongs to the map's tokens, ``(B, h w, C)``, with a 0 for the class token before it."""
+        """Return values of the map's tokens ``(B, h w, C)`` with a zero for the class token before them, if any."""
         return F.pad(x, (0, 0, self.class_tokens, 0)) if self.class_tokens else x
 
     def split_heads(self, x: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ class MapAttention(nn.Module):
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def adopt(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        """Give what a host has, or what is of another resolution, the names and shapes that it has here, in place.
+        """Rename what a host's state dict holds, and resize what is of another resolution, in place.
 
         Args:
             state_dict: What is to be loaded.
@@ -144,15 +146,8 @@ class MapAttention(nn.Module):
         return self.attn_drop if self.training else 0.0
 
 
-_RENAMED: dict[str, str] = {
-    'attn.in_proj_weight': 'qkv.weight',
-    'attn.in_proj_bias': 'qkv.bias',
-    'attn.out_proj.weight': 'proj.weight',
-    'attn.out_proj.bias': 'proj.bias',
-    'w_msa.qkv.weight': 'qkv.weight',
-    'w_msa.qkv.bias': 'qkv.bias',
-    'w_msa.proj.weight': 'proj.weight',
-    'w_msa.proj.bias': 'proj.bias',
-}
+_OURS = ('qkv.weight', 'qkv.bias', 'proj.weight', 'proj.bias')
+_OF_TORCH = ('attn.in_proj_weight', 'attn.in_proj_bias', 'attn.out_proj.weight', 'attn.out_proj.bias')
+_RENAMED = {**dict(zip(_OF_TORCH, _OURS, strict=True)), **{f'w_msa.{name}': name for name in _OURS}}
 # what attention over the whole map has no use for: windows' positions, a reduced map, convolutions in stripes
 _OF_HOSTS = ('w_msa.relative_position_', 'sr.', 'norm.', 'lepe.')

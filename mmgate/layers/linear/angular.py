@@ -27,7 +27,6 @@ class LinearAngularAttention(LinearAttention):
             biases, as the other linear attentions have it.
         dwc: Length of the kernel along the tokens, 9 by default, or side of that over the map, 3 by default; 0 for no
             convolution.
-        class_token: Whether a class token stands before the map's tokens (DeiT).
         **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Raises:
@@ -37,19 +36,12 @@ class LinearAngularAttention(LinearAttention):
     """
 
     def __init__(
-        self,
-        embed_dims: int,
-        num_heads: int,
-        *,
-        convolution: str = 'tokens',
-        dwc: int | None = None,
-        class_token: bool = False,
-        **kwargs: Any,
+        self, embed_dims: int, num_heads: int, *, convolution: str = 'tokens', dwc: int | None = None, **kwargs: Any
     ) -> None:
         check_option('convolution', convolution, CONVOLUTIONS)
         self.along_tokens = convolution == 'tokens'
         length = (9 if self.along_tokens else 3) if dwc is None else dwc
-        super().__init__(embed_dims, num_heads, dwc=length, class_token=class_token, **kwargs)
+        super().__init__(embed_dims, num_heads, dwc=length, **kwargs)
         if self.along_tokens and length:
             heads: dict[str, Any] = dict(in_channels=num_heads, out_channels=num_heads, groups=num_heads)
             self.dwc = nn.Conv2d(**heads, kernel_size=(length, 1), padding=(length // 2, 0), bias=False)

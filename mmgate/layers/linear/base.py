@@ -12,7 +12,7 @@ from mmgate.layers.base.init import GateInit
 from mmgate.layers.base.map import MapAttention
 from mmgate.ops.linear_attention import rotate
 
-from ..positions import resize_grid
+from ..resizing import resize_grid
 
 
 class LinearAttention(GateInit, MapAttention):
@@ -21,7 +21,8 @@ class LinearAttention(GateInit, MapAttention):
     Args:
         embed_dims: Channels C, a multiple of ``num_heads``.
         num_heads: Heads H.
-        dwc: Side of the depthwise convolution's kernel, whose output is added to the heads; 0 for none.
+        dwc: Side of the depthwise convolution's kernel, whose output is added to the heads; 0 for none, the paper's,
+            which is the class's ``default_dwc``, by default.
         dwc_shared: Whether the heads share d kernels; else there are C.
         map_size: Height and width of the map in pre-training, of which the position encoding of the keys has its
             shape; None for no encoding. It is resized bilinearly to another map, in a forward pass and on loading.
@@ -37,14 +38,16 @@ class LinearAttention(GateInit, MapAttention):
     """
 
     gate_parameters: tuple[str, ...] = ('dwc', 'position_encoding')
+    undecayed: tuple[str, ...] = ('position_encoding',)
     takes_class_token = True
+    default_dwc = 0
 
     def __init__(
         self,
         embed_dims: int,
         num_heads: int,
         *,
-        dwc: int = 0,
+        dwc: int | None = None,
         dwc_shared: bool = False,
         map_size: tuple[int, int] | None = None,
         class_token: bool = False,
@@ -56,6 +59,7 @@ class LinearAttention(GateInit, MapAttention):
                 f'attn_drop={self.attn_drop}: {type(self).__name__} has no attention weights to drop; leave it at 0, '
                 "in a backbone attn_drop_rate, and use proj_drop, a backbone's drop_rate."
             )
+        dwc = self.default_dwc if dwc is None else dwc
         if dwc < 0 or (dwc and dwc % 2 == 0):
             raise ValueError(f'dwc={dwc} must be the odd side of a kernel, or 0 for no convolution.')
         self.class_tokens = int(class_token)

@@ -26,14 +26,14 @@ class FocusedLinearAttention(LinearAttention):
         num_heads: Heads H.
         map_size: Height and width of the map in pre-training; None for no position encoding.
         power: The focusing factor p.
-        dwc: Side of the convolution's kernel, d kernels shared by the heads; 0 for none.
-        class_token: Whether a class token stands before the map's tokens (DeiT).
         **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Source: FLatten transformer: vision transformer using focused linear attention (Han et al., 2023), Eq. 5 to 8.
     """
 
     gate_parameters = (*LinearAttention.gate_parameters, 'focus_scale')
+    default_dwc = 5
+    undecayed = (*LinearAttention.undecayed, 'focus_scale')
 
     def __init__(
         self,
@@ -42,12 +42,9 @@ class FocusedLinearAttention(LinearAttention):
         *,
         map_size: tuple[int, int] | None,
         power: float = 3.0,
-        dwc: int = 5,
-        class_token: bool = False,
         **kwargs: Any,
     ) -> None:
-        sizes: dict[str, Any] = dict(map_size=map_size, dwc=dwc, dwc_shared=True, class_token=class_token)
-        super().__init__(embed_dims, num_heads, **sizes, **kwargs)
+        super().__init__(embed_dims, num_heads, map_size=map_size, dwc_shared=True, **kwargs)
         self.power = power
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, embed_dims))
 

@@ -26,7 +26,6 @@ class InLineAttention(LinearAttention):
         embed_dims: Channels C.
         num_heads: Heads H.
         local: Add the neighbourhood.
-        class_token: Whether a class token stands before the map's tokens (DeiT).
         **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Source: Bridging the divide: reconsidering softmax and linear attention (Han et al., 2024), Eq. 5 and 7.
@@ -34,10 +33,8 @@ class InLineAttention(LinearAttention):
 
     gate_parameters = (*LinearAttention.gate_parameters, 'local')
 
-    def __init__(
-        self, embed_dims: int, num_heads: int, *, local: bool = True, class_token: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(embed_dims, num_heads, class_token=class_token, **kwargs)
+    def __init__(self, embed_dims: int, num_heads: int, *, local: bool = True, **kwargs: Any) -> None:
+        super().__init__(embed_dims, num_heads, **kwargs)
         self.local = (
             nn.Sequential(
                 nn.Conv1d(embed_dims, embed_dims, 1, groups=num_heads),
@@ -63,8 +60,7 @@ class InLineAttention(LinearAttention):
         if self.local is None or not batch:  # no group of a convolution
             return out
         weight = self.local(x.mean(1)[..., None]).view(batch * self.embed_dims, 1, KERNEL, KERNEL)
-        images = (
-            v[:, self.class_tokens :].transpose(1, 2).reshape(1, batch * self.embed_dims, *hw_shape)
-        )  # a kernel an image and channel
+        # a kernel an image and channel
+        images = v[:, self.class_tokens :].transpose(1, 2).reshape(1, batch * self.embed_dims, *hw_shape)
         local = F.conv2d(images, weight.to(images.dtype), padding=KERNEL // 2, groups=batch * self.embed_dims)
         return out + self.behind_class_token(local.view(batch, self.embed_dims, -1).transpose(1, 2))

@@ -23,12 +23,7 @@ class MLLAAttention(LinearAttention):
     This is the paper's attention alone. Its block also gates and convolves around the attention, which a PVT or Swin
     block does not; value and output are projected, as in every attention here.
 
-    Args:
-        embed_dims: Channels C, a multiple of 4.
-        num_heads: Heads H.
-        dwc: Side of the convolution's kernel, which has C channels; 0 for none.
-        class_token: Whether a class token stands before the map's tokens (DeiT).
-        **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
+    Options as :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Raises:
         ValueError: A number of channels that is no multiple of 4.
@@ -36,10 +31,10 @@ class MLLAAttention(LinearAttention):
     Source: Demystify Mamba in vision: a linear attention perspective (Han et al., 2024).
     """
 
-    def __init__(
-        self, embed_dims: int, num_heads: int, *, dwc: int = 3, class_token: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(embed_dims, num_heads, dwc=dwc, class_token=class_token, **kwargs)
+    default_dwc = 3
+
+    def __init__(self, embed_dims: int, num_heads: int, **kwargs: Any) -> None:
+        super().__init__(embed_dims, num_heads, **kwargs)
         if embed_dims % 4:
             raise ValueError(
                 f'embed_dims={embed_dims} must be a multiple of 4: half the pairs turn by row, half by column.'

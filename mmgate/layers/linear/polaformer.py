@@ -28,8 +28,6 @@ class PolaFormerAttention(LinearAttention):
         num_heads: Heads H.
         map_size: Height and width of the map in pre-training; None for no position encoding.
         alpha: How far the power exceeds 1.
-        dwc: Side of the convolution's kernel, d kernels shared by the heads; 0 for none.
-        class_token: Whether a class token stands before the map's tokens (DeiT).
         **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Raises:
@@ -39,6 +37,9 @@ class PolaFormerAttention(LinearAttention):
     """
 
     gate_parameters = (*LinearAttention.gate_parameters, 'focus_scale', 'power', 'gate_out')
+    default_dwc = 5
+    undecayed = (*LinearAttention.undecayed, 'focus_scale', 'power')
+    gate_readings = {'gate_out': 'channels'}
 
     def __init__(
         self,
@@ -47,12 +48,9 @@ class PolaFormerAttention(LinearAttention):
         *,
         map_size: tuple[int, int] | None,
         alpha: float = 4.0,
-        dwc: int = 5,
-        class_token: bool = False,
         **kwargs: Any,
     ) -> None:
-        sizes: dict[str, Any] = dict(map_size=map_size, dwc=dwc, dwc_shared=True, class_token=class_token)
-        super().__init__(embed_dims, num_heads, **sizes, **kwargs)
+        super().__init__(embed_dims, num_heads, map_size=map_size, dwc_shared=True, **kwargs)
         if self.head_dim % 2:
             raise ValueError(f'The head width {self.head_dim} must be even, half of it for each polarity.')
         self.alpha = alpha
@@ -66,6 +64,10 @@ class PolaFormerAttention(LinearAttention):
         nn.init.zeros_(self.focus_scale)
         nn.init.zeros_(self.power)
         start_linear(self.gate_out)
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return the gate of the output, ``(B, N, C)``."""
+        return self.gate_out(inputs[0])
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend by both polarities in every head."""

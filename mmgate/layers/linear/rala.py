@@ -21,12 +21,7 @@ class RALAAttention(LinearAttention):
     Queries and keys are ``ELU + 1``; ``alpha`` is the attention that the mean query pays to a key, summing to N.
     Positions are rotary, in the numerator, in every head; the slowest pair turns by 1 / 10000 of the fastest.
 
-    Args:
-        embed_dims: Channels C, of a width per head that is a multiple of 4.
-        num_heads: Heads H.
-        dwc: Side of the convolution's kernel, which has C channels; 0 for none.
-        class_token: Whether a class token stands before the map's tokens (DeiT).
-        **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
+    Options as :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Raises:
         ValueError: A head width that is no multiple of 4.
@@ -35,11 +30,12 @@ class RALAAttention(LinearAttention):
     """
 
     gate_parameters = (*LinearAttention.gate_parameters, 'gate_out')
+    gate_readings = {'gate_out': 'channels'}
 
-    def __init__(
-        self, embed_dims: int, num_heads: int, *, dwc: int = 5, class_token: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(embed_dims, num_heads, dwc=dwc, class_token=class_token, **kwargs)
+    default_dwc = 5
+
+    def __init__(self, embed_dims: int, num_heads: int, **kwargs: Any) -> None:
+        super().__init__(embed_dims, num_heads, **kwargs)
         if self.head_dim % 4:
             raise ValueError(
                 f'The head width {self.head_dim} must be a multiple of 4: half the pairs turn by row, half by column.'
@@ -50,6 +46,10 @@ class RALAAttention(LinearAttention):
         """Start the convolution and the gate anew."""
         super().reset_gate()
         start_linear(self.gate_out)
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return the gate of the output, ``(B, N, C)``."""
+        return self.gate_out(inputs[0])
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head; the denominator, which has to stay positive, is not rotated."""

@@ -13,6 +13,7 @@ so the result does not depend on the number of threads.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..library import operator
-from ..repaid import Repaid
+from .registered import sampling_operator
 
 CHUNK = 1 << 20  # sampled corners at a time: 8 to 40 bytes each
 
@@ -41,7 +41,7 @@ def sample(
 ) -> Tensor:
     """Weighted sampling, as :func:`mmgate.ops.ms_deform_attn.reference.sample`; 16-bit values are summed in float32."""
     compute = torch.promote_types(weights.dtype, torch.float32)
-    output = _sample(
+    output = _operator(
         value.to(compute), spatial_shapes, level_start_index, sampling_locations.to(compute), weights.to(compute)
     )
     return output.to(value.dtype)
@@ -83,17 +83,14 @@ def _coordinate_gradients(
     return torch.stack([grad_x, grad_y], -1), (dots * bilinear).sum(2)
 
 
-_REPAID = {function: Repaid(function) for function in (_corners, _coordinate_gradients)}
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
 
 
 def _run(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function``, compiled if that is wanted: ``MMGATE_CPU_COMPILE`` is 0, 1 or auto, once it is due to pay."""
-    wanted = os.environ.get('MMGATE_CPU_COMPILE', 'auto')
-    if wanted not in ('0', '1', 'auto'):
-        raise ValueError(f'MMGATE_CPU_COMPILE={wanted!r} is not known; set 0, 1 or auto.')
-    if wanted == '1':
-        return _REPAID[function].compiled(*args)
-    return function(*args) if wanted == '0' else _REPAID[function](*args)
+    """Call ``function``, compiled where ``MMGATE_CPU_COMPILE=1`` asks for the ten seconds that this takes once."""
+    return _compiled(function)(*args) if os.environ.get('MMGATE_CPU_COMPILE') == '1' else function(*args)
 
 
 def _chunks(value: Tensor, level_start_index: Tensor, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -112,13 +109,6 @@ def _chunks(value: Tensor, level_start_index: Tensor, weights: Tensor) -> Iterat
         yield part, first.to(torch.int32)
 
 
-def _fake_sample(
-    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
-) -> Tensor:
-    return value.new_empty(weights.shape[0], weights.shape[1], value.shape[2] * value.shape[3])
-
-
-@operator('ms_deform_sample', fake=_fake_sample, device_types='cpu')
 def _sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
 ) -> Tensor:
@@ -137,19 +127,6 @@ def _sample(
     return output.view(batch, queries, heads * dim)
 
 
-def _fake_sample_backward(
-    grad: Tensor,
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    locations: Tensor,
-    weights: Tensor,
-    value_needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return value.new_empty(value.shape), locations.new_empty(locations.shape), weights.new_empty(weights.shape)
-
-
-@operator('ms_deform_sample_backward', fake=_fake_sample_backward, device_types='cpu')
 def _sample_backward(
     grad: Tensor,
     value: Tensor,
@@ -201,13 +178,4 @@ def _add_by_row(grad_rows: Tensor, index: Tensor, weights: Tensor, grad_bags: Te
     grad_rows += F.embedding_bag(bag, grad_bags, offsets, per_sample_weights=weights[order.indices], mode='sum')
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    value, locations, weights = _sample_backward(grad, *ctx.saved_tensors, ctx.needs_input_grad[0])
-    return value, None, None, locations, weights
-
-
-_sample.differentiate(_backward, _setup_context)
+_operator = sampling_operator('ms_deform_sample', 'cpu', _sample, _sample_backward)

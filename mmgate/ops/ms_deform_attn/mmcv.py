@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..library import operator
+from .registered import sampling_operator
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def sample(
 
     Computed in float32 for every input dtype: mmcv's kernel has no bfloat16, and in float16 it rounds the coordinates.
     """
-    output = _sample(
+    output = _operator(
         value.float().contiguous(),
         spatial_shapes,
         level_start_index,
@@ -57,57 +57,21 @@ def sample(
     return output.to(value.dtype)
 
 
-def _fake_sample(
-    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
-) -> Tensor:
-    return value.new_empty(weights.shape[0], weights.shape[1], value.shape[2] * value.shape[3])
-
-
-@operator('ms_deform_sample_mmcv', fake=_fake_sample, device_types='cuda')
-def _sample(
-    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
-) -> Tensor:
+def _sample(value: Tensor, *others: Tensor) -> Tensor:
     from mmcv.ops.multi_scale_deform_attn import ext_module
 
     # The kernel wants a batch that its step divides; one step for all images always does.
-    return ext_module.ms_deform_attn_forward(
-        value, spatial_shapes, level_start_index, locations, weights, im2col_step=len(value)
-    )
+    return ext_module.ms_deform_attn_forward(value, *others, im2col_step=len(value))
 
 
-def _fake_sample_backward(
-    grad: Tensor, value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(value), torch.empty_like(locations), torch.empty_like(weights)
-
-
-@operator('ms_deform_sample_mmcv_backward', fake=_fake_sample_backward, device_types='cuda')
-def _sample_backward(
-    grad: Tensor, value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, locations: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _sample_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     from mmcv.ops.multi_scale_deform_attn import ext_module
 
+    *inputs, _ = arguments  # the values' gradient comes with the others
+    value, _, _, locations, weights = inputs
     grads = torch.zeros_like(value), torch.zeros_like(locations), torch.zeros_like(weights)
-    ext_module.ms_deform_attn_backward(
-        value,
-        spatial_shapes,
-        level_start_index,
-        locations,
-        weights,
-        grad.contiguous(),
-        *grads,
-        im2col_step=len(value),
-    )
+    ext_module.ms_deform_attn_backward(*inputs, grad.contiguous(), *grads, im2col_step=len(value))
     return grads
 
 
-def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    value, locations, weights = _sample_backward(grad, *ctx.saved_tensors)
-    return value, None, None, locations, weights
-
-
-_sample.differentiate(_backward, _setup_context)
+_operator = sampling_operator('ms_deform_sample_mmcv', 'cuda', _sample, _sample_backward)

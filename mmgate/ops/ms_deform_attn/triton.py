@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,40 +16,41 @@ import torch
 from torch import Tensor
 
 from ..library import operator
-from ..triton_backend import interpreted, on_device, padded, why_not
-from .weights import attention_weights, offset_locations
+from ..triton_backend import interpreted, launch, padded, target_of, why_not
+from .reference import corners
+from .weights import Sampling, attention_weights, offset_locations
 
 __all__ = ['attend', 'split_of', 'why_not']
+MOST_NUMBERS = 2**31  # an image, for 32-bit offsets
 MOST_HEADS = 65_535  # the second axis of a grid
 NUM_WARPS = 4
 ORDER_BLOCK = 512
 LANE_BYTES = 16  # of a piece of channels that a lane loads or adds at once; the value gradient is always float32
 PIECES = 2  # of a row of channels
 SCALAR_PIECES = 4  # where a lane adds one float at a time: eight lanes, 32 bytes, a piece at least
+INTERPRETED_QUERIES = 4  # of a program in the interpreter
 TUNED = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4))  # rows a lane and warps that MMGATE_TRITON_AUTOTUNE=1 tries
+# Sampling's fields
+ARGUMENTS = (
+    'Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor points, Tensor logits, Tensor? gate, '
+    'bool residual, str position, Tensor? reference_points'
+)
 
 
-def attend(
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    points: Tensor,
-    logits: Tensor,
-    gate: Tensor | None,
-    residual: bool,
-    position: str,
-    reference_points: Tensor | None,
-) -> Tensor:
-    """Attend from logits; arguments and return value as :func:`mmgate.ops.ms_deform_attn`.
+def attend(*arguments: Any) -> Tensor:
+    """Attend from logits; the arguments are those of :class:`Sampling`.
 
     Raises:
         ValueError: Too many values, points or outputs an image for 32-bit offsets, or too many heads for a grid.
     """
-    batch, _, heads, dim = value.shape
-    sizes = dict(values=value.shape[1:].numel(), points=points.shape[1:].numel())
-    sizes['outputs'] = points.shape[1] * heads * dim
+    call = Sampling(*arguments)
+    batch, _, heads, dim = call.value.shape
+    sizes = dict(values=call.value.shape[1:].numel(), points=call.points.shape[1:].numel())
+    sizes['outputs'] = call.points.shape[1] * heads * dim
+    if call.reference_points is not None:  # whose gradient is a head's
+        sizes['reference points'] = call.logits.shape[1:4].numel() * call.reference_points.shape[-1]
     for name, size in sizes.items():
-        if size >= 2**31:
+        if size >= MOST_NUMBERS:
             raise ValueError(
                 f"ms_deform_attn: backend 'triton' takes fewer than 2^31 numbers an image, the {name} have {size}. "
                 "Use 'mmcv' or 'torch'."
@@ -60,31 +60,25 @@ def attend(
             f"ms_deform_attn: backend 'triton' takes up to {MOST_HEADS} heads of all images, got {batch} x {heads}. "
             'Use a smaller batch or another backend.'
         )
-    reference = None if reference_points is None else reference_points.contiguous()
-    return _fused(
-        value.contiguous(),
-        spatial_shapes.contiguous(),
-        level_start_index.contiguous(),
-        points.contiguous(),
-        reference,
-        logits.contiguous(),
-        gate,
-        residual,
-        position == 'post_softmax',
-    )[0]
+    gate = call.gate
+    if gate is not None:  # read where it lies, unless 32-bit offsets do not reach so far
+        strides = gate.expand(call.logits.shape).stride()
+        far = sum((n - 1) * stride for n, stride in zip(call.logits.shape[1:], strides[1:], strict=True))
+        gate = gate.contiguous() if far >= MOST_NUMBERS else gate
+    value, shapes, starts, points, logits = (x.contiguous() for x in call[:5])
+    reference = None if call.reference_points is None else call.reference_points.contiguous()
+    return _fused(value, shapes, starts, points, logits, gate, call.residual, call.position, reference)[0]
 
 
-def _launch(
-    backward: bool, inputs: tuple[Any, ...], before: list[Tensor], after: list[Tensor], **switches: bool
-) -> None:
-    """Launch a kernel on the op's ``inputs``, and on what its pass has before and after them."""
-    value, shapes, starts, points, reference, logits, gate, residual, post_softmax = inputs
+def _launch(backward: bool, call: Sampling, before: list[Tensor], after: list[Tensor], **switches: bool) -> None:
+    """Launch a kernel on ``call``, and on what its pass has before and after it."""
+    import triton
+
+    value, shapes, starts, points, logits, gate, residual, position, reference = call
     batch, tokens, heads, dim = value.shape
     _, queries, _, levels, count = logits.shape
     tiled = queries == tokens  # an encoder, where a query's neighbours in the map are known
     strides = (0,) * 5 if gate is None else gate.expand(logits.shape).stride()
-    import triton
-
     constants = dict(
         LEVELS=levels,
         POINTS=count,
@@ -94,30 +88,25 @@ def _launch(
         REFERENCE=0 if reference is None else reference.shape[-1],
         GATED=gate is not None,
         RESIDUAL=residual,
-        POST=post_softmax,
+        POST=position == 'post_softmax',
         **switches,
     )
     split = split_of(dim, value.element_size(), backward, backward and scalar_reductions(value.device))
     kernel = _kernel(backward, split if os.environ.get('MMGATE_TRITON_AUTOTUNE') == '1' and not interpreted() else None)
-    fixed: dict[str, int] = {}
     if not hasattr(kernel, 'configs'):
-        fixed = split.constants(NUM_WARPS)
+        constants |= split.constants(NUM_WARPS)
         if interpreted():  # small blocks, so that small shapes have several
-            fixed['BLOCK_Q'] = 4
+            constants['BLOCK_Q'] = INTERPRETED_QUERIES
 
     def grid(meta: dict[str, Any]) -> tuple[int, int]:
         return triton.cdiv(queries, meta['BLOCK_Q']), batch * heads
 
+    order = _tile_order(shapes, starts, tokens) if tiled else points
     # what is missing is not read
     reference, gate = points if reference is None else reference, logits if gate is None else gate
-    with on_device(value):
-        order = _tile_order(shapes, starts, tokens) if tiled else points
-        tensors = [*before, value, shapes, starts, order, points, reference, logits, gate, *after]
-        # sizes of images differ, their powers of two seldom
-        kernel[grid](
-            *tensors, tokens, queries, queries.bit_length(), heads, *strides, **constants, **fixed,
-            enable_fp_fusion=True,  # Triton 3.10 turned it off by default
-        )  # fmt: skip
+    tensors = [*before, value, shapes, starts, order, points, reference, logits, gate, *after]
+    # sizes of images differ, their powers of two seldom
+    launch(kernel, grid, *tensors, tokens, queries, queries.bit_length(), heads, *strides, **constants)
 
 
 def _tile_order(shapes: Tensor, starts: Tensor, tokens: int) -> Tensor:
@@ -127,9 +116,8 @@ def _tile_order(shapes: Tensor, starts: Tensor, tokens: int) -> Tensor:
     from .kernels import order_kernel
 
     order = torch.empty(tokens, dtype=torch.int32, device=shapes.device)
-    order_kernel[triton.cdiv(tokens, ORDER_BLOCK),](
-        shapes, starts, order, tokens, LEVELS=shapes.shape[0], BLOCK=ORDER_BLOCK, enable_fp_fusion=True
-    )
+    grid = (triton.cdiv(tokens, ORDER_BLOCK),)
+    launch(order_kernel, grid, shapes, starts, order, tokens, LEVELS=shapes.shape[0], BLOCK=ORDER_BLOCK)
     return order
 
 
@@ -165,16 +153,9 @@ def split_of(dim: int, itemsize: int, backward: bool, scalars: bool = False) -> 
     return Split(piece, pieces, max(1, 32 * lane // piece) * (2 if backward else 1))
 
 
-@functools.cache
 def scalar_reductions(device: torch.device) -> bool:
     """Return whether the GPU adds one float at a time, as before sm_90: then neighbours belong into different lanes."""
-    if interpreted():
-        return False
-    from triton.runtime import driver
-
-    with torch.cuda.device(device) if device.type == 'cuda' else nullcontext():
-        target = driver.active.get_current_target()
-    return target.backend == 'cuda' and target.arch < 90
+    return not interpreted() and target_of(device).backend == 'cuda' and target_of(device).arch < 90
 
 
 @functools.cache
@@ -197,175 +178,89 @@ def _kernel(backward: bool, tuned: Split | None) -> Any:
     return triton.autotune(configs, key=key, reset_to_zero=['grad_value_ptr'] if backward else None, **kept)(kernel)
 
 
-def _fake_fused(
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    points: Tensor,
-    reference_points: Tensor | None,
-    logits: Tensor,
-    gate: Tensor | None,
-    residual: bool,
-    post_softmax: bool,
-) -> tuple[Tensor, Tensor]:
-    return _outputs(value, logits)
+def _outputs(*arguments: Any) -> tuple[Tensor, Tensor]:
+    call = Sampling(*arguments)
+    batch, queries, heads = call.logits.shape[:3]
+    output = call.value.new_empty(batch, queries, heads * call.value.shape[3])
+    return output, call.logits.new_empty(batch, queries, heads, dtype=torch.float32)
 
 
-@operator('ms_deform_attn_fused', fake=_fake_fused)
-def _fused(
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    points: Tensor,
-    reference_points: Tensor | None,
-    logits: Tensor,
-    gate: Tensor | None,
-    residual: bool,
-    post_softmax: bool,
-) -> tuple[Tensor, Tensor]:
+@operator('ms_deform_attn_fused', fake=_outputs, schema=f'({ARGUMENTS}) -> (Tensor, Tensor)')
+def _fused(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the output, and log2 of every softmax's sum, ``(B, Q, H)`` float32."""
-    inputs = (value, spatial_shapes, level_start_index, points, reference_points, logits, gate, residual, post_softmax)
-    output, lse = _outputs(value, logits)
-    if not value.numel():  # no level has a pixel
+    call = Sampling(*arguments)
+    output, lse = _outputs(*call)
+    if not call.value.numel():  # no level has a pixel
         return output.zero_(), lse.zero_()
-    if logits.numel():
-        _launch(False, inputs, [], [output, lse])
+    if call.logits.numel():
+        _launch(False, call, [], [output, lse])
     return output, lse
 
 
-def _outputs(value: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
-    batch, queries, heads = logits.shape[:3]
-    output = value.new_empty(batch, queries, heads * value.shape[3])
-    return output, logits.new_empty(batch, queries, heads, dtype=torch.float32)
+def _gradients(grad: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    *inputs, grad_reference = arguments
+    call = Sampling(*inputs)
+    columns = call.reference_points.shape[-1:] if grad_reference and call.reference_points is not None else None
+    return (
+        torch.empty_like(call.value, dtype=torch.float32),
+        torch.empty_like(call.points),
+        call.points.new_empty([0] if columns is None else [*call.logits.shape[:4], *columns], dtype=torch.float32),
+        torch.empty_like(call.logits),
+        torch.empty_like(call.logits if call.gate is not None else call.logits[:0], dtype=torch.float32),
+    )
 
 
-def _fake_fused_backward(
-    grad: Tensor,
-    lse: Tensor,
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    points: Tensor,
-    reference_points: Tensor | None,
-    logits: Tensor,
-    gate: Tensor | None,
-    residual: bool,
-    post_softmax: bool,
-    grad_reference: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return tuple(_gradients(value, points, reference_points, logits, gate, grad_reference))  # type: ignore[return-value]
-
-
-@operator('ms_deform_attn_fused_backward', fake=_fake_fused_backward)
-def _fused_backward(
-    grad: Tensor,
-    lse: Tensor,
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    points: Tensor,
-    reference_points: Tensor | None,
-    logits: Tensor,
-    gate: Tensor | None,
-    residual: bool,
-    post_softmax: bool,
-    grad_reference: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@operator(
+    'ms_deform_attn_fused_backward',
+    fake=_gradients,
+    schema=f'(Tensor grad, Tensor lse, {ARGUMENTS}, bool grad_reference) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+)
+def _fused_backward(grad: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of values, points, reference (a head's, float32), logits and gate (a logit's, float32)."""
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    grads = _gradients(value, points, reference_points, logits, gate, grad_reference)
+    *inputs, grad_reference = arguments
+    call = Sampling(*inputs)
+    grads = _gradients(grad, lse, *arguments)
     grads[0].zero_()
-    inputs = (value, spatial_shapes, level_start_index, points, reference_points, logits, gate, residual, post_softmax)
+    if not call.value.numel() or not call.logits.numel():
+        return tuple(x.zero_() for x in grads)
+    deterministic = torch.are_deterministic_algorithms_enabled()
     switches = dict(SCATTER=not deterministic, GRAD_REFERENCE=grad_reference)
-    if not value.numel() or not logits.numel():
-        return tuple(x.zero_() for x in grads)  # type: ignore[return-value]
-    _launch(True, inputs, [grad.contiguous(), lse], grads, **switches)
-    if deterministic:
-        grads[0] = _sorted_value_gradient(grad, *inputs)
-    return tuple(grads)  # type: ignore[return-value]
+    _launch(True, call, [grad.contiguous(), lse], list(grads), **switches)
+    return (_sorted_value_gradient(grad, call), *grads[1:]) if deterministic else grads
 
 
-def _gradients(
-    value: Tensor,
-    points: Tensor,
-    reference_points: Tensor | None,
-    logits: Tensor,
-    gate: Tensor | None,
-    grad_reference: bool,
-) -> list[Tensor]:
-    shape = [*logits.shape[:4], reference_points.shape[-1]] if grad_reference and reference_points is not None else [0]
-    return [
-        torch.empty_like(value, dtype=torch.float32),
-        torch.empty_like(points),
-        points.new_empty(shape, dtype=torch.float32),
-        torch.empty_like(logits),
-        torch.empty_like(logits if gate is not None else logits[:0], dtype=torch.float32),
-    ]
-
-
-def _sorted_value_gradient(
-    grad: Tensor,
-    value: Tensor,
-    spatial_shapes: Tensor,
-    level_start_index: Tensor,
-    points: Tensor,
-    reference_points: Tensor | None,
-    logits: Tensor,
-    gate: Tensor | None,
-    residual: bool,
-    post_softmax: bool,
-) -> Tensor:
-    """The values' gradient without atomics: ``index_put_`` sorts its indices under deterministic algorithms."""
-    batch, _, heads, dim = value.shape
-    position = 'post_softmax' if post_softmax else 'pre_softmax'
-    weights = attention_weights(logits.float(), gate, residual=residual, position=position)  # (B, Q, H, L, P)
-    locations = points.float()
-    if reference_points is not None:
-        locations = offset_locations(locations, reference_points.float(), spatial_shapes)
-    size = spatial_shapes.flip(-1)[:, None]  # (L, 1, 2) as (width, height)
-    xy = locations * size - 0.5
-    corner = xy.floor()
-    fraction = xy - corner
-    image = torch.arange(batch, device=value.device).view(-1, 1, 1, 1, 1)
-    head = torch.arange(heads, device=value.device).view(-1, 1, 1)
+def _sorted_value_gradient(grad: Tensor, call: Sampling) -> Tensor:
+    """Return the values' gradient without atomics: ``index_put_`` sorts under deterministic algorithms."""
+    batch, tokens, heads, dim = call.value.shape
+    weights = attention_weights(call.logits.float(), call.gate, residual=call.residual, position=call.position)
+    locations = call.points.float()
+    if call.reference_points is not None:
+        locations = offset_locations(locations, call.reference_points.float(), call.spatial_shapes)
+    image = torch.arange(batch, device=grad.device).view(-1, 1, 1, 1, 1)
+    head = torch.arange(heads, device=grad.device).view(-1, 1, 1)
+    starts = call.level_start_index.clamp(max=tokens - 1)[:, None]  # where a last level is empty
     rows = grad.float().view(batch, -1, heads, 1, 1, dim)
-    total = torch.zeros(value.shape, dtype=torch.float32, device=value.device)
-    for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        x, y = corner[..., 0] + dx, corner[..., 1] + dy
-        on_map = (x >= 0) & (x < size[..., 0]) & (y >= 0) & (y < size[..., 1])
-        token = level_start_index[:, None] + torch.where(on_map, y * size[..., 0] + x, 0).long()
-        across = fraction[..., 0] if dx else 1 - fraction[..., 0]
-        down = fraction[..., 1] if dy else 1 - fraction[..., 1]
-        share = torch.where(on_map, across * down, 0) * weights
-        index = torch.broadcast_tensors(image, token, head)
-        total.index_put_(tuple(index), share[..., None] * rows, accumulate=True)
+    total = torch.zeros(call.value.shape, dtype=torch.float32, device=grad.device)
+    for index, share in corners(call.spatial_shapes, locations):  # (B, Q, H, L, P)
+        at = torch.broadcast_tensors(image, starts + index, head)
+        total.index_put_(at, (share * weights)[..., None] * rows, accumulate=True)
     return total
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.residual, ctx.post_softmax = inputs
-    ctx.save_for_backward(*tensors, output[1])
+    *tensors, ctx.residual, ctx.position, reference = inputs
+    ctx.save_for_backward(*tensors, reference, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
-    *tensors, lse = ctx.saved_tensors
-    value, _, _, _, reference, _, gate = tensors
-    of_reference = reference is not None and ctx.needs_input_grad[4]
-    grad_value, grad_points, grad_reference, grad_logits, grad_gate = _fused_backward(
-        grad, lse, *tensors, ctx.residual, ctx.post_softmax, of_reference
-    )
-    return (
-        grad_value.to(value.dtype),
-        None,
-        None,
-        grad_points,
-        grad_reference.sum(2).to(reference.dtype) if of_reference else None,
-        grad_logits,
-        None if gate is None else grad_gate.sum_to_size(gate.shape).to(gate.dtype),
-        None,
-        None,
-    )
+    *tensors, reference, lse = ctx.saved_tensors
+    call = Sampling(*tensors, ctx.residual, ctx.position, reference)
+    of_reference = reference is not None and ctx.needs_input_grad[8]
+    of_value, of_points, of_references, of_logits, of_gate = _fused_backward(grad, lse, *call, of_reference)
+    gate = None if call.gate is None else of_gate.sum_to_size(call.gate.shape).to(call.gate.dtype)
+    references = of_references.sum(2).to(reference.dtype) if of_reference else None
+    return of_value.to(call.value.dtype), None, None, of_points, of_logits, gate, None, None, references
 
 
 _fused.differentiate(_backward, _setup_context)

@@ -1,11 +1,30 @@
-"""What precedes the sampling: sampling locations from offsets, and weights from gated logits."""
+"""What precedes the sampling: a call's arguments, sampling locations from offsets, and weights from gated logits."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 POSITIONS = ('pre_softmax', 'post_softmax')
+
+
+class Sampling(NamedTuple):
+    """The arguments of a backend, as :func:`mmgate.ops.ms_deform_attn` has checked them.
+
+    ``points`` are sampling locations, or offsets where there are reference points.
+    """
+
+    value: Tensor
+    spatial_shapes: Tensor
+    level_start_index: Tensor
+    points: Tensor
+    logits: Tensor
+    gate: Tensor | None
+    residual: bool
+    position: str
+    reference_points: Tensor | None
 
 
 def offset_locations(offsets: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..dispatch import Backend, find, select
-from ..layout import broadcasts_to, check_kinds
+from ..backend import Backend, find, register, run
+from ..layout import check_layout
 from ..library import outside_graphs
 from . import chunked, reference, triton
-from .problems import PROBLEMS
 from .reference import Modulation, attention_map
 
 POSITIONS = ('pre_softmax', 'post_softmax')
-LARGEST = 1 << 24  # numbers in a map of the reference that are still tried
+SIZES = (1 << 20, 1 << 26)  # pairs of a small and a medium call: of 256 and 2048 tokens, 8 heads, 2 images
 
 __all__ = ['BACKENDS', 'attention_map', 'check_backend', 'plug_attention']
 
@@ -70,7 +69,9 @@ def plug_attention(
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
     arguments = (query, key, value, gate_query, gate_key, modulation, bias, residual, position, dropout)
-    return select('plug_attention', BACKENDS, query, backend, PROBLEMS, arguments).run(*arguments)
+    batch, heads, rows, _ = query.shape
+    work = (batch * heads * rows * key.shape[2], *SIZES)
+    return run('plug_attention', BACKENDS, arguments, backend, work)
 
 
 def _check(
@@ -78,36 +79,19 @@ def _check(
 ) -> None:
     if position not in POSITIONS:
         raise ValueError(f'position={position!r} is unknown; choose one of {", ".join(POSITIONS)}.')
-    check_kinds(dict(query=query, key=key, value=value, gate_query=gate_query, gate_key=gate_key))
-    check_kinds(dict(query=query, bias=bias), one_dtype=False)
-    if query.dim() != 4 or key.dim() != 4 or gate_query.dim() != 4:
-        raise ValueError(
-            'query must be (B, H, N, d), key (B, H, M, d) and gate_query (B, H or 1, N, g), '
-            f'got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(gate_query.shape)}.'
-        )
-    batch, heads, rows, dim = query.shape
-    columns = key.shape[2]
-    gate_heads, width = gate_query.shape[1], gate_query.shape[3]
-    if gate_heads not in (1, heads):
-        raise ValueError(f'gate_query must have 1 head or the {heads} of query, got {gate_heads}.')
-    for name, x, expected in (
-        ('key', key, (batch, heads, columns, dim)),
-        ('value', value, (batch, heads, columns, *value.shape[-1:])),
-        ('gate_query', gate_query, (batch, gate_heads, rows, width)),
-        ('gate_key', gate_key, (batch, gate_heads, columns, width)),
-    ):
-        if tuple(x.shape) != expected:
-            raise ValueError(
-                f'{name} must be {expected} beside query {tuple(query.shape)}, key {tuple(key.shape)} and gate_query '
-                f'{tuple(gate_query.shape)}, got {tuple(x.shape)}. Expand what is to be shared; only bias broadcasts.'
-            )
-    if not dim or not width:
-        raise ValueError(
-            f'query and gate_query need a channel, got {tuple(query.shape)} and {tuple(gate_query.shape)}.'
-        )
-    full = (batch, heads, rows, columns)
-    if bias is not None and not broadcasts_to(bias.shape, full):
-        raise ValueError(f'bias {tuple(bias.shape)} does not broadcast to (B, H, N, M) = {full}.')
+    check_layout(
+        ('query', query, 'B H N d'),
+        ('key', key, 'B H M d'),
+        ('value', value, 'B H M e'),
+        ('gate_query', gate_query, 'B G N g'),
+        ('gate_key', gate_key, 'B G M g'),
+        filled='d g',
+    )
+    check_layout(
+        ('query', query, 'B H N d'), ('key', key, 'B H M d'), ('bias', bias, 'B|1 H|1 N|1 M|1'), one_dtype=False
+    )
+    if gate_query.shape[1] not in (1, query.shape[1]):
+        raise ValueError(f'gate_query must have 1 head or the {query.shape[1]} of query, got {gate_query.shape[1]}.')
 
 
 def check_backend(name: str) -> None:
@@ -116,9 +100,10 @@ def check_backend(name: str) -> None:
         find('plug_attention', BACKENDS, name)
 
 
-BACKENDS = (
-    Backend('chunked', lambda query: None, chunked.attend),
-    Backend('torch', lambda query: None, reference.attend, plain=True, largest=LARGEST),
-    # No GPU has run it yet: 'auto' takes it where a measurement says so.
-    Backend('triton', triton.why_not, triton.attend, in_order=False),
+BACKENDS = register(
+    'plug_attention',
+    Backend('chunked', lambda query: None, chunked.attend, words='rows in chunks'),
+    Backend('torch', lambda query: None, reference.attend, plain=True, words='the reference, with whole maps'),
+    # No GPU has run it yet: 'auto' takes it where a calibration says so.
+    Backend('triton', triton.why_not, triton.attend, in_order=False, words='Triton kernels without a map'),
 )

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..triton_backend import MAX_DIM, capability_of, interpreted, padded
+from ..triton_backend import MAX_DIM, interpreted, padded, target_of
 
 # Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
-# channels: 64 where the listing for sm_90 shows warpgroup products without spills (KERNEL.md), and never more than
+# channels: 64 where the listing for sm_90 shows warpgroup products without spills (KERNELS.md), and never more than
 # 99 KiB of shared memory, which every GPU since sm_80 has.
 BLOCKS = {
     2: {
@@ -25,7 +25,7 @@ BLOCKS = {
 }
 # The same of programs of two heads that share their gate, by the GPU's generation, too: 9 for sm_90. Such a program is
 # taken where it needs fewer instructions a head and as many heads are at work in a multiprocessor as by programs of one
-# head; it does not spill without a bias, and a few words with one (KERNEL.md has the counts). No entry: one head.
+# head; it does not spill without a bias, and a few words with one (KERNELS.md has the counts). No entry: one head.
 PAIRED: dict[tuple[int, str], dict[int, dict[int, tuple[int, int, int]]]] = {
     (2, 'forward_kernel'): {
         16: {8: (64, 64, 3), 9: (64, 64, 3), 12: (64, 64, 3)},
@@ -98,7 +98,7 @@ def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None
         return Blocks(pairs, *SMALL_BLOCKS)
     widest = padded(max(query.shape[-1], gate_query.shape[-1]))
     pairs = pairs and (not full or is_shared(bias, 1))
-    return blocks_of(name, query.element_size(), widest, full, pairs, capability_of(query.device))
+    return blocks_of(name, query.element_size(), widest, full, pairs, target_of(query.device).arch)
 
 
 def is_shared(bias: Tensor | None, axis: int) -> bool:

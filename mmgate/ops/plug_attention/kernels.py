@@ -8,7 +8,8 @@
     du = (1 - t^2) (sum of dL S over the heads of the gate),  dR = du (2 a c R + a e + b c)
 
 Layout: q (B, H, N, D), k, v (B, H, M, D), gq (B, G, N, E), gk (B, G, M, E) with G = H or 1, all contiguous; bias with
-strides over (B, H, N, M), 0 where it broadcasts; output (B, H, N, D), lse (B, H, N).
+strides over (B, H, N, M), 0 where it broadcasts; output (B, H, N, D); lse (B, H, 2, N), the softmax's largest exponent
+and log2 of its sum: added up, the sum would be lost in a row whose bias is -10^9 throughout.
 
 A program has a block of rows (or columns, in the last kernel) of one head or, with PAIR, of two neighbouring heads that
 share their gate: then R, t and backward the two products with dR, 1 - t^2 and the scalars' sums are formed once for
@@ -22,6 +23,8 @@ the numbers that multiply them anyway. FAST_TANH takes the GPU's own tanh, good 
 
 import triton
 import triton.language as tl
+
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 
 @triton.jit
@@ -94,8 +97,10 @@ def _added(bias_ptr, n, m, rows, columns, bias_n, bias_m, BIASED: tl.constexpr, 
     if BIASED == 2:  # not one for all rows
         at += n.to(tl.int64) * bias_n
         inside = inside & (n < rows)
-    bias = tl.load(bias_ptr + at, mask=inside, other=0.0 if EVEN else float('-inf'))
-    return bias.to(tl.float32) * 1.4426950408889634
+    bias = tl.load(bias_ptr + at, mask=inside, other=0.0 if EVEN else float('-inf')).to(tl.float32)
+    # what is finite stays so: a row of the least number throughout weighs its keys alike, one of -inf is NaN
+    scaled = tl.minimum(tl.maximum(bias * 1.4426950408889634, -LARGEST), LARGEST)
+    return tl.where(bias == float('-inf'), bias, scaled)
 
 
 @triton.jit
@@ -132,7 +137,8 @@ def _attend(
 def _finish(out_ptr, lse_ptr, n, rows, top, total, out, D: tl.constexpr, BLOCK_D: tl.constexpr):
     total = tl.where(n < rows, total, 1.0)
     _store(out_ptr, n, rows, out / total[:, None], D, BLOCK_D)
-    tl.store(lse_ptr + n, top + tl.log2(total), mask=n < rows)
+    tl.store(lse_ptr + n, top, mask=n < rows)
+    tl.store(lse_ptr + rows + n, tl.log2(total), mask=n < rows)
 
 
 @triton.jit
@@ -143,7 +149,7 @@ def forward_kernel(
     ONE_BIAS: tl.constexpr, EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Store output and log-sum-exp, to base 2, of BLOCK_N rows."""
+    """Store output and log-sum-exp, to base 2 and in two parts, of BLOCK_N rows."""
     ADDED: tl.constexpr = BIASED or not EVEN
     block, image, head, first, gate = _place(tl.cdiv(rows, BLOCK_N), heads, gate_heads, PAIR)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -177,42 +183,47 @@ def forward_kernel(
                 q2, factor, added, top2, total2, out2, k_ptr + columns * D, v_ptr + columns * D, m, columns,
                 D, BLOCK_D, BIASED, ADDED, INTERPRETED,
             )  # fmt: skip
-    _finish(out_ptr + first * rows * D, lse_ptr + first * rows, n, rows, top, total, out, D, BLOCK_D)
+    _finish(out_ptr + first * rows * D, lse_ptr + first * rows * 2, n, rows, top, total, out, D, BLOCK_D)
     if PAIR:
         second = (first + 1) * rows
-        _finish(out_ptr + second * D, lse_ptr + second, n, rows, top2, total2, out2, D, BLOCK_D)
+        _finish(out_ptr + second * D, lse_ptr + second * 2, n, rows, top2, total2, out2, D, BLOCK_D)
 
 
 @triton.jit
-def _gradients(x, y, grad, v, lse, delta, t, factor, added, ADDED: tl.constexpr, INTERPRETED: tl.constexpr):
+def _gradients(x, y, grad, v, top, total, delta, t, factor, added, ADDED: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return P, dS and dL S / scale of a head's block; transposed if x and y, grad and v have changed places."""
     s, logits = _logits(x, y, factor, added, ADDED, INTERPRETED)
-    p = tl.exp2(logits - lse)
+    p = tl.exp2(logits - top - total)
     grad_p = _dot(grad, tl.trans(v), tl.zeros(s.shape, tl.float32), INTERPRETED)
     grad_logits = p * (grad_p - delta)
     return p, grad_logits * t + grad_logits, grad_logits * s
 
 
 @triton.jit
-def _of_row(q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Return what the backward pass needs of a head's rows: q, dO, log-sum-exp and delta."""
+def _of_row(
+    q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows, D: tl.constexpr, BLOCK_D: tl.constexpr, BIASED: tl.constexpr
+):  # fmt: skip
+    """Return what the backward pass needs of a head's rows: q, dO, log-sum-exp, in two parts if BIASED, and delta."""
     q = _rows(q_ptr, n, rows, D, BLOCK_D)
     grad = _rows(grad_ptr, n, rows, D, BLOCK_D)
-    lse = tl.load(lse_ptr + n, mask=n < rows, other=float('inf'))
-    return q, grad, lse, tl.load(delta_ptr + n, mask=n < rows, other=0.0)
+    top = tl.load(lse_ptr + n, mask=n < rows, other=float('inf'))
+    total = tl.load(lse_ptr + rows + n, mask=n < rows, other=0.0)
+    if not BIASED:  # an instruction less for every element
+        top, total = top + total, tl.zeros(total.shape, tl.float32)
+    return q, grad, top, total, tl.load(delta_ptr + n, mask=n < rows, other=0.0)
 
 
 @triton.jit
 def _by_columns(
-    q, grad, lse, delta, t, factor, added, grad_q, k_ptr, v_ptr, m, columns,
+    q, grad, top, total, delta, t, factor, added, grad_q, k_ptr, v_ptr, m, columns,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ADDED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Take a block of columns into a head's dQ; return it and dL S / scale."""
     k = _rows(k_ptr, m, columns, D, BLOCK_D)
     v = _rows(v_ptr, m, columns, D, BLOCK_D)
     _, grad_s, grad_f = _gradients(
-        q, k, grad, v, lse[:, None], delta[:, None], t, factor, added, ADDED, INTERPRETED
-    )  # fmt: skip
+        q, k, grad, v, top[:, None], total[:, None], delta[:, None], t, factor, added, ADDED, INTERPRETED
+    )
     return _dot(grad_s, k, grad_q, INTERPRETED), grad_f
 
 
@@ -235,12 +246,14 @@ def rows_backward_kernel(
     k_ptr, v_ptr = k_ptr + first * columns * D, v_ptr + first * columns * D
     bias = bias_ptr + image * bias_b + head * bias_h
     at = first * rows
-    q, grad, lse, delta = _of_row(q_ptr + at * D, grad_ptr + at * D, lse_ptr + at, delta_ptr + at, n, rows, D, BLOCK_D)
+    q, grad, top, total, delta = _of_row(
+        q_ptr + at * D, grad_ptr + at * D, lse_ptr + at * 2, delta_ptr + at, n, rows, D, BLOCK_D, BIASED
+    )
     grad_q = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
     if PAIR:
         at += rows
-        q2, grad2, lse2, delta2 = _of_row(
-            q_ptr + at * D, grad_ptr + at * D, lse_ptr + at, delta_ptr + at, n, rows, D, BLOCK_D
+        q2, grad2, top2, total2, delta2 = _of_row(
+            q_ptr + at * D, grad_ptr + at * D, lse_ptr + at * 2, delta_ptr + at, n, rows, D, BLOCK_D, BIASED
         )
         grad_q2 = grad_q
     grad_gq = tl.zeros((BLOCK_N, BLOCK_E), tl.float32)
@@ -257,14 +270,15 @@ def rows_backward_kernel(
         if ADDED:
             added = _added(bias, n[:, None], m[None, :], rows, columns, bias_n, bias_m, BIASED, EVEN)
         grad_q, grad_f = _by_columns(
-            q, grad, lse, delta, t, factor, added, grad_q, k_ptr, v_ptr, m, columns, D, BLOCK_D, ADDED, INTERPRETED
-        )
+            q, grad, top, total, delta, t, factor, added, grad_q, k_ptr, v_ptr, m, columns,
+            D, BLOCK_D, ADDED, INTERPRETED,
+        )  # fmt: skip
         if PAIR:
             if BIASED and not ONE_BIAS:
                 added = _added(bias + bias_h, n[:, None], m[None, :], rows, columns, bias_n, bias_m, BIASED, EVEN)
             grad_q2, grad_f2 = _by_columns(
-                q2, grad2, lse2, delta2, t, factor, added, grad_q2, k_ptr + columns * D, v_ptr + columns * D, m,
-                columns, D, BLOCK_D, ADDED, INTERPRETED,
+                q2, grad2, top2, total2, delta2, t, factor, added, grad_q2, k_ptr + columns * D,
+                v_ptr + columns * D, m, columns, D, BLOCK_D, ADDED, INTERPRETED,
             )  # fmt: skip
             grad_f += grad_f2
         grad_u = grad_f * (1.0 - t * t)
@@ -291,13 +305,13 @@ def rows_backward_kernel(
 @triton.jit
 def _by_rows(
     k, v, t, factor, added, grad_k, grad_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ADDED: tl.constexpr, INTERPRETED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BIASED: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Take a block of rows into a head's dK and dV; return them and dL S / scale, transposed."""
-    q, grad, lse, delta = _of_row(q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows, D, BLOCK_D)
+    q, grad, top, total, delta = _of_row(q_ptr, grad_ptr, lse_ptr, delta_ptr, n, rows, D, BLOCK_D, BIASED)
     p, grad_s, grad_f = _gradients(
-        k, q, v, grad, lse[None, :], delta[None, :], t, factor, added, ADDED, INTERPRETED
-    )  # fmt: skip
+        k, q, v, grad, top[None, :], total[None, :], delta[None, :], t, factor, added, BIASED, INTERPRETED
+    )
     return _dot(grad_s, q, grad_k, INTERPRETED), _dot(p, grad, grad_v, INTERPRETED), grad_f
 
 
@@ -317,7 +331,7 @@ def columns_backward_kernel(
     to_base_2 = scale * 1.4426950408889634
     gk = _rows(gk_ptr + gate * columns * E, m, columns, E, BLOCK_E)
     q_ptr, grad_ptr = q_ptr + first * rows * D, grad_ptr + first * rows * D
-    lse_ptr, delta_ptr = lse_ptr + first * rows, delta_ptr + first * rows
+    lse_ptr, delta_ptr = lse_ptr + first * rows * 2, delta_ptr + first * rows
     bias = bias_ptr + image * bias_b + head * bias_h
     at = first * columns * D
     k, v = _rows(k_ptr + at, m, columns, D, BLOCK_D), _rows(v_ptr + at, m, columns, D, BLOCK_D)
@@ -332,7 +346,7 @@ def columns_backward_kernel(
     if BIASED == 1:
         of_columns = _added(bias, 0, m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
         of_columns2 = of_columns
-        if not ONE_BIAS:
+        if PAIR and not ONE_BIAS:
             of_columns2 = _added(bias + bias_h, 0, m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
     for start in range(0, rows, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
@@ -351,7 +365,7 @@ def columns_backward_kernel(
             if BIASED == 2 and not ONE_BIAS:
                 added = _added(bias + bias_h, n[None, :], m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
             grad_k2, grad_v2, grad_f2 = _by_rows(
-                k2, v2, t, factor, added, grad_k2, grad_v2, q_ptr + rows * D, grad_ptr + rows * D, lse_ptr + rows,
+                k2, v2, t, factor, added, grad_k2, grad_v2, q_ptr + rows * D, grad_ptr + rows * D, lse_ptr + rows * 2,
                 delta_ptr + rows, n, rows, D, BLOCK_D, BIASED, INTERPRETED,
             )  # fmt: skip
             grad_f += grad_f2

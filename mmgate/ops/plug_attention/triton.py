@@ -5,17 +5,32 @@ On the CPU it runs only in Triton's interpreter (``TRITON_INTERPRET=1``), for te
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import triton_backend
 from ..library import operator
-from ..triton_backend import MAX_DIM, interpreted, on_device, padded
+from ..triton_backend import MAX_DIM, interpreted, launch, padded
 from .blocks import NUM_WARPS, biased, blocks_for, is_shared
 
 __all__ = ['attend', 'why_not']
+ARGUMENTS = (  # those of a Call
+    'Tensor query, Tensor key, Tensor value, Tensor gate_query, Tensor gate_key, Tensor scalars, Tensor? bias'
+)
+
+
+class Call(NamedTuple):
+    """The operator's arguments, contiguous but for the bias; ``scalars`` are the gate's a, b, c and e in float32."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gate_query: Tensor
+    gate_key: Tensor
+    scalars: Tensor
+    bias: Tensor | None
 
 
 def why_not(query: Tensor) -> str | None:
@@ -66,140 +81,105 @@ def attend(
     return _fused(*tensors, torch.stack([a, b, c, e]), bias)[0]
 
 
-def _launch(name: str, tensors: list[Tensor], inputs: tuple[Tensor, ...], bias: Tensor | None) -> None:
+def _launch(name: str, call: Call, others: tuple[Tensor, ...]) -> None:
+    """Launch a kernel on ``call`` and on what its pass has besides."""
     import triton
 
     from . import kernels
 
-    query, key, gate_query = inputs
+    query, bias = call.query, call.bias
     batch, heads, rows, dim = query.shape
-    columns, width = key.shape[2], gate_query.shape[3]
+    columns, width = call.key.shape[2], call.gate_query.shape[3]
     strides = (0,) * 4 if bias is None else bias.expand(batch, heads, rows, columns).stride()
-    blocks = blocks_for(name, query, gate_query, bias)
+    blocks = blocks_for(name, query, call.gate_query, bias)
     by_columns = name.startswith('columns')
     programs = triton.cdiv(columns, blocks.columns) if by_columns else triton.cdiv(rows, blocks.rows)
-    kernel = getattr(kernels, name)
-    launch = kernel[(programs * batch * (heads // 2 if blocks.pair else heads),)]
-    with on_device(query):
-        launch(
-            *tensors,
-            heads,
-            gate_query.shape[1],
-            rows,
-            columns,
-            *strides,
-            dim**-0.5,
-            width**-0.5,
-            D=dim,
-            E=width,
-            BLOCK_D=padded(dim),
-            BLOCK_E=padded(width),
-            BIASED=biased(bias),
-            ONE_BIAS=is_shared(bias, 1),
-            EVEN=by_columns or columns % blocks.columns == 0,
-            PAIR=blocks.pair,
-            BLOCK_N=blocks.rows,
-            BLOCK_M=blocks.columns,
-            # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
-            FAST_TANH=query.element_size() == 2 and not interpreted(),
-            INTERPRETED=interpreted(),
-            num_warps=NUM_WARPS,
-            num_stages=blocks.stages,
-            enable_fp_fusion=True,  # Triton 3.10 turned it off by default
-        )
+    launch(
+        getattr(kernels, name),
+        (programs * batch * (heads // 2 if blocks.pair else heads),),
+        *call[:6],
+        query if bias is None else bias,  # not read without one
+        *others,
+        heads,
+        call.gate_query.shape[1],
+        rows,
+        columns,
+        *strides,
+        dim**-0.5,
+        width**-0.5,
+        D=dim,
+        E=width,
+        BLOCK_D=padded(dim),
+        BLOCK_E=padded(width),
+        BIASED=biased(bias),
+        ONE_BIAS=is_shared(bias, 1),
+        EVEN=by_columns or columns % blocks.columns == 0,
+        PAIR=blocks.pair,
+        BLOCK_N=blocks.rows,
+        BLOCK_M=blocks.columns,
+        # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
+        FAST_TANH=query.element_size() == 2 and not interpreted(),
+        INTERPRETED=interpreted(),
+        num_warps=NUM_WARPS,
+        num_stages=blocks.stages,
+    )
 
 
-def _fake_fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate_query: Tensor,
-    gate_key: Tensor,
-    scalars: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+def _outputs(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, rows, _ = query.shape
+    return torch.empty_like(query), query.new_empty(batch, heads, 2, rows, dtype=torch.float32)
 
 
-@operator('plug_attention_fused', fake=_fake_fused)
-def _fused(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate_query: Tensor,
-    gate_key: Tensor,
-    scalars: Tensor,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of the logits to base 2, ``(B, H, N)`` float32."""
-    output, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
-    if not key.shape[2]:
+@operator('plug_attention_fused', fake=_outputs, schema=f'({ARGUMENTS}) -> (Tensor, Tensor)')
+def _fused(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Return the output, and largest exponent and log2 of the sum of every softmax, ``(B, H, 2, N)`` float32."""
+    call = Call(*arguments)
+    output, lse = _outputs(*call)
+    if not call.key.shape[2]:
         return output.zero_(), lse.zero_()
     if output.numel():
-        tensors = [query, key, value, gate_query, gate_key, scalars, query if bias is None else bias, output, lse]
-        _launch('forward_kernel', tensors, (query, key, gate_query), bias)
+        _launch('forward_kernel', call, (output, lse))
     return output, lse
 
 
-def _fake_fused_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate_query: Tensor,
-    gate_key: Tensor,
-    scalars: Tensor,
-    bias: Tensor | None,
-    output: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    q, k, v, gq, gk, s = (torch.empty_like(x) for x in (query, key, value, gate_query, gate_key, scalars))
-    return q, k, v, gq, gk, s
+def _gradients(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in arguments[:6])
 
 
-@operator('plug_attention_fused_backward', fake=_fake_fused_backward)
-def _fused_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate_query: Tensor,
-    gate_key: Tensor,
-    scalars: Tensor,
-    bias: Tensor | None,
-    output: Tensor,
-    lse: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@operator(
+    'plug_attention_fused_backward',
+    fake=_gradients,
+    schema=f'(Tensor grad, {ARGUMENTS}, Tensor output, Tensor lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
+)
+def _fused_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of the five tensors and the four scalars."""
     import triton
 
-    batch, heads, rows, _ = query.shape
-    columns = key.shape[2]
-    by_row, by_column = (blocks_for(f'{axis}_backward_kernel', query, gate_query, bias) for axis in ('rows', 'columns'))
+    *inputs, output, lse = arguments
+    call = Call(*inputs)
+    batch, heads, rows, _ = call.query.shape
+    if not output.numel() or not call.key.shape[2]:
+        return tuple(torch.zeros_like(x) for x in call[:6])
     grad = grad.contiguous()
     delta = (grad.float() * output.float()).sum(-1)
-    allocate = torch.empty_like if output.numel() and columns else torch.zeros_like
-    grads = [allocate(x) for x in (query, key, value)]
+    grad_query, grad_key, grad_value = (torch.empty_like(x) for x in call[:3])
+    by_row, by_column = (
+        blocks_for(f'{axis}_backward_kernel', call.query, call.gate_query, call.bias) for axis in ('rows', 'columns')
+    )
     # what a program, of one head or two, finds for its gate
-    per_program = [
-        allocate(
-            x.expand(-1, heads // 2 if blocks.pair else heads, -1, -1),
-            dtype=torch.float32,
-            memory_format=torch.contiguous_format,
-        )
-        for x, blocks in ((gate_query, by_row), (gate_key, by_column))
-    ]
-    programs = batch * per_program[0].shape[1] * triton.cdiv(rows, by_row.rows)
-    shares = query.new_zeros(programs, 4, dtype=torch.float32)
-    inputs = [query, key, value, gate_query, gate_key, scalars, query if bias is None else bias, lse, delta, grad]
-    shaped = (query, key, gate_query)
-    if output.numel() and columns:
-        _launch('rows_backward_kernel', [*inputs, grads[0], per_program[0], shares], shaped, bias)
-        _launch('columns_backward_kernel', [*inputs, grads[1], grads[2], per_program[1]], shaped, bias)
-    gates = [
-        x.sum_to_size(gate.shape).to(gate.dtype) for x, gate in zip(per_program, (gate_query, gate_key), strict=True)
-    ]
-    return grads[0], grads[1], grads[2], gates[0], gates[1], shares.sum(0)
+    of_rows, of_columns = (
+        x.new_empty(batch, heads // 2 if blocks.pair else heads, *x.shape[2:], dtype=torch.float32)
+        for x, blocks in ((call.gate_query, by_row), (call.gate_key, by_column))
+    )
+    programs = batch * of_rows.shape[1] * triton.cdiv(rows, by_row.rows)
+    shares = grad.new_empty(programs, 4, dtype=torch.float32)
+    _launch('rows_backward_kernel', call, (lse, delta, grad, grad_query, of_rows, shares))
+    _launch('columns_backward_kernel', call, (lse, delta, grad, grad_key, grad_value, of_columns))
+    gate_query, gate_key = (
+        x.sum_to_size(gate.shape).to(gate.dtype)
+        for x, gate in ((of_rows, call.gate_query), (of_columns, call.gate_key))
+    )
+    return grad_query, grad_key, grad_value, gate_query, gate_key, shares.sum(0)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

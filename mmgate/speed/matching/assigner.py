@@ -26,8 +26,7 @@ class HungarianAssigner(MMDetHungarianAssigner):
     that takes mmdet's: ``train_cfg=dict(assigner=dict(type='mmgate.HungarianAssigner'))``. Box heads do better with
     :func:`mmgate.speed.matching.MatchedOnce`.
 
-    Args:
-        match_costs: mmdet's.
+    ``match_costs`` is mmdet's.
     """
 
     def assign(

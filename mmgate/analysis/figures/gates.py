@@ -1,0 +1,117 @@
+"""Gates drawn: the mean map, mean and spread of every layer, histogram."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmgate.analysis.figures.style import (
+    COLOURS,
+    DIVERGING,
+    LINE,
+    colour_bar,
+    layer_labels,
+    legend,
+    panels,
+    save,
+    show_map,
+    wrap,
+)
+from mmgate.analysis.probes.gates import LayerGate, mean_map
+
+BARS = 40  # of a histogram
+MEANINGS = {
+    0: 'A gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
+    1: 'A gate of 1 leaves attention unchanged, one of 0 closes it.',
+    None: 'A gate of 0 is closed.',
+}
+
+
+def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> Path:
+    """Draw a row of three panels for each model, on the same axes; return the path.
+
+    Maps have a scale centred on 0, which those of one kind share. Histograms count every layer alike, however many
+    values it has.
+    """
+    maps = [mean_map(gates) for _, gates in models]
+    used = _used([gate for _, gates in models for gate in gates])
+    tallest = max(len(gates) for _, gates in models)
+    columns = 3 if any(maps) else 2  # gates of channels, as SAGA's, have no map
+    figure, axes = panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9))
+    for (title, gates), found, (*lefts, middle, right) in zip(models, maps, axes, strict=True):
+        title = wrap(title, LINE // columns)
+        for left in lefts:
+            if found is None:
+                left.set_axis_off()
+                left.set_title(title)
+                left.text(0.5, 0.5, 'no map: these gates\nare of channels', ha='center', va='center', fontsize=8)
+                continue
+            alike = [other[0].ravel() for other in maps if other is not None and other[1] == found[1]]
+            _draw_map(figure, left, *found, max(float(np.abs(np.concatenate(alike)).max()), 0.1))
+            count = sum(gate.kind == found[1] for gate in gates)
+            left.set_title(f'{title}\nmean gate, {count} layers' if found[1] != 'heads' else f'{title}\nmean gate')
+        _draw_layers(middle, gates)
+        middle.set_title('by layer' if lefts else f'{title}\nby layer')
+        _draw_histogram(right, gates, used)
+    lows, highs = zip(*(axis.get_xlim() for axis in axes[:, -2]), strict=True)
+    for middle, right in axes[:, -2:]:
+        middle.set_xlim(min(lows), max(highs))
+        right.set_xlim(used)
+    notes = {title: ' '.join(dict.fromkeys(MEANINGS[gate.unchanged] for gate in gates)) for title, gates in models}
+    alike = len(set(notes.values())) == 1
+    legend(
+        figure, note='\n'.join(dict.fromkeys(note if alike else f'{title}: {note}' for title, note in notes.items()))
+    )
+    return save(figure, out)
+
+
+def _draw_map(figure: Any, axis: Any, coefficients: np.ndarray, kind: str, limit: float) -> None:
+    style = dict(cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation='nearest', aspect='auto')
+    colour_bar(figure, show_map(axis, coefficients, **style), axis, shrink=0.9)
+    across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[kind]
+    axis.set(xlabel=across, ylabel=down, xticks=[], yticks=[])
+    if kind != 'pairs':
+        axis.set(xticks=range(coefficients.shape[1]), yticks=range(coefficients.shape[0]))
+
+
+def _draw_layers(axis: Any, gates: Sequence[LayerGate]) -> None:
+    places = np.arange(len(gates))
+    means, spreads = ([getattr(gate.statistics, name) for gate in gates] for name in ('mean', 'deviation'))
+    axis.axvline(0, color='0.6', linewidth=0.8)
+    axis.errorbar(means, places, xerr=spreads, fmt='o', color=COLOURS[0], markersize=3.5, capsize=2, linewidth=1)
+    labels = layer_labels([gate.path for gate in gates])
+    names = [f'{label} {gate.name[5:]}'.strip() for label, gate in zip(labels, gates, strict=True)]
+    axis.set_yticks(places, names, fontsize=6)
+    axis.set(xlabel='gate, mean ± std', ylabel='layer', ylim=(len(gates) - 0.4, -0.6))
+
+
+def _draw_histogram(axis: Any, gates: Sequence[LayerGate], used: tuple[float, float]) -> None:
+    edges = gates[0].statistics.edges
+    first, last = np.searchsorted(edges, used)
+    middle = len(edges) // 2  # 0: a bar begins there
+    step = next(n for n in range(1, middle + 1) if middle % n == 0 and n * BARS >= last - first)
+    for number, name in enumerate(dict.fromkeys(gate.name for gate in gates)):
+        of_name = [gate.statistics.histogram for gate in gates if gate.name == name]
+        shares = np.mean([counts / max(counts.sum(), 1) for counts in of_name], axis=0)
+        summed = np.add.reduceat(shares, range(0, len(shares), step))
+        style = dict(color=COLOURS[number], alpha=0.7, fill=number == 0, label=name, linewidth=1.2)
+        axis.stairs(summed, np.append(edges[:-1:step], edges[-1]), **style)
+    if len({gate.name for gate in gates}) > 1:
+        axis.legend(fontsize=7)
+    axis.axvline(0, color='0.6', linewidth=0.8)
+    axis.locator_params(axis='x', nbins=4)
+    beyond = any(abs(x) > edges[-1] for g in gates for x in (g.statistics.minimum, g.statistics.maximum))
+    axis.set(xlabel='gate (ends: beyond)' if beyond else 'gate', ylabel='share of a layer', title='histogram')
+
+
+def _used(gates: Sequence[LayerGate]) -> tuple[float, float]:
+    """Return where the histograms' axis begins and ends: a little beyond the values, and no narrower than a tenth."""
+    edges = gates[0].statistics.edges
+    finite = [gate.statistics for gate in gates if gate.statistics.count]
+    low = max(min((found.minimum for found in finite), default=-1.0), edges[0])
+    high = min(max((found.maximum for found in finite), default=1.0), edges[-1])
+    margin = max(0.05 * (high - low), (0.1 - (high - low)) / 2)
+    return float(max(low - margin, edges[0])), float(min(high + margin, edges[-1]))

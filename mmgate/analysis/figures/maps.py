@@ -1,0 +1,119 @@
+"""Maps over an image, matrices and curves over layers, drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mmcv
+import numpy as np
+
+from mmgate.analysis.figures.style import (
+    COLOURS,
+    DIVERGING,
+    LINE,
+    SEQUENTIAL,
+    WIDTH,
+    colour_bar,
+    layer_axis,
+    layer_labels,
+    legend,
+    panels,
+    save,
+    show_map,
+    wrap,
+)
+
+
+def draw_maps(
+    sample: Any, maps: Sequence[tuple[str, np.ndarray | None]], out: Path, *, columns: int, label: str
+) -> Path:
+    """Draw an image, and maps ``(h, w)`` over it in multiples of their means; return the path.
+
+    All are on one scale, from 0 to twice the mean or more, on which an even map looks even. Where a map has negative
+    values, M-DGSA's inhibition, the scale is centred on 0 and inhibition is blue; the mean is that of sizes.
+
+    Args:
+        sample: The image's data sample.
+        maps: Their titles and values; None leaves a panel empty.
+        out: PNG to write.
+        columns: Of panels, the image's among them.
+        label: What the values are.
+    """
+    picture = seen_part(mmcv.imread(sample.img_path, channel_order='rgb'), sample)
+    height, width = picture.shape[:2]
+    rows = -(-(len(maps) + 1) // columns)
+    figure, axes = panels(rows, columns, height=WIDTH / columns * height / width * 0.88 + 0.3)
+    shown = {place: values / max(float(np.abs(values).mean()), 1e-12)
+             for place, (_, values) in enumerate(maps) if values is not None}  # fmt: skip
+    high = max(2.0, *(float(np.abs(values).max()) for values in shown.values()))
+    signed = any(float(values.min()) < 0 for values in shown.values())
+    scale = dict(cmap=DIVERGING, vmin=-high, vmax=high) if signed else dict(cmap='magma', vmin=0, vmax=high)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    axes.flat[0].imshow(picture)
+    axes.flat[0].set_title('image')
+    for place, values in shown.items():
+        axis = axes.flat[place + 1]
+        drawn = show_map(axis, values, picture, alpha=0.65, **scale)
+        axis.set_title(wrap(maps[place][0], round(LINE / columns)))
+    of_what = f'{label},\ntimes its mean{" size; blue inhibits" if signed else ""}'
+    bar = colour_bar(figure, drawn, axes, of_what, fraction=0.03)
+    bar.ax.set_facecolor('0.5')  # seen through its colours, as the image is
+    return save(figure, out)
+
+
+def seen_part(picture: np.ndarray, sample: Any) -> np.ndarray:
+    """Return what a model sees of an image on disk: all of it, or its middle, to which classifiers' pipelines crop."""
+    scales = tuple(sample.get('scale_factor') or (1.0, 1.0))[1::-1]
+    sides = [
+        min(round(n / x), side) for n, x, side in zip(sample.img_shape[:2], scales, picture.shape[:2], strict=True)
+    ]
+    top, left = ((side - seen) // 2 for side, seen in zip(picture.shape[:2], sides, strict=True))
+    return picture[top : top + sides[0], left : left + sides[1]]
+
+
+def crop_to_image(values: np.ndarray, sample: Any) -> np.ndarray:
+    """Leave out the rows and columns of a map that lie on a batch's padding."""
+    padded, own = sample.get('batch_input_shape') or sample.img_shape[:2], sample.img_shape[:2]
+    rows, columns = (max(round(n * a / b), 1) for n, a, b in zip(values.shape, own, padded, strict=True))
+    return values[:rows, :columns]
+
+
+def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: Path, *, label: str) -> Path:
+    """Draw matrices over layers, 0 to 1, a panel each, side by side; return the path."""
+    figure, axes = panels(1, len(models), height=2.9, width=3.6 * len(models) + 0.6)
+    for axis, (title, paths, values) in zip(axes[0], models, strict=True):
+        drawn = show_map(axis, values, cmap=SEQUENTIAL, vmin=0, vmax=1)
+        axis.set_xticks(range(len(paths)), range(len(paths)), fontsize=6)
+        names = enumerate(layer_labels(paths))
+        labels = [name if name == str(number) else f'{name}  {number}' for number, name in names]
+        axis.set_yticks(range(len(paths)), labels, fontsize=6)
+        axis.set(title=wrap(title, round(LINE * 0.55)), xlabel='layer')
+    colour_bar(figure, drawn, axes, label)
+    return save(figure, out)
+
+
+def draw_ranks(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> Path:
+    """Draw mean and spread of the ranks over the layers, a panel a kind; return the path.
+
+    The most that a rank can be is a dotted line, or, where it lies far above, a word.
+    """
+    figure, (axes,) = panels(1, 2, height=3.0)
+    most = sorted({row['channels'] for _, rows in models for row in rows})
+    for axis, kind in zip(axes, ('matrix_rank', 'effective_rank'), strict=True):
+        near = most[0] < 3 * max(row[kind] + row[f'{kind}_std'] for _, rows in models for row in rows)
+        for number, (name, rows) in enumerate(models):
+            colour, places = COLOURS[number % len(COLOURS)], range(len(rows))
+            means, spreads = ([row[key] for row in rows] for key in (kind, f'{kind}_std'))
+            style = dict(color=colour, marker='os^D'[number % 4], markersize=4, capsize=2, linewidth=1.2)
+            axis.errorbar(places, means, yerr=spreads, label=name, **style)
+            if near:
+                ceiling = [row['channels'] for row in rows]
+                axis.step(places, ceiling, where='mid', color=colour, linewidth=0.8, linestyle=':')
+        what = 'dotted: the most, d' if near else f'of at most {", ".join(map(str, most))}'
+        axis.set(ylabel=f'{kind.replace("_", " ")} of $K^T V$\n({what})', ylim=(0, None))
+        layer_axis(axis)
+    legend(figure, axes[0].get_legend_handles_labels()[0], columns=1 if len(models) < 4 else 2)
+    return save(figure, out)

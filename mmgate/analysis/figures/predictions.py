@@ -1,0 +1,96 @@
+"""Pictures of predictions beside the ground truth."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mmcv
+import numpy as np
+from mmengine.config import Config
+
+from mmgate.analysis.figures.boxes import THRESHOLD, draw_boxes, label_boxes
+from mmgate.analysis.figures.style import legend, panels, save
+from mmgate.analysis.loading import class_names, load_model
+from mmgate.analysis.probes.recording import predict
+from mmgate.train.config_file import read_config
+
+
+def draw_predictions(
+    config: str | Config, checkpoint: str, out: str | Path, *, images: int = 8, columns: int = 4
+) -> Path:
+    """Draw boxes, and masks if there are, on the first test images, true boxes dashed; return the path.
+
+    Args:
+        config: A detector's config.
+        checkpoint: Its checkpoint.
+        out: PNG to write; folders are made.
+        images: How many images.
+        columns: Images in a row.
+    """
+    cfg = read_config(config) if isinstance(config, str) else config
+    return draw_detections(_predict(cfg, checkpoint, images), class_names(cfg), Path(out), columns=columns)
+
+
+def draw_detections(samples: Sequence[Any], classes: Sequence[str], out: Path, *, columns: int = 4) -> Path:
+    """Draw data samples with predictions likewise."""
+    figure, axes = panels(-(-len(samples) // columns), columns, height=2.4, width=2.3 * columns)
+    for axis in axes.flat:
+        axis.set_axis_off()
+    drawn = []
+    for axis, sample in zip(axes.flat, samples, strict=False):
+        image = mmcv.imread(sample.img_path, channel_order='rgb')
+        height, width = image.shape[:2]
+        axis.imshow(image, extent=(0, width, height, 0))
+        _, found = draw_boxes(axis, sample, THRESHOLD)
+        for mask, label in zip(found.get('masks', ()), found.labels, strict=False) if len(found) else ():
+            painted = np.ma.masked_equal(np.asarray(mask) * (int(label) % 10 + 1), 0)
+            axis.imshow(painted, cmap='tab10', vmin=1, vmax=10, alpha=0.6, extent=(0, width, height, 0))
+        drawn.append((axis, found, (height, width)))
+    figure.draw_without_rendering()  # the layout decides which labels would hide one another, and is kept
+    figure.set_layout_engine('none')
+    for axis, found, size in drawn:
+        label_boxes(axis, found, classes, size)
+    return save(figure, out)
+
+
+def draw_segmentation(config: str | Config, checkpoint: str, out: str | Path, *, images: int = 8) -> Path:
+    """Draw the first test images, below each its predicted label map and the ground truth; return the path.
+
+    Pixels that the ground truth ignores are left unpainted in both, as the metric leaves them out.
+
+    Args:
+        config: A segmentor's config.
+        checkpoint: Its checkpoint.
+        out: PNG to write; folders are made.
+        images: How many images.
+    """
+    from matplotlib.patches import Patch
+
+    cfg = read_config(config) if isinstance(config, str) else config
+    samples, classes = _predict(cfg, checkpoint, images), class_names(cfg)
+    figure, axes = panels(3, len(samples), height=1.3, width=1.2 * len(samples) + 0.6)
+    for column, sample in zip(axes.T, samples, strict=True):
+        image = mmcv.imread(sample.img_path, channel_order='rgb')
+        truth, found = (field.data[0].numpy() for field in (sample.gt_sem_seg, sample.pred_sem_seg))
+        column[0].imshow(image)
+        for axis, labels in zip(column[1:], (found, truth), strict=True):
+            # a grey copy, because an object may have its label's colour
+            axis.imshow(image.mean(-1), cmap='gray', vmax=400)
+            counted = np.ma.masked_where(truth >= len(classes), labels % 10)
+            axis.imshow(counted, cmap='tab10', vmin=0, vmax=9, alpha=0.8, interpolation='nearest')
+    for axis, label in zip(axes[:, 0], ('image', 'predicted', 'true'), strict=True):
+        axis.set_ylabel(label)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    patches = [Patch(color=f'C{number % 10}', label=name) for number, name in enumerate(classes)]
+    legend(figure, patches, columns=len(classes))
+    return save(figure, Path(out))
+
+
+def _predict(cfg: Config, checkpoint: str, images: int) -> list[Any]:
+    loaded = load_model(cfg, checkpoint)
+    batches = loaded.inputs(Namespace(images=None, split='test', max_images=images))
+    return [predict(loaded.model, batch) for batch in batches]

@@ -1,0 +1,132 @@
+"""Sampling points drawn on their image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mmcv
+import numpy as np
+
+from mmgate.analysis.figures.boxes import PREDICTED, THRESHOLD, draw_boxes, label_boxes
+from mmgate.analysis.figures.style import (
+    COLOURS,
+    SEQUENTIAL,
+    WIDTH,
+    colour_bar,
+    legend,
+    panels,
+    save,
+    short,
+    show_map,
+    wrap,
+)
+from mmgate.analysis.probes.sampling import SamplingPoints, density
+
+CONTOURS = np.array([0.1, 0.3, 0.5, 0.7, 0.9])  # shares of the highest density
+
+
+def draw_sampling(
+    drawn: Sequence[tuple[str, SamplingPoints, Any]],
+    out: Path | None,
+    *,
+    classes: Sequence[Sequence[str]] = (),
+    threshold: float = THRESHOLD,
+) -> np.ndarray:
+    """Draw points sized by weight, coloured by level, their kernel density, true and predicted boxes; panels by twos.
+
+    Args:
+        drawn: For each panel its title, its points and the data sample of its image (with predictions, if any).
+        out: PNG to write; None writes nothing.
+        classes: The names of each panel's classes, as far as they are known.
+        threshold: Predicted boxes of lower scores are left out.
+
+    Returns:
+        The picture ``(h, w, 3)``, RGB.
+    """
+    image = mmcv.imread(drawn[0][2].img_path, channel_order='rgb')
+    height, width = image.shape[:2]
+    columns = min(len(drawn), 2)
+    rows = -(-len(drawn) // columns)
+    across = WIDTH if columns == 2 else 4.6
+    height_of_row = across / columns * height / width + 0.4 + 0.75 / rows  # titles, legend
+    figure, axes = panels(rows, columns, height=height_of_row, width=across)
+    for axis in axes.flat[len(drawn) :]:
+        axis.set_axis_off()
+    # one scale of sizes for all panels, so that they can be compared
+    largest = max(max(float(points.weights.max()) for _, points, _ in drawn), 1e-12)
+    panel_boxes = []
+    for axis, (title, points, sample) in zip(axes.flat, drawn, strict=False):
+        _draw_points(axis, image, points, largest)
+        panel_boxes.append(draw_boxes(axis, sample, threshold))
+        where = 'encoder' if points.is_encoder else 'decoder'
+        axis.set_title(f'{title}\n{where}: {short(points.path)}'.strip())
+        axis.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
+    _legend(figure, drawn, largest, panel_boxes)
+    figure.draw_without_rendering()  # the layout decides which labels would hide one another, and is kept
+    figure.set_layout_engine('none')
+    for place, (axis, (_, found)) in enumerate(zip(axes.flat, panel_boxes, strict=False)):
+        label_boxes(axis, found, classes[place] if classes else (), (height, width))
+    if out is not None:
+        save(figure, out)
+    figure.canvas.draw()
+    return np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()
+
+
+def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, images: int) -> Path:
+    """Draw densities ``(steps, steps)`` of points over images, a panel each, on one scale; return the path.
+
+    Args:
+        models: Their names and :func:`~mmgate.analysis.probes.sampling.mean_density`.
+        out: PNG to write.
+        images: How many there were.
+    """
+    figure, (axes,) = panels(1, len(models), height=3.2, width=3.2 * len(models) + 0.6)
+    high = max(float(values.max()) for _, values in models)
+    for axis, (title, values) in zip(axes, models, strict=True):
+        drawn = show_map(axis, values, cmap=SEQUENTIAL, vmin=0, vmax=high, extent=(0, 1, 1, 0))
+        axis.set(title=wrap(title, 34), xlabel="share of the image's width", ylabel='of its height')
+    colour_bar(figure, drawn, axes, f'density of points on the finest level,\n{images} images; 1: even')
+    return save(figure, out)
+
+
+def _draw_points(axis: Any, image: np.ndarray, points: SamplingPoints, largest: float) -> None:
+    height, width = image.shape[:2]
+    # dim and grey, so that the colours of the levels stand out
+    grey = image.mean(-1, keepdims=True)
+    pale = 255 - (255 - (0.6 * grey + 0.4 * image)) * 0.6
+    axis.imshow(pale.clip(0, 255).astype(np.uint8), extent=(0, width, height, 0))
+    each = [density(xy, weights, (height, width)) for xy, weights in zip(points.xy, points.weights, strict=True)]
+    found = [values for values in each if values is not None]
+    if found:
+        heights = np.sum(found, axis=0)  # a query's points say nothing of another's
+        x, y = np.linspace(0, width, heights.shape[1]), np.linspace(0, height, heights.shape[0])
+        axis.contour(x, y, heights, levels=heights.max() * CONTOURS, colors='black', linewidths=0.6, alpha=0.55)
+    for place, level in reversed([*enumerate(points.levels)]):  # fine levels on top: their points spread less
+        xy, weights = points.xy[:, :, place].reshape(-1, 2), points.weights[:, :, place].ravel()
+        sizes = 2 + 40 * weights.clip(min=0) / largest
+        style = dict(color=COLOURS[level % len(COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85)
+        axis.scatter(*xy.T, s=sizes, **style)
+    axis.scatter(*points.reference.T, s=60, marker='P', color='white', edgecolors='black', linewidths=0.9, zorder=5)
+
+
+def _legend(figure: Any, drawn: Sequence[tuple[str, SamplingPoints, Any]], largest: float, boxes: Any) -> None:
+    from matplotlib.lines import Line2D
+
+    def dot(label: str, colour: str, size: float, marker: str = 'o', edge: str = 'white') -> Any:
+        style: dict[str, Any] = dict(marker=marker, color=colour, markeredgecolor=edge, markersize=size)
+        return Line2D([], [], linestyle='', label=label, **style)
+
+    levels = sorted({level for _, points, _ in drawn for level in points.levels})
+    entries = [dot(f'on level {n}{"" if n else ", the finest"}', COLOURS[n % len(COLOURS)], 6) for n in levels]
+    entries.append(dot(f'size: weight, largest here {largest:.2f}', 'grey', 42**0.5))
+    entries.append(dot("query's reference point", 'white', 7, 'P', 'black'))
+    entries.append(Line2D([], [], color='black', linewidth=0.6, label='density of the weights'))
+    if any(len(found) for _, found in boxes):
+        entries.append(Line2D([], [], color=PREDICTED, label='predicted box'))
+    if any(known for known, _ in boxes):
+        entries.append(Line2D([], [], color='black', linestyle='--', label='true box'))
+    ends = f'{CONTOURS.min():.0%} to {CONTOURS.max():.0%}'
+    note = f'Each dot is a point that a query looks at. Lines: {ends} of the highest density of the weights.'
+    legend(figure, entries, note=note, columns=3)

@@ -1,0 +1,119 @@
+"""How figures look: sizes, colours, panels. Colours are Okabe and Ito's, told apart by the colour-blind, too."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+COLOURS = ('#0072B2', '#E69F00', '#009E73', '#CC79A7', '#56B4E9', '#D55E00', '#F0E442', '#000000')
+DIVERGING = 'RdBu_r'  # centred on 0
+SEQUENTIAL = 'viridis'
+LINE = 75  # characters of a title as wide as a figure
+WIDTH = 7.0  # inches: at half a page, text of 9 points stays above 4
+
+
+def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> tuple[Any, Any]:
+    """Return a figure that no window knows of, and its axes ``(rows, columns)``.
+
+    Args:
+        rows: Rows of panels.
+        columns: Columns of panels.
+        height: Inches of a row.
+        width: Inches of the figure.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height * rows), layout='constrained')
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.tick_params(labelsize=8)
+    return figure, axes
+
+
+def save(figure: Any, path: Path) -> Path:
+    """Write a figure as PNG, folders made, and return the path."""
+    for axis in figure.axes:
+        axis.title.set_fontsize(9)
+        for label in (axis.xaxis.label, axis.yaxis.label):
+            label.set_fontsize(8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, bbox_inches='tight', pad_inches=0.06)
+    return path
+
+
+def show_map(axis: Any, values: np.ndarray, image: np.ndarray | None = None, **style: Any) -> Any:
+    """Draw a map ``(h, w)`` on an axis, over an image ``(H, W, 3)`` in grey, if one is given; return what was drawn."""
+    if image is None:
+        return axis.imshow(values, **style)
+    height, width = image.shape[:2]
+    extent = (0, width, height, 0)
+    axis.imshow(image.mean(-1), cmap='gray', extent=extent)
+    return axis.imshow(values, extent=extent, interpolation='bilinear', **style)
+
+
+def colour_bar(figure: Any, drawn: Any, axes: Any, label: str = '', **options: Any) -> Any:
+    """Add the scale of what :func:`show_map` drew on ``axes``, and return it."""
+    bar = figure.colorbar(drawn, ax=axes, **{'shrink': 0.8, **options})
+    bar.ax.tick_params(labelsize=7)
+    bar.set_label(label, fontsize=8)
+    return bar
+
+
+def layer_axis(axis: Any, xlabel: str = 'layer') -> None:
+    """Let an axis count layers, or steps: whole numbers, and a grid."""
+    axis.set_xlabel(xlabel)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(alpha=0.3)
+
+
+def legend(figure: Any, handles: Sequence[Any] = (), *, note: str = '', columns: int = 2) -> None:
+    """Write a note, which says how to read the figure, and a legend below it."""
+    style: dict[str, Any] = dict(fontsize=7, title_fontsize=7, frameon=False, ncols=columns)
+    figure.legend(handles=handles, title=note or None, loc='outside lower center', **style)
+
+
+def add_box(axis: Any, corners: Any, **style: Any) -> None:
+    """Draw the outline of a box ``(x, y, x, y)``."""
+    from matplotlib.patches import Rectangle
+
+    left, top, right, bottom = (float(x) for x in corners)
+    axis.add_patch(Rectangle((left, top), right - left, bottom - top, fill=False, **style))
+
+
+def class_name(label: int, names: Sequence[str]) -> str:
+    """Return a class's name, or its number where the name is not known."""
+    return names[label] if 0 <= label < len(names) else f'class {label}'
+
+
+def short(path: str, length: int = 34) -> str:
+    """Return a module's path with its middle left out where it is long."""
+    return path if len(path) <= length else f'{path[: length // 2 - 1]}…{path[-length // 2 :]}'
+
+
+def wrap(title: str, width: int) -> str:
+    """Return a title in lines of about ``width`` characters, broken behind ``-``, ``_`` and blanks."""
+    lines = ['']
+    for part in re.findall(r'[^-_ ]+[-_ ]*|[-_ ]+', title):
+        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
+            lines.append('')
+        lines[-1] += part
+    return '\n'.join(line.rstrip() for line in lines)
+
+
+def layer_labels(paths: Sequence[str]) -> list[str]:
+    """Return modules' paths without the names that all of them begin and end with; numbers stay."""
+    split = [path.split('.') for path in paths]
+    shortest = min(len(names) for names in split)
+
+    def shared(place: int) -> bool:
+        return not split[0][place].isdigit() and len({names[place] for names in split}) == 1
+
+    first = next((i for i in range(shortest) if not shared(i)), 0)
+    last = next((i for i in range(1, shortest - first + 1) if not shared(-i)), 1)
+    return [short('.'.join(names[first : len(names) - last + 1])) for names in split]

@@ -1,0 +1,151 @@
+"""Hooks that show what gates and sampling points do during a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from mmengine.hooks import Hook
+from torch import Tensor
+
+from mmgate.analysis.figures.sampling import draw_sampling
+from mmgate.analysis.probes.attention import GATES
+from mmgate.analysis.probes.recording import Recording, readable, record
+from mmgate.analysis.probes.sampling import chosen_points, record_sampling
+from mmgate.analysis.probes.statistics import RunningStatistics
+from mmgate.layers.base.init import gate_parameters
+from mmgate.paths import own_model
+from mmgate.registry import HOOKS
+
+
+@HOOKS.register_module()
+class GateStatisticsHook(Hook):
+    """Log mean, spread, sparsity and gradient norm of every layer's gate to the run's visualizer.
+
+    Tags are ``gate/<path>/<mean | std | sparsity | grad_norm>``, for SAGA ``gate_k/...`` and so on, in all the
+    visualizer's backends (local JSON, TensorBoard, wandb). Of one iteration in ``interval``, on the first process; the
+    others cost nothing. The gradient is that of this iteration's loss and process, before clipping and before an
+    average over processes, with a loss scale divided out.
+
+    Args:
+        interval: Iterations from one record to the next.
+
+    Raises:
+        ValueError: ``interval`` is not positive.
+    """
+
+    priority = 'BELOW_NORMAL'
+
+    def __init__(self, interval: int = 50) -> None:
+        if interval < 1:
+            raise ValueError(f'interval={interval} must be 1 or more.')
+        self.interval = interval
+        self._open = ExitStack()
+        self._recording: Recording = {}
+        self._squares: dict[str, Tensor] = {}
+        self._silent = False
+
+    def before_run(self, runner: Any) -> None:
+        """Say so if there is no gate to be seen."""
+        model = own_model(runner.model)
+        self._silent = not any(name in readable(model) for name in GATES)
+        if self._silent:
+            runner.logger.warning(f'GateStatisticsHook: {type(model).__name__} has no gates, so nothing is logged.')
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        """Begin to record, one iteration in ``interval``."""
+        self._open.close()  # of an iteration that failed
+        self._recording, self._squares = {}, {}
+        if self._silent or not self.every_n_train_iters(runner, self.interval) or runner.rank:
+            return
+        model = own_model(runner.model)
+        has = readable(model)
+        for path in dict.fromkeys(path for name in GATES for path in has.get(name, ())):
+            for _, parameter in gate_parameters(model.get_submodule(path)):
+                if parameter.requires_grad:  # the optimizer wrapper clears gradients before a hook sees them
+                    self._open.callback(parameter.register_hook(self._squared(path)).remove)
+        self._recording = self._open.enter_context(
+            record(model, GATES, accumulate=lambda path, name: RunningStatistics())
+        )
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Log what was recorded."""
+        if self._silent or not self.every_n_train_iters(runner, self.interval) or runner.rank:
+            return
+        self._open.close()
+        scaler = getattr(runner.optim_wrapper, 'loss_scaler', None)
+        scale = scaler.get_scale() if scaler is not None else 1.0
+        scalars: dict[str, float] = {}
+        for path, readings in self._recording.items():
+            for name, found in readings.items():
+                scalars[f'{name}/{path}/mean'] = found.mean
+                scalars[f'{name}/{path}/std'] = found.deviation
+                scalars[f'{name}/{path}/sparsity'] = found.sparsity
+            if path in self._squares:  # of all gates of the layer
+                scalars[f'gate/{path}/grad_norm'] = float(self._squares[path].sqrt()) / scale
+        if scalars:
+            runner.visualizer.add_scalars(scalars, step=runner.iter + 1)
+        else:  # a compiled model
+            runner.logger.warning('GateStatisticsHook: no gate was seen in the forward pass, so nothing is logged.')
+            self._silent = True
+
+    def _squared(self, path: str) -> Any:
+        def hook(gradient: Tensor) -> None:
+            square = gradient.detach().float().square().sum()
+            self._squares[path] = self._squares[path] + square if path in self._squares else square
+
+        return hook
+
+
+@HOOKS.register_module()
+class SamplingPointsHook(Hook):
+    """Draw where deformable attention samples on the first validation images, into the run's visualizer.
+
+    Pictures are called ``sampling_points_<file name>``. The points are those of the last decoder layer's best queries;
+    without a decoder, of the encoder's query in the middle of the image.
+
+    Args:
+        images: How many images of a validation.
+        top_k: Queries drawn.
+
+    Raises:
+        ValueError: A number that is not positive.
+    """
+
+    def __init__(self, images: int = 2, *, top_k: int = 3) -> None:
+        if images < 1 or top_k < 1:
+            raise ValueError(f'images={images} and top_k={top_k} must be 1 or more.')
+        self.images, self.top_k = images, top_k
+        self._drawn = 0
+        self._open = ExitStack()
+        self._recording: Recording = {}
+
+    def before_val_epoch(self, runner: Any) -> None:
+        """Begin again with the first image."""
+        self._drawn = 0
+        if 'locations' not in readable(own_model(runner.model)):
+            runner.logger.warning(f'SamplingPointsHook: {type(own_model(runner.model)).__name__} samples no points.')
+            self._drawn = self.images
+
+    def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        """Record while there are images to draw."""
+        self._open.close()  # of an iteration that failed
+        if self._drawn < self.images and not runner.rank:
+            self._recording = self._open.enter_context(record_sampling(own_model(runner.model)))
+
+    def after_val_iter(
+        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
+    ) -> None:
+        """Draw them."""
+        self._open.close()
+        if not self._recording:
+            return
+        classes = (getattr(runner.val_dataloader.dataset, 'metainfo', None) or {}).get('classes', ())
+        for number, sample in enumerate((outputs or ())[: self.images - self._drawn]):
+            points = chosen_points(self._recording, sample, number, top_k=self.top_k)
+            picture = draw_sampling([('', points, sample)], None, classes=[classes])
+            runner.visualizer.add_image(f'sampling_points_{Path(sample.img_path).stem}', picture, step=runner.iter)
+            self._drawn += 1
+        self._recording = {}

@@ -1,0 +1,55 @@
+"""Images, folders and devices that a command line names, looked at before a model is built."""
+
+from __future__ import annotations
+
+import glob
+import os.path as osp
+import re
+import tempfile
+from pathlib import Path
+
+import torch
+
+from mmgate.errors import ConfigError
+
+IMAGES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.webp')
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder, and refuse one that nothing can be written to.
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f'nothing can be written to {folder}: {error}. Give another --out.') from error
+
+
+def check_device(device: str) -> None:
+    """Refuse a ``--device`` that is not there.
+
+    Raises:
+        ConfigError: With what there is.
+    """
+    if not re.fullmatch(r'cpu|mps|(cuda|npu|xpu)(:\d+)?', device):
+        raise ConfigError(f'--device {device}: give cpu or cuda.')
+    if device.startswith('cuda') and int(device.partition(':')[2] or 0) >= torch.cuda.device_count():
+        raise ConfigError(f'--device {device}: torch sees {torch.cuda.device_count() or "no"} GPUs here.')
+
+
+def find_images(inputs: str) -> list[str]:
+    """Return the images of a file, a URL, a folder or a pattern.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    images = [inputs]
+    if not osp.isfile(inputs) and '://' not in inputs:
+        found = glob.glob(osp.join(inputs, '*') if osp.isdir(inputs) else inputs)
+        images = sorted(path for path in found if path.lower().endswith(IMAGES))
+    if not images:
+        raise ConfigError(f'{inputs} is no image, no folder with images ({" ".join(IMAGES)}) and no pattern of any.')
+    return images

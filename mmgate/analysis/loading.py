@@ -1,0 +1,249 @@
+"""Models and images for the tools that draw what attention does, by one command line for all of them."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from mmengine.config import Config, DictAction
+from mmengine.dataset import Compose, pseudo_collate
+from mmengine.logging import print_log
+from mmengine.registry import DATASETS, MODELS, init_default_scope
+from mmengine.utils import track_iter_progress
+from torch import nn
+
+from mmgate.analysis.probes.recording import require
+from mmgate.checkpoints.loading import add_trust_option
+from mmgate.errors import ConfigError
+from mmgate.train.config_file import merge_options, read_config, type_name
+from mmgate.train.inputs import check_checkpoint, check_data
+from mmgate.train.load_report import load_weights
+
+from .inputs import check_device, check_folder, find_images
+
+UNTRAINED = 'untrained'
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model to look at.
+
+    Attributes:
+        name: The config's file name without its ending, and what tells its checkpoint from another's; labels pictures.
+        cfg: The config.
+        model: The model in eval mode with its weights.
+    """
+
+    name: str
+    cfg: Config
+    model: nn.Module
+
+    def inputs(self, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+        """Yield batches of one image each for ``model.test_step``, with a progress bar.
+
+        Raises:
+            ConfigError: An image or the data set is missing.
+        """
+        init_default_scope(self.cfg.get('default_scope') or 'mmdet')
+        for sample in track_iter_progress(list(self._samples(args))):
+            yield pseudo_collate([sample()])
+
+    def _samples(self, args: argparse.Namespace) -> Iterator[Any]:
+        loader = self.cfg.get(f'{args.split}_dataloader') or self.cfg.get('test_dataloader')
+        if loader is None:
+            raise ConfigError(f'{self.cfg.filename} has no {args.split}_dataloader.')
+        tests = _innermost((self.cfg.get('test_dataloader') or loader).dataset)
+        if args.images:
+            steps = _still(tests.pipeline)
+            loads = [step for step in steps if type_name(step).endswith('LoadImageFromFile')]
+            read = Compose(loads or [dict(type='LoadImageFromFile')])
+            pipeline = Compose([step for step in steps if not type_name(step).startswith('Load')])
+            for number, path in enumerate(path for given in args.images for path in find_images(given)):
+                yield lambda path=path, number=number: pipeline(_read(read, path, number))
+            return
+        check_data(self.cfg, [args.split])
+        data = deepcopy(loader.dataset)
+        own = _innermost(data)
+        own.pipeline = _still((tests if args.split == 'train' else own).pipeline)  # no random crops in a picture
+        dataset = DATASETS.build(data)
+        for number in range(min(args.max_images, len(dataset))):
+            yield lambda number=number: dataset[number]
+
+    def classes(self) -> tuple[str, ...]:
+        """Return the names of the classes of the config's test data; none if it says nothing."""
+        return class_names(self.cfg)
+
+
+def _read(read: Compose, path: str, number: int) -> dict[str, Any]:
+    try:
+        return read(dict(img_path=path, img_id=number))
+    except Exception as error:  # whatever a backend says of what is no image
+        raise ConfigError(f'--images: {path} cannot be read as an image: {error}') from error
+
+
+def _still(pipeline: Sequence[Any]) -> list[Any]:
+    """Return a copy of a pipeline that flips nothing, and whose boxes lie on the image as it is on disk.
+
+    Raises:
+        ConfigError: It makes several images of one.
+    """
+    if any(type_name(step) == 'TestTimeAug' for step in pipeline):
+        raise ConfigError('the test pipeline makes several images of each (TestTimeAug); give the config without it.')
+    steps = [deepcopy(step) for step in pipeline if type_name(step) != 'RandomFlip']
+
+    def order(step: Any) -> int:  # annotations that are loaded after a resize are as on disk
+        return (type_name(step) == 'LoadAnnotations') + 2 * type_name(step).startswith('Pack')
+
+    return sorted(steps, key=order)
+
+
+def _innermost(dataset: Any) -> Any:
+    """Return the innermost data set's config, past wrappers."""
+    while 'pipeline' not in dataset and 'dataset' in dataset:
+        dataset = dataset.dataset
+    return dataset
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the command line that all of these tools share; a tool adds its own options."""
+    shared = argparse.ArgumentParser(description=description)
+    shared.add_argument('config', help="config file, or 'package::path'")
+    shared.add_argument('checkpoint', help=f"checkpoint file or URL; '{UNTRAINED}' for the model as it is initialised")
+    shared.add_argument('--against', nargs=2, metavar=('CONFIG', 'CHECKPOINT'), help='a second model, drawn beside')
+    where = shared.add_mutually_exclusive_group()
+    where.add_argument('--images', nargs='+', help='image files, folders of some, or patterns')
+    where.add_argument('--split', default='val', choices=['train', 'val', 'test'], help='images of the data set')
+    shared.add_argument('--max-images', type=positive, default=8, help='of the split (default 8)')
+    changed = "override settings of the config, and of the second model's: key=value"
+    shared.add_argument('--cfg-options', nargs='+', action=DictAction, help=changed)
+    shared.add_argument('--device', default='cpu', help='cpu (default) or cuda')
+    shared.add_argument('--out', required=True, help='folder for pictures and CSV files')
+    add_trust_option(shared)
+    return shared
+
+
+def positive(text: str) -> int:
+    """Return a number of 1 or more, for a command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f'{text}: give 1 or more.')
+    return number
+
+
+def load_models(
+    args: argparse.Namespace, readings: Sequence[str], purpose: str, *, whole: bool = False
+) -> list[LoadedModel]:
+    """Return the models that a command line names, one or two.
+
+    Args:
+        args: Of :func:`parser`.
+        readings: What there has to be in every model, see :func:`mmgate.analysis.probes.recording.require`.
+        purpose: What for, likewise.
+        whole: Whether the picture is of one forward pass over the whole image: models that slide a window over it are
+            told not to.
+
+    Raises:
+        ConfigError: A config, a checkpoint, the device or the folder for pictures cannot be used, or a model has none
+            of the readings.
+    """
+    check_folder(Path(args.out))
+    check_device(args.device)
+    models, checkpoints = [], []
+    for config, checkpoint in [(args.config, args.checkpoint), *([args.against] if args.against else [])]:
+        cfg = read_config(config)
+        if args.cfg_options:
+            merge_options(cfg, args.cfg_options)
+        loaded = load_model(cfg, checkpoint, args.device)
+        require(loaded.model, readings, f'{loaded.name}: {purpose}')
+        settings: Any = getattr(loaded.model, 'test_cfg', None)
+        if whole and isinstance(settings, Mapping) and settings.get('mode') == 'slide':
+            settings['mode'] = 'whole'  # type: ignore[index]
+            said = 'is tested by windows that slide over an image; it is drawn on the whole image at once.'
+            print_log(f'{loaded.name} {said}', logger='current', level=logging.WARNING)
+        models.append(loaded)
+        checkpoints.append(checkpoint)
+    if len(models) == 2 and models[0].name == models[1].name:
+        labels = tell_apart(*checkpoints)
+        models = [replace(model, name=f'{model.name} ({label})') for model, label in zip(models, labels, strict=True)]
+    return models
+
+
+def tell_apart(one: str, other: str) -> tuple[str, str]:
+    """Return what tells two checkpoints apart: their paths without what both begin with; their places if nothing."""
+    paths = [Path(path).with_suffix('') for path in (one, other)]
+    if paths[0] == paths[1]:
+        return 'first', 'second'
+    shared = os.path.commonpath([path.parent for path in map(Path.absolute, paths)])
+    first, second = (path.absolute().relative_to(shared).as_posix() for path in paths)
+    return first, second
+
+
+def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool = False) -> LoadedModel:
+    """Return a config's model with a checkpoint's weights, on ``device``, in eval mode.
+
+    Args:
+        cfg: Of the model.
+        checkpoint: File, address, or ``'untrained'``.
+        device: Such as ``'cpu'``.
+        whole: Whether the checkpoint has to fill every parameter.
+
+    Raises:
+        ConfigError: The checkpoint cannot be read, or is not the model's.
+    """
+    init_default_scope(cfg.get('default_scope') or 'mmdet')
+    if checkpoint != UNTRAINED:
+        check_checkpoint(checkpoint, sharded=False)
+    torch.manual_seed(0)
+    model = MODELS.build(deepcopy(cfg.model))  # hosts write into the config they build from
+    if checkpoint == UNTRAINED:
+        try:
+            model.init_weights()
+        except OSError as error:
+            raise ConfigError(
+                f'the weights that {cfg.filename} starts from cannot be read: {error}. Give a checkpoint, or '
+                'leave them out by --cfg-options model.backbone.init_cfg=None.'
+            ) from error
+    else:
+        load_weights(model, checkpoint, whole=whole)
+    model.to(device).eval()  # some hosts return None from it
+    return LoadedModel(Path(cfg.filename).stem, cfg, model)
+
+
+def class_names(cfg: Config) -> tuple[str, ...]:
+    """Return the names of the classes of a config's test data; none if it says nothing."""
+    loader = cfg.get('test_dataloader')
+    if loader is None:
+        return ()
+    dataset = _innermost(loader.dataset)
+    with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
+        kind = registry.get(dataset.type) if isinstance(dataset.type, str) else dataset.type
+    return tuple((dataset.get('metainfo') or {}).get('classes') or getattr(kind, 'METAINFO', {}).get('classes', ()))
+
+
+def picture_names(images: Iterable[str]) -> dict[str, str]:
+    """Return a name for the picture of each image: its path below the folder that holds all of them."""
+    listed = {image: Path(os.path.abspath(image)) for image in images}
+    shared = os.path.commonpath([path.parent for path in listed.values()])
+    names = {image: '_'.join(path.relative_to(shared).with_suffix('').parts) for image, path in listed.items()}
+    taken = list(names.values())  # 1.jpg and 1.png
+    return {image: name if taken.count(name) == 1 else name + listed[image].suffix for image, name in names.items()}
+
+
+def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
+    """Write dicts of the same keys, numbers rounded to six places, and return the path."""
+    listed: Sequence[Mapping[str, Any]] = list(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open('w', newline='') as file:
+        writer = csv.DictWriter(file, list(listed[0]) if listed else [])
+        writer.writeheader()
+        for row in listed:
+            writer.writerow({k: f'{v:.6g}' if isinstance(v, float) else v for k, v in row.items()})
+    return path

@@ -1,0 +1,194 @@
+"""What can be read off an attention module's inputs: gates, attention weights, sampling locations, maps.
+
+A probe computes them anew from what the module was called with, so that no forward code knows of it and nothing is
+computed that is not asked for. Classes are found by package and name, so that no mm package has to be imported.
+whole_maps.py and hosts.py have those of attentions over whole maps and of hosts that attend by themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmgate.hosts.window import GatedWindowMSA
+from mmgate.layers import MultiScaleDeformableAttention
+from mmgate.layers.base.dense import DenseAttention
+from mmgate.ops.masks import merge_masks
+from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
+
+Readings = Mapping[str, Callable[[], Tensor]]  # names of what can be read, each computed when called
+Probe = Callable[..., Readings]
+GATES = ('gate', 'gate_k', 'gate_v', 'gate_out')
+PLACES = ('geometry', 'map_size')  # where attention lies, read beside it
+NAMES = (*GATES, 'attention', 'locations', 'weights', 'reference_points', 'spatial_shapes', 'agents', 'kv', *PLACES)
+_PROBES: dict[str, tuple[Probe, tuple[str, ...]]] = {}
+
+
+def probes(*classes: str, reads: tuple[str, ...]) -> Callable[[Probe], Probe]:
+    """Register ``probe(module, **bound arguments of its forward)`` for classes named ``'package.Class'``.
+
+    ``reads`` are the names that it may return, of :data:`NAMES`.
+    """
+
+    def register(probe: Probe) -> Probe:
+        _PROBES.update({name: (probe, reads) for name in classes})
+        return probe
+
+    return register
+
+
+def probe_for(module: nn.Module) -> tuple[Probe, tuple[str, ...]] | None:
+    """Return the probe of a module's class or of the nearest of its bases, and what it reads; None if there is none."""
+    for base in type(module).__mro__:
+        found = _PROBES.get(f'{base.__module__.split(".")[0]}.{base.__name__}')
+        if found is not None:
+            return found[0], tuple(name for name in found[1] if _has(module, name))
+    return None
+
+
+def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by the names that the module's ``forward`` gives them, defaults filled in."""
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return {**bound.arguments.pop('kwargs', {}), **bound.arguments}
+
+
+def is_alone(module: nn.Module) -> bool:
+    """Whether a module is a gate without projections, which its host never calls as a module."""
+    return isinstance(module, DenseAttention) and not module.has_projections
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether this module has what its class may have."""
+    if name in GATES:
+        return name in getattr(gate_of(module), 'gate_readings', ())
+    if name == 'attention':  # read at the gate, where the host holds one
+        return not any(is_alone(child) for child in module.children())
+    if name == 'geometry':  # a class token lies nowhere
+        return not getattr(module, 'class_tokens', 0)
+    return True
+
+
+def gate_of(module: nn.Module) -> nn.Module:
+    """Return the gate that a module is, or that Swin's windows hold."""
+    return module.attn if isinstance(module, GatedWindowMSA) else module
+
+
+@contextmanager
+def without_dropout(module: nn.Module) -> Iterator[None]:
+    """No dropout in a module, and so no random number taken that the model would have got."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        for part, _ in modes:
+            part.training = False
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+@probes(
+    'mmcv.MultiScaleDeformableAttention',
+    reads=('gate', 'locations', 'weights', 'reference_points', 'spatial_shapes'),
+)
+def deformable(module: Any, **given: Any) -> Readings:
+    """Read sampling locations ``(B, Q, H, L, P, 2)``, weights ``(B, Q, H, L, P)`` and the gate that broadcasts to them.
+
+    Locations are (x, y), 0 to 1 over a level, padding included.
+    """
+    query, position = given['query'], given.get('query_pos')
+    query = query if position is None else query + position
+    query = query if module.batch_first else query.transpose(0, 1)
+    sizes = (module.num_heads, module.num_levels, module.num_points)
+    ours = isinstance(module, MultiScaleDeformableAttention)
+    shapes, points = given['spatial_shapes'], given['reference_points']
+
+    def weights() -> Tensor:
+        logits = module.attention_weights(query).unflatten(-1, sizes)
+        return attention_weights(logits, **(module.gating(query) if ours else {}))
+
+    def locations() -> Tensor:
+        offsets = module.sampling_offsets(query).unflatten(-1, (*sizes, 2))
+        return offset_locations(offsets, points, shapes)
+
+    readings = dict(locations=locations, weights=weights)
+    readings.update(reference_points=lambda: points, spatial_shapes=lambda: shapes)
+    return {**readings, 'gate': lambda: module.read_gate('gate', query)}
+
+
+@probes('torch.MultiheadAttention', reads=('attention',))
+def torch_attention(module: Any, **given: Any) -> Readings:
+    """Read the attention weights ``(B, H, N, M)`` of torch's module, which mmcv's and PVT's hold."""
+
+    def attention() -> Tensor:
+        with without_dropout(module):
+            return module.forward(**{**given, 'need_weights': True, 'average_attn_weights': False})[1]
+
+    return dict(attention=attention)
+
+
+@probes('mmgate.DenseAttention', reads=('gate', 'attention'))
+def dense(module: Any, **given: Any) -> Readings:
+    """Read attention weights ``(B, H, N, M)`` and gate of a gated dense attention."""
+    inputs = tuple(given[name] for name in ('query', 'key', 'value'))
+    inputs = inputs if module.batch_first else tuple(x.transpose(0, 1) for x in inputs)
+    masks = (given['attn_mask'], given['key_padding_mask'])
+
+    def attention() -> Tensor:
+        query, key, _ = module.project(inputs)
+        bias, dead = merge_masks(*masks, query.shape[0], module.num_heads, query.dtype)
+        weights = module.attention_map(query, key, inputs, bias)
+        return weights if dead is None else weights.masked_fill(dead, 0.0)
+
+    return dict(attention=attention, gate=lambda: module.read_gate('gate', *inputs))
+
+
+@probes('mmgate.GatedWindowMSA', reads=('gate', 'attention'))
+def gated_windows(module: Any, x: Tensor, mask: Tensor | None = None) -> Readings:
+    """Read the weights ``(B nW, H, N, N)`` in Swin's windows and the gate."""
+    inputs = (x, x, x)
+
+    def attention() -> Tensor:
+        query, key, _ = module.attn.project(inputs)
+        return module.attn.attention_map(query, key, inputs, _window_bias(module, x, mask).to(query.dtype))
+
+    return dict(attention=attention, gate=lambda: module.attn.read_gate('gate', *inputs))
+
+
+@probes('mmdet.WindowMSA', 'mmseg.WindowMSA', 'mmpretrain.WindowMSA', reads=('attention',))
+def windows(module: Any, x: Tensor, mask: Tensor | None = None) -> Readings:
+    """Read the weights ``(B nW, H, N, N)`` in Swin's windows."""
+
+    def attention() -> Tensor:
+        query, key, _ = module.qkv(x).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        logits = (query * module.scale) @ key.transpose(-1, -2)
+        return (logits + _window_bias(module, x, mask)).softmax(-1)
+
+    return dict(attention=attention)
+
+
+def _window_bias(module: Any, x: Tensor, mask: Tensor | None) -> Tensor:
+    tokens = x.shape[1]
+    table, index = module.relative_position_bias_table, module.relative_position_index
+    bias = table[index.flatten()].view(tokens, tokens, -1).permute(2, 0, 1)[None]  # (1, H, N, N)
+    return bias if mask is None else (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
+
+
+@probes('mmdet.ShiftWindowMSA', 'mmseg.ShiftWindowMSA', 'mmpretrain.ShiftWindowMSA', reads=('geometry',))
+def window_geometry(module: Any, query: Tensor, hw_shape: tuple[int, int]) -> Readings:
+    """Read ``(height, width, window, shift)``: where the windows of the attention inside lie."""
+    shift = module.shift_at(hw_shape) if hasattr(module, 'shift_at') else module.shift_size
+    if min(hw_shape) == module.window_size and not getattr(module, 'pad_small_map', True):
+        shift = 0  # mmpretrain's: one window holds the smaller side
+    return dict(geometry=lambda: torch.tensor([*hw_shape, module.window_size, shift]))
+
+
+@probes('mmdet.SpatialReductionAttention', 'mmseg.EfficientMultiheadAttention', reads=('geometry',))
+def reduction_geometry(module: Any, hw_shape: tuple[int, int], **_: Any) -> Readings:
+    """Read ``(height, width, ratio)``: the map, and how far PVT or MiT reduce its keys."""
+    return dict(geometry=lambda: torch.tensor([*hw_shape, module.sr_ratio]))

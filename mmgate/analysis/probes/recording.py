@@ -1,0 +1,248 @@
+"""Record what attention does while a model runs, without touching its forward code.
+
+``with record(model, ('gate', 'attention')) as recording: model.test_step(batch)`` leaves the tensors in
+``recording['encoder.layers.0.self_attn']['gate'].tensors``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmgate.analysis.probes.attention import GATES, NAMES, PLACES, bind, is_alone, probe_for
+from mmgate.analysis.probes.hosts import gate_in_host
+from mmgate.analysis.probes.statistics import Accumulator, Kept
+from mmgate.errors import ConfigError
+from mmgate.hosts.window import GatedWindowMSA
+
+from . import hosts, whole_maps  # noqa: F401  (registers)
+
+ACTIVATION = 'activation'
+HEADS = ('panoptic_head', 'decode_head', 'bbox_head')  # that say what each query predicts
+# readings in words, and the tools that draw them
+DRAWN = {
+    'attention': ('attention weights', 'plot_rollout.py, plot_cka.py, plot_attention_sink.py'),
+    'locations': ('sampling points', 'plot_sampling_points.py'),
+    'kv': ('a map K^T V (linear attention)', 'plot_kv_rank.py'),
+    'agents': ('agent tokens', 'plot_agents.py'),
+    **{name: ('gates', 'plot_gates.py') for name in GATES},
+}
+_ATTENTION = re.compile(r'(Attention|Attn|MSA)$')
+Recording = dict[str, dict[str, Any]]  # path of the module: name of the reading: its accumulator
+
+
+def _keep(path: str, name: str) -> Accumulator:
+    return Kept()
+
+
+@contextmanager
+def record(
+    model: nn.Module,
+    names: Iterable[str],
+    *,
+    accumulate: Callable[[str, str], Accumulator] = _keep,
+    paths: Callable[[str], bool] = lambda path: True,
+    outputs: Mapping[str, Callable[[Any, Any], Mapping[str, Tensor]]] | None = None,
+) -> Iterator[Recording]:
+    """Record readings of every attention module that has them, while the context is open.
+
+    The readings are computed from the modules' inputs, without gradients and dropout, after the module has run: the
+    model's output and the random numbers that it gets stay the same, bit by bit. Outside of the context nothing is left
+    behind. A module that runs twice (in a shared layer, or in activation checkpointing) is recorded twice; one inside a
+    compiled graph is not.
+
+    Args:
+        model: Any model; wrappers such as DistributedDataParallel have to be taken off.
+        names: What to record, of :data:`~mmgate.analysis.probes.attention.NAMES` (shapes in the probes' docstrings) and
+            ``'activation'``: the output of the layer around the attention, what the paper calls hidden states.
+        accumulate: Takes a module's path and a reading's name to what takes its tensors (default: they are kept).
+        paths: Which attention modules, by their dotted name.
+        outputs: By the dotted name of any module, what to read of it and its output, by name; modules that the model
+            does not have are left out.
+
+    Yields:
+        By the module's name and the reading's, its accumulator; a module that did not run is not in it.
+
+    Raises:
+        ValueError: A name is unknown.
+    """
+    wanted = tuple(names)
+    unknown = sorted(set(wanted) - {*NAMES, ACTIVATION})
+    if unknown:
+        raise ValueError(f'{", ".join(unknown)} cannot be recorded; there are {", ".join((*NAMES, ACTIVATION))}.')
+    recording: Recording = {}
+
+    def take(path: str, name: str, x: Tensor) -> None:
+        of_module = recording.setdefault(path, {})
+        if name not in of_module:
+            of_module[name] = accumulate(path, name)
+        of_module[name].add(x)
+
+    def read_inputs(path: str, probe: Any, chosen: tuple[str, ...]) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            with torch.no_grad():
+                readings = probe(module, **bind(module, args, kwargs))
+                for name in chosen:
+                    take(path, name, readings[name]())
+
+        return hook
+
+    def read_output(path: str, read: Callable[[Any, Any], Mapping[str, Tensor]]) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            for name, x in read(module, output).items():
+                take(path, name, x)
+
+        return hook
+
+    hooked = [
+        (called, read_inputs(path, probe, chosen))
+        for path, called, probe, found in _readable(model)
+        if paths(path) and (chosen := tuple(name for name in found if name in wanted))
+    ]
+    if ACTIVATION in wanted:
+        attention = [path for path, _, _, found in _readable(model) if not set(found) <= set(PLACES)]
+        layers = dict.fromkeys(_layer(model, path) for path in attention)
+        hooked += [(path, read_output(path, _activation)) for path in layers if paths(path)]
+    modules = dict(model.named_modules())
+    hooked += [(path, read_output(path, read)) for path, read in (outputs or {}).items() if path in modules]
+    handles = [modules[path].register_forward_hook(hook, with_kwargs=True) for path, hook in hooked]
+    try:
+        yield recording
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def record_queries(
+    model: nn.Module, names: Iterable[str], *, accumulate: Callable[[str, str], Accumulator] = _keep
+) -> AbstractContextManager[Recording]:
+    """Record as :func:`record` does, and what the head says of each query: see :func:`predicted`."""
+    return record(model, names, accumulate=accumulate, outputs=dict.fromkeys(HEADS, _scores_and_places))
+
+
+def _scores_and_places(head: Any, output: Any) -> dict[str, Tensor]:
+    parts = output[:2] if isinstance(output, tuple) else ()
+    found = [part[-1] for part in parts if isinstance(part, (Tensor, list, tuple)) and len(part)]  # of the last layer
+    if len(found) < 2 or not all(isinstance(part, Tensor) for part in found):
+        return {}
+    classes, places = (part.detach().float() for part in found)
+    sigmoid = getattr(getattr(head, 'loss_cls', None), 'use_sigmoid', False)
+    return dict(scores=classes.sigmoid() if sigmoid else classes.softmax(-1)[..., :-1], places=places)
+
+
+def predicted(recording: Recording) -> tuple[Tensor, Tensor] | None:
+    """Return a head's scores ``(B, Q, classes)`` and mask logits ``(B, Q, h, w)`` or boxes ``(B, Q, 4)``, if any.
+
+    They are those of the last layer in the last forward pass.
+    """
+    heads = [recording[head] for head in HEADS if 'scores' in recording.get(head, {})]
+    return (heads[0]['scores'].last, heads[0]['places'].last) if heads else None
+
+
+def best_queries(recording: Recording, image: int, top_k: int) -> np.ndarray:
+    """Return the ``top_k`` queries of an image by their best class, best first; the first ones without a head."""
+    head = predicted(recording)
+    if head is None:
+        return np.arange(top_k)
+    scores = head[0][image].max(-1).values
+    return scores.topk(min(top_k, len(scores))).indices.numpy()
+
+
+def predict(model: Any, batch: dict[str, Any]) -> Any:
+    """Return the model's result for a batch of one image, without gradients; None from what returns nothing."""
+    with torch.no_grad():
+        found = model.test_step(batch)
+    return found[0] if found else None
+
+
+def readable(model: nn.Module) -> dict[str, list[str]]:
+    """Return, by name of a reading, the paths of the modules that have it."""
+    found: dict[str, list[str]] = {}
+    for path, _, _, names in _readable(model):
+        for name in names:
+            found.setdefault(name, []).append(path)
+    return found
+
+
+def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
+    """Raise ConfigError unless the model has one of ``names``, with what it has.
+
+    Args:
+        model: The model.
+        names: Readings, any of which is enough.
+        purpose: What they are needed for, as the subject of the message.
+    """
+    has, wanted = readable(model), tuple(names)
+    if any(name in has for name in wanted):
+        return
+    seen = {DRAWN[name][0]: paths for name, paths in has.items() if name in DRAWN}
+    listed = '; '.join(f'{what} ({len(paths)} modules, first {paths[0]})' for what, paths in seen.items())
+    tools = sorted({DRAWN[name][1] for name in has if name in DRAWN})
+    raise ConfigError(
+        f'{purpose} needs a model with {" or ".join(dict.fromkeys(DRAWN[name][0] for name in wanted))}; '
+        f'{type(model).__name__} has {listed or "no attention that can be read"}. '
+        + (f'What can draw it: {", ".join(tools)}.' if tools else 'list_attention.py lists the attention of a config.')
+    )
+
+
+def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
+    """Return, by path, how many tokens stand before those of the image: a class token, DeiT's distillation token, too.
+
+    Args:
+        model: The model; a class token is its ``cls_token``, or that of a part.
+        keys: The number of keys of the attentions, by path, in the order in which they run. Only those with as many as
+            the last have the token: T2T-ViT's first attentions run before it joins.
+    """
+    found: dict[str, int] = {}
+    for owner, module in _with_class_token(model):
+        inside = [path for path in keys if path.startswith(f'{owner}.' if owner else '')]
+        count = getattr(module, 'num_extra_tokens', 1)
+        found.update({path: count for path in inside if keys[path] == keys[inside[-1]]})
+    return found
+
+
+def has_class_token(model: nn.Module) -> bool:
+    """Whether a class token stands before the image's tokens somewhere in the model."""
+    return any(True for _ in _with_class_token(model))
+
+
+def _with_class_token(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if getattr(module, 'cls_token', None) is not None and getattr(module, 'with_cls_token', True):
+            yield path, module
+
+
+def _readable(model: nn.Module) -> Iterator[tuple[str, str, Any, tuple[str, ...]]]:
+    """Yield the path of what can be read, that of the module whose call shows it, the probe, and what it reads."""
+    windowed = {f'{path}.attn' for path, module in model.named_modules() if isinstance(module, GatedWindowMSA)}
+    for path, module in model.named_modules():
+        found = probe_for(module)
+        if found is None or not found[1] or path in windowed:  # that is not called, and read where its windows are
+            continue
+        if is_alone(module):
+            host, _, name = path.rpartition('.')
+            if getattr(model.get_submodule(host), 'over_channels', False):
+                continue
+            yield path, host, partial(gate_in_host, name), found[1]
+        else:
+            yield path, path, *found
+
+
+def _layer(model: nn.Module, path: str) -> str:
+    """Return the path of what holds the attention at ``path``: its layer, past attentions around attentions."""
+    path = path.rpartition('.')[0]
+    while path and _ATTENTION.search(type(model.get_submodule(path)).__name__):
+        path = path.rpartition('.')[0]
+    return path
+
+
+def _activation(layer: Any, output: Any) -> dict[str, Tensor]:
+    first = output[0] if isinstance(output, (tuple, list)) else output
+    return {ACTIVATION: first} if isinstance(first, Tensor) else {}

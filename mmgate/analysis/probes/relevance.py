@@ -1,0 +1,150 @@
+"""What a model attends to in an image: rollout through its layers, maps of a layer's heads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmgate.analysis.probes.measures import roll_back, rollout, row_shares
+from mmgate.analysis.probes.recording import Recording, class_tokens, predict, record
+from mmgate.analysis.probes.statistics import Kept
+from mmgate.errors import ConfigError
+
+
+def head_mean(weights: Tensor) -> Tensor:
+    """Return the shares of attention weights ``(B, H, N, M)``, averaged over the heads, ``(B, N, M)``.
+
+    Of signed weights (M-DGSA) the sizes count, head by head: signed, heads that disagree would cancel out.
+    """
+    return row_shares(weights.float()).mean(1)
+
+
+def query_rows(weights: Tensor) -> Tensor:
+    """Return the first and the mean row of attention weights ``(B, H, N, M)``, with their signs, ``(2, B, H, M)``."""
+    return torch.stack([weights[:, :, 0], weights.mean(2)]).float()
+
+
+def reduce_attention(reduce: Callable[[Tensor], Tensor]) -> Callable[[str, str], Kept]:
+    """Return what :func:`~mmgate.analysis.probes.recording.record` takes to keep attention weights reduced."""
+    return lambda path, name: Kept(reduce) if name == 'attention' else Kept()
+
+
+def record_maps(model: nn.Module, reduce: Callable[[Tensor], Tensor] = head_mean) -> AbstractContextManager[Recording]:
+    """Return a context that records attention, head means by default, and where windows and reductions lie."""
+    return record(model, ('attention', 'geometry'), accumulate=reduce_attention(reduce))
+
+
+def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
+    """Return the relevance of the input's places ``(h, w)`` to the mean of the last layer's tokens; its sum is 1.
+
+    Args:
+        recording: Of :func:`record_maps`, of one image.
+        size: Height and width of the padded image, whose aspect tells the map of plain attention.
+
+    With a class token it is the relevance to that token. Self-attention over the image alone counts: of the backbone,
+    if it has any, else of the encoder.
+
+    Raises:
+        ConfigError: There is no self-attention over the image.
+    """
+    placed: list[tuple[Tensor, Any]] = [(maps, shape) for _, maps, shape in placed_maps(recording) if shape is not None]
+    if placed:
+        relevance = torch.full(placed[-1][1][:2], 1.0)
+        for weights, geometry in reversed(placed):
+            if relevance.shape != geometry[:2]:  # a merging of patches lies between
+                relevance = F.interpolate(relevance[None, None], size=geometry[:2], mode='bilinear')[0, 0]
+            relevance = roll_back(relevance / relevance.sum(), weights if len(geometry) >= 4 else weights[0], geometry)
+        return relevance / relevance.sum()
+    over_image = {path: readings for path, readings in recording.items() if 'decoder' not in path}  # there: queries
+    square = [weights for _, weights, _ in placed_maps(over_image) if weights.shape[-1] == weights.shape[-2]]
+    if any(len(weights) > 1 for weights in square):  # of one image: these are windows, nobody knows where
+        raise ConfigError('the attention lies in windows of which this host does not tell where they are.')
+    maps = [weights[0] for weights in square]
+    for tokens in (0, 1, 2):  # a class token, DeiT's distillation token
+        plain = [x for x in maps if factors(x.shape[-1] - tokens, size) and x.shape == maps[0].shape]
+        shape = factors(plain[0].shape[-1] - tokens, size) if plain else None
+        if shape is not None:
+            whole = rollout(plain)
+            flow = whole[0, tokens:] if tokens else whole.mean(0)
+            return (flow / flow.sum()).view(shape)
+    attend = [path for path, readings in recording.items() if 'attention' in readings]
+    raise ConfigError(f'no self-attention over the image: {", ".join(attend) or "none"} attend to other things.')
+
+
+def attended(model: nn.Module, recording: Recording) -> dict[str, Tensor]:
+    """Return, by layer, what its heads attend to among the regions of the image, ``(B, H, M)``, of :func:`query_rows`.
+
+    It is the class token's row where the layer has one, else the mean of all queries' (of each window's).
+    """
+    rows = {path: maps for path, maps, _ in placed_maps(recording)}
+    extra = class_tokens(model, {path: maps.shape[-1] for path, maps in rows.items()})
+    return {path: maps[0, ..., extra[path] :] if path in extra else maps[1] for path, maps in rows.items()}
+
+
+def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple[str, np.ndarray, Any]:
+    """Return a layer's path, what each of its heads attends to ``(H, h, w)``, and the image's data sample.
+
+    Maps are those of the class token, else the mean of the queries'. M-DGSA's are signed: below 0 they inhibit.
+
+    Args:
+        model: With self-attention over the image.
+        batch: Of one image.
+        layer: Which of these attentions, in the order in which they run.
+
+    Raises:
+        ConfigError: There is no such layer, or nobody knows where its tokens lie.
+
+    Source: PLuG, Fig. 8; M-DGSA, Fig. 3.
+    """
+    with record_maps(model, query_rows) as recording:
+        sample = predict(model, batch)
+    geometries = {path: geometry for path, _, geometry in placed_maps(recording) if 'decoder' not in path}
+    if not -len(geometries) <= layer < len(geometries):
+        raise ConfigError(f'--layer {layer}: {type(model).__name__} has {len(geometries)} attentions over an image.')
+    path = list(geometries)[layer]
+    rows, geometry = attended(model, recording)[path], geometries[path]
+    if geometry is not None:
+        return path, _on_map(rows, geometry).numpy(), sample
+    shape = factors(rows.shape[-1], tuple(sample.get('batch_input_shape') or sample.img_shape[:2]))
+    if shape is None or len(rows) > 1:
+        raise ConfigError(f'{path} attends to {rows.shape[-1]} tokens of which nobody knows where they are.')
+    return path, rows[0].unflatten(-1, shape).numpy(), sample
+
+
+def _on_map(rows: Tensor, geometry: Sequence[int]) -> Tensor:
+    """Return rows ``(B nW, H, M)`` of windows, or of reduced keys, as maps ``(H, h, w)``."""
+    height, width = geometry[:2]
+    queries = rows.shape[-1] if len(geometry) >= 4 else height * width
+    even = torch.full((height, width), 1 / queries)
+    maps = [rows[:, head, None].expand(-1, queries, -1) for head in range(rows.shape[1])]
+    return torch.stack([roll_back(even, x if len(geometry) >= 4 else x[0], geometry, residual=0.0) for x in maps])
+
+
+def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...] | None]]:
+    """Return the path of each attention, what was kept of it last, and where it lies, if a module around it says so."""
+    found = []
+    for path, readings in recording.items():
+        if 'attention' not in readings:
+            continue
+        names = path.split('.')
+        around = ('.'.join(names[:count]) for count in range(len(names), 0, -1))
+        outer = next((p for p in around if 'geometry' in recording.get(p, {})), None)
+        geometry = tuple(recording[outer]['geometry'].last.tolist()) if outer else None
+        found.append((path, readings['attention'].last, geometry))
+    return found
+
+
+def factors(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
+    """Return the height and width of ``tokens`` whose aspect is that of ``size``, or None."""
+    aspect = size[0] / size[1]
+    height = round((tokens * aspect) ** 0.5)
+    for rows in sorted({height - 1, height, height + 1} - {-1, 0}, key=lambda h: abs(h - height)):
+        if tokens and tokens % rows == 0 and abs(rows / (tokens // rows) / aspect - 1) < 0.25:
+            return rows, tokens // rows
+    return None

@@ -1,0 +1,234 @@
+"""Where deformable attention samples: points on the image, their weights and levels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mmgate.analysis.probes.measures import pixel_centres
+from mmgate.analysis.probes.recording import Recording, best_queries, record_queries
+from mmgate.errors import ConfigError
+
+READINGS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'gate')
+
+
+@dataclass(frozen=True)
+class SamplingPoints:
+    """Sampling points of some queries in one layer, on the image as it lies on disk.
+
+    Attributes:
+        path: Of the layer.
+        xy: ``(q, H, L, P, 2)``, pixels; 0 is the left or upper edge of the image.
+        weights: ``(q, H, L, P)``.
+        reference: ``(q, 2)``, pixels: the reference point, or the centre of the reference box.
+        queries: Which queries, ``(q,)``.
+        levels: Which levels, ``(L,)``; 0 is the finest.
+        is_encoder: Whether the queries are the pixels of the levels.
+    """
+
+    path: str
+    xy: np.ndarray
+    weights: np.ndarray
+    reference: np.ndarray
+    queries: np.ndarray
+    levels: Sequence[int]
+    is_encoder: bool
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield a row of the CSV for each point."""
+        for place in np.ndindex(*self.weights.shape):
+            query, head, level, point = place
+            x, y = self.xy[place]
+            numbers = dict(query=int(self.queries[query]), head=head, level=self.levels[level], point=point)
+            yield dict(layer=self.path, **numbers, x=float(x), y=float(y), weight=float(self.weights[place]))
+
+
+def record_sampling(model: nn.Module) -> AbstractContextManager[Recording]:
+    """Record sampling points of every deformable attention, and what the detection head says, if there is one."""
+    return record_queries(model, READINGS)
+
+
+def encoder_layers(layers: Recording) -> list[str]:
+    """Return the paths of the deformable layers whose queries are the pixels of the levels."""
+    return [path for path, readings in layers.items() if 'locations' in readings and _is_encoder(readings)]
+
+
+def decoder_layers(layers: Recording) -> list[str]:
+    """Return the paths of the deformable layers whose queries are objects."""
+    return [path for path, readings in layers.items() if 'locations' in readings and not _is_encoder(readings)]
+
+
+def to_image(xy: np.ndarray, sample: Any) -> np.ndarray:
+    """Take (x, y), 0 to 1 over the padded batch, to pixels of the image on disk."""
+    height, width = sample.get('batch_input_shape') or sample.img_shape[:2]
+    scale = np.asarray(sample.get('scale_factor') or (1.0, 1.0), np.float64)[:2]
+    return xy * np.array([width, height]) / scale
+
+
+def query_at(layers: Recording, path: str, sample: Any, pixel: Any = None, level: int = 0) -> int:
+    """Return the query of an encoder's layer at a pixel ``(x, y)`` of the image on disk (default: its middle).
+
+    Raises:
+        ConfigError: There is no such level, or the pixel lies outside of the image.
+    """
+    height, width = sample.ori_shape[:2]
+    x, y = pixel or (width / 2, height / 2)
+    if not (0 <= x < width and 0 <= y < height):
+        raise ConfigError(f'the pixel ({x:g}, {y:g}) lies outside of the image of {width} x {height}.')
+    sizes = layers[path]['spatial_shapes'].last.tolist()
+    _check_level(level, len(sizes))
+    rows, columns = sizes[level]
+    x, y = np.array([x, y]) / to_image(np.ones(2), sample)  # 0 to 1 over the padded batch
+    return sum(h * w for h, w in sizes[:level]) + int(y * rows) * columns + int(x * columns)
+
+
+def _check_level(level: int, count: int) -> None:
+    if not 0 <= level < count:
+        raise ConfigError(f'level {level} does not exist; the model has levels 0 to {count - 1}.')
+
+
+def sampling_points(
+    layers: Recording, path: str, sample: Any, queries: Any, image: int = 0, level: int | None = None
+) -> SamplingPoints:
+    """Return the points of ``queries`` in the layer ``path``.
+
+    Args:
+        layers: Of :func:`record_sampling`, of one forward pass.
+        path: Of the layer.
+        sample: The image's data sample, with ``img_shape``, ``scale_factor`` and, in a padded batch,
+            ``batch_input_shape``.
+        queries: Their numbers.
+        image: The image's place in the batch.
+        level: The points of this level alone.
+
+    Raises:
+        ConfigError: A query or the level does not exist.
+    """
+    readings = {name: found.last for name, found in layers[path].items()}
+    queries, count = np.asarray(queries), readings['locations'].shape[1]
+    if queries.size and queries.max() >= count:
+        raise ConfigError(f'query {queries.max()} does not exist in {path}, which has {count}.')
+    levels: Sequence[int] = range(readings['locations'].shape[3])
+    if level is not None:
+        _check_level(level, len(levels))
+        levels = [level]
+    locations, weights, reference = (
+        readings[name][image][torch.from_numpy(queries)].double().numpy()
+        for name in ('locations', 'weights', 'reference_points')
+    )
+    return SamplingPoints(
+        path,
+        to_image(locations[:, :, list(levels)], sample),
+        weights[:, :, list(levels)],
+        to_image(reference[:, 0, :2], sample),
+        queries,
+        levels,
+        _is_encoder(layers[path]),
+    )
+
+
+def chosen_points(
+    layers: Recording,
+    sample: Any,
+    image: int = 0,
+    *,
+    part: str | None = None,
+    layer: int = -1,
+    top_k: int = 3,
+    queries: Sequence[int] | None = None,
+    pixel: Any = None,
+    level: int | None = None,
+) -> SamplingPoints:
+    """Return the points of a decoder's best queries, or of an encoder's query at a pixel.
+
+    Args:
+        layers: Of :func:`record_sampling`, of one forward pass.
+        sample: The image's data sample.
+        image: The image's place in the batch.
+        part: ``'decoder'`` or ``'encoder'``; by default the decoder, if there is one and no pixel is given.
+        layer: Of that part.
+        top_k: How many queries of a decoder.
+        queries: Their numbers, in the place of the best.
+        pixel: ``(x, y)`` on the image on disk (default: its middle).
+        level: Of a decoder the points of this level alone, of an encoder the level of the query.
+
+    Raises:
+        ConfigError: There is no such part, layer, level or pixel.
+    """
+    by_part = dict(decoder=decoder_layers(layers), encoder=encoder_layers(layers))
+    part = part or ('encoder' if pixel or not by_part['decoder'] else 'decoder')
+    paths = by_part[part]
+    if not paths:
+        raise ConfigError(f'--part {part}: the model has deformable attention in its other part only.')
+    if not -len(paths) <= layer < len(paths):
+        raise ConfigError(f'--layer {layer}: the {part} has {len(paths)} layers.')
+    path = paths[layer]
+    if part == 'encoder':
+        return sampling_points(layers, path, sample, [query_at(layers, path, sample, pixel, level or 0)], image)
+    if pixel:
+        raise ConfigError('--pixel chooses a query of the encoder; give --part encoder.')
+    return sampling_points(layers, path, sample, queries or best_queries(layers, image, top_k), image, level)
+
+
+def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: int = 96) -> np.ndarray | None:
+    """Return a Gaussian kernel density of points on a grid over an image of ``(height, width)``.
+
+    Returns:
+        ``(steps, steps)``, or None where there is no spread to estimate, as in points on one line.
+    """
+    from scipy.stats import gaussian_kde
+
+    try:
+        # Scott's width of as many points as there are: of their effective number it would grow as weights concentrate
+        kernel = gaussian_kde(
+            xy.reshape(-1, 2).T, lambda kde: kde.n ** (-1 / 6), weights=weights.ravel().clip(min=0) + 1e-12
+        )
+    except (np.linalg.LinAlgError, ValueError):
+        return None
+    x, y = np.meshgrid(np.linspace(0, size[1], steps), np.linspace(0, size[0], steps))
+    return kernel(np.stack([x.ravel(), y.ravel()])).reshape(steps, steps)
+
+
+def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Any], steps: int = 96) -> np.ndarray:
+    """Return the density of the points on the finest level over a set of images, ``(steps, steps)``.
+
+    Every point counts alike, whatever its weight; places are shares of the images' heights and widths, so that images
+    of any size come together, and 1 is an even density.
+
+    Args:
+        points: Of the best queries of each image.
+        samples: The images' data samples.
+        steps: Of the grid.
+
+    Raises:
+        ConfigError: The points have no spread to estimate a density from.
+
+    Source: PLuG, appendix G and Fig. 9, there of one image.
+    """
+    shares = [
+        found.xy[:, :, list(found.levels).index(0)].reshape(-1, 2) / np.array(sample.ori_shape[1::-1])
+        for found, sample in zip(points, samples, strict=True)
+    ]
+    together = np.concatenate(shares)
+    estimated = density(together, np.ones(len(together)), (1, 1), steps)
+    if estimated is None:
+        raise ConfigError(f'{len(together)} sampling points of no spread have no density.')
+    return estimated
+
+
+def _is_encoder(readings: dict[str, Any]) -> bool:
+    """Return whether the reference points of a layer are the centres of the levels' pixels, one after the other."""
+    shapes, points = (readings[name].last for name in ('spatial_shapes', 'reference_points'))
+    points = points[0, :, 0, :2].double()
+    if len(points) != int(shapes.prod(-1).sum()):
+        return False
+    areas = shapes.prod(-1).tolist()
+    levels = zip(points.split(areas), pixel_centres(shapes.tolist()).double().split(areas), strict=True)
+    # an image that is smaller than its batch moves those of a level by one factor each way
+    return all(torch.allclose(found / found[-1], centres / centres[-1], atol=1e-3) for found, centres in levels)

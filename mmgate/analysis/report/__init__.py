@@ -1,0 +1,1 @@
+"""Runs, studies and models in tables and pages."""

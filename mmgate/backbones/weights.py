@@ -1,0 +1,267 @@
+"""Weights of published checkpoints: their names, their resolution, and whether they fit a backbone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from mmengine.logging import print_log
+from torch import Tensor, nn
+
+from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
+from mmgate.layers.base.init import gate_parameters
+from mmgate.layers.base.map import MapAttention
+from mmgate.layers.resizing import resize_grid
+from mmgate.weight_init import gates_in_place
+
+DERIVED = ('.relative_position_index', '.attn_mask')  # what a backbone computes itself
+OUTPUT_NORM = re.compile(r'norm\d\.(weight|bias)')  # Swin's; a classifier has none
+LAST = 3  # the stage whose map is classified
+_TABLE = 'relative_position_bias_table'
+_OF_CLASSIFIERS = ('head.', 'norm.', 'head_dist.', 'cls_token')  # what a backbone for dense prediction does not need
+
+
+class PublishedWeights:
+    """Base, before a host's backbone, of one that starts from published files and resizes positions on loading."""
+
+    init_cfg: Any
+
+    def init_weights(self) -> None:
+        """Initialise from scratch, or strictly from the checkpoint of a ``Pretrained`` init_cfg."""
+        backbone: Any = self
+        if self.init_cfg is None:
+            super().init_weights()  # type: ignore[misc]
+        else:
+            with gates_in_place(backbone):
+                load_pretrained(backbone, self.init_cfg)
+
+    def rename(self, state: State) -> State:
+        """Return the tensors of a published backbone, or of one of ours, under the names that they have here."""
+        return host_layout(state)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        backbone: Any = self
+        resized = resize_positions(backbone, state_dict, prefix)
+        if resized:
+            print_log(f'{type(self).__name__}: resized {", ".join(resized)}', logger='current')
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)  # type: ignore[misc]
+
+
+def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
+    """Fill a backbone from the checkpoint of a ``Pretrained`` init_cfg, whose layout is recognised.
+
+    A checkpoint with attention of the backbone's kind has to fill all of it. One of the vanilla backbone fills what is
+    shared, and the rest of the attention keeps its start; so do the output norms that an ImageNet Swin lacks. Positions
+    of another resolution are resized.
+
+    Args:
+        backbone: A :class:`PublishedWeights` with its attention swapped.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)``, path or address; mmdet's form without the type will do.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ConnectionError: It cannot be downloaded.
+        ValueError: It is no checkpoint, or a key is unknown, missing or of another shape; they are listed.
+    """
+    if not isinstance(init_cfg, Mapping) or init_cfg.get('type', 'Pretrained') != 'Pretrained':
+        raise ValueError(
+            f"init_cfg of {type(backbone).__name__} must be None or dict(type='Pretrained', checkpoint=...), "
+            f'got {init_cfg!r}.'
+        )
+    source, own = init_cfg['checkpoint'], backbone.state_dict()
+    state = backbone.rename(tensors(read_checkpoint(source)))
+    # of outputs that this backbone does not give
+    state = {key: value for key, value in state.items() if key in own or not OUTPUT_NORM.fullmatch(key)}
+    gates = tuple(name for name, _ in gate_parameters(backbone, remove_duplicate=False))
+    vanilla = not any(key.endswith(gates) for key in state)
+    faults = misfits(backbone, state, may_miss=gates if vanilla else ())
+    if faults:
+        listed = '\n  '.join(faults[:20] + [f'... and {len(faults) - 20} more'] * (len(faults) > 20))
+        raise ValueError(
+            f'{source} does not fit {type(backbone).__name__} (keys by its names):\n  {listed}\n'
+            'The sizes have to be those of the checkpoint: arch, depths or blocks, agents in pre-training.'
+        )
+    start = backbone.load_state_dict(state, strict=False).missing_keys
+    kept = sorted({key.split('.attn.')[-1] for key in start if not key.endswith(DERIVED)})
+    if kept:
+        print_log(f'{source} has no {", ".join(kept)}: they keep their start', logger='current')
+
+
+def misfits(backbone: nn.Module, state: Mapping[str, Tensor], may_miss: Sequence[str] = ()) -> list[str]:
+    """Return what keeps ``state`` from filling ``backbone``: unknown and missing keys and other shapes.
+
+    Keys of the vanilla attention count as those of the attention in its place, and positions of another resolution
+    fit. What a backbone derives, and output norms, may be missing.
+
+    Args:
+        backbone: The model.
+        state: Its state dict to be.
+        may_miss: Endings of further keys that may be missing.
+    """
+    state = dict(state)
+    resize_positions(backbone, state)
+    for name, module in backbone.named_modules():
+        if isinstance(module, MapAttention):
+            module.adopt(state, f'{name}.')
+    own, free = backbone.state_dict(), (*DERIVED, *may_miss)
+    missing = [key for key in own if key not in state and not key.endswith(free) and not OUTPUT_NORM.fullmatch(key)]
+    return [
+        *(f'unknown: {key}' for key in state if key not in own),
+        *(f'missing: {key}' for key in missing),
+        *(
+            f'shape: {key} {tuple(value.shape)}, expected {tuple(own[key].shape)}'
+            for key, value in state.items()
+            if key in own and value.shape != own[key].shape
+        ),
+    ]
+
+
+def resize_positions(backbone: nn.Module, state: dict[str, Any], prefix: str = '') -> list[str]:
+    """Resize mmdet's position embeddings (PVT) and relative position tables (Swin) in ``state``, in place.
+
+    As the hosts do: embeddings bilinearly, as PVT's forward pass on a larger image; tables bicubically. The attentions
+    of ours in a backbone see to their own positions.
+
+    Args:
+        backbone: Whose shapes they get.
+        state: A state dict to be loaded.
+        prefix: Of the backbone's keys in it.
+
+    Returns:
+        The names of the tensors that were resized.
+    """
+    resized: dict[str, Tensor] = {}
+    for name, module in backbone.named_modules():
+        own: Any = module
+        table, embedding = f'{prefix}{name}.{_TABLE}', f'{prefix}{name}.pos_embed'
+        if isinstance(getattr(own, _TABLE, None), Tensor) and isinstance(state.get(table), Tensor):
+            height, width = own.window_size
+            resized[table] = resize_grid(state[table][None], (2 * height - 1, 2 * width - 1), mode='bicubic')[0]
+            index = table.replace('bias_table', 'index')
+            if index in state and len(resized[table]) != len(state[table]):
+                state[index] = own.relative_position_index
+        elif hasattr(own, 'pos_shape') and isinstance(state.get(embedding), Tensor):
+            height, width = (int(side) for side in own.pos_shape)
+            resized[embedding] = resize_grid(state[embedding], (height, width))
+    resized = {key: value for key, value in resized.items() if value.shape != state[key].shape}
+    state.update(resized)
+    return list(resized)
+
+
+def host_layout(state: State) -> State:
+    """Return the tensors of a PVT or Swin under mmdet's names, less what a backbone does not need.
+
+    Args:
+        state: In the authors' names of PVT, PVTv2 or Swin, with agent attention or vanilla, or in mmdet's or mmseg's.
+
+    Raises:
+        ValueError: The keys are of neither backbone, or a half of a projection is missing.
+    """
+    from mmdet.models.backbones.pvt import pvt_convert  # CSwin and DeiT do without mmdet
+    from mmdet.models.backbones.swin import swin_converter
+
+    state = {
+        key: value for key, value in state.items() if not key.endswith(DERIVED) and not key.startswith(_OF_CLASSIFIERS)
+    }
+    if any(key.startswith('block1.') for key in state):
+        for key in state:
+            if '.attn.q.' in key and key.replace('.q.', '.kv.') not in state:
+                raise ValueError(f'missing: {key.replace(".q.", ".kv.")}')
+        return dict(pvt_convert(state))
+    if any(key.startswith('layers.0.blocks.') for key in state):
+        renamed = {key.removeprefix('backbone.'): value for key, value in swin_converter(state).items()}
+        swapped = tuple(key.removesuffix('an_bias') for key in renamed if key.endswith('.w_msa.an_bias'))
+        return {  # where there are agents, mmdet's window attention is gone
+            key.replace('.w_msa.', '.') if key.startswith(swapped) else key: value for key, value in renamed.items()
+        }
+    if any(key.startswith(('layers.0.1.', 'stages.0.blocks.')) for key in state):
+        return state
+    raise ValueError(
+        "Neither the keys of PVT (block1.0...) nor those of Swin (layers.0.blocks.0...), nor mmdet's or mmseg's names "
+        f'of them (layers.0.1..., stages.0.blocks.0...): {", ".join(list(state)[:8])}.'
+    )
+
+
+_CSWIN = (
+    (r'^stage1_conv_embed\.0\.', 'embeddings.0.conv.'),
+    (r'^stage1_conv_embed\.2\.', 'embeddings.0.norm.'),
+    (r'^merge(\d)\.', r'embeddings.\1.'),
+    (r'^norm\.', f'norm{LAST}.'),
+)
+
+
+def is_cswin(state: State) -> bool:
+    """Return whether the keys are those of CSwin's authors."""
+    return 'stage1_conv_embed.0.weight' in state
+
+
+def cswin_layout(state: State, own: Container[str]) -> State:
+    """Return the tensors of a CSwin under our names, less the head; ours pass as they are.
+
+    Args:
+        state: In the authors' names of CSwin, with agent attention or vanilla, or in ours.
+        own: The names in the backbone that is to hold them. Where it has agents, the convolutions in a vanilla block's
+            stripes have no place.
+    """
+    agents = {key.removesuffix('attns.0.an_bias') for key in state if key.endswith('attns.0.an_bias')}
+    converted = {}
+    for key, value in state.items():
+        for old, new in _CSWIN:
+            key = re.sub(old, new, key)
+        block = re.match(r'stage(\d)\.(\d+)\.', key)
+        if block:
+            rest = key[block.end() :]
+            rest = re.sub(r'^attns\.(\d)\.get_v\.', 'dwc.' if block.group() in agents else r'lepe.\1.', rest)
+            rest = re.sub(r'^attns\.0\.', '', rest)
+            rest = rest.replace('mlp.fc1.', 'mlp.0.').replace('mlp.fc2.', 'mlp.2.')
+            inner = '' if rest.startswith(('norm', 'mlp')) else 'attn.'
+            key = f'stages.{int(block.group(1)) - 1}.{block.group(2)}.{inner}{rest}'
+        if not key.startswith('head.') and (key in own or '.lepe.' not in key):
+            converted[key] = value
+    return converted
+
+
+_DEIT = (
+    (r'patch_embed\.proj\.', 'patch_embed.projection.'),
+    (r'blocks\.(\d+)\.norm([12])\.', r'layers.\1.ln\2.'),
+    (r'blocks\.(\d+)\.mlp\.fc1\.', r'layers.\1.ffn.layers.0.0.'),
+    (r'blocks\.(\d+)\.mlp\.fc2\.', r'layers.\1.ffn.layers.1.'),
+    (r'blocks\.(\d+)\.attn\.', r'layers.\1.attn.'),
+    (r'norm\.', 'ln1.'),
+    (r'(cls_token|pos_embed)$', r'\1'),
+)
+_OF_DEIT = (
+    *('patch_embed.projection.weight', 'patch_embed.projection.bias', 'ln1.weight', 'ln1.bias', 'cls_token'),
+    *('pos_embed', 'layers.0.attn.qkv.weight', 'layers.0.attn.proj.weight'),
+)
+
+
+def is_deit(state: State) -> bool:
+    """Return whether the keys are those of DeiT's authors."""
+    return 'blocks.0.attn.qkv.weight' in state
+
+
+def deit_layout(state: State) -> State:
+    """Return the tensors of a DeiT under the names of ``mmpretrain.VisionTransformer``, without the head.
+
+    Args:
+        state: In the authors' names, with agent attention or vanilla.
+
+    Raises:
+        ValueError: A key is unknown or missing, or the model is distilled.
+    """
+    if 'dist_token' in state:
+        raise ValueError('A distilled DeiT predicts from two tokens; take the one without distillation.')
+    converted = {}
+    for key, value in state.items():
+        if key.startswith('head.'):
+            continue
+        new = next((re.sub(f'^{old}', name, key) for old, name in _DEIT if re.match(old, key)), None)
+        if new is None:
+            raise ValueError(f"The checkpoint does not convert (keys as DeiT's authors name them): unknown: {key}")
+        converted[new] = value
+    missing = [key for key in _OF_DEIT if key not in converted]
+    if missing:
+        raise ValueError(f'The checkpoint does not convert (keys as mmpretrain names them): missing: {missing}')
+    return converted

@@ -1,0 +1,119 @@
+"""Files of gates: their tensors in the safetensors format, and in its metadata where they belong."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from mmgate.errors import ConfigError
+
+KEY, VERSION = 'mmgate.gates', 1
+
+
+@dataclass(frozen=True)
+class GatesFile:
+    """What a file of gates holds.
+
+    Attributes:
+        tensors: The gates by their names in the gated model, and what was trained with them by its vanilla names.
+        gates: Names of those that the gates add to the vanilla model.
+        host: Type of the vanilla model.
+        rules: By the module below the model in which attention was replaced ('' is the model), the rules of
+            :func:`mmgate.swap_attention`.
+        shapes: By name, the shape of every tensor of the vanilla model.
+        trained: ``'gates'``, ``'attention'`` or ``'all'``, see :func:`mmgate.train_only_gates`.
+    """
+
+    tensors: dict[str, Tensor]
+    gates: list[str]
+    host: str
+    rules: dict[str, list[dict[str, Any]]]
+    shapes: dict[str, list[int]]
+    trained: str
+
+    def refuse_other(self, path: str, host: str, shapes: Mapping[str, list[int]]) -> None:
+        """Refuse a vanilla model of other tensors than those beside which the gates were trained.
+
+        Raises:
+            ConfigError: With the first differences.
+        """
+        different = [
+            f'{name} is {tuple(shapes[name]) if name in shapes else "missing"} instead of {tuple(shape)}'
+            for name, shape in self.shapes.items()
+            if list(shapes.get(name, ())) != shape or name not in shapes
+        ]
+        different += [f'{name} is not known there' for name in shapes if name not in self.shapes]
+        if different:
+            more = f' and {len(different) - 3} more' if len(different) > 3 else ''
+            raise ConfigError(
+                f'{path} holds gates of a {self.host} of other tensors than this {host}: '
+                f'{"; ".join(different[:3])}{more}. Give the config and the checkpoint that they were trained with.'
+            )
+
+
+def write_gates(path: str | os.PathLike[str], content: GatesFile) -> None:
+    """Write a file of gates; a file of that name is replaced when the new one is whole.
+
+    Raises:
+        ConfigError: A rule holds what JSON cannot, or the file cannot be written.
+    """
+    from safetensors.torch import save
+
+    described = {key: value for key, value in asdict(_without_tensors(content)).items() if key != 'tensors'}
+    try:
+        meta = json.dumps(dict(described, version=VERSION))
+    except TypeError as error:
+        raise ConfigError(f'the rules of the gates cannot be written into {path}: {error}.') from error
+    target = Path(path)
+    beside = target.with_name(f'.{target.name}.{os.getpid()}')
+    tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in content.tensors.items()}
+    try:
+        beside.write_bytes(save(tensors, metadata={KEY: meta}))
+        os.replace(beside, target)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise ConfigError(f'{path} cannot be written: {error}.') from error
+
+
+def read_gates(path: str | os.PathLike[str]) -> GatesFile:
+    """Read a file of gates, its tensors on the CPU.
+
+    Raises:
+        ConfigError: There is no such file, it is damaged, or it is something else.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not os.path.isfile(path):
+        raise ConfigError(f'{path}: there is no such file of gates.')
+    try:
+        with safe_open(os.fspath(path), framework='pt') as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            text = (file.metadata() or {}).get(KEY)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f'{path} cannot be read as a file of gates ({error}); write or copy it again.') from error
+    if text is None:
+        raise ConfigError(
+            f'{path} is no file of gates: it has no {KEY!r} in its metadata. mmgate.save_gates and '
+            'tools/model_converters/gates.py extract write such files.'
+        )
+    try:
+        described = json.loads(text)
+        version = described.pop('version')
+        content = GatesFile(tensors=tensors, **described)
+        complete = set(content.gates) <= set(tensors)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise ConfigError(f'{path} is damaged: its description cannot be read ({error}).') from error
+    if version != VERSION or not complete:
+        what = f'of version {version}, not {VERSION}' if version != VERSION else 'damaged: tensors are missing'
+        raise ConfigError(f'{path} is a file of gates {what}.')
+    return content
+
+
+def _without_tensors(content: GatesFile) -> GatesFile:
+    return GatesFile(**{**vars(content), 'tensors': {}})

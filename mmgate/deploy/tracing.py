@@ -1,0 +1,131 @@
+"""What torch and the hosts compute in another way while a graph is written, for graphs of any batch and size.
+
+A float, an answer about a layout or the numbers of a tensor settle what a graph is of; the functions here do without.
+Each is in the place of another package's while :func:`traceable` is open, and of none before or after.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mmgate._environment import available
+
+from .sizes import Sizes
+
+FORMATS = ('onnx', 'torch-export')
+HOSTS = ('mmdet', 'mmseg')
+_format: ContextVar[str] = ContextVar('format', default='torch-export')
+
+
+def writes_onnx() -> bool:
+    """Return whether a graph is being written whose operators will be ONNX's; torch's own programs lack some."""
+    return _format.get() == 'onnx'
+
+
+def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> list[Tensor]:
+    """Return query, key and value projected by the thirds of ``w`` ``(3 C, C)`` and ``b`` ``(3 C,)``, as torch does."""
+    biases = (None,) * 3 if b is None else b.chunk(3)
+    inputs = [x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)]  # whose layout is known
+    return [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, w.chunk(3), biases, strict=True)]
+
+
+def adaptive_avg_pool2d(x: Tensor, output_size: Any) -> Tensor:
+    """Return what torch's function returns for maps ``(..., H, W)``, by two products of matrices, which ONNX has."""
+    height, width = (output_size, output_size) if isinstance(output_size, int) else output_size
+    rows = _means(x.shape[-2] if height is None else height, x.shape[-2], x)
+    columns = _means(x.shape[-1] if width is None else width, x.shape[-1], x)
+    return rows @ x @ columns.t()
+
+
+def _means(cells: Any, size: Any, like: Tensor) -> Tensor:
+    """Return a matrix ``(c, s)`` whose row i averages the pixels from ``floor(i s / c)`` to ``ceil((i + 1) s / c)``."""
+    cell = torch.arange(cells, device=like.device)[:, None]
+    pixel = torch.arange(size, device=like.device)
+    inside = (pixel >= cell * size // cells) & (pixel < -(-(cell + 1) * size // cells))
+    return inside.to(like.dtype) / inside.sum(1, keepdim=True)
+
+
+def window_reverse(self: Any, windows: Tensor, H: Any, W: Any) -> Tensor:
+    """Return maps ``(B, H, W, C)`` of Swin's windows ``(B H/w W/w, w, w, C)``, as the hosts' method of this name."""
+    side = self.window_size
+    rows = windows.view(-1, H // side, W // side, side, side, windows.shape[-1])
+    return rows.transpose(2, 3).reshape(-1, H, W, windows.shape[-1])
+
+
+def upsample(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """Return a forward of mmseg's ``Upsample`` that multiplies sides by a whole factor as whole numbers."""
+
+    def whole(self: Any, x: Tensor) -> Tensor:
+        factor = self.scale_factor
+        if self.size or not isinstance(factor, float) or not factor.is_integer():
+            return forward(self, x)
+        size = [side * int(factor) for side in x.shape[-2:]]
+        return F.interpolate(x, size, None, self.mode, self.align_corners)
+
+    return whole
+
+
+def linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor:
+    """Return what :func:`torch.linspace` returns, which takes no symbolic number of steps."""
+    if isinstance(steps, int):
+        return _linspace(start, end, steps, **options)
+    last = torch.scalar_tensor(steps - 1, **options).clamp(min=1)  # one step alone is the start
+    span = torch.scalar_tensor(end, **options) - start
+    return start + torch.arange(steps, **options) * (span / last)
+
+
+_linspace = torch.linspace
+
+
+def replacements() -> Iterator[tuple[Any, str, Any]]:
+    """Yield what is replaced while a graph is written: its owner, its name there, and what takes its place."""
+    yield F, '_in_projection_packed', project
+    yield F, 'adaptive_avg_pool2d', adaptive_avg_pool2d
+    # mmdet asks it for the sizes of its levels, and makes grids of what it finds
+    yield torch, '_shape_as_tensor', lambda tensor: Sizes(tensor.shape)
+    yield torch, 'linspace', linspace
+    for host in filter(available, HOSTS):
+        swin = importlib.import_module(f'{host}.models.backbones.swin')
+        yield swin.ShiftWindowMSA, 'window_reverse', window_reverse
+    if available('mmseg'):
+        from mmseg.models.utils import Upsample
+
+        yield Upsample, 'forward', upsample(Upsample.forward)
+
+
+@contextmanager
+def traceable(format: str, *more: tuple[Any, str, Any]) -> Iterator[None]:
+    """Let a host be traced for a graph of ``format``, one of :data:`FORMATS`, with ``more`` replaced."""
+    from torch.fx.experimental import _config as symbols
+
+    with ExitStack() as stack:
+        for owner, name, value in [*replacements(), *more]:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        stack.callback(_format.reset, _format.set(format))
+        stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter('ignore')
+        stack.enter_context(plain_attention())
+        # sides of 1 pixel are as any other: no graph is written for maps of more alone
+        stack.enter_context(symbols.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
+        yield
+
+
+def plain_attention() -> Any:
+    """Keep attention from its fused kernels, whose result lies in memory as the plain one's does not.
+
+    A view that is written for one fails on the other, so what takes a program apart needs this as what writes it does.
+    """
+    return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)

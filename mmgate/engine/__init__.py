@@ -1,1 +1,0 @@
-"""Which backend of an operator a run takes."""

@@ -1,0 +1,93 @@
+"""The map that an attention sees in pre-training, read off a pass of its host's backbone without numbers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Mapping
+from copy import deepcopy
+from itertools import chain
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import nn
+
+BACKBONES = ('backbone', 'image_encoder')  # what a model calls the part that takes images
+IMAGE = 224  # side in pixels, of a backbone that does not keep its own
+
+
+def map_options(
+    model: nn.Module, names: Collection[str], gate: type, options: Mapping[str, Any]
+) -> dict[int, dict[str, Any]]:
+    """Return ``map_size``, and ``class_token`` where there is one, by the id of each attention whose gate needs them.
+
+    The size is that of the map for images of the backbone's ``pretrain_img_size`` or ``img_size``, or of 224 x 224
+    pixels. A copy of the backbone on the device ``meta`` runs once.
+
+    Args:
+        model: The host model.
+        names: Of the attentions in it, that the gate is to replace.
+        gate: Class of the gate.
+        options: What the rule sets; a ``map_size`` in it stands.
+
+    Raises:
+        ValueError: The size cannot be derived; the message says what to write.
+    """
+    parameters = inspect.signature(gate).parameters
+    needed = 'map_size' in parameters and parameters['map_size'].default is inspect.Parameter.empty
+    if not needed or 'map_size' in options or not names:
+        return {}
+    parts = next(iter(names)).split('.')
+    owner = next(
+        (model.get_submodule('.'.join(parts[: i + 1])) for i, part in enumerate(parts) if part in BACKBONES), model
+    )
+    paths = {id(model.get_submodule(name)): name for name in names}
+    found: dict[int, dict[str, Any]] = {}
+    try:
+        copied = _on_meta(owner)
+        for (_, module), (_, counterpart) in zip(owner.named_modules(), copied.named_modules(), strict=True):
+            if id(module) in paths:
+                note = _noting(found, id(module), paths[id(module)], owner)
+                counterpart.register_forward_pre_hook(note, with_kwargs=True)
+        with torch.no_grad():
+            copied(torch.empty(1, 3, *_image_size(owner), device='meta'))
+        missing = ', '.join(name for module, name in paths.items() if module not in found)
+        reason = f'{missing} did not run' if missing else ''
+    except Exception as error:  # whatever a host may raise on images of this size or on this device
+        reason = f'{type(error).__name__}: {error}'
+    if reason:
+        raise ValueError(
+            f'{gate.__name__} needs map_size=(height, width), that of the map in pre-training, which a pass of '
+            f'{type(owner).__name__} does not tell ({reason}). Write it into the rule, such as map_size=(14, 14) for '
+            'images of 224 pixels and a stride of 16.'
+        )
+    return found
+
+
+def _on_meta(owner: nn.Module) -> nn.Module:
+    """Return a copy without numbers, in evaluation."""
+    memo: dict[int, Any] = {}
+    for tensor in chain(owner.parameters(), owner.buffers()):
+        empty = torch.empty_like(tensor, device='meta')
+        memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
+    copied = deepcopy(owner, memo)
+    copied.eval()  # some hosts' return nothing
+    return copied
+
+
+def _image_size(owner: Any) -> tuple[int, int]:
+    size = getattr(owner, 'pretrain_img_size', None) or getattr(owner, 'img_size', None) or IMAGE
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+
+
+def _noting(found: dict[int, dict[str, Any]], key: int, name: str, owner: Any) -> Any:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+        tokens = next(iter(given.values())).shape[1]
+        sides = given.get('hw_shape') or getattr(owner, 'patch_resolution', None) or (isqrt(tokens),) * 2
+        before = tokens - sides[0] * sides[1]
+        if before not in (0, 1):
+            raise ValueError(f'{before} tokens of {name} lie on no map')
+        found[key] = dict(map_size=(int(sides[0]), int(sides[1])), **(dict(class_token=True) if before else {}))
+
+    return note

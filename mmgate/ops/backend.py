@@ -1,0 +1,218 @@
+"""Choosing the implementation of an operator: a fixed order, and what a calibration found faster on this machine.
+
+Every operator has an ordered tuple of :class:`Backend`. A name asks for exactly that one, and raises with the reason
+when it cannot run. ``auto`` takes the first of the order that can, or the one that ``python -m mmgate.doctor
+--calibrate`` found to be faster for the dtype and the size; one that refuses a call hands it on to the next. All
+backends compute the same function, so the choice changes speed and memory alone.
+
+Environment: ``MMGATE_<OP>=<backend>`` has the last word for one operator; ``MMGATE_CALIBRATION`` is the calibration's
+file, empty for none. By default it is ``~/.cache/mmgate/calibration.json``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .library import is_exporting, is_traced
+
+logger = logging.getLogger('mmgate')
+SIZES = ('small', 'medium', 'large')
+Work = tuple[int, int, int]
+OPERATORS: dict[str, tuple[Backend, ...]] = {}
+_said: set[tuple[str, str]] = set()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One implementation of an operator.
+
+    Attributes:
+        name: What a config, an argument or the environment variable calls it.
+        why_not: Takes the operator's first tensor and returns why this backend cannot run on it, or None if it can.
+        run: The implementation. It raises ValueError for a call that it does not have.
+        in_order: Whether ``auto`` may take it without a calibration.
+        traceable: Whether torch.compile takes it whole, that is, it asks for no tensor's numbers.
+        plain: Whether it is made of torch's own operators alone, and traceable, as an exported model has to be.
+        words: What it is, for the log.
+    """
+
+    name: str
+    why_not: Callable[[Tensor], str | None]
+    run: Callable[..., Tensor]
+    in_order: bool = True
+    traceable: bool = True
+    plain: bool = False
+    words: str = ''
+
+
+def register(op: str, *backends: Backend) -> tuple[Backend, ...]:
+    """Make the backends of ``op`` known to calibrations, in their order, and return them."""
+    OPERATORS[op] = backends
+    return backends
+
+
+def run(op: str, backends: Sequence[Backend], arguments: Sequence[Any], requested: str | None, work: Work) -> Tensor:
+    """Run ``op`` on ``arguments``, of which the first is the tensor that decides; else as :func:`candidates`."""
+    tensor = arguments[0]
+    chosen, why = candidates(op, backends, tensor, requested, work)
+    if not is_traced() and (op, chosen[0].name) not in _said:
+        if tensor.is_cuda and not winners(op, tensor.device.type, tensor.device.index):
+            why += '. To have auto take the fastest on this GPU, type once: python -m mmgate.doctor --calibrate'
+        _say(op, chosen[0].name, f'{op} runs on {chosen[0].words or "its backend"} ({chosen[0].name!r}), {why}.')
+    for backend in chosen[:-1]:
+        try:
+            return backend.run(*arguments)
+        except ValueError as error:
+            if not is_traced():
+                _say(op, f'{backend.name} refused', f'{op}: {backend.name!r} hands a call on to the next: {error}')
+    return chosen[-1].run(*arguments)
+
+
+def candidates(
+    op: str, backends: Sequence[Backend], tensor: Tensor, requested: str | None = None, work: Work = (0, 0, 0)
+) -> tuple[list[Backend], str]:
+    """Return the backends of ``op`` for a call, to be tried one after the other, and why the first comes first.
+
+    Args:
+        op: The operator's name.
+        backends: What there is, the preferred first.
+        tensor: The input whose device and dtype decide.
+        requested: A backend's name, ``'auto'`` or None, which means ``'auto'``. The environment variable
+            ``MMGATE_<OP>`` (``MMGATE_MS_DEFORM_ATTN=torch``) comes before it.
+        work: Samples or pairs of the call, and the most of a small and of a medium call.
+
+    Raises:
+        ValueError: An unknown name, or the backend asked for cannot run on ``tensor``; the message gives the reason.
+    """
+    variable = f'MMGATE_{op.upper()}'
+    from_environment = os.environ.get(variable)
+    name = from_environment or requested or 'auto'
+    if name != 'auto':
+        asked = find(op, backends, name, variable if from_environment else 'backend')
+        reason = asked.why_not(tensor)
+        if reason is not None:
+            names = ', '.join(b.name for b in backends if b.why_not(tensor) is None)
+            raise ValueError(f'{op}: backend {name!r} cannot run here: {reason}. Usable here: {names}, auto.')
+        return [asked], 'as asked for'
+    if is_exporting():
+        return [backend for backend in backends if backend.plain][:1], 'which runtimes know'
+    traced = is_traced()
+    usable = [b for b in backends if (b.traceable or not traced) and b.why_not(tensor) is None]
+    winner = _winner(op, tensor.device.type, tensor.device.index, tensor.dtype, size_class(*work))
+    fastest = [b for b in usable if b.name == winner]
+    why = 'the fastest here, by calibration' if fastest else 'the first of the order that can run here'
+    return fastest + [b for b in usable if b.in_order and b.name != winner], why
+
+
+def find(op: str, backends: Sequence[Backend], name: Any, source: str = 'backend') -> Backend:
+    """Return the backend called ``name``.
+
+    Raises:
+        ValueError: There is none of that name; the message lists the names there are.
+    """
+    for backend in backends:
+        if backend.name == name:
+            return backend
+    names = ', '.join(['auto', *(backend.name for backend in backends)])
+    raise ValueError(f'{op}: {source}={name!r} is not a backend; choose one of {names}.')
+
+
+def size_class(number: int, small: int, medium: int) -> str:
+    """Return one of :data:`SIZES` for a call of ``number`` samples or pairs."""
+    return SIZES[0] if number <= small else SIZES[1] if number <= medium else SIZES[2]
+
+
+@torch.compiler.assume_constant_result
+def _winner(op: str, device_type: str, index: int | None, dtype: torch.dtype, size: str) -> str | None:
+    """Return what the calibration says; torch.compile asks once, while it traces."""
+    return winners(op, device_type, index).get(f'{dtype} {size}')
+
+
+@functools.cache
+def winners(op: str, device_type: str, index: int | None) -> dict[str, str]:
+    """Return the calibration's backends of this machine by dtype and size; there are none before a calibration."""
+    kept = read() if path() and (device_type != 'cuda' or torch.cuda.is_available()) else {}
+    return kept.get(key(op, torch.device(device_type, index)), {}) if kept else {}
+
+
+def path() -> str:
+    """Return the calibration's file, empty for none."""
+    cache = os.environ.get('MMGATE_CACHE') or Path.home() / '.cache/mmgate'
+    return os.environ.get('MMGATE_CALIBRATION', str(Path(cache) / 'calibration.json'))
+
+
+def read() -> dict[str, dict[str, str]]:
+    """Return the file's content: by :func:`key`, a backend's name by dtype and size."""
+    try:
+        content = json.loads(Path(path()).read_text())
+        if all(isinstance(name, str) for entry in content.values() for name in entry.values()):
+            return content
+        raise ValueError('it holds other things than names')
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, AttributeError) as error:
+        logger.warning('The calibration %s cannot be read: %s', path(), error)
+        return {}
+
+
+def write(op: str, device: torch.device, names: dict[str, str]) -> None:
+    """Keep the backends' ``names`` by dtype and size, in the place of what was kept for :func:`key`."""
+    target = Path(path())
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f'{target.name}.{os.getpid()}')
+    part.write_text(json.dumps(read() | {key(op, device): names}, indent=1) + '\n')
+    part.replace(target)  # whole or not at all
+    winners.cache_clear()
+
+
+def key(op: str, device: torch.device) -> str:
+    """Return what a calibration of ``op`` holds for: the machine, the sources and the backends that can run."""
+    heads = torch.empty(1, 1, 1, 1, device=device)
+    usable = ' '.join(backend.name for backend in OPERATORS[op] if backend.why_not(heads) is None)
+    digest = hashlib.sha256()
+    for source in sorted((Path(__file__).parent / op).glob('*.py')):
+        digest.update(source.read_bytes())
+    return f'{op}: {usable}; sources {digest.hexdigest()[:12]}; {machine(device)}'
+
+
+def machine(device: torch.device) -> str:
+    """Return what a device's times depend on, in one line."""
+    name = f'{device.type} of {platform.platform()}'
+    if device.type == 'cuda':
+        version = Path('/sys/module/nvidia/version')
+        driver = version.read_text().strip() if version.is_file() else 'unknown'
+        name = f'{torch.cuda.get_device_name(device)}, driver {driver}'
+    elif device.type == 'cpu':
+        info = Path('/proc/cpuinfo')
+        lines = info.read_text().splitlines() if info.is_file() else []
+        models = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
+        name = models[0] if models else platform.processor() or platform.machine()
+    installed = {d.metadata['Name']: d.version for d in importlib.metadata.distributions()}
+    versions = {x: installed.get(x) or installed.get(f'onedl-{x}', 'none') for x in ('triton', 'mmcv')}
+    return ', '.join([name, f'torch {torch.__version__}', *(f'{x} {version}' for x, version in versions.items())])
+
+
+def _say(op: str, what: str, text: str) -> None:
+    """Say ``text`` once, in the run's log where mmengine keeps one."""
+    if (op, what) in _said:
+        return
+    _said.add((op, what))
+    mmengine = sys.modules.get('mmengine.logging')
+    if mmengine is None:
+        logger.info(text)
+    else:
+        mmengine.print_log(text, logger='current')

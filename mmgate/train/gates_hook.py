@@ -1,0 +1,56 @@
+"""Files of gates beside whole checkpoints, or in their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from mmengine.dist import is_main_process
+from mmengine.hooks import EMAHook, Hook
+
+from mmgate.gates import save_gates
+from mmgate.registry import HOOKS
+
+
+@HOOKS.register_module()
+class GatesCheckpointHook(Hook):
+    """Writes ``epoch_N.gates.safetensors`` or ``iter_N.gates.safetensors`` into the work dir.
+
+    Among ``custom_hooks`` it writes beside the whole checkpoints; as ``default_hooks.checkpoint`` in their place, and
+    then the run cannot be resumed.
+
+    Args:
+        interval: Epochs (or iterations) from file to file; the last one is always written.
+        by_epoch: Whether ``interval`` counts epochs.
+        max_keep: Number of files to keep, the newest; -1 keeps all.
+    """
+
+    priority = 'VERY_LOW'  # after what updates the weights
+
+    def __init__(self, interval: int = 1, by_epoch: bool = True, max_keep: int = -1) -> None:
+        self.interval, self.by_epoch, self.max_keep = interval, by_epoch, max_keep
+        self._written: list[Path] = []
+
+    def after_train_epoch(self, runner: Any) -> None:
+        """Write after an epoch, if epochs are counted."""
+        if self.by_epoch and (self.every_n_epochs(runner, self.interval) or self.is_last_train_epoch(runner)):
+            self._write(runner, f'epoch_{runner.epoch + 1}')
+
+    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+        """Write after an iteration, if iterations are counted."""
+        if not self.by_epoch and (self.every_n_train_iters(runner, self.interval) or self.is_last_train_iter(runner)):
+            self._write(runner, f'iter_{runner.iter + 1}')
+
+    def _write(self, runner: Any, name: str) -> None:
+        if not is_main_process():
+            return
+        averages = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
+        for hook in averages:  # what a whole checkpoint holds, too: the averaged weights
+            hook.before_val_epoch(runner)
+        path = Path(runner.work_dir) / f'{name}.gates.safetensors'
+        save_gates(runner.model, path)
+        for hook in averages:
+            hook.after_val_epoch(runner)
+        self._written = [*(other for other in self._written if other != path), path]
+        while 0 < self.max_keep < len(self._written):
+            self._written.pop(0).unlink(missing_ok=True)

@@ -1,0 +1,164 @@
+"""The models and images that the drawing tools look at: told apart, read as they are, refused before any work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from conftest import ROOT, over_shapes, tool
+from mmengine.config import Config
+
+import mmgate  # noqa: F401
+from mmgate.analysis.loading import UNTRAINED, class_names, load_models, parser, picture_names, tell_apart
+from mmgate.datasets.shapes import write_shapes
+from mmgate.errors import ConfigError
+from mmgate.train import cli
+from mmgate.train.config_file import read_config
+
+DETR = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
+MASK2FORMER = 'configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py'
+
+
+@pytest.fixture(scope='module')
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two small configs, and two different images of one name."""
+    root = tmp_path_factory.mktemp('loading')
+    write_shapes(root / 'shapes', num_train=1, num_val=2, size=64)
+    for name, config in dict(detr=DETR, mask2former=MASK2FORMER).items():
+        (root / f'{name}.py').write_text(over_shapes(config, root / 'shapes'))
+    for number, folder in enumerate(('a', 'b c')):
+        (root / folder).mkdir()
+        image = np.random.default_rng(number).integers(0, 256, (64, 64, 3), np.uint8)
+        cv2.imwrite(str(root / folder / 'ä 1.png'), image)
+    return root
+
+
+def draw(name: str, root: Path, out: Path, *options: str, config: str = 'detr') -> int:
+    return cli.main(tool(name).main, [str(root / f'{config}.py'), UNTRAINED, *options, '--out', str(out)])
+
+
+@pytest.mark.parametrize(
+    ('one', 'other', 'labels'),
+    [
+        ('work/seed0/epoch_5.pth', 'work/seed1/epoch_5.pth', ('seed0/epoch_5', 'seed1/epoch_5')),
+        ('work/epoch_4.pth', 'work/epoch_5.pth', ('epoch_4', 'epoch_5')),
+        ('a/b/last.pth', 'c/d/best.pth', ('a/b/last', 'c/d/best')),
+        ('last.pth', 'work/last.pth', ('last', 'work/last')),
+        ('last.pth', 'last.pth', ('first', 'second')),
+    ],
+)
+def test_checkpoints_of_one_config_are_told_apart(one: str, other: str, labels: tuple[str, str]) -> None:
+    assert tell_apart(one, other) == labels
+
+
+@pytest.mark.parametrize(
+    ('images', 'names'),
+    [
+        (['a/1.jpg', 'a/2.jpg'], ['1', '2']),
+        (['a/1.jpg', 'b/1.jpg'], ['a_1', 'b_1']),
+        (['a/1.jpg', 'a/1.png'], ['1.jpg', '1.png']),
+        (['/x/a/1.jpg', '/y/a/1.jpg', '/y/a/1.jpg'], ['x_a_1', 'y_a_1']),
+        (['1.jpg', 'b/1.jpg'], ['1', 'b_1']),
+    ],
+)
+def test_pictures_of_images_of_one_name_are_told_apart(images: list[str], names: list[str]) -> None:
+    assert list(picture_names(images).values()) == names
+
+
+@pytest.mark.parametrize('name', ['plot_sampling_points', 'plot_rollout'])
+def test_each_image_has_its_picture(name: str, root: Path, tmp_path: Path) -> None:
+    config = 'detr' if name == 'plot_sampling_points' else 'mask2former'
+    assert draw(name, root, tmp_path, '--images', str(root / 'a'), f'{root}/b c/*.png', config=config) == 0
+    pictures = {path.stem: path.read_bytes() for path in tmp_path.glob('*.png')}
+    prefix = name.removeprefix('plot_')
+    assert set(pictures) == {f'{prefix}_a_ä 1', f'{prefix}_b c_ä 1'} == {path.stem for path in tmp_path.glob('*.csv')}
+    assert len(set(pictures.values())) == 2
+
+
+@pytest.mark.parametrize(
+    ('config', 'names'),
+    [('mmdet::detr/detr_r50_8xb2-150e_coco.py', ('person', 'bicycle')), (DETR, ('circle', 'square'))],
+)
+def test_classes_are_those_of_the_data(config: str, names: tuple[str, ...]) -> None:
+    assert class_names(read_config(config if '::' in config else str(ROOT / config)))[:2] == names
+
+
+def test_a_window_that_slides_is_not_taken_for_the_image(root: Path, tmp_path: Path) -> None:
+    """With windows the reading would be of the last of them alone."""
+    slide = ['model.test_cfg.mode=slide', 'model.test_cfg.crop_size=(32,32)', 'model.test_cfg.stride=(32,32)']
+    common = ['--max-images', '1', '--part', 'queries', '--queries', '0']
+    tables = []
+    for name, options in dict(whole=[], slide=['--cfg-options', *slide]).items():
+        assert draw('plot_rollout', root, tmp_path / name, *common, *options, config='mask2former') == 0
+        (table,) = (tmp_path / name).glob('*.csv')
+        tables.append(table.read_text())
+    assert tables[0] == tables[1]
+
+
+def test_images_are_not_flipped_and_true_boxes_lie_on_them(root: Path, tmp_path: Path) -> None:
+    """Whether a pipeline loads annotations before the resize or after it, boxes are in pixels of the file."""
+    cfg = Config.fromfile(str(root / 'detr.py'))
+    pipeline = cfg.val_dataloader.dataset.pipeline
+    read, resize, annotations, pack = pipeline
+    truths = []
+    for steps in ([read, resize, annotations], [read, annotations, resize, dict(type='RandomFlip', prob=1.0)]):
+        pipeline[:] = [*steps, pack]
+        cfg.dump(str(tmp_path / 'flips.py'))
+        command = [str(tmp_path / 'flips.py'), UNTRAINED, '--out', str(tmp_path), '--max-images', '1']
+        args = parser('').parse_args(command)
+        (loaded,) = load_models(args, ['locations'], 'This')
+        (batch,) = loaded.inputs(args)
+        (sample,) = batch['data_samples']
+        truths.append(sample.gt_instances.bboxes)
+        assert not sample.get('flip') and sample.scale_factor == (2.0, 2.0)
+    assert truths[0].tolist() == truths[1].tolist() and len(truths[0]) and truths[0].max() <= 64
+    pipeline[:] = [read, dict(type='TestTimeAug', transforms=[[pack]])]
+    cfg.dump(str(tmp_path / 'flips.py'))
+    (loaded,) = load_models(args, ['locations'], 'This')
+    with pytest.raises(ConfigError, match='several images of each'):
+        list(loaded.inputs(args))
+
+
+@pytest.mark.parametrize(
+    ('name', 'options', 'message'),
+    [
+        ('plot_gates', ['--out', 'file'], 'nothing can be written to file'),
+        ('plot_gates', ['--device', 'tpu'], '--device tpu: give cpu or cuda'),
+        ('plot_gates', ['--device', 'meta'], '--device meta: give cpu or cuda'),
+        ('plot_gates', ['--max-images', '0'], '0: give 1 or more'),
+        ('plot_gates', ['--images', 'nowhere'], 'nowhere is no image, no folder with images'),
+        ('plot_sampling_points', ['--top-k', '0'], '0: give 1 or more'),
+        ('plot_sampling_points', ['--pixel', '3', '3', '--part', 'decoder'], 'chooses a query of the encoder'),
+        ('plot_sampling_points', ['--pixel', '64', '3'], 'the pixel (64, 3) lies outside of the image of 64 x 64'),
+        ('plot_rollout', ['--top-k', '-1'], '-1: give 1 or more'),
+        ('plot_agents', ['--agents', '0'], '0: give 1 or more'),
+    ],
+    ids=lambda x: ' '.join(x) if isinstance(x, list) else '',
+)
+def test_refused_in_one_message(
+    name: str,
+    options: list[str],
+    message: str,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path('file').write_text('')
+    try:
+        code: Any = cli.main(tool(name).main, [str(root / 'detr.py'), UNTRAINED, '--out', 'out', *options])
+    except SystemExit as error:  # argparse's own
+        code = error.code
+    assert code == 2 and message in capsys.readouterr().err
+
+
+def test_a_second_model_without_the_reading_is_refused_by_name(root: Path, tmp_path: Path, capsys: Any) -> None:
+    vanilla = str(ROOT / 'configs/vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes.py')
+    assert draw('plot_sampling_points', root, tmp_path, '--against', vanilla, UNTRAINED) == 2
+    error = capsys.readouterr().err
+    assert 'mask-rcnn_pvt-demo_1xb8-8e_shapes: A picture of sampling points needs a model with sampling points' in error
+    assert 'has attention weights' in error and 'plot_rollout.py' in error and not list(tmp_path.iterdir())

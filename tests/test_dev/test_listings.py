@@ -1,0 +1,187 @@
+"""The Triton kernels as Hopper would run them. No device is needed: Triton brings its own assembler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from mmgate.ops.triton_backend import interpreted
+
+triton = pytest.importorskip('triton', minversion='3.2')
+import launches  # noqa: E402  (needs Triton, as the next one)
+import listings  # noqa: E402
+from warpgroups import hazards  # noqa: E402
+
+DTYPES = ('fp32', 'bf16')
+KERNELS = ('forward_kernel', 'backward_kernel', 'rows_backward_kernel', 'columns_backward_kernel')
+
+
+def compile_by(*arguments: str) -> str:
+    """Run a script in a process of its own, as this one's Triton is interpreted, and return what it prints."""
+    environment = {k: v for k, v in os.environ.items() if k != 'TRITON_INTERPRET'}
+    result = subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
+def run_tool(out: Path, *arguments: str) -> list[dict[str, Any]]:
+    if not (Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump').exists():
+        pytest.skip('this Triton brings no disassembler')
+    compile_by('tools/dev/kernels/listings.py', '--out', str(out), *arguments)
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope='module')
+def code(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """Listings at 32 channels by operator, kernel and dtype."""
+    out = tmp_path_factory.mktemp('code') / 'rows.json'
+    return {
+        (op, row['kernel'], row['dtype']): row
+        for op in listings.OPS
+        for row in run_tool(out, '--op', op, '--dim', '32', '--dtype', *DTYPES)
+    }
+
+
+def count(row: dict[str, Any], start: str) -> int:
+    return sum(number for opcode, number in row['opcodes'].items() if opcode.startswith(start))
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_sampler_moves_whole_vectors_and_does_not_spill(code: dict, dtype: str) -> None:
+    forward, backward = (code['ms_deform_attn', kernel, dtype] for kernel in KERNELS[:2])
+    assert forward['spilled'] == backward['spilled'] == 0
+    assert count(forward, 'LDG.E.128') >= 32  # two pieces of four corners of four points
+    assert count(backward, 'LDG.E.128' if dtype == 'fp32' else 'LDG.E.64') >= 16  # as many lanes as float32 sums
+    assert count(backward, 'REDG.E.ADD.F32x4') == 16  # two pieces of four corners of two queries
+    assert forward['barriers'] == backward['barriers'] == 0
+    assert forward['in_flight'] >= (2 if dtype == 'fp32' else 1.5) and backward['in_flight'] >= 4
+    assert forward['instructions'] <= 18 and backward['instructions'] <= (42 if dtype == 'fp32' else 48)
+
+
+@pytest.mark.parametrize('dtype', DTYPES)
+def test_plug_multiplies_by_warpgroups_and_does_not_spill(code: dict, dtype: str) -> None:
+    for kernel in (KERNELS[0], *KERNELS[2:]):
+        row = code['plug_attention', kernel, dtype]
+        assert count(row, 'HGMMA') and not count(row, 'HMMA')
+        assert row['shared'] <= 99 * 1024  # every GPU since sm_80 has it
+        if dtype == 'bf16':
+            assert row['spilled'] == 0 and count(row, 'MUFU.TANH')
+
+
+def test_plug_by_pairs_of_heads(code: dict) -> None:
+    """What two heads of a shared gate save, and that the forward kernel keeps to it."""
+    for kernel in (KERNELS[0], *KERNELS[2:]):
+        assert code['plug_attention', kernel, 'bf16']['block'].endswith('2 heads')
+    forward = code['plug_attention', KERNELS[0], 'bf16']
+    assert forward['instructions'] <= 11 and forward['special'] <= 1.6
+    assert forward['shared'] <= listings.SHARED[90] / 3 * 1024  # three programs a multiprocessor
+
+
+@pytest.mark.parametrize('capability', [89, pytest.param(120, marks=pytest.mark.slow)])
+def test_plug_by_pairs_of_heads_before_and_after_hopper(tmp_path: Path, capability: int) -> None:
+    arguments = ('--op', 'plug_attention', '--dim', '32', '--dtype', 'bf16', '--capability', str(capability))
+    for row in run_tool(tmp_path / 'rows.json', *arguments):
+        assert row['block'].endswith('2 heads') and not row['spilled']
+        assert row['shared'] <= (listings.SHARED[capability] - 1) / 2 * 1024  # two programs a multiprocessor
+
+
+def test_no_register_of_a_product_in_flight_is_touched(code: dict) -> None:
+    assert not any(row['hazards'] for row in code.values())
+
+
+FIRST = ('HGMMA.64x32x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT', 'HGMMA.64x32x16.F32.BF16 R24, R40, gdesc[UR8], R24, gsb0')
+WAIT = 'WARPGROUP.DEPBAR.LE gsb0, 0x0'
+SECOND = 'HGMMA.64x32x16.F32.BF16 R56, R44, gdesc[UR8], R56, gsb0'
+
+
+@pytest.mark.parametrize(
+    'listing, expected',
+    [
+        ((*FIRST, WAIT, 'FADD R1, R24, R40'), 0),
+        ((*FIRST, 'FADD R1, R40, R2', WAIT), 0),  # reading an operand does no harm
+        ((*FIRST, 'FADD R40, R1, R2', WAIT), 1),
+        ((*FIRST, 'FADD R1, R39, R2', WAIT), 1),  # the last register of the sum
+        ((*FIRST, 'STG.E.128 desc[UR4][R2.64], R20', WAIT), 0),
+        ((*FIRST, 'STG.E.128 desc[UR4][R2.64], R21', WAIT), 1),
+        ((*FIRST, 'IMAD.WIDE R4, R23, 0x4, R2', WAIT), 0),
+        ((*FIRST, '@P0 IMAD.WIDE R42, R1, 0x4, R2', WAIT), 1),
+        ((*FIRST, SECOND, 'WARPGROUP.DEPBAR.LE gsb0, 0x1', 'MOV R40, R24', 'MOV R1, R2'), 0),
+        ((*FIRST, SECOND, 'WARPGROUP.DEPBAR.LE gsb0, 0x1', 'MOV R44, R2'), 1),
+        (('MOV R40, R2', *FIRST, '@!P0 BRA 0x0', WAIT), 1),  # of the loop's next turn
+        (('MOV R48, R2', *FIRST, '@!P0 BRA 0x0', WAIT), 0),
+    ],
+)
+def test_hazards_of_warpgroup_products(listing: tuple[str, ...], expected: int) -> None:
+    assert len(hazards([(16 * index, text) for index, text in enumerate(listing)])) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('capability', [89, 120])
+@pytest.mark.parametrize('dtype, bias', [('fp32', '0'), ('bf16', '2')], ids=['float32', 'full_bias'])
+def test_the_widest_plug_fits_the_smallest_shared_memory(
+    tmp_path: Path, dtype: str, bias: str, capability: int
+) -> None:
+    arguments = ('--op', 'plug_attention', '--dim', '128', '--dtype', dtype, '--bias', bias)
+    rows = run_tool(tmp_path / 'rows.json', *arguments, '--capability', str(capability))
+    assert len(rows) == 3 and all(row['shared'] <= listings.SHARED[capability] * 1024 for row in rows)
+
+
+@pytest.mark.parametrize('capability', [89, pytest.param(80, marks=pytest.mark.slow)])
+def test_sampler_where_floats_are_added_one_by_one(tmp_path: Path, capability: int) -> None:
+    """One channel of a piece a lane: reductions are of neighbouring floats, and no barrier is in the loop."""
+    arguments = ('--op', 'ms_deform_attn', '--dim', '32', '64', '--dtype', 'fp32', '--capability', str(capability))
+    rows = run_tool(tmp_path / 'rows.json', *arguments)
+    assert all(row['shared'] <= listings.SHARED[capability] * 1024 for row in rows)
+    for backward in rows[1::2]:
+        assert count(backward, 'RED') == 32  # four pieces of four corners of two queries
+        assert backward['spilled'] == backward['barriers'] == 0
+
+
+def test_loops_are_counted_by_their_rounds() -> None:
+    """The inner loop's instructions come once a round, and what is issued before it is used is in flight."""
+    texts = ['MOV R1, R2', 'IADD3 R3, R3, 0x1, RZ', 'LDG.E.128 R4, desc[UR1][R20.64]', 'LDG.E R30, desc[UR1][R20.64]']
+    texts += ['@P0 LDG.E.128 R8, desc[UR1][R20.64]', 'FADD R1, R1, R7', 'LDG.E.128 R12, desc[UR1][R20.64]']
+    texts += ['BRA 0x20', 'BRA 0x10', 'EXIT']
+    loop, inner = listings._main_loop([(16 * at, text) for at, text in enumerate(texts)])
+    assert loop == texts[1:9] and inner == texts[2:8]
+    assert listings._in_flight(inner) == 1.5  # two are waited for together, then one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('capability', [80, 89, 90, 100, 120])
+def test_launches_compile(capability: int) -> None:
+    """Of sizes that are 1, too, which Triton makes constants of; a process each, as a kernel keeps its first GPU."""
+    lines = compile_by('tools/dev/kernels/launches.py', str(capability)).splitlines()
+    tiled = ['order_kernel', KERNELS[0], 'order_kernel', KERNELS[1]]  # as many queries as tokens
+    kernels = [*KERNELS[:2], *tiled] + 4 * [KERNELS[0], *KERNELS[2:]]
+    assert lines == [f'{kernel} {capability}' for kernel in kernels]
+
+
+def test_a_process_compiles_for_one_gpu() -> None:
+    """A second one's kernels would be the first one's."""
+    code = """
+import sys, torch
+sys.path.insert(0, 'tools/dev/kernels')
+from launches import compile_for, sampler
+import mmgate.ops
+for capability in (80, 90):
+    compile_for(capability, lambda name, kernel, _: print(kernel.metadata.target.arch))
+    try:
+        sampler(torch.float32, 1, 1, 1, 16, 0, [(1, 2)], 1)
+    except RuntimeError as error:
+        print(error)
+"""
+    assert 'forward_kernel is for 80: a process compiles for one GPU.' in compile_by('-c', code)
+
+
+@pytest.mark.skipif(not interpreted(), reason='the kernels are compiled in this process')
+def test_the_interpreter_is_refused() -> None:
+    with pytest.raises(RuntimeError, match='unset it to compile'):
+        launches.compile_for(90, lambda *_: None)

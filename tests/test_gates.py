@@ -1,0 +1,238 @@
+"""Gates as adapters: trained alone, saved, loaded, taken off, in hosts of every kind."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from mmengine.registry import MODELS, init_default_scope
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from zoo import ZOO
+
+import mmgate
+from mmgate.errors import ConfigError
+
+RULES: dict[str, list[dict[str, Any]]] = {
+    'deformable_detr': [
+        dict(path='encoder.layers.*.self_attn', type='mmgate.PLuGMultiScaleDeformableAttention'),
+        dict(path='decoder.layers.*.self_attn', type='mmgate.SDPAGatedMultiheadAttention'),
+    ],
+    'retinanet_pvt': [dict(path='backbone.**', type='mmgate.PLuGMultiheadAttention')],
+    'segformer': [dict(path='backbone.**', type='mmgate.DifferentialGatedMultiheadAttention')],
+    'swin': [dict(path='backbone.**', type='mmgate.PLuGMultiheadAttention')],
+}
+HOSTS = tuple(RULES)
+ROUNDING = dict(rtol=1e-5, atol=1e-5)  # products round by where in memory their factors lie
+
+
+def config(host: str) -> Any:
+    return zoo.reduced(ZOO[host][0]).model
+
+
+def gated(host: str, seed: int = 0, **options: Any) -> nn.Module:
+    cfg = copy.deepcopy(config(host))
+    name = f'{ZOO[host][0].partition("::")[0]}.{cfg.pop("type")}'
+    torch.manual_seed(seed)
+    model = MODELS.build(dict(type='mmgate.Gated', host=name, **{'attention': RULES[host], **options}, **cfg))
+    model.init_weights()
+    return model
+
+
+def vanilla(host: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = MODELS.build(copy.deepcopy(config(host)))
+    model.init_weights()
+    return model
+
+
+def train(model: nn.Module, host: str, steps: int = 2) -> None:
+    data = zoo.batch(zoo.reduced(ZOO[host][0]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    model.train()
+    for _ in range(steps):
+        losses = zoo.tensors(model(**copy.deepcopy(data), mode='loss'))
+        optimizer.zero_grad()
+        sum(loss.sum() for loss in losses if loss.requires_grad).backward()
+        optimizer.step()
+    kept = {id(p) for group in optimizer.param_groups for p in group['params'] if optimizer.state.get(p)}
+    assert kept <= {id(p) for p in model.parameters() if p.requires_grad}
+
+
+def outputs(model: nn.Module, host: str) -> list[Tensor]:
+    cfg = zoo.reduced(ZOO[host][0])
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return zoo.tensors(zoo.forward(model.eval(), zoo.batch(cfg), 'tensor'))
+
+
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize('trained', ['gates', 'attention'])
+@pytest.mark.parametrize('host', HOSTS)
+def test_a_file_holds_what_was_trained(host: str, trained: str, tmp_path: Path) -> None:
+    """The rest is equal bit for bit, weight decay and batch norms included; the file gates a vanilla model."""
+    model = gated(host, train=trained)
+    plain, before = vanilla(host), snapshot(model)
+    gates = set(mmgate.gate_parameters(model))
+    chosen = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert chosen == gates if trained == 'gates' else chosen > gates
+    train(model, host)
+    moved = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved <= chosen and moved & gates
+    expected, file = outputs(model, host), tmp_path / 'gates.safetensors'
+    mmgate.save_gates(model, file)
+    renamed = set(plain.state_dict()) - set(model.state_dict())  # by a shell
+    also = renamed | chosen & set(plain.state_dict()) if trained == 'attention' else set()
+    assert set(load_file(file)) == gates | also
+    from_file = gated(host, attention=None, gates=str(file))
+    from_file.load_state_dict(plain.state_dict(), strict=False)  # a vanilla checkpoint, after the gates
+    for other in (from_file, gated(host, seed=1)):
+        if other is not from_file:
+            other.load_state_dict(plain.state_dict(), strict=False)
+            mmgate.load_gates(other, file)
+        torch.testing.assert_close(outputs(other, host), expected, rtol=0, atol=0)
+    with mmgate.gates_disabled(model):
+        without = outputs(model, host)
+    torch.testing.assert_close(outputs(model, host), expected, rtol=0, atol=0)
+    removed = mmgate.restore_attention(model)
+    assert removed and not mmgate.gate_parameters(model)
+    torch.testing.assert_close(outputs(model, host), without, **ROUNDING)
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in plain.parameters()]
+    if trained == 'gates':
+        torch.testing.assert_close(without, outputs(plain, host), **ROUNDING)
+        assert all(torch.equal(t, plain.state_dict()[name]) for name, t in model.state_dict().items())
+
+
+def test_training_modes() -> None:
+    """Frozen batch norms and dropouts rest while the gates train; the model itself knows that it trains."""
+    model = gated('retinanet_pvt', train='gates')
+    plain = vanilla('retinanet_pvt')
+    copied = copy.deepcopy(model)
+    for one in (model, copied):
+        one.train()
+        attention = {id(part) for swap in one.backbone.modules() for part in swap.modules()}
+        assert one.training and one.bbox_head.training and attention
+        resting = [m for m in one.modules() if isinstance(m, (nn.BatchNorm2d, nn.Dropout)) and m.training]
+        inside = [m for name, m in one.named_modules() if '.attn.' in name and isinstance(m, nn.Dropout)]
+        assert all(any(module is other for other in inside) for module in resting)
+    mmgate.train_only_gates(model, 'all')
+    assert all(p.requires_grad for p in model.parameters())
+    model.train()
+    assert all(module.training for module in model.modules())
+    assert {n: p.requires_grad for n, p in plain.named_parameters()}.items() <= {
+        n: p.requires_grad for n, p in model.named_parameters()
+    }.items()
+
+
+def test_what_was_frozen_before_stays_so() -> None:
+    model = gated('deformable_detr')
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    assert frozen  # the first stage of the ResNet
+    mmgate.train_only_gates(model)
+    mmgate.restore_attention(model)
+    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == frozen
+
+
+def test_the_graph_begins_at_the_first_gate() -> None:
+    model = gated('deformable_detr', train='gates')
+    levels: list[Tensor] = []
+    model.neck.register_forward_hook(lambda module, args, out: levels.extend(out))
+    train(model, 'deformable_detr', steps=1)
+    assert levels and not any(level.requires_grad for level in levels)
+
+
+def test_a_swapped_backbone_has_its_rules_in_the_file(tmp_path: Path) -> None:
+    """Gates below the model: on a vanilla backbone of the same tensors they are placed by the file."""
+    cfg = copy.deepcopy(config('retinanet_pvt'))
+    torch.manual_seed(0)
+    model = MODELS.build(copy.deepcopy(cfg))
+    mmgate.swap_attention(model.backbone, RULES['retinanet_pvt'][0] | dict(path='**'))
+    model.init_weights()
+    for parameter in mmgate.gate_parameters(model).values():
+        nn.init.normal_(parameter, std=0.1)
+    mmgate.save_gates(model, tmp_path / 'g.safetensors')
+    other = MODELS.build(cfg)
+    other.load_state_dict({n: t for n, t in model.state_dict().items() if n in other.state_dict()})
+    mmgate.load_gates(other, tmp_path / 'g.safetensors')
+    torch.testing.assert_close(outputs(other, 'retinanet_pvt'), outputs(model, 'retinanet_pvt'), rtol=0, atol=0)
+
+
+@pytest.fixture(scope='module')
+def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    path = tmp_path_factory.mktemp('gates') / 'gates.safetensors'
+    mmgate.save_gates(gated('segformer', train='gates'), path)
+    yield path
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _foreign(path: Path) -> None:
+    save_file({'a': torch.zeros(1)}, path)
+
+
+def _described(path: Path, **changes: Any) -> None:
+    from safetensors import safe_open
+
+    with safe_open(path, framework='pt') as opened:
+        meta = json.loads(opened.metadata()['mmgate.gates'])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    save_file(tensors, path, metadata={'mmgate.gates': json.dumps({**meta, **changes})})
+
+
+@pytest.mark.parametrize(
+    ('spoil', 'message'),
+    [
+        (Path.unlink, 'no such file'),
+        (_cut, 'cannot be read as a file of gates'),
+        (_foreign, 'no file of gates'),
+        (lambda path: _described(path, version=7), 'version 7'),
+        (lambda path: _described(path, rules='x', more=1), 'damaged'),
+        (lambda path: _described(path, gates=['x.gml.weight']), 'tensors are missing'),
+    ],
+    ids=['missing', 'cut', 'foreign', 'version', 'description', 'tensors'],
+)
+def test_a_bad_file_is_one_message(file: Path, tmp_path: Path, spoil: Any, message: str) -> None:
+    bad = tmp_path / 'bad.safetensors'
+    bad.write_bytes(file.read_bytes())
+    spoil(bad)
+    model = vanilla('segformer')
+    before = snapshot(model)
+    with pytest.raises(ConfigError, match=message):
+        mmgate.load_gates(model, bad)
+    assert not mmgate.gate_parameters(model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_another_host_is_told_by_its_first_differences(file: Path) -> None:
+    cfg = copy.deepcopy(config('segformer'))
+    cfg.decode_head.num_classes = 7
+    with pytest.raises(ConfigError, match=r'decode_head\.conv_seg\.weight is \(7, 256, 1, 1\) instead of'):
+        mmgate.load_gates(MODELS.build(cfg), file)
+    other = vanilla('segformer')
+    mmgate.swap_attention(other, dict(path='backbone.**', type='PLuGMultiheadAttention'))
+    with pytest.raises(ConfigError, match='Leave `attention` away'):
+        mmgate.load_gates(other, file)
+
+
+def test_no_gates_and_unknown_words_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match='has no gates'):
+        mmgate.train_only_gates(vanilla('segformer'))
+    with pytest.raises(ValueError, match='has no gates'):
+        mmgate.save_gates(vanilla('segformer'), tmp_path / 'x')
+    with pytest.raises(ValueError, match="'gates', 'attention', 'all'"):
+        mmgate.train_only_gates(vanilla('segformer'), 'gate')
+    with pytest.raises(TypeError, match='attention .* or gates'):
+        init_default_scope('mmdet')
+        MODELS.build(dict(type='mmgate.Gated', host='mmdet.DETR'))
+    assert not list(tmp_path.iterdir())

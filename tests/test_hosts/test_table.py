@@ -1,0 +1,222 @@
+"""Every pair of the table in the block of its host that really calls it: a pass, a step's gradient, the attributes."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from test_project_hosts import Attention, deformable_inputs
+from torch import Tensor, nn
+
+from mmgate import swap_attention
+from mmgate._environment import available
+from mmgate.hosts import gates_for
+from mmgate.hosts.table import _ADAPTERS, full_name
+from mmgate.layers.base.init import gate_parameters
+
+C, H, MAP = 32, 4, (8, 8)
+TOKENS = torch.Size([2, 64, C])
+
+
+class Block:
+    """The class whose instances call a host, by name, so that a package that is missing is met in its own tests alone.
+
+    Args:
+        name: Of the class.
+        *sizes: Its positional arguments.
+        call: What an instance is called with; sizes stand for random numbers.
+        path: Of the host in it.
+        named: What it is called with by name.
+        **options: Its further arguments.
+    """
+
+    def __init__(
+        self, name: str, *sizes: Any, call: list[Any], path: str = 'attn', named: dict | None = None, **options: Any
+    ) -> None:
+        self.name, self.sizes, self.options, self.call, self.path = name, sizes, options, call, path
+        self.named = named or {}
+
+    def make(self) -> nn.Module:
+        module, _, name = self.name.rpartition('.')
+        return getattr(import_module(module), name)(*copy.deepcopy(self.sizes), **copy.deepcopy(self.options))
+
+
+LAYERS, DET, SEG = 'mmdet.models.layers.transformer', 'mmdet.models', 'mmseg.models.backbones'
+PRE, UTILS = 'mmpretrain.models.backbones', 'mmpretrain.models.utils.attention'
+ATTENTION = dict(embed_dims=C, num_heads=H)
+FFN = dict(embed_dims=C, feedforward_channels=C, num_fcs=2)
+LEVELS = dict(
+    spatial_shapes=torch.tensor([[6, 8], [4, 4]]),
+    level_start_index=torch.tensor([0, 48]),
+    reference_points=torch.full((2, 64, 2, 2), 0.5),
+)
+TO_KEYS = dict(query_pos=TOKENS, key=TOKENS, key_pos=TOKENS, ref_sine_embed=TOKENS, is_first=True)
+FIRST = dict(self_attn_cfg=dict(ATTENTION, batch_first=True), ffn_cfg=FFN)
+LEVELLED = dict(self_attn_cfg=dict(ATTENTION, num_levels=2, num_points=3, batch_first=True), ffn_cfg=FFN)
+CROSSED = dict(self_attn_cfg=ATTENTION, cross_attn_cfg=dict(ATTENTION, cross_attn=True), ffn_cfg=FFN)
+SHIFTED = dict(window_size=4, shift=True)
+WINDOWS = {'WindowMSA': 'attn.w_msa', 'ShiftWindowMSA': 'attn'}
+ON_MAP, IN_MAP = [TOKENS, MAP], [torch.Size([2, 8, 8, C])]
+_, POINTS, MEMORY, *_, MASK = deformable_inputs()
+# by the name of a host, what calls it
+BLOCKS: dict[str, Block] = {
+    'torch.nn.modules.activation.MultiheadAttention': Block(
+        'torch.nn.TransformerEncoderLayer', C, H, C, batch_first=True, path='self_attn', call=[TOKENS]
+    ),
+    'mmcv.cnn.bricks.transformer.MultiheadAttention': Block(
+        f'{LAYERS}.DetrTransformerEncoderLayer', path='self_attn', call=[TOKENS, TOKENS, None], **FIRST
+    ),
+    'mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttention': Block(
+        f'{LAYERS}.DeformableDetrTransformerEncoderLayer',
+        path='self_attn',
+        call=[TOKENS, TOKENS, None],
+        named=LEVELS,
+        **LEVELLED,
+    ),
+    f'{LAYERS}.utils.ConditionalAttention': Block(
+        f'{LAYERS}.ConditionalDetrTransformerDecoderLayer', path='*_attn', call=[TOKENS], named=TO_KEYS, **CROSSED
+    ),
+    f'{DET}.utils.vlfuse_helper.BiMultiHeadAttention': Block(
+        f'{DET}.utils.vlfuse_helper.SingleScaleBiAttentionBlock', C, C, C, H, call=[TOKENS, torch.Size([2, 5, C])]
+    ),
+    f'{DET}.backbones.pvt.SpatialReductionAttention': Block(
+        f'{DET}.backbones.pvt.PVTEncoderLayer', C, H, C, sr_ratio=2, call=ON_MAP
+    ),
+    **{
+        f'{package}.swin.{name}': Block(f'{package}.swin.SwinBlock', C, H, C, call=ON_MAP, path=path, **SHIFTED)
+        for package in (f'{DET}.backbones', SEG)
+        for name, path in WINDOWS.items()
+    },
+    f'{SEG}.mit.EfficientMultiheadAttention': Block(
+        f'{SEG}.mit.TransformerEncoderLayer', C, H, C, sr_ratio=2, call=ON_MAP
+    ),
+    f'{SEG}.twins.GlobalSubsampledAttention': Block(f'{SEG}.twins.GSAEncoderLayer', C, H, C, sr_ratio=2, call=ON_MAP),
+    f'{SEG}.twins.LocallyGroupedSelfAttention': Block(
+        f'{SEG}.twins.LSAEncoderLayer', C, H, C, window_size=4, call=ON_MAP
+    ),
+    **{
+        f'{SEG}.{name.lower()}.{name}Attention': Block(
+            f'{SEG}.{name.lower()}.{name}TransformerEncoderLayer',
+            *(C, H, C),
+            window_size=MAP,
+            init_values=0.1,
+            call=[torch.Size([2, 65, C])],
+        )
+        for name in ('BEiT', 'MAE')
+    },
+    **{
+        f'{UTILS}.{name}': Block(f'{PRE}.swin_transformer.SwinBlock', C, H, call=ON_MAP, path=path, **SHIFTED)
+        for name, path in WINDOWS.items()
+    },
+    f'{UTILS}.WindowMSAV2': Block(
+        f'{PRE}.swin_transformer_v2.SwinBlockV2', C, H, call=ON_MAP, path='attn.w_msa', **SHIFTED
+    ),
+    f'{UTILS}.MultiheadAttention': Block(f'{PRE}.vision_transformer.TransformerEncoderLayer', C, H, C, call=[TOKENS]),
+    f'{PRE}.vit_sam.Attention': Block(
+        f'{PRE}.vit_sam.TransformerEncoderLayer', C, H, C, use_rel_pos=True, input_size=MAP, call=IN_MAP
+    ),
+    f'{UTILS}.LeAttention': Block(f'{PRE}.tinyvit.TinyViTBlock', C, MAP, H, window_size=4, call=[TOKENS]),
+    f'{PRE}.xcit.XCA': Block(f'{PRE}.xcit.XCABlock', C, H, call=[TOKENS, *MAP]),
+    'timm.models.visformer.Attention': Block('timm.models.visformer.Block', C, H, call=[torch.Size([2, C, 8, 8])]),
+    'timm.models.gcvit.WindowAttentionGlobal': Block(
+        'timm.models.gcvit.GlobalContextVitBlock', C, MAP, H, window_size=(4, 4), use_global=False, call=IN_MAP
+    ),
+    'timm.models.pvt_v2.Attention': Block('timm.models.pvt_v2.Block', C, H, sr_ratio=2, call=[TOKENS, [8, 8]]),
+    'vitdet.vit.Attention': Block('torch.nn.Sequential', Attention(C, H, True, MAP), path='0', call=IN_MAP),
+    'ms_deform_attn.MSDeformAttn': Block(
+        'test_project_hosts.DecoderLayer',
+        path='cross_attn',
+        call=[torch.Size([5, 2, C]), POINTS, MEMORY.transpose(0, 1), MASK],
+    ),
+}
+PACKAGES = ('torch', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain', 'timm')
+# attributes whose name means something else in a gate
+OWN = {'SDPAGatedMultiheadAttention': {'scale'}}
+
+
+def needs(host: str) -> Any:
+    package = host.partition('.')[0]
+    missing = package in PACKAGES and not available(package)
+    return pytest.param(host, marks=pytest.mark.skipif(missing, reason=f'needs {package}'))
+
+
+@pytest.fixture(autouse=True)
+def _cloned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Attention, '__module__', 'projects.ViTDet.vitdet.vit')
+    monkeypatch.setattr('test_project_hosts.MSDeformAttn.__module__', 'ops.modules.ms_deform_attn')
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    module.eval()  # TinyViT's returns nothing
+    return module
+
+
+def called(module: nn.Module, block: Block) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+
+    def value(x: Any) -> Any:
+        return torch.randn(x, generator=generator) if isinstance(x, torch.Size) else x
+
+    out = module(*[value(x) for x in block.call], **{name: value(x) for name, x in block.named.items()})
+    return torch.cat(out, 1) if isinstance(out, tuple) else out
+
+
+def options_of(gate: type) -> dict[str, Any]:
+    options = dict(agent_num=4) if gate.__name__ == 'AgentAttention' else {}
+    return options | (dict(map_size=MAP) if 'map_size' in inspect.signature(gate).parameters else {})
+
+
+def test_every_host_has_its_block() -> None:
+    if available('timm'):
+        import_module('mmgate.hosts.timm')
+    hosts = {host if isinstance(host, str) else full_name(host) for _, host in _ADAPTERS}
+    hosts = {host for host in hosts if host.partition('.')[0] in (*PACKAGES, 'vitdet', 'ms_deform_attn')}
+    present = {host for host in BLOCKS if host.partition('.')[0] not in PACKAGES or available(host.partition('.')[0])}
+    assert hosts == present, 'a new pair needs the block that calls its host'
+
+
+@pytest.mark.parametrize('host', [needs(host) for host in BLOCKS])
+def test_every_gate_runs_in_its_hosts_block(host: str) -> None:
+    """Those that start as the identity compute what the block did; all have a gradient and the host's attributes."""
+    block = BLOCKS[host]
+    path, vanilla = block.path, randomised(block.make())
+    with torch.no_grad():
+        expected = called(vanilla, block)
+    name = next(n for n, _ in vanilla.named_modules() if n == path or (path == '*_attn' and n == 'self_attn'))
+    module = vanilla.get_submodule(name)
+    assert host in (full_name(type(module)), host if type(module).__name__ == host.rpartition('.')[2] else '')
+    fitting = [gate for gate in gates_for(module) if gate.__module__.startswith('mmgate.')]
+    assert fitting
+    tried = 0
+    for gate in fitting:
+        model = copy.deepcopy(vanilla)
+        try:
+            swap_attention(model, dict(type=gate, path=path, **options_of(gate)))
+        except ValueError as error:  # this host's widths or scales rule the gate out, and it says so
+            assert gate.__name__ in str(error)
+            continue
+        tried += 1
+        actual = called(model, block)
+        assert actual.shape == expected.shape and actual.isfinite().all(), gate
+        if 'PLuG' in gate.__name__ or gate.__name__ == 'MultiScaleDeformableAttention':
+            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        model.train()
+        called(model, block).square().sum().backward()
+        added = dict(gate_parameters(model))
+        assert not added or any(p.grad is not None and p.grad.abs().sum() > 0 for p in added.values()), gate
+        gated = model.get_submodule(name)
+        plain = {key: value for key, value in vars(module).items() if not isinstance(value, Tensor | Callable)}
+        for attribute, value in plain.items():
+            if attribute.startswith('_') or attribute == 'training' or attribute in getattr(gated, 'without', ()):
+                continue
+            assert hasattr(gated, attribute), f'{gate.__name__} lacks {attribute} of {host}'
+            if isinstance(value, int | float | tuple) and attribute not in OWN.get(gate.__name__, set()):
+                assert getattr(gated, attribute) == value, f'{attribute} of {gate.__name__} and {host}'
+    assert tried

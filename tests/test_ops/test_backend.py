@@ -1,0 +1,261 @@
+"""``auto``: the first of the order that can run, or what a calibration of this very machine says."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import one_graph
+from torch import Tensor
+
+from mmgate.layers import GatingModulation
+from mmgate.ops import backend as choice
+from mmgate.ops import library, ms_deform_attn, plug_attention
+from mmgate.ops.backend import Backend, candidates, run, size_class
+
+CPU = torch.device('cpu')
+SMALL, MEDIUM, LARGE = ((number, 10, 20) for number in (1, 15, 21))
+
+
+def refuses(x: Tensor) -> Tensor:
+    raise ValueError('this one does not take more than 3 numbers')
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    'elsewhere': dict(why_not=lambda x: 'it is for another machine'),
+    'numbers': dict(traceable=False),
+    'refuses': dict(run=refuses),
+    'first': dict(words='the plain way'),
+    'torch': dict(plain=True),
+    'unproven': dict(in_order=False),
+}
+ORDER = [name for name in KINDS if name != 'refuses']
+
+
+def backends(*names: str) -> tuple[Backend, ...]:
+    usual: dict[str, Any] = dict(why_not=lambda x: None, run=lambda x: x * x)
+    return tuple(Backend(name, **(usual | KINDS[name])) for name in names or ORDER)
+
+
+def names(*args: Any, **options: Any) -> list[str]:
+    return [backend.name for backend in candidates('square', backends(), torch.rand(5), *args, **options)[0]]
+
+
+@pytest.fixture(autouse=True)
+def _calibration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A file of its own, and the log where mmengine's does not take it."""
+    monkeypatch.setenv('MMGATE_CALIBRATION', str(tmp_path / 'cache/calibration.json'))
+    monkeypatch.setattr(choice, '_said', set())
+    monkeypatch.setitem(choice.OPERATORS, 'square', backends())
+    monkeypatch.delitem(choice.sys.modules, 'mmengine.logging')
+    caplog.set_level(logging.INFO, 'mmgate')
+    choice.winners.cache_clear()
+
+
+@pytest.mark.parametrize(
+    'requested, traced, expected',
+    [
+        (None, False, ['numbers', 'first', 'torch']),
+        ('auto', True, ['first', 'torch']),
+        ('unproven', False, ['unproven']),
+    ],
+)
+def test_order(requested: str | None, traced: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, 'is_traced', lambda: traced)
+    assert names(requested) == expected
+
+
+@pytest.mark.parametrize(
+    'requested, environment, message',
+    [
+        ('elsewhere', '', "'elsewhere' cannot run here: it is for another machine. Usable here: numbers, first, torch"),
+        ('first', 'elsewhere', "'elsewhere' cannot run here"),
+        ('fist', '', "backend='fist' is not a backend; choose one of auto, elsewhere, numbers, first, torch, unproven"),
+        (None, 'fist', "MMGATE_SQUARE='fist' is not a backend"),
+    ],
+)
+def test_a_name_is_that_backend_or_an_error(
+    requested: str | None, environment: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv('MMGATE_SQUARE', environment)
+    with pytest.raises(ValueError, match=message):
+        names(requested)
+
+
+def test_a_calibration_decides_by_dtype_and_size() -> None:
+    choice.write('square', CPU, {'torch.float32 large': 'unproven', 'torch.float32 small': 'elsewhere'})
+    assert names(work=LARGE) == ['unproven', 'numbers', 'first', 'torch']
+    assert names(work=MEDIUM) == names(work=SMALL) == ['numbers', 'first', 'torch'], 'a winner has to be usable'
+    assert names('first', work=LARGE) == ['first']
+    halves = candidates('square', backends(), torch.rand(5).half(), work=LARGE)[0]
+    assert [x.name for x in halves] == ['numbers', 'first', 'torch']
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        lambda patch: patch.setattr(choice, 'machine', lambda device: 'another GPU'),
+        lambda patch: patch.setitem(choice.OPERATORS, 'plug_attention', backends('torch', 'unproven')),
+        lambda patch: patch.setattr(Path, 'read_bytes', lambda path: b'another source'),
+        lambda patch: patch.setenv('MMGATE_CALIBRATION', ''),
+    ],
+    ids=['machine', 'backends', 'sources', 'none'],
+)
+def test_a_calibration_holds_for_what_it_was_made_with(
+    change: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice.write('plug_attention', CPU, {'torch.float32 small': 'torch'})
+    assert choice.winners('plug_attention', 'cpu', None) == {'torch.float32 small': 'torch'}
+    change(monkeypatch)
+    choice.winners.cache_clear()
+    assert not choice.winners('plug_attention', 'cpu', None)
+
+
+@pytest.mark.parametrize('content', ['', '{', '[]', '{"key": 3}', '{"key": {"torch.float32 small": 3}}'])
+def test_a_broken_file_is_said_and_replaced(content: str, caplog: pytest.LogCaptureFixture) -> None:
+    path = Path(choice.path())
+    path.parent.mkdir()
+    path.write_text(content)
+    assert names() == ['numbers', 'first', 'torch'] and 'cannot be read' in caplog.text
+    choice.write('square', CPU, {'torch.float32 small': 'first'})
+    assert names()[0] == 'first' and len(json.loads(path.read_text())) == 1
+    choice.write('plug_attention', CPU, {})
+    assert len(json.loads(path.read_text())) == 2 and list(path.parent.iterdir()) == [path]
+
+
+def test_one_that_refuses_hands_on_unless_it_was_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    x, kinds = torch.rand(5), backends('refuses', 'torch')
+    for _ in range(2):
+        assert torch.equal(run('square', kinds, (x,), 'auto', SMALL), x * x)
+    assert caplog.text.count("square: 'refuses' hands a call on to the next: this one does not take") == 1
+    with pytest.raises(ValueError, match='this one does not take'):
+        run('square', kinds, (x,), 'refuses', SMALL)
+    with pytest.raises(ValueError, match='this one does not take'):
+        run('square', backends('refuses', 'refuses'), (x,), None, SMALL)
+
+
+def test_the_sampler_hands_on_what_the_kernel_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of too many heads for a grid, after one that the calibrated kernel took."""
+    package = choice.sys.modules['mmgate.ops.ms_deform_attn']
+    kernel = choice.find('ms_deform_attn', package.BACKENDS, 'triton')
+    usable = Backend('triton', lambda value: None, kernel.run, in_order=False)
+    monkeypatch.setattr(package, 'BACKENDS', (*(b for b in package.BACKENDS if b.name != 'triton'), usable))
+    monkeypatch.setitem(choice.OPERATORS, 'ms_deform_attn', package.BACKENDS)
+    choice.write('ms_deform_attn', CPU, {'torch.float32 small': 'triton'})
+    value = torch.zeros(1).expand(2, 4, 33_000, 1)
+    points, logits = torch.zeros(1).expand(2, 1, 33_000, 1, 1, 2), torch.zeros(1).expand(2, 1, 33_000, 1, 1)
+    output = ms_deform_attn(value, torch.tensor([(2, 2)]), torch.tensor([0]), points, logits)
+    assert output.shape == (2, 1, 33_000)
+
+
+def test_the_first_call_says_what_runs(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        run('square', backends('first'), (torch.rand(5),), None, SMALL)
+        run('square', backends('first', 'torch'), (torch.rand(5),), 'torch', SMALL)
+    assert [record.getMessage() for record in caplog.records] == [
+        "square runs on the plain way ('first'), the first of the order that can run here.",
+        "square runs on its backend ('torch'), as asked for.",
+    ]
+
+    class Elsewhere:
+        """Stands for a tensor on a GPU."""
+
+        is_cuda, device, dtype = True, torch.device('cuda', 0), torch.float32
+
+        def __mul__(self, other: Any) -> Any:
+            return self
+
+    caplog.clear()
+    choice._said.clear()
+    run('square', backends('first'), (Elsewhere(),), None, SMALL)
+    assert 'type once: python -m mmgate.doctor --calibrate' in caplog.text
+
+
+def test_mmengine_gets_the_line_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmengine.logging import MMLogger
+
+    said: list[str] = []
+    logger = MMLogger.get_instance('a_run')
+    monkeypatch.setattr(logger, 'handle', lambda record: said.append(record.getMessage()))
+    monkeypatch.setitem(choice.sys.modules, 'mmengine.logging', __import__('mmengine').logging)
+    run('square', backends('first'), (torch.rand(5),), None, SMALL)
+    assert len(said) == 1 and 'square runs on the plain way' in said[0]
+
+
+@pytest.mark.parametrize('number, size', [(1, 'small'), (10, 'small'), (11, 'medium'), (20, 'medium'), (21, 'large')])
+def test_size_classes(number: int, size: str) -> None:
+    assert size_class(number, 10, 20) == size
+
+
+def sampler(batch: int = 2) -> list[Tensor]:
+    levels = torch.tensor([(6, 8), (3, 4)])
+    points, logits = torch.rand(batch, 9, 4, 2, 3, 2), torch.randn(batch, 9, 4, 2, 3)
+    return [
+        torch.randn(batch, 60, 4, 16),
+        levels,
+        torch.tensor([0, 48]),
+        points,
+        logits,
+        torch.randn(batch, 9, 4, 2, 1),
+    ]
+
+
+@one_graph
+def test_traced_models_take_the_calibrated_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one graph, as the answer is a constant there."""
+    package = choice.sys.modules['mmgate.ops.ms_deform_attn']
+    tripled = Backend(
+        'tripled', lambda value: None, lambda value, *x: 3 * package.BACKENDS[3].run(value, *x), in_order=False
+    )
+    monkeypatch.setattr(package, 'BACKENDS', (*package.BACKENDS, tripled))
+    monkeypatch.setitem(choice.OPERATORS, 'ms_deform_attn', package.BACKENDS)
+    choice.write('ms_deform_attn', CPU, {'torch.float32 small': 'tripled'})
+    inputs = sampler()
+    compiled = torch.compile(lambda *x: ms_deform_attn(*x), fullgraph=True, backend='eager')
+    torch.testing.assert_close(compiled(*inputs), 3 * ms_deform_attn(*inputs, backend='torch'))
+    torch.testing.assert_close(ms_deform_attn(*inputs), compiled(*inputs))
+
+
+def test_operators_say_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = []
+    for op in ('ms_deform_attn', 'plug_attention'):
+        package = choice.sys.modules[f'mmgate.ops.{op}']
+        monkeypatch.setattr(
+            package, 'run', lambda op, backends, arguments, requested, *size: sizes.append(size_class(*size))
+        )
+        monkeypatch.setattr(package, 'SIZES', (500, 1000))
+    for batch in (1, 2, 5):  # 216 samples an image
+        ms_deform_attn(*sampler(batch))
+    for tokens in (5, 20, 30):
+        gate = GatingModulation('product', activation='tanh', init='paper')
+        plug_attention(*(torch.randn(1, heads, tokens, 8) for heads in (2, 2, 2, 1, 1)), gate)
+    assert sizes == ['small', 'small', 'large', 'small', 'medium', 'large']
+
+
+class Sampler(torch.nn.Module):
+    def forward(self, *x: Tensor) -> Tensor:
+        return ms_deform_attn(*x)
+
+
+def test_exports_hold_plain_operators_only() -> None:
+    with torch.no_grad():
+        inputs = sampler()
+        traced = torch.jit.trace(Sampler(), inputs, check_trace=False)
+        assert not any(node.kind().startswith('mmgate') for node in traced.inlined_graph.nodes())
+        torch.testing.assert_close(traced(*inputs), ms_deform_attn(*inputs, backend='torch'))
+
+
+@one_graph
+@pytest.mark.parametrize('own_check', [False, True], ids=['torch_says', 'the_callers_say'])
+def test_torch_export_holds_plain_operators_only(own_check: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if own_check:
+        monkeypatch.setattr(library, '_is_exporting', torch.compiler.assume_constant_result(library.called_by_export))
+    inputs = sampler()
+    program = torch.export.export(Sampler(), tuple(inputs))
+    assert not any('mmgate' in str(node.target) for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(*inputs), ms_deform_attn(*inputs, backend='torch'))

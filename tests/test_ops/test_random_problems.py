@@ -1,0 +1,170 @@
+"""The Triton kernels on random problems in the interpreter, against float64 programs that share nothing with mmgate.
+
+Both are slow and plain: the sampler weighs every pixel of every map by the hat function of its distance from the
+sample, PLuG attention forms all maps. What a kernel reads and writes has to lie in its arguments' memory.
+"""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmgate.layers import GatingModulation
+from mmgate.ops import ms_deform_attn, plug_attention
+from mmgate.ops.ms_deform_attn import triton as sampler
+from mmgate.ops.plug_attention import blocks
+from mmgate.ops.triton_backend import interpreted
+
+pytest.importorskip('triton', minversion='3.2')
+pytestmark = [
+    pytest.mark.skipif(not interpreted(), reason='the kernels are compiled in this process, not interpreted'),
+    pytest.mark.usefixtures('poisoned_memory', 'within_bounds'),
+]
+PROBLEMS = [pytest.param(4, id='few'), pytest.param(100, id='many', marks=pytest.mark.slow)]
+
+
+def sample_by_hats(
+    value: Tensor,
+    points: Tensor,
+    logits: Tensor,
+    gate: Tensor | None,
+    reference: Tensor | None,
+    levels: list,
+    options: Any,
+) -> Tensor:
+    """Return ``(B, Q, H * D)`` of levels as (height, width, first token)."""
+    factor = torch.ones(()) if gate is None else gate + 1 if options['residual'] else gate
+    before = options['position'] == 'pre_softmax'
+    exponents = (logits * factor if before else logits).flatten(3)
+    weights = (exponents - exponents.logsumexp(3, keepdim=True)).exp().view(logits.shape)
+    weights = weights if before else weights * factor
+    output = torch.zeros((), dtype=torch.float64)
+    for level, (height, width, first) in enumerate(levels):
+        x, y = points[:, :, :, level].unbind(-1)  # (B, Q, H, P)
+        if reference is None:
+            x, y = x * width, y * height
+        else:
+            centre = reference[:, :, None, level, None]  # (B, Q, 1, 1, R)
+            box = reference.shape[-1] == 4
+            across, down = (centre[..., 2] * width, centre[..., 3] * height) if box else (1, 1)
+            share = 0.5 / points.shape[4] if box else 1
+            x, y = centre[..., 0] * width + x * across * share, centre[..., 1] * height + y * down * share
+        of_columns = (1 - (x[..., None] - 0.5 - torch.arange(width)).abs()).clamp(min=0)
+        of_rows = (1 - (y[..., None] - 0.5 - torch.arange(height)).abs()).clamp(min=0)
+        image = value[:, first : first + height * width].unflatten(1, (height, width))
+        shares = torch.einsum('bqhp,bqhpy,bqhpx->bqhyx', weights[:, :, :, level], of_rows, of_columns)
+        output = output + torch.einsum('bqhyx,byxhd->bqhd', shares, image)
+    return output.flatten(2)
+
+
+def plug_by_maps(tensors: list[Tensor], bias: Tensor | None, weight: Tensor, offset: Tensor) -> Tensor:
+    query, key, value, gate_query, gate_key = tensors
+    s, r = (
+        torch.einsum('bhnd,bhmd->bhnm', x, y) / x.shape[-1] ** 0.5 for x, y in ((query, key), (gate_query, gate_key))
+    )
+    logits = s * (1 + torch.tanh((weight[0] * r + offset[0]) * (weight[1] * r + offset[1])))
+    logits = logits if bias is None else logits + bias
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    return torch.einsum('bhnm,bhme->bhne', weights / weights.sum(-1, keepdim=True), value)
+
+
+def compare(problem: str, actual: list[Tensor], expected: list[Tensor], tolerance: float) -> None:
+    """Compare a call's output and gradients, each by the largest of its numbers."""
+    for number, (x, y) in enumerate(zip(actual, expected, strict=True)):
+        scale = max(1e-3, float(y.abs().max()) if y.numel() else 0.0)
+        torch.testing.assert_close(
+            x.double(), y, rtol=tolerance, atol=tolerance * scale, msg=lambda m, n=number: f'{problem}, {n}: {m}'
+        )
+
+
+def with_gradients(output: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [output.detach(), *torch.autograd.grad((output.double() * noise).sum(), leaves)]
+
+
+@pytest.mark.parametrize('count', PROBLEMS)
+def test_sampler(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(count):
+        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+
+        def rand(*shape: int, generator: torch.Generator = generator) -> Tensor:
+            return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+        sizes = [(draw.randint(0, 5), draw.randint(1, 5)) for _ in range(draw.randint(1, 4))] + [(2, 3)]
+        order, first, starts = draw.sample(range(len(sizes)), len(sizes)), 0, [0] * len(sizes)
+        for level in order:  # levels need not follow each other
+            starts[level], first = first, first + sizes[level][0] * sizes[level][1]
+        batch, heads, points = draw.randint(1, 2), draw.randint(1, 3), draw.randint(1, 5)
+        queries, dim = draw.choice([first, draw.randint(1, 9)]), draw.choice([1, 3, 8, 16, 20, 32, 40])
+        samples = (batch, queries, heads, len(sizes), points)
+        columns = draw.choice([0, 2, 4])
+        reference = rand(batch, queries, len(sizes), columns) * 0.8 + 0.1 if columns else None
+        at = rand(*samples, 2) * (1.6 if columns == 0 else 6.0) - (0.3 if columns == 0 else 3.0)
+        axes = [n if draw.random() < 0.5 else 1 for n in samples]
+        gate = draw.choice([None, rand(*axes) - 0.5, (rand(*axes[::-1]) - 0.5).permute(4, 3, 2, 1, 0)])
+        options = dict(residual=draw.random() < 0.5, position=draw.choice(['pre_softmax', 'post_softmax']))
+        logits, value = (rand(*samples) - 0.5) * draw.choice([1, 6]), rand(batch, first, heads, dim) - 0.5
+        scalars = draw.random() < 0.5
+        monkeypatch.setattr(sampler, 'scalar_reductions', lambda device, s=scalars: s)
+        monkeypatch.setattr(sampler, 'INTERPRETED_QUERIES', draw.choice([4, 8, 32]))
+        deterministic = draw.random() < 0.25
+
+        exact = [x if x is None else x.float().double() for x in (value, at, logits, gate, reference)]
+        leaves = [x if x is None else x.requires_grad_() for x in exact]
+        levels = [(height, width, start) for (height, width), start in zip(sizes, starts, strict=True)]
+        used = [x for x in leaves if x is not None]
+        expected = with_gradients(sample_by_hats(*leaves, levels, options), used)
+        leaves = [x if x is None else x.detach().float().requires_grad_() for x in exact]
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            value, at, logits, gate, reference = leaves
+            output = ms_deform_attn(
+                value, torch.tensor(sizes), torch.tensor(starts), at, logits, gate,
+                reference_points=reference, backend='triton', **options,
+            )  # fmt: skip
+            actual = with_gradients(output, [x for x in leaves if x is not None])
+        finally:
+            torch.use_deterministic_algorithms(False)
+        compare(f'problem {seed}', actual, expected, 1e-4)
+
+
+@pytest.mark.parametrize('count', PROBLEMS)
+def test_plug(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(count):
+        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        dtype = draw.choice([torch.float32, torch.float32, torch.float16, torch.bfloat16])
+        batch, heads = draw.randint(1, 2), draw.choice([1, 2, 2, 3, 4])
+        rows, columns = draw.randint(1, 70), draw.choice([draw.randint(1, 70), 64])
+        dim, width, gates = draw.choice([1, 12, 16, 32, 40]), draw.choice([1, 16, 20]), draw.choice([1, heads])
+        shapes = [(heads, rows, dim), (heads, columns, dim), (heads, columns, dim), (gates, rows, width)]
+        exact = [torch.randn(batch, *shape, generator=generator) for shape in [*shapes, (gates, columns, width)]]
+        bias = None
+        if draw.random() < 0.7:
+            axes = [n if draw.random() < 0.5 else 1 for n in (batch, heads, rows, columns)]
+            bias = torch.randn(axes, generator=generator)
+            bias = draw.choice([bias, bias.mT.contiguous().mT, torch.where(bias > 0.3, -torch.inf, bias)])
+            bias = bias.where(bias.amax(-1, keepdim=True) > -torch.inf, 0.0)  # no row without a key
+        if draw.random() < 0.5:  # blocks as on a GPU
+            monkeypatch.setattr(blocks, 'interpreted', lambda: False)
+            arch = draw.choice([80, 90, 120])
+            monkeypatch.setattr(blocks, 'target_of', lambda device, a=arch: SimpleNamespace(arch=a))
+        else:
+            monkeypatch.setattr(blocks, 'interpreted', lambda: True)
+        gml = GatingModulation('product', activation='tanh', init='paper')
+        with torch.no_grad():
+            gml.weight.copy_(torch.randn(2, generator=generator))
+            gml.bias.copy_(torch.randn(2, generator=generator))
+        leaves = [x.to(dtype).double().requires_grad_() for x in exact]
+        scalars = [x.detach().double().requires_grad_() for x in (gml.weight, gml.bias)]
+        added = None if bias is None else bias.double()
+        expected = with_gradients(plug_by_maps(leaves, added, *scalars), [*leaves, *scalars])
+        narrow = [x.to(dtype).requires_grad_() for x in exact]
+        output = plug_attention(*narrow, gml, bias, backend='triton')
+        actual = with_gradients(output, [*narrow, gml.weight, gml.bias])
+        tolerance = {torch.float32: 3e-4, torch.float16: 0.01, torch.bfloat16: 0.06}[dtype]
+        compare(f'problem {seed}', actual, expected, tolerance)

@@ -1,0 +1,78 @@
+"""What importing mmgate changes in a process: nothing but what docs/process.md says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+# Imports the hosts, takes down what they and the process are, imports mmgate and prints what is another thing since.
+SCRIPT = """
+import atexit, importlib, logging, os, pkgutil, random, signal, sys, threading, types, warnings
+import numpy, torch, mmengine.runner, mmengine.hub, mmcv.ops
+import torch.onnx, torch.export
+for name in ('mmdet', 'mmseg'):
+    for part in ('apis', 'datasets', 'engine', 'evaluation', 'models', 'structures', 'visualization'):
+        importlib.import_module(f'{name}.{part}')
+HOSTS = ('mmengine', 'mmcv', 'mmdet', 'mmseg', 'torch')
+KINDS = (type, types.FunctionType, types.BuiltinFunctionType, property, classmethod, staticmethod)
+
+
+def facts():
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition('.')[0] in HOSTS and isinstance(module, types.ModuleType):
+            for key, value in list(vars(module).items()):
+                if isinstance(value, KINDS):
+                    found[f'{name}.{key}'] = value
+                if isinstance(value, type) and value.__module__ == name:
+                    inner = {f'{name}.{key}.{k}': v for k, v in vars(value).items() if isinstance(v, KINDS)}
+                    found.update(inner)
+    return found
+
+
+def process():
+    backends = torch.backends
+    return dict(
+        environment=dict(os.environ), path=list(sys.path), filters=list(warnings.filters), hook=sys.excepthook,
+        signals={s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)},
+        threads=threading.active_count(), handlers=list(logging.getLogger().handlers), exits=atexit._ncallbacks(),
+        level=logging.getLogger().level, grad=torch.is_grad_enabled(), dtype=torch.get_default_dtype(),
+        tf32=(backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32), benchmark=backends.cudnn.benchmark,
+        fused=hasattr(backends, 'mha') and backends.mha.get_fastpath_enabled(), torch_threads=torch.get_num_threads(),
+        deterministic=torch.are_deterministic_algorithms_enabled(), seed=torch.initial_seed(),
+        random=(random.getstate(), torch.get_rng_state().tolist(), numpy.random.get_state()[1].tolist()),
+        scope=mmengine.registry.DefaultScope.get_current_instance())
+
+
+before, was = facts(), process()
+import mmgate
+now = process()
+changed = [key for key in was if was[key] != now[key]]
+for module in pkgutil.walk_packages(mmgate.__path__, 'mmgate.'):
+    if MODULES:
+        try:
+            importlib.import_module(module.name)
+        except ImportError:  # of an extra
+            pass
+after = facts()
+changed += [key for key, value in before.items() if after.get(key, value) is not value]
+owners = {key: getattr(getattr(value, '__func__', value), '__module__', None) for key, value in after.items()}
+changed += [key for key, owner in owners.items() if str(owner).partition('.')[0] == 'mmgate']
+print('facts', len(before), 'changed', *changed)
+"""
+
+
+@pytest.mark.parametrize('modules', [False, True], ids=['mmgate', 'every module of it'])
+def test_nothing_is_patched(modules: bool) -> None:
+    """Functions, classes and methods of the hosts and of torch are the same, and so is what a process has."""
+    script = f'MODULES = {modules}\n{SCRIPT}'
+    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
+    command = [sys.executable, '-W', 'ignore', '-c', script]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-2000:]
+    last = result.stdout.splitlines()[-1].split()
+    assert last[0] == 'facts' and int(last[1]) > 10000 and last[3:] == []

@@ -1,0 +1,127 @@
+"""Gates trained alone through the command lines: files of gates, resuming, testing with --gates, the converter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, tool
+from mmengine.config import Config
+from mmengine.fileio import load
+
+from mmgate.checkpoints.gates_file import read_gates
+from mmgate.datasets.shapes import write_shapes
+from mmgate.train import cli
+
+DEMO = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
+VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
+SMALL = """
+_base_ = BASE
+model = dict(
+    backbone=dict(base_channels=8), neck=dict(in_channels=[16, 32, 64]), encoder=dict(num_layers=1),
+    decoder=dict(num_layers=1))
+train_dataloader = dict(batch_size=2, num_workers=0, persistent_workers=False)
+val_dataloader = dict(num_workers=0, persistent_workers=False)
+test_dataloader = dict(num_workers=0, persistent_workers=False)
+train_cfg = dict(max_epochs=EPOCHS, val_interval=100)
+"""
+GATES = """
+_base_ = './gated.py'
+load_from = 'vanilla/epoch_1.pth'
+model = dict(train='gates')
+custom_hooks = [dict(type='mmgate.GatesCheckpointHook', max_keep=2)]
+optim_wrapper = dict(optimizer=dict(lr=1.0))
+train_dataloader = dict(dataset=dict(indices=4))
+"""
+
+
+@pytest.fixture(scope='module')
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data, a vanilla checkpoint and gates that were trained alone, resumed once."""
+    folder = tmp_path_factory.mktemp('gates')
+    write_shapes(folder / 'data/shapes', num_train=8, num_val=2, size=64)
+    for name, base, epochs in (('vanilla', VANILLA, 1), ('gated', DEMO, 2)):
+        (folder / f'{name}.py').write_text(SMALL.replace('BASE', repr(str(base))).replace('EPOCHS', str(epochs)))
+    (folder / 'gates.py').write_text(GATES)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(cli.train, 'vanilla.py', '--work-dir', 'vanilla')
+        run(cli.train, 'gates.py', '--work-dir', 'gates')
+        run(cli.train, 'gates.py', '--work-dir', 'gates', '--resume', '--cfg-options', 'train_cfg.max_epochs=3')
+    return folder
+
+
+def run(command: object, *arguments: str) -> None:
+    assert cli.main(command, list(arguments)) == 0
+
+
+def boxes(file: str) -> list[torch.Tensor]:
+    return [sample['pred_instances'][key] for sample in load(file) for key in ('bboxes', 'scores')]
+
+
+def test_files_stand_beside_the_checkpoints(project: Path) -> None:
+    names = sorted(path.name for path in (project / 'gates').glob('*.safetensors'))
+    assert (
+        names == ['epoch_1.gates.safetensors', 'epoch_2.gates.safetensors', 'epoch_3.gates.safetensors'][-len(names) :]
+    )
+    checkpoint = torch.load(project / 'gates/epoch_3.pth', weights_only=False)
+    vanilla = torch.load(project / 'vanilla/epoch_1.pth', weights_only=False)
+    content = read_gates(project / 'gates/epoch_3.gates.safetensors')
+    for name, tensor in vanilla['state_dict'].items():  # what is frozen is equal bit for bit
+        assert torch.equal(checkpoint['state_dict'][name], tensor), name
+    gates = set(checkpoint['state_dict']) - set(vanilla['state_dict'])
+    assert gates == set(content.tensors)
+    assert len(checkpoint['optimizer']['state']) == len(gates)
+
+
+def test_a_vanilla_config_and_checkpoint_with_a_file(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    run(cli.test, 'gates.py', 'gates/epoch_3.pth', '--work-dir', 'whole', '--out', 'whole.pkl')
+    file = ['--gates', 'gates/epoch_3.gates.safetensors']
+    for config in ('vanilla', 'gated'):
+        run(cli.test, f'{config}.py', 'vanilla/epoch_1.pth', '--work-dir', 'with', '--out', f'{config}.pkl', *file)
+        torch.testing.assert_close(boxes(f'{config}.pkl'), boxes('whole.pkl'))
+    run(cli.test, 'vanilla.py', 'vanilla/epoch_1.pth', '--work-dir', 'without', '--out', 'without.pkl')
+    assert any(not torch.equal(one, other) for one, other in zip(boxes('without.pkl'), boxes('whole.pkl'), strict=True))
+
+
+def test_averaged_weights_are_what_is_written(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    hooks = "dict(type='mmgate.GatesCheckpointHook'), dict(type='EMAHook', momentum=0.5)"
+    (project / 'ema.py').write_text(f"_base_ = './gates.py'\ncustom_hooks = [{hooks}]\n")
+    run(cli.train, 'ema.py', '--work-dir', 'ema')
+    averaged = torch.load('ema/epoch_2.pth', weights_only=False)['state_dict']
+    own = torch.load('ema/epoch_2.pth', weights_only=False)['ema_state_dict']
+    for name, tensor in read_gates('ema/epoch_2.gates.safetensors').tensors.items():
+        assert torch.equal(tensor, averaged[name]), name
+        assert f'module.{name}' in own
+
+
+def test_the_converter_takes_out_and_puts_in(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(project)
+    gates = tool('gates', 'model_converters')
+    run(gates.main, 'extract', 'gates.py', 'gates/epoch_3.pth', 'out.safetensors')
+    expected = read_gates(project / 'gates/epoch_3.gates.safetensors')
+    found = read_gates(project / 'out.safetensors')
+    assert found.rules == expected.rules and found.shapes == expected.shapes
+    run(gates.main, 'merge', 'vanilla/epoch_1.pth', 'out.safetensors', 'merged.pth')
+    merged = torch.load(project / 'merged.pth', weights_only=False)['state_dict']
+    whole = torch.load(project / 'gates/epoch_3.pth', weights_only=False)['state_dict']
+    assert set(merged) == set(whole) and all(torch.equal(tensor, merged[name]) for name, tensor in whole.items())
+    assert cli.main(gates.main, ['merge', 'vanilla/epoch_1.pth', 'out.safetensors', 'merged.pth']) == 2  # it exists
+
+
+def test_errors_come_before_the_run(
+    project: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project)
+    before = set(project.iterdir())
+    for arguments, message in (
+        (['vanilla.py', 'vanilla/epoch_1.pth', '--gates', 'none.safetensors'], 'no such file of gates'),
+        (['vanilla.py', 'vanilla/epoch_1.pth', '--gates', 'vanilla/epoch_1.pth'], 'cannot be read as a file of gates'),
+    ):
+        assert cli.main(cli.test, [*arguments, '--work-dir', 'refused']) == 2
+        assert message in capsys.readouterr().err
+    assert set(project.iterdir()) == before
+    assert Config.fromfile('gates.py').model.train == 'gates'

@@ -1,0 +1,26 @@
+"""A hook of MkDocs: the pages that stand beside the code join the site at their own paths, with what they link."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ('*.md', 'configs/**/*.md', 'mmgate/**/*.md', 'tools/**/*.md', 'tests/README.md')
+LINK = re.compile(r'\]\(([^)#:\s]+)')
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Give every page its path in the repository; a link to a file that is no page brings the file along."""
+    pages = [path for pattern in PAGES for path in ROOT.glob(pattern) if '.mim' not in path.parts]
+    for file in [file for file in files if Path(str(file.abs_src_path)).is_relative_to(config.docs_dir)]:
+        files.remove(file)
+        pages.append(Path(str(file.abs_src_path)))
+    texts = {page: page.read_text() for page in pages if page.suffix == '.md'}
+    linked = {(page.parent / link).resolve() for page, text in texts.items() for link in LINK.findall(text)}
+    for path in sorted({*pages, *(path for path in linked if path.is_file())}):
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    return files
