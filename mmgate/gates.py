@@ -269,9 +269,10 @@ def _named(kind: str | type[nn.Module]) -> str:
 
 def _inner(model: nn.Module) -> nn.Module:
     """Return the model inside DDP and its kin."""
-    while type(model).__name__.endswith(('DataParallel', 'AveragedModel')) and hasattr(model, 'module'):
-        model = model.module
-    return model
+    inner: Any = model
+    while type(inner).__name__.endswith(('DataParallel', 'AveragedModel')) and hasattr(inner, 'module'):
+        inner = inner.module
+    return inner
 
 
 def _unfreeze(model: nn.Module) -> None:
@@ -285,7 +286,7 @@ def _set_mode(model: Any, mode: bool = True) -> nn.Module:
     type(model).train(model, mode)
     if mode:
         gated = {id(part) for swap in _swaps(model).values() for part in swap.gate.modules()}
-        gated |= {id(part) for m in model.modules() if isinstance(m, GateInit) for part in m.modules()}
+        gated |= {id(part) for m in model.modules() for part in m.modules() if isinstance(m, GateInit)}
         for module in model.modules():
             # heads and detectors ask for the mode to know whether they train; what drops and what counts are leaves,
             # and attention that drops by a function

@@ -95,7 +95,7 @@ def stage_rules(
     rules = [{**rule, **stage} for rule, stage in zip(rules, stages, strict=True)]
     for rule, size in zip(rules, sizes, strict=True):
         gate = MODELS.get(rule['type'])
-        option = inspect.signature(gate).parameters.get('map_size') if inspect.isclass(gate) else None
-        if option is not None and option.default is inspect.Parameter.empty:
+        needed = inspect.signature(gate).parameters.get('map_size') if inspect.isclass(gate) else None
+        if needed is not None and needed.default is inspect.Parameter.empty:
             rule.setdefault('map_size', size)
     return rules

@@ -158,7 +158,8 @@ def judge(row: Row, scale: str, device: torch.device, expected: dict[str, Tensor
         return backend.run(*(given.get(i, x) for i, x in enumerate(arguments)))
 
     for mode in MODES if row.out is None else ():
-        times, end = [], time.perf_counter() + SECONDS
+        times: list[float] = []
+        end = time.perf_counter() + SECONDS
         while not times or (len(times) < REPETITIONS and time.perf_counter() < end):
             times.append(measure(call, [x.detach() for x in tensors.values()], mode)[0])
         row.ms[mode] = round(1e3 * min(times), 4)  # what else the machine does only adds to it

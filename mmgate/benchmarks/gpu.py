@@ -201,8 +201,8 @@ def switch_rows(device: str, tiny: bool) -> Iterator[Row]:
 
         def cut_by(changes: dict[str, Any], *tensors: Tensor) -> Tensor:
             setattr(dense, 'blocks_for', lambda *of: own(*of)._replace(**changes))  # noqa: B010
-            bias = (None, True, 'pre_softmax', 0.0)
-            return dense.attend(*tensors, gml, *bias)
+            arguments: tuple[Any, ...] = (*tensors, gml)
+            return dense.attend(*arguments)
 
         tokens, dtype = (32, torch.float32) if tiny else (4096, torch.bfloat16)
         heads = 2 if tiny else 8
@@ -229,6 +229,7 @@ class _Encoder(nn.Module):
     def forward(self, x: Tensor, shapes: Tensor, starts: Tensor, reference: Tensor, backend: str) -> Tensor:
         batch, tokens, width = x.shape
         axes = (batch, tokens, width // 32, len(shapes), 4)
+        layer: Any
         for layer in self.layers:
             parts = {name: linear(x) for name, linear in layer.items() if name != 'out'}
             gate = parts['gate'].view(axes).tanh() if 'gate' in parts else None

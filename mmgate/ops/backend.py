@@ -146,7 +146,8 @@ def _winner(op: str, device_type: str, index: int | None, dtype: torch.dtype, si
 def winners(op: str, device_type: str, index: int | None) -> dict[str, str]:
     """Return the calibration's backends of this machine by dtype and size; there are none before a calibration."""
     kept = read() if path() and (device_type != 'cuda' or torch.cuda.is_available()) else {}
-    return kept.get(key(op, torch.device(device_type, index)), {}) if kept else {}
+    device = torch.device(device_type if index is None else f'{device_type}:{index}')
+    return kept.get(key(op, device), {}) if kept else {}
 
 
 def path() -> str:

@@ -61,15 +61,15 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         middle.set_xlim(min(lows), max(highs))
         right.set_xlim(used)
     notes = {title: ' '.join(dict.fromkeys(MEANINGS[gate.unchanged] for gate in gates)) for title, gates in models}
-    alike = len(set(notes.values())) == 1
+    equal = len(set(notes.values())) == 1
     legend(
-        figure, note='\n'.join(dict.fromkeys(note if alike else f'{title}: {note}' for title, note in notes.items()))
+        figure, note='\n'.join(dict.fromkeys(note if equal else f'{title}: {note}' for title, note in notes.items()))
     )
     return save(figure, out)
 
 
 def _draw_map(figure: Any, axis: Any, coefficients: np.ndarray, kind: str, limit: float) -> None:
-    style = dict(cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation='nearest', aspect='auto')
+    style: dict[str, Any] = dict(cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation='nearest', aspect='auto')
     colour_bar(figure, show_map(axis, coefficients, **style), axis, shrink=0.9)
     across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[kind]
     axis.set(xlabel=across, ylabel=down, xticks=[], yticks=[])

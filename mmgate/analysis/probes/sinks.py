@@ -83,9 +83,11 @@ def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerSink
         holder = next((p for p in _parents(path) if ACTIVATION in recording.get(p, {})), None)
         states = None if holder is None else recording[holder][ACTIVATION]
         has_first = path in extra
-        activations = (states.largest, states.first if has_first else nan) if states else (nan, nan)
+        largest, first_activation = (states.largest, states.first if has_first else nan) if states else (nan, nan)
         sparsity = float(np.mean([gate.sparsity for gate in gates])) if gates else nan
-        found.append(LayerSink(path, share, head, first if has_first else nan, uniform, *activations, sparsity))
+        found.append(
+            LayerSink(path, share, head, first if has_first else nan, uniform, largest, first_activation, sparsity)
+        )
     return found
 
 

@@ -255,7 +255,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *tensors, reference, lse = ctx.saved_tensors
-    call = Sampling(*tensors, ctx.residual, ctx.position, reference)
+    call = Sampling._make((*tensors, ctx.residual, ctx.position, reference))
     of_reference = reference is not None and ctx.needs_input_grad[8]
     of_value, of_points, of_references, of_logits, of_gate = _fused_backward(grad, lse, *call, of_reference)
     gate = None if call.gate is None else of_gate.sum_to_size(call.gate.shape).to(call.gate.dtype)

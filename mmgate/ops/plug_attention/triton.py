@@ -125,7 +125,7 @@ def _launch(name: str, call: Call, others: tuple[Tensor, ...]) -> None:
     )
 
 
-def _outputs(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _outputs(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     batch, heads, rows, _ = query.shape
     return torch.empty_like(query), query.new_empty(batch, heads, 2, rows, dtype=torch.float32)
 
