@@ -18,7 +18,7 @@ from mmgate.layers.swiglu import SwiGLU
 from mmgate.registry import DATASETS, MODELS
 
 FOLDERS = [ROOT / f'configs/{method}/classification' for method in ('dgsa', 'vanilla')]
-CONFIGS = {path.name: path for folder in FOLDERS for path in sorted(folder.glob('*vit*.py'))}
+CONFIGS = {path.name: path for folder in FOLDERS for path in sorted(folder.glob('*vit*_1xb*.py'))}
 # Table 5, as it prints them
 SIZES = [
     ('dgvit-x2', 'cifar10', '3.77'),
