@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, skip_unless_readable
 from mmengine.config import Config
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
@@ -44,3 +44,31 @@ def test_differs_from_its_partner_in_the_attention_alone(name: str) -> None:
         allowed |= {'auto_scale_lr.enable', 'auto_scale_lr.base_batch_size'}
     assert changed <= allowed | ({WEIGHTS} if name.startswith('agent') else set())
     assert 'demo' in name or ours[WEIGHTS].startswith('https://')
+
+
+CLASSIFIERS = sorted(
+    path.name
+    for path in (ROOT / 'configs/vanilla/classification').glob('*.py')
+    if path.name.startswith(('pvt-', 'swin-', 'cswin-', 'pvtv2-'))
+)
+
+
+@pytest.mark.parametrize('name', CLASSIFIERS)
+def test_classifiers_differ_from_their_partners_in_the_attention_alone(name: str) -> None:
+    """But CSwin has its own depths, SAGA positions of 224 pixels, and Agent attention another rule for what decays."""
+    skip_unless_readable(f'vanilla/classification/{name}')
+    theirs = dict(flat(Config.fromfile(ROOT / 'configs/vanilla/classification' / name).to_dict()))
+    allowed = {
+        *(f'model.backbone.{field}' for field in (*ATTENTION, 'depths', 'pretrain_img_size')),
+        'optim_wrapper.constructor',
+        'load_from',
+    }
+    partners = [ROOT / f'configs/{method}/classification/{method}-{name}' for method in ('agent', 'saga')]
+    # Fig. 7 fine-tunes Swin-B beside Agent-Swin-S
+    assert any(path.is_file() for path in partners) or re.match(r'swin-b_8xb32-30e_in1k-(256|288|320|352)px', name)
+    for path in partners:
+        if path.is_file():
+            ours = dict(flat(Config.fromfile(path).to_dict()))
+            changed = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+            known = {key for key in changed if key.startswith(('train_pipeline', 'test_pipeline'))}
+            assert changed - known <= allowed, path.name

@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from conftest import ROOT, skip_unless_readable
@@ -44,16 +44,20 @@ RECIPES: dict[str, dict[str, Any]] = {
         lr=1e-4, weight_decay=1e-4, epochs=12, drops=[11]
     ),
     rf'({GATED}-)?pvt-[tsml]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
-    rf'{GATED}-(pvtv2|swin|deit)-(b0|b1|[tsb])_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
-    r'plug-deit-[ts].*_8xb128-300e_in1k|agent-cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    r'((plug|sdpa-gate)-)?deit-[tsb].*_8xb128-300e_in1k|plug-pvt-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
+    r'(deit-s|pvt-m)_8xb64-300e_in1k-(256|416)px': dict(IMAGENET, lr=5e-4, warm_up=5),
+    rf'{GATED}-deit-[tsb]_8xb128-300e_in1k|(agent-)?cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    rf'({GATED}-)?(pvtv2-b[01]|swin-[tsb])_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     rf'{GATED}-swin-t-.*_8xb128-300e_in1k|linear-swin-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
-    r'agent-cswin-b_8xb128-300e_in1k': dict(IMAGENET, weight_decay=0.1, warm_up=20),
-    r'plug-(visformer-t|gcvit-xxt|pvtv2-b1|tinyvit-5m|xcit-t12|t2t-vit-10)_8xb128-300e_in1k': dict(
-        **IMAGENET, warm_up=20
+    r'(agent-)?cswin-b_8xb128-300e_in1k': dict(IMAGENET, weight_decay=0.1, warm_up=20),
+    r'(plug-pvtv2-b1|(plug-)?(visformer-t|gcvit-xxt|tinyvit-5m|xcit-t12|t2t-vit-10))_8xb128-300e_in1k': dict(
+        **IMAGENET, warm_up=5
     ),
-    r'(agent|saga)-swin-b_8xb32-30e_in1k-384px': dict(lr=1e-5, weight_decay=1e-8, epochs=30, warm_up=5),
-    r'agent-cswin-b_8xb32-30e_in1k-384px': dict(lr=2.5e-6, weight_decay=1e-8, epochs=30),
-    r'agent-(deit|swin)-s_8xb64-300e_in1k-(288|448)px': dict(IMAGENET, lr=5e-4, warm_up=20),
+    r'((agent|saga)-)?swin-[sb]_8xb32-30e_in1k-(256|288|320|352|384)px': dict(
+        lr=1e-5, weight_decay=1e-8, epochs=30, warm_up=5
+    ),
+    r'(agent-)?cswin-b_8xb32-30e_in1k-384px': dict(lr=2.5e-6, weight_decay=1e-8, epochs=30),
+    r'(agent-deit|(agent-)?swin)-s_8xb64-300e_in1k-(288|448)px': dict(IMAGENET, lr=5e-4, warm_up=20),
     r'agent-pvt-m_8xb64-300e_in1k-256px': dict(IMAGENET, lr=5e-4, warm_up=5),
     r'(dgvit|vit|diff-vit).*_1xb128-100e_(cifar100?|fashionmnist|svhn)': dict(lr=3e-4, weight_decay=0.01, epochs=100),
     r'(dgvit|(sdpa-gate-)?vit)(-noise)?_1xb64-40e_digits': dict(lr=1e-3, weight_decay=0.01, epochs=40),  # ours
@@ -129,7 +133,145 @@ def check_backbone(cfg: Config, name: str) -> None:
     assert tuple(cfg.model.backbone.get('agent_nums', ())) == expected
 
 
+class Theirs(NamedTuple):
+    """What the authors' files say of an ImageNet model; rates for 512 images a step."""
+
+    lr: float
+    warm_up_lr: float
+    min_lr: float
+    warm_up: int
+    epochs: int
+    weight_decay: float
+    clip: float | None
+    drop_path: float
+    ema: float | None  # what is kept of the average in a step of ours
+    test: tuple[int | tuple[int, int], int | None]  # resized to (an integer: the short edge), cropped to
+    repeats: int = 1
+
+
+# DeiT's two low rates are the same for any number of images, here 1024
+DEIT = Theirs(5e-4, 1e-6 / 2, 1e-5 / 2, 5, 300, 0.05, None, 0.1, 0.99996, (256, 224), 3)
+DEFAULTS = Theirs(5e-4, 5e-7, 5e-6, 20, 300, 0.05, 5.0, 0.1, None, ((256, 256), 224))  # config.py of Agent attention
+PVT_FILE = DEFAULTS._replace(warm_up_lr=1e-6, min_lr=1e-5, warm_up=5, clip=None)  # 10 epochs of cool-down aside
+CSWIN_FILE = PVT_FILE._replace(warm_up=20, ema=0.99984)
+# LeapLabTHU/Agent-Attention, agent_transformer/cfgs and README; facebookresearch/deit, main.py and datasets.py
+AUTHORS: dict[str, Theirs] = {
+    'agent/classification/agent-deit-t_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.0),
+    'agent/classification/agent-deit-s_8xb128-300e_in1k': DEFAULTS,
+    'agent/classification/agent-deit-b_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.3),
+    'agent/classification/agent-deit-s_8xb64-300e_in1k-448px': DEFAULTS._replace(test=((512, 512), 448)),
+    'agent/classification/agent-pvt-t_8xb128-300e_in1k': PVT_FILE,
+    'agent/classification/agent-pvt-s_8xb128-300e_in1k': PVT_FILE,
+    'agent/classification/agent-pvt-m_8xb128-300e_in1k': PVT_FILE._replace(drop_path=0.3, clip=1.0),
+    'agent/classification/agent-pvt-l_8xb128-300e_in1k': PVT_FILE._replace(drop_path=0.3, clip=1.0),
+    'agent/classification/agent-pvt-m_8xb64-300e_in1k-256px': PVT_FILE._replace(
+        drop_path=0.3, clip=1.0, test=((292, 292), 256)
+    ),
+    'agent/classification/agent-swin-t_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.2),
+    'agent/classification/agent-swin-s_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.3),
+    'agent/classification/agent-swin-b_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.5),
+    'agent/classification/agent-swin-s_8xb64-300e_in1k-288px': DEFAULTS._replace(
+        drop_path=0.3, test=((288, 288), None)
+    ),
+    'agent/classification/agent-swin-b_8xb32-30e_in1k-384px': Theirs(
+        2e-5, 2e-8, 2e-7, 5, 30, 1e-8, 5.0, 0.5, None, ((384, 384), None)
+    ),
+    'agent/classification/agent-cswin-t_8xb128-300e_in1k': CSWIN_FILE._replace(drop_path=0.2),
+    'agent/classification/agent-cswin-s_8xb128-300e_in1k': CSWIN_FILE._replace(drop_path=0.4),
+    'agent/classification/agent-cswin-b_8xb128-300e_in1k': CSWIN_FILE._replace(drop_path=0.5, weight_decay=0.1),
+    'agent/classification/agent-cswin-b_8xb32-30e_in1k-384px': Theirs(  # 20 epochs and 10 of cool-down
+        5e-6, 5e-6, 5e-7, 0, 30, 1e-8, None, 0.7, 0.9998, ((438, 438), 384)
+    ),
+    'vanilla/classification/deit-t_8xb128-300e_in1k': DEIT,
+    'vanilla/classification/deit-s_8xb128-300e_in1k': DEIT,
+    'plug/classification/plug-deit-t_8xb128-300e_in1k': DEIT,
+    'plug/classification/plug-deit-s_8xb128-300e_in1k': DEIT,
+    'plug/classification/ablations/plug-deit-t-no-residual_8xb128-300e_in1k': DEIT,
+    'linear/classification/flatten-deit-t_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.0),  # Agent's Table 5
+    'linear/classification/flatten-swin-t_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.2),
+    'vanilla/classification/pvt-t_8xb128-300e_in1k': PVT_FILE,  # Agent-PVT-T's partner
+}
+
+
+@pytest.mark.parametrize('name', AUTHORS, ids=lambda name: name.rpartition('/')[2])
+def test_classifiers_train_as_the_authors(name: str) -> None:
+    """Their values, the rates for our images a step, against the config's."""
+    skip_unless_readable(name)
+    cfg, theirs = Config.fromfile(ROOT / f'configs/{name}.py'), AUTHORS[name]
+    optim, share = cfg.optim_wrapper, cfg.auto_scale_lr.base_batch_size / 512
+    warm_up = [s for s in cfg.param_scheduler if s.type == 'LinearLR']
+    (cosine,) = (s for s in cfg.param_scheduler if s.type == 'CosineAnnealingLR')
+    pipeline = {t.type: t for t in cfg.test_dataloader.dataset.pipeline}
+    resize = pipeline.get('Resize') or pipeline['ResizeEdge']
+    assert pipeline == {t.type: t for t in cfg.val_dataloader.dataset.pipeline}
+    sampler = cfg.train_dataloader.sampler
+    ours = Theirs(
+        lr=optim.optimizer.lr / share,
+        warm_up_lr=optim.optimizer.lr * (warm_up[0].start_factor if warm_up else 1) / share,
+        min_lr=cosine.eta_min / share,
+        warm_up=warm_up[0].end if warm_up else 0,
+        epochs=cfg.train_cfg.max_epochs,
+        weight_decay=optim.optimizer.weight_decay,
+        clip=optim.get('clip_grad', {}).get('max_norm'),
+        drop_path=cfg.model.backbone.get('drop_path_rate', 0.0),
+        ema=next((1 - hook.momentum for hook in cfg.get('custom_hooks', []) if hook.type == 'EMAHook'), None),
+        test=(resize.scale, pipeline.get('CenterCrop', {}).get('crop_size')),
+        repeats=sampler.num_repeats if sampler.type == 'RepeatAugSampler' else 1,
+    )
+    for field, expected, found in zip(Theirs._fields, theirs, ours, strict=True):
+        assert found == (pytest.approx(expected) if isinstance(expected, float) else expected), field
+    augments = cfg.model.data_preprocessor.batch_augments.augments
+    assert [(a.type, a.alpha) for a in augments] == [('Mixup', 0.8), ('CutMix', 1.0)]
+    assert cfg.model.head.loss.label_smooth_val == 0.1
+    train = {t.type: t for t in cfg.train_dataloader.dataset.pipeline}
+    assert (train['RandAugment'].magnitude_level, train['RandAugment'].magnitude_std) == (9, 0.5)
+    assert train['RandomErasing'].erase_prob == 0.25
+
+
 BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')
+CLASS_BIASES = ('ac_bias', 'ca_bias')
+
+
+@pytest.mark.parametrize(
+    'name, spared',
+    [
+        ('agent/classification/agent-swin-t_8xb128-300e_in1k', ('relative_position_bias_table',)),
+        ('agent/classification/agent-deit-t_8xb128-300e_in1k', ('cls_token', 'pos_embed')),
+        ('agent/classification/agent-pvt-t_8xb128-300e_in1k', ()),
+        ('agent/classification/agent-cswin-t_8xb128-300e_in1k', ()),
+    ],
+    ids=lambda value: value.rpartition('/')[2] if isinstance(value, str) else '',
+)
+def test_what_decays_in_agent_classifiers(name: str, spared: tuple[str, ...]) -> None:
+    """The ImageNet code spares one dimension, biases and a few names; agent biases, of four and five, decay."""
+    skip_unless_readable(name)
+    cfg = Config.fromfile(ROOT / f'configs/{name}.py')
+    model = build_structure(cfg)
+    groups = build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
+    decay = {id(parameter): group['weight_decay'] for group in groups for parameter in group['params']}
+    found = set()
+    for key, parameter in model.named_parameters():
+        leaf = key.rpartition('.')[2]
+        free = parameter.dim() == 1 or leaf == 'bias' or leaf in spared
+        found |= {leaf} & {*BIASES, *CLASS_BIASES}
+        assert decay[id(parameter)] == (0.0 if free else cfg.optim_wrapper.optimizer.weight_decay), key
+    assert found == {*BIASES, *(CLASS_BIASES if 'deit' in name else ())}
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'agent/mask_rcnn/agent-mask-rcnn_pvt-t_1x_coco',
+        'agent/retinanet/agent-retinanet_pvt-s_1x_coco',
+        'agent/semantic_fpn/agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512',
+    ],
+    ids=lambda name: name.rpartition('/')[2],
+)
+def test_everything_decays_in_agent_pvt_detectors(name: str) -> None:
+    """The public files exempt nothing."""
+    cfg = Config.fromfile(ROOT / f'configs/{name}.py')
+    (group,) = build_optim_wrapper(build_structure(cfg), cfg.optim_wrapper).optimizer.param_groups
+    assert group['weight_decay'] == 1e-4 and cfg.optim_wrapper.get('clip_grad') is None
 
 
 @pytest.mark.parametrize(
@@ -157,7 +299,7 @@ def test_what_does_not_decay_in_swin(name: str) -> None:
         kinds |= {leaf} if table else set()
         assert decay[id(parameter)] == (0.0 if spared else cfg.optim_wrapper.optimizer.weight_decay), key
     expected = set(BIASES) if name.startswith('agent') else {'position_encoding'}
-    assert kinds == expected | {'relative_position_bias_table'}
+    assert kinds == expected | {'relative_position_bias_table'} and cfg.optim_wrapper.get('clip_grad') is None
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ HOSTS = {
     'AgentSwin': ('mmdet', 'SwinTransformer', 'swin'),
     'DGViT': ('mmpretrain', 'VisionTransformer', 'dgvit'),
     'LinearPVT': ('mmdet', 'PyramidVisionTransformer', 'pvt'),
+    'LinearPVTv2': ('mmdet', 'PyramidVisionTransformerV2', 'pvt'),
     'LinearSwin': ('mmdet', 'SwinTransformer', 'swin'),
     'SAGAPVT': ('mmdet', 'PyramidVisionTransformer', 'pvt'),
     'SAGAPVTv2': ('mmdet', 'PyramidVisionTransformerV2', 'pvt'),

@@ -168,3 +168,10 @@ class LinearPVT(GatedPVT):
     By default it is PVT's own, over a reduced map, and with ``attention=dict(type='SoftmaxAttention')`` the same over
     the whole map: the partners of comparisons.
     """
+
+
+@MODELS.register_module()
+class LinearPVTv2(LinearPVT, PyramidVisionTransformerV2):
+    """PVTv2 with the attention that ``attention`` names, or its own; arguments as :class:`GatedPVT`."""
+
+    presets, convolves = PVT_V2, True

@@ -33,7 +33,9 @@ def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -
                 f'{gate.__name__} does not replace a {type(host).__name__} around a {kind.__name__}: it would '
                 f'lose what that computes beyond a {window_msa.__name__}.'
             )
-        return attend_over_map(gate, windows, host.drop, **options)
+        module = attend_over_map(gate, windows, host.drop, **options)
+        module.shifted = host.shift_size > 0
+        return module
 
 
 def attend_over_map(

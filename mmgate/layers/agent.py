@@ -38,8 +38,14 @@ class AgentAttention(GateInit, AgentBiases):
         agents: ``'pooled'`` from the queries (default), or ``'static'``: learnt, the same for every image (Table 7).
         bias: Add B1 and B2 (Table 6).
         dwc: Add the convolved values (Table 6).
+        value_factor: Add the values times this; 0.075 in the place of the convolution in Stable Diffusion (Eq. 9, k).
+        broadcast_scale: Factor of the logits of queries and agents, ``qk_scale`` by default; Stable Diffusion takes
+            ``d ** -0.15`` (Table 12).
         window: Side of square windows that attend each by itself, with agents of its own (Table 3); the whole map by
-            default, and where it is no larger. The map is padded with zeros to whole windows.
+            default, and where it is no larger. The map is padded with zeros to whole windows. In the place of Swin's
+            shifted windows these are shifted as well, by half of one: the map is rolled, so that a window at its border
+            holds tokens of both sides. They see each other, as in the authors' code, whose agent attention is given a
+            mask and leaves it out.
         class_token: Whether a class token stands before the map's tokens (DeiT). It takes part in both attentions with
             biases of its own, ``ac_bias`` and ``ca_bias``, but neither in the pooling nor in the convolution.
         **kwargs: ``qkv_bias``, ``qk_scale``, ``attn_drop``, ``proj_drop`` and ``dropout_layer`` of
@@ -51,8 +57,8 @@ class AgentAttention(GateInit, AgentBiases):
 
     The biases start normal with deviation 0.02 and the convolution as torch's.
 
-    Source: Agent attention, Eq. 6, tables 3, 6 and 7, appendix A; the shapes of the biases are those of the authors'
-    checkpoints.
+    Source: Agent attention, Eq. 6 and 9, tables 3, 6, 7, 11 and 12, appendix A; the shapes of the biases are those of
+    the authors' checkpoints.
     """
 
     gate_parameters = ('dwc', 'agent_tokens', *BIASES, *CLASS_BIASES)
@@ -69,6 +75,8 @@ class AgentAttention(GateInit, AgentBiases):
         agents: str = 'pooled',
         bias: bool = True,
         dwc: bool = True,
+        value_factor: float = 0.0,
+        broadcast_scale: float | None = None,
         window: int | None = None,
         class_token: bool = False,
         **kwargs: Any,
@@ -87,6 +95,7 @@ class AgentAttention(GateInit, AgentBiases):
             height, width = min(window, height), min(window, width)
         self.map_size = (height, width)
         self.class_tokens, self.window, n = int(class_token), window, pretrain_agent_num
+        self.value_factor, self.broadcast_scale = value_factor, broadcast_scale
         self.dwc = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims) if dwc else None
         self.agent_tokens = nn.Parameter(torch.empty(1, n, embed_dims)) if agents == 'static' else None
         self.make_biases(n, bias=bias, class_token=class_token)
@@ -103,17 +112,21 @@ class AgentAttention(GateInit, AgentBiases):
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend through the agents and add the convolved values, in each window if there are windows."""
         window = (min(self.window or hw_shape[0], hw_shape[0]), min(self.window or hw_shape[1], hw_shape[1]))
-        if window != hw_shape:
-            q, k, v = (split_stripes(t, hw_shape, window) for t in (q, k, v))
-            return merge_stripes(self._mix(q, k, v, window), hw_shape, window)
-        return self._mix(q, k, v, hw_shape)
+        if window == hw_shape:
+            return self._mix(q, k, v, hw_shape)
+        shift = (window[0] // 2, window[1] // 2) if self.shifted else (0, 0)
+        q, k, v = (split_stripes(_roll(t, hw_shape, (-shift[0], -shift[1])), hw_shape, window) for t in (q, k, v))
+        return _roll(merge_stripes(self._mix(q, k, v, window), hw_shape, window), hw_shape, shift)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         agents = self._agents(q, hw_shape)
         bias1, bias2 = (None, None) if self.an_bias is None else self.biases(hw_shape)
         q, k, values, agents = (self.split_heads(t) for t in (q, k, v, agents))
-        out = agent_attention(q, k, values, agents, bias1, bias2, scale=self.scale, dropout=self._drop)  # (B, H, N, d)
+        scales: dict[str, Any] = dict(scale=self.scale, broadcast_scale=self.broadcast_scale)
+        out = agent_attention(q, k, values, agents, bias1, bias2, **scales, dropout=self._drop)  # (B, H, N, d)
         out = out.transpose(1, 2).flatten(2)
+        if self.value_factor:
+            out = out + self.value_factor * v
         if self.dwc is None:
             return out
         values = v[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w), channels last
@@ -136,3 +149,8 @@ class AgentAttention(GateInit, AgentBiases):
         return (
             f'agents={self.grid}x{self.grid}, pretrained={self.pretrain_grid}x{self.pretrain_grid}, map={self.map_size}'
         )
+
+
+def _roll(x: Tensor, hw_shape: tuple[int, int], shift: tuple[int, int]) -> Tensor:
+    """Return tokens ``(B, h w, C)`` moved down and right by ``shift``, those that leave the map coming in opposite."""
+    return x.unflatten(1, hw_shape).roll(shift, (1, 2)).flatten(1, 2) if any(shift) else x

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
@@ -30,16 +32,19 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
         dropout: Probability of dropping an attention weight.
         residual: What is added to the projected output: ``'query'`` (default), the projected queries ``[Q+; Q-]`` of
             section 4.2, ``'input'``, the query input as the paper's figure has it, or ``'none'``, as for text.
-        lambda_init: The heads are scaled by ``1 - lambda_init`` after their norm. Default 0.8, fixed.
+        lambda_init: The heads are scaled by ``1 - lambda_init`` after their norm. Default 0.8.
+        learnable: Learn ``lambda_init`` from there; the paper found it better fixed (A.5).
+        gate_depth: Layers of the gate's network, 1 by default: more were worse (A.5). Those before the last are C wide
+            with GELU between them, which is ours: the paper names neither.
         **kwargs: torch's further arguments, see :class:`~mmgate.layers.base.dense.DenseAttention`.
 
     Raises:
-        ValueError: An unknown residual, or an odd head width.
+        ValueError: An unknown residual, an odd head width, or a ``gate_depth`` below 1.
 
-    Source: M-DGSA, sections 4.1 and 4.2.
+    Source: M-DGSA, sections 4.1 and 4.2, A.5.
     """
 
-    gate_parameters = ('gate_proj', 'head_norm')
+    gate_parameters = ('gate_proj', 'gate_hidden', 'lambda_init', 'head_norm')
     undecayed = ('head_norm',)
     gate_readings = {'gate': 'heads'}
     two_streams = True
@@ -52,19 +57,31 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
         *,
         residual: str = 'query',
         lambda_init: float = LAMBDA_INIT,
+        learnable: bool = False,
+        gate_depth: int = 1,
         **kwargs: Any,
     ) -> None:
         check_option('residual', residual, RESIDUALS)
         super().__init__(embed_dim, num_heads, dropout, **kwargs)
         if self.head_dim % 2:
             raise ValueError(f'The head width {self.head_dim} must be even, half of it for each stream.')
-        self.residual, self.lambda_init = residual, lambda_init
+        if gate_depth < 1:
+            raise ValueError(f'gate_depth={gate_depth} must be the number of layers, from 1 on.')
+        self.residual, self.lambda_start = residual, lambda_init
+        self.lambda_init: float | nn.Parameter = lambda_init
+        if learnable:
+            self.lambda_init = nn.Parameter(torch.full((1,), lambda_init, **self.like))
+        hidden = [nn.Linear(self.qdim, self.qdim, **self.like) for _ in range(gate_depth - 1)]
+        self.gate_hidden = nn.ModuleList(hidden)
         self.gate_proj = nn.Linear(self.qdim, num_heads, **self.like)
         self.head_norm = RMSNorm(self.head_dim, eps=1e-5).to(**self.like)
 
     def reset_gate(self) -> None:
-        """Start the gate's projection as torch does and the norm at 1."""
-        self.gate_proj.reset_parameters()
+        """Start the gate's network as torch does, the norm at 1 and a learnt ``lambda_init`` where it was set."""
+        for layer in (*self.gate_hidden, self.gate_proj):
+            layer.reset_parameters()
+        if isinstance(self.lambda_init, nn.Parameter):
+            nn.init.constant_(self.lambda_init, self.lambda_start)
         nn.init.ones_(self.head_norm.get_parameter('weight'))
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
@@ -72,6 +89,8 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
         return self._gate(inputs[0])
 
     def _gate(self, query_input: Tensor) -> Tensor:
+        for layer in self.gate_hidden:
+            query_input = F.gelu(layer(query_input))
         return self.gate_proj(query_input).sigmoid().transpose(1, 2)[..., None]  # (B, H, N, 1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:

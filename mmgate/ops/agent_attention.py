@@ -32,6 +32,7 @@ def agent_attention(
     bias2: Tensor | None = None,
     *,
     scale: float | None = None,
+    broadcast_scale: float | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
     """Aggregate the values in agent tokens and broadcast them to the queries, by two fused attentions.
@@ -44,6 +45,7 @@ def agent_attention(
         bias1: Added to the logits of agents and keys, broadcastable to ``(B, H, n, M)``.
         bias2: Added to the logits of queries and agents, broadcastable to ``(B, H, N, n)``.
         scale: Factor of both products; ``1 / sqrt(d)`` by default.
+        broadcast_scale: Of the second one, queries and agents; ``scale`` by default.
         dropout: Probability of dropping an attention weight, in both.
 
     Returns:
@@ -64,7 +66,8 @@ def agent_attention(
         filled='M d n',
     )
     agent_v = F.scaled_dot_product_attention(agents, k, v, attn_mask=bias1, dropout_p=dropout, scale=scale)
-    return F.scaled_dot_product_attention(q, agents, agent_v, attn_mask=bias2, dropout_p=dropout, scale=scale)
+    second = scale if broadcast_scale is None else broadcast_scale
+    return F.scaled_dot_product_attention(q, agents, agent_v, attn_mask=bias2, dropout_p=dropout, scale=second)
 
 
 def interpolation_matrix(source: int, target: int, like: Tensor) -> Tensor:

@@ -256,13 +256,14 @@ def rank_augmented_keys(q: Tensor, k: Tensor, *, scale: float | None = None) -> 
     return k * (weights * k.shape[-2]).transpose(-1, -2)
 
 
-def rotate(x: Tensor, hw_shape: tuple[int, int], base: float = 10_000.0) -> Tensor:
+def rotate(x: Tensor, hw_shape: tuple[int, int], base: float = 10_000.0, *, inclusive: bool = False) -> Tensor:
     """Rotate pairs of channels by angles that grow with the row (first half of the pairs) and the column (second).
 
     Args:
-        x: ``(B, H, N, d)`` over an ``h x w`` map, ``d`` a multiple of 4.
+        x: ``(..., N, d)`` over an ``h x w`` map, ``d`` a multiple of 4.
         hw_shape: Height and width of the map.
         base: The slowest angle is ``1 / base`` of the fastest, to the power ``1 - 4 / d``.
+        inclusive: Whether it is ``1 / base`` of the fastest itself, as in RALA, the powers between evenly spaced.
 
     Raises:
         ValueError: The tokens do not make the map, or d is no multiple of 4.
@@ -276,7 +277,8 @@ def rotate(x: Tensor, hw_shape: tuple[int, int], base: float = 10_000.0) -> Tens
         )
     pairs = x.shape[-1] // 4  # an axis
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
-    speeds = base ** -(torch.arange(pairs, device=x.device, dtype=kind) / pairs)
+    steps = torch.arange(pairs, device=x.device, dtype=kind) / (max(pairs - 1, 1) if inclusive else pairs)
+    speeds = base**-steps
     rows, columns = (torch.arange(size, device=x.device, dtype=kind)[:, None] * speeds for size in hw_shape)
     height, width = hw_shape
     angles = torch.cat(

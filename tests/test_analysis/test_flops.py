@@ -14,7 +14,8 @@ from mmengine.hub import get_config
 from torch import nn
 
 from mmgate.analysis.report.flops import count_config, count_macs
-from mmgate.analysis.report.model_table import HEADER, ROWS, markdown
+from mmgate.analysis.report.model_table import HEADER, POLAFORMER, ROWS, markdown
+from mmgate.analysis.report.structure import build_structure
 from mmgate.layers import AgentAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
 from mmgate.train import cli
@@ -97,6 +98,18 @@ def test_heads_of_two_stage_detectors_see_fixed_proposals() -> None:
     mask = 100 * (2 * 14 * 14 * 64 * 64 * 9 + 14 * 14 * 64 * 64 * 4 + 28 * 28 * 64 * 6)
     assert counted.by_module['roi_head'] == box + mask
     assert sum(counted.by_module.values()) == counted.macs
+
+
+@pytest.mark.parametrize('name, parts', POLAFORMER.items())
+def test_what_polaformers_gate_and_positions_hold(name: str, parts: tuple[float, float]) -> None:
+    """The reasons of the table are counts."""
+    (row,) = (row for row in ROWS if row.name == f'PolaFormer, {name}, classifier')
+    cfg = get_config(row.model) if isinstance(row.model, str) else Config(dict(model=row.model, default_scope='mmdet'))
+    held = [0.0, 0.0]
+    for key, parameter in build_structure(cfg).named_parameters():
+        held[0] += parameter.numel() / 1e6 * ('.gate_out.' in key)
+        held[1] += parameter.numel() / 1e6 * key.endswith('.position_encoding')
+    assert (round(held[0], 2), round(held[1], 2)) == parts
 
 
 # the cheap ones of every host; tools/analysis_tools/model_table.py counts them all

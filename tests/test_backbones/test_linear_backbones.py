@@ -92,6 +92,31 @@ def test_agent_windows_attend_each_by_itself() -> None:
     assert windowed(x[:, :7, :5].flatten(1, 2), (7, 5)).isfinite().all()
 
 
+def test_windows_of_odd_blocks_shift() -> None:
+    """Two blocks carry a token beyond its window, as in the authors' code; Swin's even blocks stay where they are."""
+    sizes: dict[str, Any] = dict(depths=(2, 2, 2, 2), blocks=(2, 0, 0, 0), pretrain_img_size=64, pad_small_map=False)
+    model: Any = MODELS.build(dict(type='mmgate.AgentSwin', attention=dict(window=8), **sizes))
+    even, odd = (block.attn for block in model.stages[0].blocks)
+    assert (even.shifted, odd.shifted) == (False, True)
+    x = torch.randn(1, 256, 96, requires_grad=True)
+
+    def reached(*layers: Any) -> torch.Tensor:
+        out = x
+        for layer in layers:
+            out = out + layer(out, (16, 16))
+        (gradient,) = torch.autograd.grad(out.view(16, 16, 96)[3, 3].sum(), x)
+        return gradient.view(16, 16, 96).abs().sum(-1) > 0
+
+    assert reached(even).nonzero().amax(0).tolist() == [7, 7]
+    assert reached(odd).nonzero().unique().tolist() == [0, 1, 2, 3, 12, 13, 14, 15]  # of both sides, without a mask
+    assert reached(even, odd).all()
+    rolled = odd(x.view(1, 16, 16, 96).roll((4, 4), (1, 2)).flatten(1, 2), (16, 16)).view(16, 16, 96)
+    odd.shifted = False
+    torch.testing.assert_close(odd(x, (16, 16)).view(16, 16, 96).roll((4, 4), (0, 1)), rolled)
+    odd.shifted = True
+    assert odd(x[:, :35], (7, 5)).isfinite().all() and odd(x[:, :110], (10, 11)).isfinite().all()
+
+
 @pytest.mark.parametrize(
     'options, gone, added',
     [

@@ -49,6 +49,15 @@ def build(kind: type[LinearAttention], **options: Any) -> LinearAttention:
     return layer
 
 
+def turn(x: Tensor, hw_shape: tuple[int, int], powers: Tensor) -> Tensor:
+    """Pairs of channels as complex numbers, turned by row, then by column, each by ``10000 ** -power`` a step."""
+    rows, columns = (axis.flatten() for axis in torch.meshgrid(*map(torch.arange, hw_shape), indexing='ij'))
+    speeds = 10_000.0 ** -powers.double()
+    angles = torch.cat([rows[:, None] * speeds, columns[:, None] * speeds], -1)
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+
 def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
     """The layer's formula with its N x N weights, written out once more."""
     q, k, v = layer.qkv(x).chunk(3, -1)
@@ -84,12 +93,25 @@ def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         patches = F.unfold(images, 3, padding=1).view(len(x), C, 9, -1)
         local = (weights * patches).sum(2).view_as(images)
     else:
-        q, k, v = heads(F.elu(q) + 1), heads(F.elu(k) + 1), heads(v)
-        if isinstance(layer, RALAAttention):
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        if isinstance(layer, RALAAttention):  # in every head, the last power being 1
+            q, k = heads(q), heads(k)
             logits = q.mean(2, keepdim=True) @ k.mT / math.sqrt(C // HEADS)
             k = k * logits.softmax(-1).mT * k.shape[2]
-        out = ops.kernel_attention_reference(ops.rotate(q, hw_shape), ops.rotate(k, hw_shape), v, q, k)
-    if layer.dwc is not None:
+            turned = [turn(t, hw_shape, torch.linspace(0, 1, C // HEADS // 4)) for t in (q, k)]
+        else:  # over all channels, before the heads part
+            turned = [heads(turn(t, hw_shape, torch.arange(C // 4) / (C // 4))) for t in (q, k)]
+            q, k = heads(q), heads(k)
+        out = ops.kernel_attention_reference(*turned, heads(v), q, k)
+    if isinstance(layer, LinearAngularAttention) and layer.along_tokens:
+        rows = v.reshape(len(x), -1, HEADS, C // HEADS)  # a kernel of 9 over the tokens for each head
+        local = torch.zeros_like(rows)
+        for head in range(HEADS):
+            kernel = layer.dwc.weight[head].view(1, 1, 9)
+            lines = rows[:, :, head].transpose(1, 2).reshape(-1, 1, rows.shape[1])
+            local[:, :, head] = F.conv1d(lines, kernel, padding=4).view(len(x), C // HEADS, -1).transpose(1, 2)
+        local = local.flatten(2).transpose(1, 2).view_as(images)
+    elif layer.dwc is not None:
         weight = layer.dwc.weight.repeat(C // len(layer.dwc.weight), 1, 1, 1)
         bias = layer.dwc.bias.repeat(C // len(layer.dwc.bias))
         local = F.conv2d(images, weight, bias, padding=layer.dwc.kernel_size[0] // 2, groups=C)
@@ -156,12 +178,25 @@ def test_refuses(kind: type[LinearAttention]) -> None:
 
 @pytest.mark.parametrize('kind, heads, message', [
     (PolaFormerAttention, 16, 'width 1 must be even'),
-    (MLLAAttention, 8, 'width 2 must be a multiple of 4'),
+    (MLLAAttention, 7, 'embed_dims=14 must be a multiple of 4'),
     (RALAAttention, 8, 'width 2 must be a multiple of 4'),
 ])  # fmt: skip
 def test_refuses_head_widths(kind: type[LinearAttention], heads: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        kind(C, heads, **LAYERS[kind])
+        kind(14 if heads == 7 else C, heads, **LAYERS[kind])
+
+
+def test_angular_convolves_a_class_token_in_its_row_or_not_at_all() -> None:
+    """Along the tokens as published, it stands before the first; over the map it is left out."""
+    along, over = (LinearAngularAttention(C, HEADS, class_token=True, convolution=c) for c in ('tokens', 'map'))
+    assert along.dwc is not None and tuple(along.dwc.weight.shape) == (HEADS, 1, 9, 1) and along.dwc.bias is None
+    assert over.dwc is not None and tuple(over.dwc.weight.shape) == (C, 1, 3, 3) and over.dwc.bias is not None
+    x = torch.randn(1, 1 + 16, C)
+    flipped = torch.cat([x[:, :1], x[:, 1:].flip(1)], 1)
+    assert torch.allclose(over(flipped, (4, 4))[:, 0], over(x, (4, 4))[:, 0], atol=1e-6)
+    assert not torch.allclose(along(flipped, (4, 4))[:, 0], along(x, (4, 4))[:, 0], atol=1e-3)
+    with pytest.raises(ValueError, match="convolution='rows' is unknown|convolution"):
+        LinearAngularAttention(C, HEADS, convolution='rows')
 
 
 @every_layer
@@ -174,7 +209,7 @@ def test_class_token_attends_and_is_neither_convolved_nor_placed(kind: type[Line
     assert layer(x, (4, 4)).shape == x.shape and layer.takes_class_token
     with pytest.raises(ValueError, match='16 tokens do not make a map of 4 x 4 and 1 class token'):
         layer(x[:, 1:], (4, 4))
-    if layer.position_encoding is None and kind not in (MLLAAttention, RALAAttention):
+    if layer.position_encoding is None and kind not in (LinearAngularAttention, MLLAAttention, RALAAttention):
         flipped = torch.cat([x[:, :1], x[:, 1:].flip(1)], 1)
         torch.testing.assert_close(layer(flipped, (4, 4))[:, 0], layer(x, (4, 4))[:, 0])
     assert torch.autograd.gradcheck(lambda x: layer(x, (4, 4)), (x.requires_grad_(),), fast_mode=True)

@@ -44,6 +44,20 @@ def test_agent_attention_is_its_equation(biased: bool) -> None:
     assert_same(values_and_gradients(run(agent_attention), inputs, used), expected, rtol=1e-9, atol=1e-9)
 
 
+def test_agents_without_training_add_values_and_scale_the_broadcast() -> None:
+    """Eq. 9: ``softmax(Q A^T s2) softmax(A K^T s) V + k V``."""
+    second = D**-0.15
+    options = dict(bias=False, dwc=False, value_factor=0.075, broadcast_scale=second)
+    layer = AgentAttention(H * D, H, map_size=(3, 4), agent_num=4, **options).double()
+    (x,) = tensors((B, 12, H * D))
+    q, k, v = layer.qkv(x).chunk(3, -1)
+    agents = F.adaptive_avg_pool2d(q.transpose(1, 2).reshape(B, -1, 3, 4), 2).flatten(2).transpose(1, 2)
+    heads = [t.reshape(B, -1, H, D).transpose(1, 2) for t in (q, k, v, agents)]
+    gathered = (heads[3] @ heads[1].mT * D**-0.5).softmax(-1) @ heads[2]
+    expected = ((heads[0] @ heads[3].mT * second).softmax(-1) @ gathered).transpose(1, 2).flatten(2) + 0.075 * v
+    torch.testing.assert_close(layer(x, (3, 4)), layer.proj(expected))
+
+
 @pytest.mark.parametrize('gated', [True, False], ids=['gated', 'ungated'])
 def test_gated_linear_attention_is_its_equation(gated: bool) -> None:
     q, k, v, a, b = tensors(*[(B, H, N, D)] * 5)

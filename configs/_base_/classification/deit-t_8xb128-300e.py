@@ -1,4 +1,4 @@
-# DeiT-T without a distillation token; the prediction is made from the class token.
+# DeiT-T without a distillation token, by Agent attention's recipe; the prediction is made from the class token.
 _base_ = 'imagenet_8xb128-300e.py'
 
 model = dict(
@@ -15,7 +15,9 @@ model = dict(
         dict(type='TruncNormal', layer='Linear', std=0.02),
         dict(type='Constant', layer='LayerNorm', val=1.0, bias=0.0)
     ])
+# The default of the authors' configs.
 optim_wrapper = dict(
+    clip_grad=dict(max_norm=5.0),
     paramwise_cfg=dict(
         custom_keys={
             '.cls_token': dict(decay_mult=0.0),

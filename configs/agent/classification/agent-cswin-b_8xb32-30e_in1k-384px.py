@@ -9,8 +9,19 @@ model = dict(
         splits=(None, None, 12, None),
         drop_path_rate=0.7),
     head=dict(in_channels=768))
-# The authors' own: no warm-up, 20 epochs of cosine and 10 at its end.
-optim_wrapper = dict(optimizer=dict(lr=2.5e-6))
+# The authors test on the centre, here as well.
+test_pipeline = [
+    dict(type='LoadImageFromFile'),
+    dict(type='Resize', scale=(438, 438), backend='pillow', interpolation='bicubic'),
+    dict(type='CenterCrop', crop_size=384),
+    dict(type='PackInputs')
+]
+val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
+test_dataloader = val_dataloader
+# The authors' own: no warm-up, 20 epochs of cosine and 10 at its end; their ImageNet code decays the agent biases.
+optim_wrapper = dict(
+    constructor='DefaultOptimWrapperConstructor',
+    optimizer=dict(lr=2.5e-6))
 param_scheduler = [
     dict(type='CosineAnnealingLR', T_max=20, eta_min=2.5e-7, by_epoch=True, end=20)
 ]

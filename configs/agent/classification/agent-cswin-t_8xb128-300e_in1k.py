@@ -1,4 +1,4 @@
-_base_ = '../../_base_/classification/imagenet_8xb128-300e.py'
+_base_ = '../../_base_/classification/imagenet_cswin_8xb128-300e.py'
 
 model = dict(
     backbone=dict(
@@ -6,3 +6,5 @@ model = dict(
     head=dict(in_channels=512))
 # The authors evaluate averaged weights.
 custom_hooks = [dict(type='EMAHook', momentum=1.6e-4, priority='ABOVE_NORMAL')]
+# The authors' ImageNet code decays the agent biases.
+optim_wrapper = dict(constructor='DefaultOptimWrapperConstructor')

@@ -4,7 +4,7 @@ model = dict(backbone=dict(img_size=448), attention=dict(map_size=(28, 28)))
 train_pipeline = _base_.train_dataloader.dataset.pipeline
 train_pipeline[1].scale = 448
 test_pipeline = _base_.val_dataloader.dataset.pipeline
-test_pipeline[1].scale, test_pipeline[2].crop_size = 512, 448
+test_pipeline[1].scale, test_pipeline[2].crop_size = (512, 512), 448
 train_dataloader = dict(batch_size=64, dataset=dict(pipeline=train_pipeline))
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader

@@ -4,9 +4,11 @@ model = dict(backbone=dict(pretrain_img_size=256))
 train_pipeline = _base_.train_dataloader.dataset.pipeline
 train_pipeline[1].scale = 256
 test_pipeline = _base_.val_dataloader.dataset.pipeline
-test_pipeline[1].scale, test_pipeline[2].crop_size = 292, 256
+test_pipeline[1].scale, test_pipeline[2].crop_size = (292, 292), 256
 train_dataloader = dict(batch_size=64, dataset=dict(pipeline=train_pipeline))
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
 optim_wrapper = dict(optimizer=dict(lr=5e-4))
+param_scheduler = _base_.param_scheduler
+param_scheduler[1].eta_min = 1e-5
 auto_scale_lr = dict(base_batch_size=512)

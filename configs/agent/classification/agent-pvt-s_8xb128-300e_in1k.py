@@ -3,3 +3,5 @@ _base_ = '../../_base_/classification/imagenet_pvt_8xb128-300e.py'
 model = dict(
     backbone=dict(
         type='mmgate.AgentPVT', arch='small', out_indices=(3,), drop_path_rate=0.1))
+# The authors' ImageNet code decays the agent biases.
+optim_wrapper = dict(constructor='DefaultOptimWrapperConstructor')

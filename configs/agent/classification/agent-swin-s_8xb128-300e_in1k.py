@@ -1,2 +1,2 @@
-_base_ = '../../_base_/classification/imagenet_swin_8xb128-300e.py'
-model = dict(backbone=dict(type='mmgate.AgentSwin', arch='small', drop_path_rate=0.3))
+_base_ = 'agent-swin-t_8xb128-300e_in1k.py'
+model = dict(backbone=dict(arch='small', drop_path_rate=0.3))

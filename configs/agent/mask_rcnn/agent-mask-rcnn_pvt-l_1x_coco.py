@@ -7,4 +7,3 @@ model = dict(
         type='mmgate.AgentPVT',
         agent_nums=(144, 256, 784, 784),
         init_cfg=dict(checkpoint='https://cloud.tsinghua.edu.cn/f/040cfe0cfbbe4762ad09/?dl=1')))
-optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')

@@ -6,6 +6,6 @@ train_pipeline.insert(
     -1,
     dict(
         type='mmgate.RandomNoise',
-        kinds=('gaussian', 'salt_and_pepper', 'speckle', 'uniform', 'shot'),
+        kinds=('gaussian', 'salt_and_pepper', 'speckle'),
         levels=(0.05, 0.1, 0.2)))
 train_dataloader = dict(dataset=dict(pipeline=train_pipeline))

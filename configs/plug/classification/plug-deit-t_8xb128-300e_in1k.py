@@ -1,4 +1,4 @@
-_base_ = '../../_base_/classification/deit-t_8xb128-300e.py'
+_base_ = '../../vanilla/classification/deit-t_8xb128-300e_in1k.py'
 
 model = dict(
     type='mmgate.Gated',

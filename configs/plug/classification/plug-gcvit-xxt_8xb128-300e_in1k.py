@@ -1,8 +1,6 @@
-_base_ = '../../_base_/classification/imagenet_8xb128-300e.py'
+_base_ = '../../vanilla/classification/gcvit-xxt_8xb128-300e_in1k.py'
 
 model = dict(
     type='mmgate.Gated',
     host='mmpretrain.ImageClassifier',
-    backbone=dict(type='TIMMBackbone', model_name='gcvit_xxtiny', drop_path_rate=0.2),
-    head=dict(in_channels=512),
     attention=dict(path='backbone.**', type='PLuGMultiheadAttention'))

@@ -1,4 +1,4 @@
-_base_ = '../../_base_/classification/imagenet_8xb128-300e.py'
+_base_ = '../../_base_/classification/imagenet_deit_8xb128-300e.py'
 
 model = dict(
     type='mmgate.Gated',

@@ -1,8 +1,6 @@
-_base_ = '../../_base_/classification/imagenet_8xb128-300e.py'
+_base_ = '../../vanilla/classification/visformer-t_8xb128-300e_in1k.py'
 
 model = dict(
     type='mmgate.Gated',
     host='mmpretrain.ImageClassifier',
-    backbone=dict(type='TIMMBackbone', model_name='visformer_tiny', drop_path_rate=0.03),
-    head=dict(in_channels=384),
     attention=dict(path='backbone.**', type='PLuGMultiheadAttention'))

@@ -1,20 +1,7 @@
-_base_ = '../../_base_/classification/imagenet_8xb128-300e.py'
+_base_ = '../../vanilla/classification/xcit-t12_8xb128-300e_in1k.py'
 
 # In the cross-covariance attentions; the class attentions behind them stay.
 model = dict(
     type='mmgate.Gated',
     host='mmpretrain.ImageClassifier',
-    backbone=dict(
-        type='XCiT',
-        patch_size=16,
-        embed_dims=192,
-        depth=12,
-        num_heads=4,
-        mlp_ratio=4,
-        qkv_bias=True,
-        layer_scale_init_value=1.0,
-        tokens_norm=True,
-        out_type='cls_token'),
-    neck=None,
-    head=dict(in_channels=192),
     attention=dict(path='backbone.**', type='PLuGMultiheadAttention'))

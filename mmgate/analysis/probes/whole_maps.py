@@ -93,8 +93,8 @@ _KEYS: dict[str, Callable[[Any, Tensor, Tensor, tuple[int, int]], Tensor]] = {
     'EnhancedLinearAttention': lambda m, q, k, _: m.split_heads(k.relu()),
     'FocusedLinearAttention': lambda m, q, k, _: m.split_heads(_focused(m, k)),
     'InLineAttention': lambda m, q, k, _: m.split_heads(k - k.mean(-2, keepdim=True)),
-    'MLLAAttention': lambda m, q, k, sides: m.rotate(F.elu(m.split_heads(k)) + 1, sides),
-    'RALAAttention': lambda m, q, k, sides: m.rotate(_rank_augmented(m, q, k), sides),
+    'MLLAAttention': lambda m, q, k, sides: m.split_heads(m.rotate(F.elu(k) + 1, sides)),
+    'RALAAttention': lambda m, q, k, sides: m.rotate(_rank_augmented(m, q, k), sides, inclusive=True),
 }
 
 

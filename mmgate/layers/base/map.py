@@ -36,11 +36,13 @@ class MapAttention(nn.Module):
     Attributes:
         class_tokens: How many tokens stand before the map's.
         map_size: Height and width of the map where a call names none, as a ViT's do not.
+        shifted: Whether the host's windows are shifted, as those of Swin's odd blocks; its adapter says so.
         without: Attributes of hosts that mean nothing here: there are no windows, and the map is not reduced.
     """
 
     without = ('window_size', 'shift_size', 'sr_ratio', 'pad_small_map')
     class_tokens = 0
+    shifted = False
     map_size: tuple[int, int] | None = None
 
     def __init__(

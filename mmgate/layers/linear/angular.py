@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
+
+from torch import Tensor, nn
 
 from mmgate.ops.linear_attention import linear_angular_attention
 from mmgate.registry import MODELS
 
+from ..gml import check_option
 from .base import LinearAttention
+
+CONVOLUTIONS = ('tokens', 'map')
 
 
 @MODELS.register_module()
 class LinearAngularAttention(LinearAttention):
     """The linear term of the angular kernel, and a depthwise convolution: ``norm(V / 2 + Q̂ (K̂^T V) / pi) + DWC(V)``.
 
-    The convolution is one of 3 x 3 over the map with C kernels, the size that keeps to the papers' parameter counts.
+    Args:
+        embed_dims: Channels C.
+        num_heads: Heads H.
+        convolution: ``'tokens'`` (default), that of the authors' public code: along the row of all tokens, a class
+            token before the map's rows among them, one kernel a head, no bias. ``'map'``: over the map, C kernels and
+            biases, as the other linear attentions have it.
+        dwc: Length of the kernel along the tokens, 9 by default, or side of that over the map, 3 by default; 0 for no
+            convolution.
+        **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
 
-    Options as :class:`~mmgate.layers.linear.base.LinearAttention`.
+    Raises:
+        ValueError: An unknown convolution.
 
-    Source: Castling-ViT (You et al., 2023).
+    Source: Castling-ViT (You et al., 2023), and its public code.
     """
 
-    default_dwc = 3
+    def __init__(
+        self, embed_dims: int, num_heads: int, *, convolution: str = 'tokens', dwc: int | None = None, **kwargs: Any
+    ) -> None:
+        check_option('convolution', convolution, CONVOLUTIONS)
+        self.along_tokens = convolution == 'tokens'
+        length = (9 if self.along_tokens else 3) if dwc is None else dwc
+        super().__init__(embed_dims, num_heads, dwc=length, **kwargs)
+        if self.along_tokens and length:
+            heads: dict[str, Any] = dict(in_channels=num_heads, out_channels=num_heads, groups=num_heads)
+            self.dwc = nn.Conv2d(**heads, kernel_size=(length, 1), padding=(length // 2, 0), bias=False)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head."""
         return self.merge_heads(linear_angular_attention(*(self.split_heads(t) for t in (q, k, v))))
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Attend and add the convolved values."""
+        if self.dwc is None or not self.along_tokens:
+            return super().mix(x, q, k, v, hw_shape)
+        return self.attend(x, q, k, v, hw_shape) + self.merge_heads(self.dwc(self.split_heads(v)))

@@ -99,10 +99,10 @@ class LinearAttention(GateInit, MapAttention):
             resized += ['position_encoding'] * (state_dict[key] is not before)
         return resized
 
-    def rotate(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Return ``(B, H, N, d)`` with rotary positions; the class token stays as it is."""
-        of_class, of_map = x[:, :, : self.class_tokens], x[:, :, self.class_tokens :]
-        return torch.cat([of_class, rotate(of_map, hw_shape)], 2)
+    def rotate(self, x: Tensor, hw_shape: tuple[int, int], *, inclusive: bool = False) -> Tensor:
+        """Return ``(..., N, d)`` with rotary positions; the class token stays as it is."""
+        of_class, of_map = x[..., : self.class_tokens, :], x[..., self.class_tokens :, :]
+        return torch.cat([of_class, rotate(of_map, hw_shape, inclusive=inclusive)], -2)
 
     def merge_heads(self, x: Tensor) -> Tensor:
         """Return ``(B, H, N, d)`` as ``(B, N, C)``."""

@@ -13,17 +13,12 @@ from mmgate.registry import MODELS
 from .base import LinearAttention
 
 
-def check_rotation(head_dim: int) -> None:
-    """Raise ValueError unless pairs of ``head_dim`` channels part evenly between rows and columns."""
-    if head_dim % 4:
-        raise ValueError(
-            f'The head width {head_dim} must be a multiple of 4: half the pairs turn by row, half by column.'
-        )
-
-
 @MODELS.register_module()
 class MLLAAttention(LinearAttention):
     """Linear attention with ``ELU + 1``, rotary positions in the numerator, and a depthwise convolution (LePE).
+
+    All C channels are rotated before the heads part: in the authors' code the first half of the heads turns by row, the
+    second by column, the first head of each half fastest.
 
     This is the paper's attention alone. Its block also gates and convolves around the attention, which a PVT or Swin
     block does not; value and output are projected, as in every attention here.
@@ -31,7 +26,7 @@ class MLLAAttention(LinearAttention):
     Options as :class:`~mmgate.layers.linear.base.LinearAttention`.
 
     Raises:
-        ValueError: A head width that is no multiple of 4.
+        ValueError: A number of channels that is no multiple of 4.
 
     Source: Demystify Mamba in vision: a linear attention perspective (Han et al., 2024).
     """
@@ -40,9 +35,13 @@ class MLLAAttention(LinearAttention):
 
     def __init__(self, embed_dims: int, num_heads: int, **kwargs: Any) -> None:
         super().__init__(embed_dims, num_heads, **kwargs)
-        check_rotation(self.head_dim)
+        if embed_dims % 4:
+            raise ValueError(
+                f'embed_dims={embed_dims} must be a multiple of 4: half the pairs turn by row, half by column.'
+            )
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head; the denominator, which has to stay positive, is not rotated."""
-        q, k, v = (self.split_heads(t) for t in (F.elu(q) + 1, F.elu(k) + 1, v))
-        return self.merge_heads(kernel_attention(self.rotate(q, hw_shape), self.rotate(k, hw_shape), v, q, k))
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        tokens = (self.rotate(q, hw_shape), self.rotate(k, hw_shape), v, q, k)
+        return self.merge_heads(kernel_attention(*(self.split_heads(t) for t in tokens)))

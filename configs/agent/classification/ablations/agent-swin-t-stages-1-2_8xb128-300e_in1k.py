@@ -1,0 +1,3 @@
+_base_ = '../agent-swin-t_8xb128-300e_in1k.py'
+# Table 9: agents in stages 1 and 2
+model = dict(backbone=dict(blocks=(2, 2, 0, 0)))

@@ -1,0 +1,3 @@
+# CSwin's recipe is Agent-CSwin's, its depths are not.
+_base_ = '../../agent/classification/agent-cswin-s_8xb128-300e_in1k.py'
+model = dict(backbone=dict(agent_nums=(None, ) * 4, depths=(2, 4, 32, 2)))

@@ -1,0 +1,2 @@
+_base_ = 'swin-t_8xb128-300e_in1k.py'
+model = dict(backbone=dict(arch='small', drop_path_rate=0.3))
