@@ -83,6 +83,9 @@ def _classifiers(method: str, name: str, rows: Iterable[tuple[Any, ...]], reason
 
 
 def _plug() -> Iterator[Row]:
+    parameters: float | None
+    macs: float | None
+    stem: str | None
     for suffix, name, vanilla, macs, gated, gated_macs in (
         ('-singlescale', '1 scale', 33.8, 78, 33.8, 78),
         ('-singlescale-dc5', '1 scale DC5', 33.8, 128, 33.8, 129),
@@ -91,9 +94,9 @@ def _plug() -> Iterator[Row]:
         ('-refine-twostage', 'two-stage, encoder gated', 40.9, 173, 41.0, 174),
     ):
         title, stem = f'Deformable DETR {name}', f'deformable-detr{suffix}_r50_8xb4-50e_coco.py'
-        folder, shape = 'mmgate::plug/deformable_detr/', (800, 1066)
-        yield Row('plug', title, f'{folder}{stem}', shape, vanilla, macs, ORIGINAL)
-        yield Row('plug', f'{title} + PLuG', f'{folder}plug-{stem}', shape, gated, gated_macs, ORIGINAL)
+        folder, shape = 'deformable_detr/', (800, 1066)
+        yield Row('plug', title, f'mmgate::vanilla/{folder}{stem}', shape, vanilla, macs, ORIGINAL)
+        yield Row('plug', f'{title} + PLuG', f'mmgate::plug/{folder}/plug-{stem}', shape, gated, gated_macs, ORIGINAL)
     for name, stem, side, parameters, macs in (
         ('R50', 'r50_8xb2-160k_ade20k-512x512', 512, 44.1, 70.8),
         ('Swin-T', 'swin-t_8xb2-160k_ade20k-512x512', 512, 47.6, 73.7),
@@ -119,8 +122,8 @@ def _plug() -> Iterator[Row]:
         ('LV-ViT-T', None, 8.8, 3.1, NO_HOST),
         ('ViTAE-T', None, 5.1, 1.6, NO_HOST),
     ):
-        path = stem and f'mmgate::plug/classification/plug-{stem}_8xb128-300e_in1k.py'
-        yield Row('plug', f'{name} + PLuG, classifier', path, IMAGENET, parameters, macs, reason)
+        model = stem and f'mmgate::plug/classification/plug-{stem}_8xb128-300e_in1k.py'
+        yield Row('plug', f'{name} + PLuG, classifier', model, IMAGENET, parameters, macs, reason)
 
 
 def _agent() -> Iterator[Row]:
@@ -172,9 +175,9 @@ def _agent() -> Iterator[Row]:
         ),
     ):
         for size, figure in figures.items():
-            counted = figure if isinstance(figure, tuple) else (None, figure)  # some papers print no parameters
-            model = f'mmgate::agent/{path.format(size)}.py'
-            yield Row('agent', name.format(size.upper()), model, shape, *counted, COUNTER)
+            path_of = f'mmgate::agent/{path.format(size)}.py'
+            parameters, macs = figure if isinstance(figure, tuple) else (None, figure)  # some print no parameters
+            yield Row('agent', name.format(size.upper()), path_of, shape, parameters, macs, COUNTER)
     path = 'mmgate::agent/classification/agent-deit-t_8xb128-300e_in1k.py'
     yield Row('agent', 'Agent-DeiT-T, classifier', path, IMAGENET, 6.0, 1.2, COUNTER)
 
