@@ -94,8 +94,8 @@ def _plug() -> Iterator[Row]:
         ('-refine-twostage', 'two-stage, encoder gated', 40.9, 173, 41.0, 174),
     ):
         title, stem = f'Deformable DETR {name}', f'deformable-detr{suffix}_r50_8xb4-50e_coco.py'
-        folder, shape = 'deformable_detr/', (800, 1066)
-        yield Row('plug', title, f'mmgate::vanilla/{folder}{stem}', shape, vanilla, macs, ORIGINAL)
+        folder, shape = 'deformable_detr', (800, 1066)
+        yield Row('plug', title, f'mmgate::vanilla/{folder}/{stem}', shape, vanilla, macs, ORIGINAL)
         yield Row('plug', f'{title} + PLuG', f'mmgate::plug/{folder}/plug-{stem}', shape, gated, gated_macs, ORIGINAL)
     for name, stem, side, parameters, macs in (
         ('R50', 'r50_8xb2-160k_ade20k-512x512', 512, 44.1, 70.8),
