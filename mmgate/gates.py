@@ -23,7 +23,7 @@ from mmgate.swap import Rules, parse_rules, swap_attention
 from mmgate.weight_init import Swap, standing_swaps
 
 TRAINS = ('gates', 'attention', 'all')
-SWAPPED = ('attention_swaps', 'attention_rules', 'init_weights', 'apply')  # what a swap leaves on a model
+SWAPPED = ('attention_swaps', 'attention_rules', 'gates_file', 'init_weights', 'apply')  # what a swap leaves on a model
 
 
 @MODELS.register_module()
@@ -186,6 +186,7 @@ def load_gates(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     _fill(model, content.tensors, content.gates)
     for swap in _swaps(model).values():
         swap.loaded = True
+    vars(model)['gates_file'] = os.fspath(path)  # for what is said of a vanilla checkpoint that is loaded
     also = {name: tensor for name, tensor in content.tensors.items() if name not in content.gates}
     if also:
         model._register_load_state_dict_pre_hook(partial(_keep_trained, also, content.gates))

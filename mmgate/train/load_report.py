@@ -103,8 +103,12 @@ class LoadReportHook(Hook):
             f'{filled} of {len(after)} keys of {type(_own(runner.model)).__name__} were loaded from {self.checkpoint}, '
             f'which has {len(self._given)}'
         )
-        gates = dict(gate_parameters(_own(runner.model), remove_duplicate=False)).keys() & missing
+        own = _own(runner.model)
+        gates = dict(gate_parameters(own, remove_duplicate=False)).keys() & missing
         share = filled / max(len(after) - len(gates), 1)
+        if gates and (file := vars(own).get('gates_file')):
+            found += f'; {len(gates)} of gates are from {file}'
+            missing = [key for key in missing if key not in gates]
         return found + (f'; not loaded: {_first(missing)}' if missing else ''), share
 
     def missing(self, runner: Any) -> list[str]:
