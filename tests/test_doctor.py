@@ -73,6 +73,11 @@ def test_calibration_is_kept_and_shown(capsys: pytest.CaptureFixture[str]) -> No
     assert choice.winners('ms_deform_attn', 'cpu', None) == {'torch.float32 large': 'grid_sample'}
 
 
+def test_tiny_calls_are_no_calibration(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(['--device', 'cpu', '--calibrate', '--sizes', 'tiny']) == 0
+    assert '2.5' in capsys.readouterr().out and not Path(choice.path()).exists()
+
+
 def test_exit_status_of_what_is_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, 'compare', lambda *args: iter(rows('the output is off by 1.0e+00')))
     assert doctor.main(['--device', 'cpu']) == 1
