@@ -70,7 +70,8 @@ def test_gpu_benchmarks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_
     """Their plumbing: every provider is measured and right, and the kernel saves less than the eager form."""
     pytest.importorskip('triton', minversion='3.2')
     monkeypatch.setattr(ops_cuda, 'COPY', 1 << 10)
-    monkeypatch.setattr(ops_cuda, 'deformable_inputs', partial(ops.deformable_inputs, heads=1, dim=16))
+    small = partial(ops.deformable_inputs, dim=16)
+    monkeypatch.setattr(ops_cuda, 'deformable_inputs', lambda levels, batch, heads: small(levels, batch, heads=1))
     cases = dict(device='cpu', levels=[(1, 2), (1, 1)], queries={'encoder': (None, 2)})
     rows = list(ops_cuda.benchmark_ms_deform_attn(1, **cases))
     names = {'grid_sample', 'triton', 'triton, ungated', 'triton, bfloat16', 'triton, autocast'}
