@@ -207,11 +207,10 @@ def restore_attention(model: nn.Module) -> list[str]:
     names = []
     for prefix, module in list(model.named_modules()):
         swaps = standing_swaps(module)
-        for swap in swaps:
+        for swap in swaps:  # all can be restored, or none is
             swap.follow()
         for swap in reversed(swaps):
-            swap.vanilla.train(swap.gate.training)  # some return nothing
-            swap.put(module, swap.vanilla)
+            swap.put_vanilla(module)
         _unfreeze(module)
         for name in SWAPPED if 'attention_swaps' in vars(module) else ():
             vars(module).pop(name, None)
@@ -225,9 +224,7 @@ def gates_disabled(model: nn.Module) -> Iterator[None]:
     with ExitStack() as undo:
         for holder in list(model.modules()):
             for swap in standing_swaps(holder):
-                swap.follow()
-                swap.vanilla.train(swap.gate.training)
-                swap.put(holder, swap.vanilla)
+                swap.put_vanilla(holder)
                 undo.callback(swap.put_gate, holder)
         yield
 
@@ -286,8 +283,9 @@ def _unfreeze(model: nn.Module) -> None:
 def _set_mode(model: Any, mode: bool = True) -> nn.Module:
     type(model).train(model, mode)
     if mode:
-        gated = {id(part) for swap in _swaps(model).values() for part in swap.gate.modules()}
-        gated |= {id(part) for m in model.modules() for part in m.modules() if isinstance(m, GateInit)}
+        gates = [swap.gate for swap in _swaps(model).values()]
+        gates += [module for module in model.modules() if isinstance(module, GateInit)]
+        gated = {id(part) for gate in gates for part in gate.modules()}
         for module in model.modules():
             # heads and detectors ask for the mode to know whether they train; what drops and what counts are leaves,
             # and attention that drops by a function

@@ -42,6 +42,12 @@ class Swap:
         """Let ``module`` stand in the model."""
         setattr(self.holder(model), self.name.rpartition('.')[2], module)
 
+    def put_vanilla(self, model: nn.Module) -> None:
+        """Let the host's module stand there, with what it shares with the gate as it is now, and in the gate's mode."""
+        self.follow()
+        self.vanilla.train(self.gate.training)  # some return nothing
+        self.put(model, self.vanilla)
+
     def put_gate(self, model: nn.Module) -> None:
         """Let the gate stand there, with the tensors that the host's initialisation may have put in those places."""
         self.put(model, self.gate)

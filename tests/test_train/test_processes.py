@@ -12,6 +12,7 @@ import torch
 from conftest import ROOT
 from mmengine.config import Config
 from mmengine.model import MMDistributedDataParallel
+from safetensors.torch import load_file
 from torch import Tensor
 
 from mmgate.errors import ConfigError
@@ -52,6 +53,18 @@ class Idle(TwoLayers):
     def __init__(self):
         super().__init__()
         self.unused = torch.nn.Linear(1, 1)
+
+
+@MODELS.register_module()
+class Attending(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Linear(1, 8), torch.nn.Linear(8, 2)
+        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, inputs, target, mode):
+        x = self.embed(inputs[..., None])
+        return dict(loss=mse_loss(self.head(self.attention(x, x, x)[0].mean(1)), target))
 """
 CONFIG = """
 custom_imports = dict(imports=['components'])
@@ -72,6 +85,17 @@ train_cfg = dict(by_epoch=True, max_epochs=4)
 randomness = dict(seed=1)
 env_cfg = dict(dist_cfg=dict(backend='nccl'))
 """
+# the gates alone train, and are averaged
+GATES_ALONE = """
+_base_ = './config.py'
+custom_imports = dict(imports=['mmgate', 'components'])
+model = dict(
+    type='mmgate.Gated',
+    host='Attending',
+    attention=dict(path='attention', type='mmgate.PLuGMultiheadAttention'),
+    train='gates')
+custom_hooks = [dict(type='EMAHook'), dict(type='mmgate.GatesCheckpointHook', interval=4)]
+"""
 # One start of two processes for all runs: importing the packages takes longer than they do.
 RUNS = """
 import sys
@@ -81,6 +105,7 @@ from mmgate.train import cli
 
 flexible = ['runner_type=FlexibleRunner']
 sharded = [*flexible, 'strategy.type=FSDPStrategy']
+ORIGINAL = 'strategy.model_wrapper=dict(type=MMFullyShardedDataParallel,use_orig_params=True)'  # some are frozen
 for name, options, resume in (
     ('runner', [], False),
     ('ddp', flexible, False),
@@ -90,10 +115,13 @@ for name, options, resume in (
     ('local', sharded, False),
     ('local-resumed', [*sharded, 'train_cfg.max_epochs=2'], False),
     ('local-resumed', sharded, True),
+    ('gates-ddp', [*flexible, 'custom_hooks=[]'], False),
+    ('gates-full', [*sharded, 'strategy.state_dict_cfg=full', ORIGINAL, 'custom_hooks=[]'], False),
 ):
     if 'strategy' in str(options) and sys.argv[1:] != ['fsdp']:
         continue
-    argv = ['config.py', '--launcher', 'pytorch', '--work-dir', name, *(['--resume'] if resume else [])]
+    config = 'gates_alone.py' if name.startswith('gates') else 'config.py'
+    argv = [config, '--launcher', 'pytorch', '--work-dir', name, *(['--resume'] if resume else [])]
     if name == 'local-resumed' and resume:
         assert cli.main(cli.train, [*argv, '--cfg-options', f'experiment_name={name}refused', *options]) == 2
         argv.append('--trust-checkpoint')  # shards are objects of torch's own
@@ -109,6 +137,8 @@ from mmgate.train import cli
 argv = ['config.py', '--launcher', 'pytorch', '--cfg-options', 'model.type=Idle']
 found = [*argv, 'find_unused_parameters=True', 'experiment_name=found', '--work-dir', 'two']
 assert cli.main(cli.train, found) == 0
+gates = ['gates_alone.py', '--launcher', 'pytorch', '--work-dir', 'two_gates', '--cfg-options', 'experiment_name=gates']
+assert cli.main(cli.train, gates) == 0
 """
 
 
@@ -130,8 +160,9 @@ def torchrun(folder: Path, script: str, *arguments: str) -> subprocess.Completed
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    for name, text in (('components.py', COMPONENTS), ('config.py', CONFIG), ('runs.py', RUNS)):
+    for name, text in (('components.py', COMPONENTS), ('config.py', CONFIG), ('gates_alone.py', GATES_ALONE)):
         (tmp_path / name).write_text(text)
+    (tmp_path / 'runs.py').write_text(RUNS)
     return tmp_path
 
 
@@ -152,6 +183,15 @@ def test_two_processes_train_as_one(project: Path, monkeypatch: pytest.MonkeyPat
     one, two = weights(project / 'one'), weights(project / 'two')
     assert 'unused.weight' in one
     torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+    gates = ['gates_alone.py', '--work-dir', 'one_gates', '--cfg-options', 'train_dataloader.batch_size=6']
+    assert cli.main(cli.train, gates) == 0
+    one, two = weights(project / 'one_gates'), weights(project / 'two_gates')
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+    trained = {name for name in one if 'gml' in name}
+    assert trained and all(torch.equal(one[name], two[name]) for name in set(one) - trained)
+    averaged = load_file(project / 'two_gates/epoch_4.gates.safetensors')
+    assert set(averaged) == trained
+    torch.testing.assert_close(averaged, {name: two[name] for name in trained})
 
 
 @pytest.mark.slow
@@ -164,6 +204,7 @@ def test_fsdp_trains_as_ddp_does_and_resumes(project: Path) -> None:
         torch.testing.assert_close(weights(project / name), expected, msg=lambda m, n=name: f'{n}: {m}')
     if not sharded:
         pytest.skip('DDP does; this torch has no FSDP on a CPU')
+    torch.testing.assert_close(weights(project / 'gates-full'), weights(project / 'gates-ddp'))
     losses = {}
     for name in ('full', 'local', 'local-resumed'):  # a local checkpoint holds shards: compare what the runs log
         logs = sorted((project / name).glob('*/vis_data/scalars.json'))

@@ -1,25 +1,7 @@
 # Fig. 7: fine-tuned for 30 epochs at 320 pixels, from 224, by the recipe of 384.
-_base_ = '../../_base_/classification/imagenet_384px_8xb32-30e.py'
+_base_ = '../../vanilla/classification/swin-s_8xb32-30e_in1k-320px.py'
 
-model = dict(
-    backbone=dict(
-        type='mmgate.AgentSwin',
-        arch='small',
-        out_indices=(3,),
-        pretrain_img_size=320,
-        window_size=10,
-        pad_small_map=False,
-        drop_path_rate=0.3),
-    head=dict(in_channels=768))
-train_pipeline = _base_.train_dataloader.dataset.pipeline
-train_pipeline[1].scale = 320
-test_pipeline = _base_.val_dataloader.dataset.pipeline
-test_pipeline[1].scale = (320, 320)
-train_dataloader = dict(dataset=dict(pipeline=train_pipeline))
-val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
-test_dataloader = val_dataloader
-# Swin's own clipping; the authors' ImageNet code decays the agent biases.
-optim_wrapper = dict(
-    constructor='DefaultOptimWrapperConstructor',
-    clip_grad=dict(max_norm=5.0))
+model = dict(backbone=dict(type='mmgate.AgentSwin'))
+# The authors' ImageNet code decays the agent biases.
+optim_wrapper = dict(constructor='DefaultOptimWrapperConstructor')
 load_from = 'work_dirs/agent-swin-s_8xb128-300e_in1k/epoch_300.pth'

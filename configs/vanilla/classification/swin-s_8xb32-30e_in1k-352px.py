@@ -1,16 +1,7 @@
 # Agent attention, Fig. 7: fine-tuned for 30 epochs at 352 pixels, from 224, by the recipe of 384.
-_base_ = '../../_base_/classification/imagenet_384px_8xb32-30e.py'
+_base_ = 'swin-s_8xb32-30e_in1k-384px.py'
 
-model = dict(
-    backbone=dict(
-        type='mmgate.LinearSwin',
-        arch='small',
-        out_indices=(3,),
-        pretrain_img_size=352,
-        window_size=11,
-        pad_small_map=False,
-        drop_path_rate=0.3),
-    head=dict(in_channels=768))
+model = dict(backbone=dict(pretrain_img_size=352, window_size=11))
 train_pipeline = _base_.train_dataloader.dataset.pipeline
 train_pipeline[1].scale = 352
 test_pipeline = _base_.val_dataloader.dataset.pipeline
@@ -18,6 +9,3 @@ test_pipeline[1].scale = (352, 352)
 train_dataloader = dict(dataset=dict(pipeline=train_pipeline))
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
-# Swin's own clipping.
-optim_wrapper = dict(clip_grad=dict(max_norm=5.0))
-load_from = 'work_dirs/swin-s_8xb128-300e_in1k/epoch_300.pth'
