@@ -8,6 +8,7 @@ runs = dict(
     vanilla='configs/studies/finetune_detr/vanilla.py',
     plug='configs/studies/finetune_detr/plug.py',
     plug_gates_alone='configs/studies/finetune_detr/plug-gates-alone.py',
+    plug_gates_alone_fast='configs/studies/finetune_detr/plug-gates-alone-fast.py',
     sdpa_gate='configs/studies/finetune_detr/sdpa-gate.py')
 seeds = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
 metric = 'coco/bbox_mAP'

@@ -19,7 +19,7 @@ from mmengine.registry import HOOKS, MODELS, init_default_scope
 from mmengine.structures import InstanceData, PixelData
 from torch import Tensor
 
-import mmgate  # noqa: F401  (registers its components)
+import mmgate
 from mmgate.analysis.report.flops import empty_sample
 from mmgate.train.config_file import mappings, read_config
 
@@ -67,6 +67,7 @@ def benchmark_training(
     device: str = 'cuda',
     amp: bool = False,
     processor_time: bool = False,
+    train: str = 'all',
 ) -> Iterator[Row]:
     """Measure training steps (losses, gradients, clipping, optimiser) on random images with random objects.
 
@@ -83,20 +84,21 @@ def benchmark_training(
         amp: Mixed precision in bfloat16.
         processor_time: Count the seconds of all threads on the processor in the place of those on the clock, for a CPU
             that does other things beside.
+        train: What of ours trains, see :func:`mmgate.train_only_gates`.
 
     Yields:
         Rows of time, peak memory (over weights and optimiser state) and images a second.
     """
     names = [Path(path.partition('::')[2] or path).stem for path in (peer, ours)]
     runs: dict[str, Step] = {names[0]: _step(peer, size, batch, device, amp)}
-    step = _step(ours, size, batch, device, amp)
+    step = _step(ours, size, batch, device, amp, train=train)
     for backend in backends:
         runs[f'{names[1]}, {backend}'] = _with_backend(step, f'MMGATE_{op.upper()}', backend)
     compiles = {}
     for speedup in speedups:
         name = f'{names[1]}, {speedup}'
         changes = list(SPEEDUPS) if speedup == 'all' else [speedup]
-        runs[name] = _step(ours, size, batch, device, amp, changes)
+        runs[name] = _step(ours, size, batch, device, amp, changes, train)
         compiles[name] = '1' if 'sampler' in changes else '0'
     x = f'{size[0]}x{size[1]}_b{batch}'
     clock = time.process_time if processor_time else time.perf_counter
@@ -140,7 +142,15 @@ def profile_training(
     return profiler.key_averages().table(sort_by=key, row_limit=lines, max_name_column_width=50)
 
 
-def _step(path: str, size: tuple[int, int], batch: int, device: str, amp: bool, speedups: Sequence[str] = ()) -> Step:
+def _step(
+    path: str,
+    size: tuple[int, int],
+    batch: int,
+    device: str,
+    amp: bool,
+    speedups: Sequence[str] = (),
+    train: str = 'all',
+) -> Step:
     cfg = read_config(path)
     for speedup in speedups:
         SPEEDUPS[speedup](cfg)
@@ -150,6 +160,8 @@ def _step(path: str, size: tuple[int, int], batch: int, device: str, amp: bool, 
     model = MODELS.build(deepcopy(cfg.model)).to(device)
     model.init_weights()
     model.train()
+    if train != 'all':
+        mmgate.train_only_gates(model, train)
     wrapper = dict(cfg.optim_wrapper)
     if amp:
         wrapper |= dict(type='AmpOptimWrapper', dtype='bfloat16')

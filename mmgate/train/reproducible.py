@@ -1,4 +1,4 @@
-"""Opt-in hooks for runs that go on exactly where they were, and stop where they break."""
+"""An opt-in hook for runs that go on exactly where they were."""
 
 from __future__ import annotations
 
@@ -79,24 +79,3 @@ class ReproducibleHook(Hook):
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-
-
-@HOOKS.register_module()
-class FiniteHook(Hook):
-    """Stops a run at the first loss that is not finite, and names it.
-
-    Raises:
-        ConfigError: A loss is NaN or infinite (from :meth:`after_train_iter`).
-    """
-
-    def after_train_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
-    ) -> None:
-        """Look at the losses."""
-        losses = {name: value for name, value in (outputs or {}).items() if isinstance(value, torch.Tensor)}
-        bad = [name for name, value in losses.items() if not value.isfinite().all()]
-        if bad:
-            raise ConfigError(
-                f'{", ".join(bad)} is not finite at iteration {runner.iter + 1}; the last checkpoint is from before. A '
-                'smaller learning rate, gradient clipping or float32 are what helps most often.'
-            )

@@ -9,6 +9,7 @@ from mmengine.logging import MMLogger
 
 from mmgate.benchmarks.ops import Row, write_csv
 from mmgate.benchmarks.training import SPEEDUPS, benchmark_training, profile_training
+from mmgate.gates import TRAINS
 from mmgate.train import cli
 
 CONFIGS = Path(__file__).parents[2] / 'configs'
@@ -32,6 +33,7 @@ def main(argv: list[str]) -> None:
         choices=[*SPEEDUPS, 'all'],
         help='of ours with the backend that it chooses, one at a time; all of them together: all',
     )
+    parser.add_argument('--train', choices=TRAINS, default='all', help='what of ours trains')
     parser.add_argument('--profile', action='store_true', help="print the profile of ours with all speedups' step, too")
     parser.add_argument('--size', type=int, nargs=2, default=[800, 1333], metavar=('HEIGHT', 'WIDTH'))
     parser.add_argument('--batch', type=int, default=2)
@@ -51,7 +53,7 @@ def main(argv: list[str]) -> None:
     MMLogger.get_current_instance().setLevel('ERROR')
     setting = dict(size=tuple(args.size), batch=args.batch, amp=args.amp, device=args.device)
     options = dict(op=args.op, backends=args.backends, speedups=args.speedups, **setting)
-    options['processor_time'] = args.processor_time
+    options.update(processor_time=args.processor_time, train=args.train)
     rows: list[Row] = []
     print(f'{"metric":20} {"model":64} {"median":>10} {"20 %":>10} {"80 %":>10}  peer/ours')
     for row in benchmark_training(args.peer, args.ours, repetitions=args.repetitions, **options):
