@@ -61,7 +61,8 @@ def test_builds(name: str) -> None:
     model = build_structure(cfg)
     MODELS.build(cfg.model.data_preprocessor)  # which a structure goes without
     gated = any(True for _ in gate_parameters(model))
-    assert gated == (Path(name).name.startswith(GATED) and 'no-bias-no-dwc' not in name)
+    named = Path(name).name.startswith(GATED) and 'no-bias-no-dwc' not in name
+    assert gated == named, f'{"gate" if gated else "no gate"} parameters; does GATED above have the method of {name}?'
     if gated:
         amp = ('type', 'dtype', 'loss_scale')  # which needs a GPU
         wrapper = {key: value for key, value in cfg.optim_wrapper.items() if key not in amp}

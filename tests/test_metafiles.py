@@ -26,7 +26,8 @@ CONFIGS = sorted(
 
 
 def test_every_config_is_listed_once() -> None:
-    assert sorted(model['Config'] for model in MODELS) == CONFIGS
+    listed = sorted(model['Config'] for model in MODELS)
+    assert listed == CONFIGS, 'each config stands in a metafile, and each metafile in model-index.yml'
 
 
 @pytest.mark.parametrize('path', METAFILES)
@@ -35,7 +36,7 @@ def test_collection(path: str) -> None:
     (collection,) = METAFILES[path]['Collections']
     assert (MIM / collection['README']).is_file()
     paper = collection.get('Paper', {})
-    assert path in ('configs/vanilla/metafile.yml', 'configs/linear/metafile.yml') or paper['Title']
+    assert not paper or paper['Title']
     assert paper.get('URL', 'https://arxiv.org/abs/').startswith('https://arxiv.org/abs/')
     assert collection.get('Metadata', {}) == {f'Paper {key}': value for key, value in paper.items()}
     assert {model['In Collection'] for model in METAFILES[path]['Models']} == {collection['Name']}

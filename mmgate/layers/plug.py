@@ -54,6 +54,7 @@ class PLuGMultiScaleDeformableAttention(GateInit, MultiScaleDeformableAttention)
     Source: PLuG attention, section 3.2, Eq. 8 to 12.
     """
 
+    identity_start = True
     gate_parameters = ('gate_proj', 'gml')
     undecayed = ('gml',)
     gate_readings = {'gate': 'levels'}

@@ -45,6 +45,7 @@ class PLuGAttention(GateInit, DenseAttention):
     Source: PLuG attention, section 3.1, Eq. 1 to 7 and Algorithm 1.
     """
 
+    identity_start = True
     gate_parameters = ('gate_q_proj', 'gate_k_proj', 'gml')
     undecayed = ('gml',)
     gate_readings = {'gate': 'pairs'}

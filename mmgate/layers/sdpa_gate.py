@@ -99,6 +99,7 @@ class SDPAGatedAttention(GateInit, DenseAttention):
             raise ValueError('scale=0 switches the attention off; use a positive scale.')
         super().__init__(embed_dim, num_heads, dropout, **kwargs)
         self.position, self.form, self.act, self.scale, self.init = position, form, act, scale, init
+        self.beyond_weights = position in ('G1', 'G2', 'G5')
         self.gate_shape = (1 if head_shared else num_heads, self.head_dim if granularity == 'elementwise' else 1)
         outputs = self.gate_shape[0] * self.gate_shape[1]
         inputs = (self.qdim, self.kdim, self.vdim)[_INPUT[position]]

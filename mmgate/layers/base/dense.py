@@ -47,9 +47,11 @@ class DenseAttention(nn.MultiheadAttention):
     Attributes:
         two_streams: Whether the halves of a head attend separately.
         has_projections: Whether it projects by itself; else a host does, and calls :meth:`attend` alone.
+        beyond_weights: Whether the heads are more than the weights of :meth:`attention_map` times the projected values.
     """
 
     two_streams = False
+    beyond_weights = False
     has_projections = True
 
     def __init__(

@@ -26,6 +26,7 @@ class GateInit:
         undecayed: Names, likewise, of what weight decay would only pull to zero: scalars, biases, positions, norms.
         gate_readings: What figures and statistics show of the gate: by the name of a reading what its values belong to,
             ``'pairs'`` of queries and keys, ``'levels'``, ``'heads'`` or ``'channels'``. :meth:`read_gate` computes it.
+        identity_start: Whether, by default, it starts as the attention that it replaces.
         is_vanilla: Whether the parameters are those of a backbone's own attention (CSwin's), and no gate's.
         gate_loaded: Whether a state dict has filled any of the gate's parameters; then no initialisation draws them
             anew.
@@ -34,6 +35,7 @@ class GateInit:
     gate_parameters: tuple[str, ...] = ()
     undecayed: tuple[str, ...] = ()
     gate_readings: Mapping[str, str] = {}
+    identity_start = False
     is_vanilla = False
     gate_loaded = False
 
