@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention
 from torch import Tensor
 
+from mmgate.layers.base.of_mmcv import MMCVMultiScaleDeformableAttention
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.ms_deform_attn import check_backend, ms_deform_attn
 from mmgate.registry import MODELS

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, nn
 
+from mmgate.layers.base.of_mmcv import MultiheadAttention
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.library import is_exporting
 from mmgate.ops.masks import merge_masks
