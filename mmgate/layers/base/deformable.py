@@ -32,8 +32,13 @@ class MultiScaleDeformableAttention(MMCVMultiScaleDeformableAttention):
         ValueError: An unknown backend, or sizes that do not divide.
         TypeError: An argument that neither mmcv's class nor this one has.
 
+    Attributes:
+        has_projections: Whether it projects by itself; else a host does, and asks it for :meth:`gating` alone.
+
     Source: Deformable DETR (arXiv 2010.04159), Eq. 3.
     """
+
+    has_projections = True
 
     def __init__(
         self,

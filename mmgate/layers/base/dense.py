@@ -91,6 +91,10 @@ class DenseAttention(nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
         self.qdim = embed_dim if qdim is None else qdim
 
+    def _reset_parameters(self) -> None:
+        if self.has_projections:  # transformers calls this for every module of torch's class that it initialises
+            super()._reset_parameters()
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads ``(B, H, N, d)``.
 
