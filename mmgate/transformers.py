@@ -1,13 +1,13 @@
 """Gates in transformers' models: loaded with them, and our sampler as one of its kernels.
 
-:func:`mmgate.swap_attention` and what follows from it (gates trained alone, saved alone, taken off) work on any model of
-transformers' as they do on mm models. This module has what transformers does in a way of its own.
+:func:`mmgate.swap_attention` and what follows from it (gates trained alone, saved alone, taken off) work on any model
+of transformers' as they do on mm models. This module has what transformers does in a way of its own.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,10 +16,8 @@ from mmgate.ops.ms_deform_attn import cpu
 from mmgate.swap import Rules, swap_attention
 from mmgate.weight_init import init_gate, standing_swaps
 
-Model = TypeVar('Model', bound=nn.Module)
 
-
-def from_pretrained(model_class: type[Model], path: str | os.PathLike[str], rules: Rules, **options: Any) -> Model:
+def from_pretrained(model_class: type[nn.Module], path: str | os.PathLike[str], rules: Rules, **options: Any) -> Any:
     """Load a model of transformers' with gates in it, from a vanilla checkpoint or from one that has the gates.
 
     Args:
@@ -53,14 +51,15 @@ def from_pretrained(model_class: type[Model], path: str | os.PathLike[str], rule
 def _start_gates(model: nn.Module, missing: set[str]) -> None:
     """Start the gates that a checkpoint left out, which a loaded model has as the memory was."""
     for name, module in model.named_modules():
+        own = {f'{name}.{key}' for key, _ in module.named_parameters()}
         if isinstance(module, GateInit):
-            module.gate_loaded = not missing & {f'{name}.{key}' for key, _ in module.named_parameters()}
+            module.gate_loaded = not missing & own
     for swap in standing_swaps(model):
         init_gate(swap.name, swap.gate)
 
 
 class MultiScaleDeformableAttention(nn.Module):
-    """The sampler of transformers' kernel of this name, computed by mmgate's CPU operator; see :func:`register_kernel`."""
+    """transformers' kernel of this name, computed by mmgate's CPU operator; see :func:`register_kernel`."""
 
     can_torch_compile = True
     has_backward = True
@@ -75,7 +74,17 @@ class MultiScaleDeformableAttention(nn.Module):
         attention_weights: Tensor,
         im2col_step: int,
     ) -> Tensor:
-        """Return ``(B, Q, H d)`` from ``value`` (B, S, H, d), locations (B, Q, H, L, P, 2) and weights (B, Q, H, L, P)."""
+        """Return ``(B, Q, H d)``.
+
+        Args:
+            value: ``(B, S, H, d)``.
+            value_spatial_shapes: ``(L, 2)`` as (height, width).
+            value_spatial_shapes_list: The same; not used.
+            level_start_index: ``(L,)``.
+            sampling_locations: ``(B, Q, H, L, P, 2)`` as (x, y), 0 to 1 over a level.
+            attention_weights: ``(B, Q, H, L, P)``.
+            im2col_step: Of the CUDA kernel; not used.
+        """
         return cpu.sample(value, value_spatial_shapes, level_start_index, sampling_locations, attention_weights)
 
 
@@ -83,7 +92,7 @@ def register_kernel() -> None:
     """Let ``kernelize`` of the package ``kernels`` put our sampler into transformers' detectors on a CPU.
 
     It replaces the sampling in every deformable attention that asks for the kernel ``MultiScaleDeformableAttention``,
-    gated or not, and leaves weights and projections as they are. A swap does more: it forms weights and samples at once.
+    and leaves weights and projections as they are. A swap does more: it forms weights and samples at once.
 
     Raises:
         ImportError: ``kernels`` is not installed.

@@ -1,9 +1,9 @@
-"""Subclasses of transformers' modules that hold gates, and that of deformable attention; no transformers is imported."""
+"""Subclasses of transformers' modules that hold gates, and that of deformable attention, without that import."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from mmgate.ops.ms_deform_attn import attention_weights, ms_deform_attn
 
 
-class Shell:
+_KINDS: dict[tuple[type, type], Any] = {}
+
+
+class Shell(nn.Module):
     """Base of what stands before a host's class in a subclass that is made when a module of the host is met.
 
     The subclass keeps the signature of the host's ``forward``. It has no name in any module, so that it is pickled by
@@ -23,16 +26,18 @@ class Shell:
         return _empty, type(self).__bases__, vars(self)
 
 
-@cache
-def subclass(shell: type[Shell], host: type[nn.Module]) -> type[Any]:
+def subclass(shell: type[Shell], host: type[nn.Module]) -> Any:
     """Return the subclass of both, whose ``forward`` is the shell's with the host's signature."""
+    if (shell, host) in _KINDS:
+        return _KINDS[shell, host]
     run: Callable[..., Any] = vars(shell)['forward']
 
     @wraps(host.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(self, *args, **kwargs)
 
-    return type(f'Gated{host.__name__}', (shell, host), dict(forward=forward, __module__=shell.__module__))
+    members = dict(forward=forward, __module__=shell.__module__)
+    return _KINDS.setdefault((shell, host), type(f'Gated{host.__name__}', (shell, host), members))
 
 
 def _empty(shell: type[Shell], host: type[nn.Module]) -> Any:

@@ -42,7 +42,7 @@ for kind in ('PLuGMultiheadAttention', 'mmgate.PLuGMultiheadAttention', PLuGMult
     assert (after - before).abs().max() > 1e-3
     assert set(mmgate.train_only_gates(model)) == set(mmgate.gate_parameters(model))
     with mmgate.gates_disabled(model):
-        assert torch.equal(model(x), before)
+        torch.testing.assert_close(model(x), before)  # torch has a fused path where nothing trains
     if kind is not PLuGMultiheadAttention:
         mmgate.save_gates(model, 'gates.safetensors')
     mmgate.restore_attention(model)

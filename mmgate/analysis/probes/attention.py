@@ -149,10 +149,10 @@ def of_transformers(module: Any, **given: Any) -> Readings:
     shapes = torch.tensor(given['spatial_shapes_list']) if shapes is None else shapes
     number = module.n_points[0] if isinstance(module.n_points, (list, tuple)) else module.n_points
     points = points.expand(-1, -1, module.n_levels, -1)
+    gate: Any = gate_of(module)
 
     def weights() -> Tensor:
         _, logits = sampled(module, query, number, points)
-        gate = gate_of(module)
         return attention_weights(logits, **({} if gate is module else gate.gating(query)))
 
     return dict(
@@ -160,7 +160,7 @@ def of_transformers(module: Any, **given: Any) -> Readings:
         weights=weights,
         reference_points=lambda: points,
         spatial_shapes=lambda: shapes,
-        gate=lambda: gate_of(module).read_gate('gate', query),
+        gate=lambda: gate.read_gate('gate', query),
     )
 
 

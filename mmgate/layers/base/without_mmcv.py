@@ -47,7 +47,8 @@ class DeformableShell(nn.Module):
         _refuse_init_cfg(init_cfg)
         if embed_dims % num_heads:
             raise ValueError(f'embed_dims={embed_dims} is not a multiple of num_heads={num_heads}.')
-        self.embed_dims, self.num_heads, self.num_levels, self.num_points = embed_dims, num_heads, num_levels, num_points
+        self.embed_dims, self.num_heads = embed_dims, num_heads
+        self.num_levels, self.num_points = num_levels, num_points
         self.im2col_step, self.batch_first, self.norm_cfg, self.init_cfg = im2col_step, batch_first, norm_cfg, init_cfg
         self.dropout = nn.Dropout(dropout)
         samples, values = num_heads * num_levels * num_points, int(embed_dims * value_proj_ratio)
