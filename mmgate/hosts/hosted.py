@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from mmgate.ops.ms_deform_attn import attention_weights, ms_deform_attn
 
-
 _KINDS: dict[tuple[type, type], Any] = {}
 
 

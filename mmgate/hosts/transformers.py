@@ -64,7 +64,7 @@ class HostedInterfaceAttention(Shell):
     def forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Attend; the arguments are the host's. There are no weights to return, as with its fused functions."""
         try:
-            output, weights = super().forward(*args, **kwargs)  # type: ignore[misc]
+            output, weights = super().forward(*args, **kwargs)
             return self.gate.finish(output, self.noted_query, self.noted_inputs()), weights
         finally:
             self.noted_query = None
