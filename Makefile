@@ -9,7 +9,7 @@ DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_sh
 DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
 	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
 
-.PHONY: setup demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals mutants lint docs bench gpu dist audit
+.PHONY: setup demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals test-transformers mutants lint docs bench gpu dist audit
 export PYTHON VENV
 
 setup:
@@ -45,6 +45,12 @@ test-slow: setup
 test-originals:
 	@VENV=$(VENV)-originals tools/dev/setup_env.sh originals
 	@$(VENV)-originals/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(strip $(SUITE))
+
+# transformers' models, and the projects beside them, where there is no mm package; an environment of its own.
+test-transformers: SUITE = tests/test_transformers $(wildcard projects)
+test-transformers:
+	@VENV=$(VENV)-transformers tools/dev/setup_env.sh transformers
+	@$(VENV)-transformers/bin/python -m pytest -m "not slow" $(strip $(SUITE))
 
 # A sample of small changes, each against the tests that concern it; SEED=1 for another. tests/README.md has the score.
 SEED ?= 0

@@ -1,12 +1,28 @@
 """Gated and linear attention for mmdetection and mmsegmentation.
 
 ``import mmgate`` registers every component under the scope ``mmgate`` and makes ``_base_ = 'mmgate::...'`` resolve.
-Where mmengine is not installed, ``mmgate.ops`` and ``python -m mmgate.doctor`` work with torch alone.
+Where mmengine is not installed there are no configs: operators, layers, :func:`swap_attention` and gates as adapters
+work with torch alone.
 """
 
 from typing import Any
 
 from ._environment import check_environment, torch_alone
+
+if not torch_alone():
+    check_environment()
+
+from . import layers  # noqa: F401
+from .gates import (
+    gate_parameters,
+    gates_disabled,
+    load_gates,
+    restore_attention,
+    save_gates,
+    train_only_gates,
+)
+from .hosts import adapts
+from .swap import swap_attention
 
 __version__ = '0.1.0'
 __all__ = [
@@ -25,30 +41,18 @@ __all__ = [
 if torch_alone():
 
     def __getattr__(name: str) -> Any:
-        if name in __all__:
+        if name == 'Gated':  # builds from configs
             check_environment()
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
 else:
-    check_environment()
-
     from importlib.metadata import PackageNotFoundError, distribution
 
     from mmengine.config.utils import MODULE2PACKAGE
 
-    from . import backbones, layers  # noqa: F401
+    from . import backbones  # noqa: F401
     from .checkpoints.loading import register_safe_loader
-    from .gates import (
-        Gated,
-        gate_parameters,
-        gates_disabled,
-        load_gates,
-        restore_attention,
-        save_gates,
-        train_only_gates,
-    )
-    from .hosts import adapts
-    from .swap import swap_attention
+    from .gates import Gated
 
     # mmengine looks packages of 'package::config' up in this closed list, by the name of a distribution, whose folder
     # it takes for the package's (in an editable install it is not), or else by that of a module: then its folder.

@@ -15,6 +15,7 @@ INSTALL = (
 )
 HOSTS = ('mmdet', 'mmseg')
 EXTRAS = ('mmpretrain',)  # hosts that nothing else needs
+MM = ('mmengine', 'mmcv', *HOSTS, *EXTRAS)
 
 
 def check_environment() -> None:
@@ -34,15 +35,13 @@ def check_environment() -> None:
     hosts.update({name: _host_problem(name) for name in EXTRAS})
     for name, problem in hosts.items():
         if problem and not problem.endswith(_not_installed(name)):
-            from mmengine.logging import print_log
-
-            print_log(f'mmgate goes on without {problem}', logger='current', level=logging.WARNING)
+            log(f'mmgate goes on without {problem}', logging.WARNING)
 
 
 def torch_alone() -> bool:
-    """Return whether mmengine is not installed, where operators can be run and measured, and nothing else.
+    """Return whether mmengine is not installed: there are operators, layers and swaps then, and no configs.
 
-    ``MMGATE_TORCH_ALONE=1`` says so where it is, for processes that need operators alone and shall start quickly.
+    ``MMGATE_TORCH_ALONE=1`` says so where it is, for processes that need no mm package and shall start quickly.
     """
     return (
         os.environ.get('MMGATE_TORCH_ALONE') == '1' or _problem('mmengine') == f'mmengine: {_not_installed("mmengine")}'
@@ -50,8 +49,18 @@ def torch_alone() -> bool:
 
 
 def available(package: str) -> bool:
-    """Return whether ``package`` can be imported."""
-    return why_not(package) is None
+    """Return whether ``package`` can be imported and is to be used, see :func:`torch_alone`."""
+    return not (package in MM and torch_alone()) and why_not(package) is None
+
+
+def log(message: str, level: int = logging.INFO) -> None:
+    """Say something by mmengine's current logger, or by Python's logger ``mmgate`` where there is no mmengine."""
+    if torch_alone():
+        logging.getLogger('mmgate').log(level, message)
+    else:
+        from mmengine.logging import print_log
+
+        print_log(message, logger='current', level=level)
 
 
 def why_not(package: str) -> str | None:

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from mmengine.logging import print_log
 from torch import Tensor, nn
 
+from mmgate._environment import log
 from mmgate.checkpoints.gates_file import GatesFile, read_gates, write_gates
 from mmgate.errors import ConfigError
 from mmgate.layers.base.init import GateInit
@@ -63,10 +63,10 @@ def Gated(
     model = MODELS.build(dict(type=host, **host_cfg))
     if rules is not None:
         names = swap_attention(model, rules)
-        print_log(f'mmgate: replaced {len(names)} attention modules of {type(model).__name__}', logger='current')
+        log(f'mmgate: replaced {len(names)} attention modules of {type(model).__name__}')
     if gates is not None:
         names = load_gates(model, gates)
-        print_log(f'mmgate: loaded {len(names)} tensors of gates from {gates}', logger='current')
+        log(f'mmgate: loaded {len(names)} tensors of gates from {gates}')
     if train != 'all':
         train_only_gates(model, train)
     return model
@@ -124,7 +124,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
         model.train(model.training)
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     total = sum(parameter.numel() for parameter in model.parameters())
-    print_log(f'mmgate: trains {sum(trained.values()):,} of {total:,} parameters ({train})', logger='current')
+    log(f'mmgate: trains {sum(trained.values()):,} of {total:,} parameters ({train})')
     return list(trained)
 
 

@@ -6,9 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from mmengine.model import is_model_wrapper
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from mmgate._environment import torch_alone
 
 
 def path_regex(pattern: str) -> re.Pattern[str]:
@@ -47,6 +48,14 @@ def modules_at(model: nn.Module, patterns: Sequence[str], *, each: bool) -> dict
 
 def own_model(model: Any) -> nn.Module:
     """Return the model that wrappers such as DistributedDataParallel are around."""
-    while is_model_wrapper(model) or isinstance(model, DistributedDataParallel):
+    while _is_wrapper(model):
         model = model.module
     return model
+
+
+def _is_wrapper(model: nn.Module) -> bool:
+    if isinstance(model, DistributedDataParallel) or torch_alone():
+        return isinstance(model, DistributedDataParallel)
+    from mmengine.model import is_model_wrapper
+
+    return is_model_wrapper(model)

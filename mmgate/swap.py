@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from mmengine.logging import print_log
 from torch import nn
 
+from mmgate._environment import log
 from mmgate.hosts import adapter_for, gates_for, hosts_of
 from mmgate.hosts.map_size import map_options
 from mmgate.hosts.table import full_name, gate_names, host_names
@@ -163,7 +163,7 @@ def _matches(
         listed = '\n  '.join(['', *refusals])
         raise ValueError(f'{where}: {gate.__name__} fits nothing that {pattern!r} matches.{listed} {_inventory(model)}')
     for refusal in refusals:
-        print_log(f'mmgate: {where} leaves {refusal}', logger='current')
+        log(f'mmgate: {where} leaves {refusal}')
     return gates
 
 

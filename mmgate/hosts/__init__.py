@@ -1,6 +1,6 @@
 """Which gate replaces which host class: one file a package, imported only where the package is.
 
-That of timm, whose import takes seconds, is imported once a model of timm's is met.
+Those of timm and transformers, whose import takes seconds, are imported once a model of theirs is met.
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from mmgate._environment import available
 from mmgate.hosts.table import adapter_for, adapts, gates_for, hosts_of
 
 for _package in ('torch', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain'):
-    if available(_package):
+    if _package in ('torch', 'mmcv') or available(_package):
         import_module(f'{__name__}.{_package}')
 import_module(f'{__name__}.projects')
 

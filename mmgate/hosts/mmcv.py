@@ -1,16 +1,14 @@
-"""mmcv's attentions as hosts."""
+"""mmcv's attentions as hosts, or what stands for them where there is no mmcv."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mmcv.cnn.bricks.transformer import MultiheadAttention
-from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention
-
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import multihead_attention as torch_host
 from mmgate.layers import MultiScaleDeformableAttention
 from mmgate.layers.base.dense import GatedMultiheadAttention
+from mmgate.layers.base.of_mmcv import MMCVMultiScaleDeformableAttention, MultiheadAttention
 
 
 @adapts(MultiScaleDeformableAttention, MMCVMultiScaleDeformableAttention)

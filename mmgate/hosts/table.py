@@ -13,7 +13,7 @@ from mmgate.registry import MODELS
 
 Adapter = Callable[..., nn.Module]
 Host = type[nn.Module] | str
-LATE = ('timm',)
+LATE = ('timm', 'transformers')
 _ADAPTERS: dict[tuple[type, type | str], Adapter] = {}
 
 

@@ -1,32 +1,28 @@
 """Attention layers, one file per paper; importing them registers them."""
 
-from mmgate._environment import torch_alone
+from mmgate.layers.base.deformable import MultiScaleDeformableAttention
 
+from .agent import AgentAttention
+from .cross_window import CrossWindowAttention
+from .dgsa import DifferentialGatedAttention, DifferentialGatedMultiheadAttention
+from .differential import DifferentialAttention, DifferentialMultiheadAttention
 from .gml import GatingModulation
-
-if not torch_alone():  # the gate of PLuG is all that operators and benchmarks need there
-    from mmgate.layers.base.deformable import MultiScaleDeformableAttention
-
-    from .agent import AgentAttention
-    from .cross_window import CrossWindowAttention
-    from .dgsa import DifferentialGatedAttention, DifferentialGatedMultiheadAttention
-    from .differential import DifferentialAttention, DifferentialMultiheadAttention
-    from .linear import (
-        EfficientAttention,
-        EnhancedLinearAttention,
-        FocusedLinearAttention,
-        HydraAttention,
-        InLineAttention,
-        LinearAngularAttention,
-        MLLAAttention,
-        PolaFormerAttention,
-        RALAAttention,
-    )
-    from .plug import PLuGMultiScaleDeformableAttention
-    from .plug_dense import PLuGAttention, PLuGMultiheadAttention
-    from .saga import SAGAAttention
-    from .sdpa_gate import SDPAGatedAttention, SDPAGatedMultiheadAttention
-    from .softmax import SoftmaxAttention
+from .linear import (
+    EfficientAttention,
+    EnhancedLinearAttention,
+    FocusedLinearAttention,
+    HydraAttention,
+    InLineAttention,
+    LinearAngularAttention,
+    MLLAAttention,
+    PolaFormerAttention,
+    RALAAttention,
+)
+from .plug import PLuGMultiScaleDeformableAttention
+from .plug_dense import PLuGAttention, PLuGMultiheadAttention
+from .saga import SAGAAttention
+from .sdpa_gate import SDPAGatedAttention, SDPAGatedMultiheadAttention
+from .softmax import SoftmaxAttention
 
 __all__ = [
     'AgentAttention',

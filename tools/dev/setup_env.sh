@@ -3,6 +3,7 @@
 #
 #   setup_env.sh             the maintained forks of the mm packages on the newest torch, in .venv
 #   setup_env.sh originals   OpenMMLab's own packages on the torch of their last release, in .venv-originals
+#   setup_env.sh transformers   torch, transformers and diffusers without any mm package, in .venv-transformers
 #
 #   PYTHON=python3.11        interpreter to build the environment from
 #   VENV=.venv               where the environment goes
@@ -32,7 +33,13 @@ case $SET in
       "setuptools<70" "numpy<2" mmpretrain==1.2.0 torchvision timm importlib-metadata requests)
     export FORCE_CUDA=${FORCE_CUDA:-0}
     ;;
-  *) echo "usage: $0 [forks|originals]" >&2; exit 2 ;;
+  transformers)
+    TORCH=${TORCH:-2.13.0} VENV=${VENV:-.venv-transformers}
+    MMCV=
+    BUILD=("setuptools>=80,<81")
+    PACKAGES=('.[transformers]' diffusers==0.42.1 tomesd==0.1.3 "pytest>=8" scipy matplotlib)
+    ;;
+  *) echo "usage: $0 [forks|originals|transformers]" >&2; exit 2 ;;
 esac
 CACHE=${MMGATE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/mmgate}
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
@@ -53,6 +60,14 @@ if [ ! -x "$VENV/bin/python" ]; then
 fi
 say "installing torch $TORCH (1 to 3 minutes)"
 run_pip install -q "torch==$TORCH" "${BUILD[@]}"
+
+if [ -z "$MMCV" ]; then
+  say "installing mmgate and what its models come from"
+  run_pip install -q --no-build-isolation "torch==$TORCH" -e "${PACKAGES[@]}"
+  echo "$fingerprint" >"$STAMP"
+  say "ready in ${SECONDS} s"
+  exit 0
+fi
 
 # A wheel compiled against one torch does not load under another, hence the folder's name.
 tag=$("$VENV/bin/python" -c '

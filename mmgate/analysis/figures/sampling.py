@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import mmcv
 import numpy as np
 
+from mmgate._environment import available
 from mmgate.analysis.figures.boxes import PREDICTED, THRESHOLD, draw_boxes, label_boxes
 from mmgate.analysis.figures.style import (
     COLOURS,
@@ -45,7 +45,7 @@ def draw_sampling(
     Returns:
         The picture ``(h, w, 3)``, RGB.
     """
-    image = mmcv.imread(drawn[0][2].img_path, channel_order='rgb')
+    image = _read(drawn[0][2].img_path)
     height, width = image.shape[:2]
     columns = min(len(drawn), 2)
     rows = -(-len(drawn) // columns)
@@ -89,6 +89,17 @@ def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, image
         axis.set(title=wrap(title, 34), xlabel="share of the image's width", ylabel='of its height')
     colour_bar(figure, drawn, axes, f'density of points on the finest level,\n{images} images; 1: even')
     return save(figure, out)
+
+
+def _read(path: str) -> np.ndarray:
+    """Return an image ``(h, w, 3)``, RGB, turned as its camera was held."""
+    if available('mmcv'):
+        import mmcv
+
+        return mmcv.imread(path, channel_order='rgb')
+    from PIL import Image, ImageOps
+
+    return np.asarray(ImageOps.exif_transpose(Image.open(path)).convert('RGB'))
 
 
 def _draw_points(axis: Any, image: np.ndarray, points: SamplingPoints, largest: float) -> None:

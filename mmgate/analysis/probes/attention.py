@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmgate.hosts.hosted import HostedDeformableAttention, sampled
 from mmgate.hosts.window import GatedWindowMSA
 from mmgate.layers import MultiScaleDeformableAttention
 from mmgate.layers.base.dense import DenseAttention
@@ -26,6 +27,17 @@ Probe = Callable[..., Readings]
 GATES = ('gate', 'gate_k', 'gate_v', 'gate_out')
 PLACES = ('geometry', 'map_size')  # where attention lies, read beside it
 NAMES = (*GATES, 'attention', 'locations', 'weights', 'reference_points', 'spatial_shapes', 'agents', 'kv', *PLACES)
+OF_TRANSFORMERS = (
+    'DeformableDetr',
+    'RTDetr',
+    'RTDetrV2',
+    'GroundingDino',
+    'MMGroundingDino',
+    'LwDetr',
+    'RfDetr',
+    'Mask2FormerPixelDecoderEncoder',
+    'OneFormerPixelDecoderEncoder',
+)
 _PROBES: dict[str, tuple[Probe, tuple[str, ...]]] = {}
 
 
@@ -59,7 +71,7 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def is_alone(module: nn.Module) -> bool:
-    """Whether a module is a gate without projections, which its host never calls as a module."""
+    """Whether a module is a dense gate without projections, which its host never calls as a module."""
     return isinstance(module, DenseAttention) and not module.has_projections
 
 
@@ -75,7 +87,9 @@ def _has(module: nn.Module, name: str) -> bool:
 
 
 def gate_of(module: nn.Module) -> nn.Module:
-    """Return the gate that a module is, or that Swin's windows hold."""
+    """Return the gate that a module is, or that Swin's windows and deformable attention of transformers' hold."""
+    if isinstance(module, HostedDeformableAttention):
+        return module.gate
     return module.attn if isinstance(module, GatedWindowMSA) else module
 
 
@@ -94,6 +108,7 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
 
 @probes(
     'mmcv.MultiScaleDeformableAttention',
+    'mmgate.MultiScaleDeformableAttention',
     reads=('gate', 'locations', 'weights', 'reference_points', 'spatial_shapes'),
 )
 def deformable(module: Any, **given: Any) -> Readings:
@@ -119,6 +134,34 @@ def deformable(module: Any, **given: Any) -> Readings:
     readings = dict(locations=locations, weights=weights)
     readings.update(reference_points=lambda: points, spatial_shapes=lambda: shapes)
     return {**readings, 'gate': lambda: module.read_gate('gate', query)}
+
+
+@probes(
+    'mmgate.HostedDeformableAttention',
+    *(f'transformers.{name}MultiscaleDeformableAttention' for name in OF_TRANSFORMERS),
+    reads=('gate', 'locations', 'weights', 'reference_points', 'spatial_shapes'),
+)
+def of_transformers(module: Any, **given: Any) -> Readings:
+    """Read the same of transformers' detectors, where reference points and boxes are those of all levels."""
+    query, position = given['hidden_states'], given.get('position_embeddings')
+    query = query if position is None else query + position
+    points, shapes = given['reference_points'], given.get('spatial_shapes')
+    shapes = torch.tensor(given['spatial_shapes_list']) if shapes is None else shapes
+    number = module.n_points[0] if isinstance(module.n_points, (list, tuple)) else module.n_points
+    points = points.expand(-1, -1, module.n_levels, -1)
+    gate: Any = gate_of(module)
+
+    def weights() -> Tensor:
+        _, logits = sampled(module, query, number, points)
+        return attention_weights(logits, **({} if gate is module else gate.gating(query)))
+
+    return dict(
+        locations=lambda: offset_locations(sampled(module, query, number, points)[0], points, shapes),
+        weights=weights,
+        reference_points=lambda: points,
+        spatial_shapes=lambda: shapes,
+        gate=lambda: gate.read_gate('gate', query),
+    )
 
 
 @probes('torch.MultiheadAttention', reads=('attention',))

@@ -93,6 +93,7 @@ def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list
 
 
 def _unchanged(module: Any, name: str) -> int | None:
+    module = gate_of(module)
     module = getattr(module, 'attn', module)
     if hasattr(module, 'gml'):
         return 0 if module.residual else 1

@@ -21,6 +21,7 @@ from mmgate.analysis.probes.hosts import gate_in_host
 from mmgate.analysis.probes.statistics import Accumulator, Kept
 from mmgate.errors import ConfigError
 from mmgate.hosts.window import GatedWindowMSA
+from mmgate.layers import MultiScaleDeformableAttention
 
 from . import hosts, whole_maps  # noqa: F401  (registers)
 
@@ -225,6 +226,8 @@ def _readable(model: nn.Module) -> Iterator[tuple[str, str, Any, tuple[str, ...]
     for path, module in model.named_modules():
         found = probe_for(module)
         if found is None or not found[1] or path in windowed:  # that is not called, and read where its windows are
+            continue
+        if isinstance(module, MultiScaleDeformableAttention) and not module.has_projections:  # read at its host
             continue
         if is_alone(module):
             host, _, name = path.rpartition('.')

@@ -49,6 +49,29 @@ class SamplingPoints:
             yield dict(layer=self.path, **numbers, x=float(x), y=float(y), weight=float(self.weights[place]))
 
 
+@dataclass(frozen=True)
+class ImageSample:
+    """What is drawn on, in the place of a data sample of mmdet's, for models that know of none.
+
+    Attributes:
+        img_path: The image on disk.
+        ori_shape: Its height and width.
+        img_shape: Those of what the model got of it, padding left out.
+        batch_input_shape: Those of what the model got, padding included.
+    """
+
+    img_path: str
+    ori_shape: tuple[int, int]
+    img_shape: tuple[int, int]
+    batch_input_shape: tuple[int, int]
+
+    def get(self, name: str) -> Any:
+        """Return an attribute or ``scale_factor``, that of the width first; None for what there is not."""
+        if name == 'scale_factor':
+            return self.img_shape[1] / self.ori_shape[1], self.img_shape[0] / self.ori_shape[0]
+        return getattr(self, name, None)
+
+
 def record_sampling(model: nn.Module) -> AbstractContextManager[Recording]:
     """Record sampling points of every deformable attention, and what the detection head says, if there is one."""
     return record_queries(model, READINGS)

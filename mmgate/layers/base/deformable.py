@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention
 from torch import Tensor
 
+from mmgate.layers.base.of_mmcv import MMCVMultiScaleDeformableAttention
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.ms_deform_attn import check_backend, ms_deform_attn
 from mmgate.registry import MODELS
@@ -32,8 +32,13 @@ class MultiScaleDeformableAttention(MMCVMultiScaleDeformableAttention):
         ValueError: An unknown backend, or sizes that do not divide.
         TypeError: An argument that neither mmcv's class nor this one has.
 
+    Attributes:
+        has_projections: Whether it projects by itself; else a host does, and asks it for :meth:`gating` alone.
+
     Source: Deformable DETR (arXiv 2010.04159), Eq. 3.
     """
+
+    has_projections = True
 
     def __init__(
         self,

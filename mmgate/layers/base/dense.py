@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, nn
 
+from mmgate.layers.base.of_mmcv import MultiheadAttention
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.library import is_exporting
 from mmgate.ops.masks import merge_masks
@@ -92,6 +92,10 @@ class DenseAttention(nn.MultiheadAttention):
         # it asks for this attribute, which nothing else needs after construction.
         self._qkv_same_embed_dim = False
         self.qdim = embed_dim if qdim is None else qdim
+
+    def _reset_parameters(self) -> None:
+        if self.has_projections:  # transformers calls this for every module of torch's class that it initialises
+            super()._reset_parameters()
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads ``(B, H, N, d)``.

@@ -6,10 +6,10 @@ from math import isqrt
 from typing import Any
 
 import torch.nn.functional as F
-from mmcv.cnn.bricks.drop import build_dropout
-from mmengine.logging import print_log
 from torch import Tensor, nn
 
+from mmgate._environment import log
+from mmgate.layers.base.of_mmcv import build_dropout
 from mmgate.ops.layout import check_layout
 
 
@@ -138,7 +138,7 @@ class MapAttention(nn.Module):
         resized = self.adopt(state_dict, prefix)
         if resized:
             name = prefix.rstrip('.') or type(self).__name__
-            print_log(f'{name}: {", ".join(resized)} resized to a map of {self.map_size}', logger='current')
+            log(f'{name}: {", ".join(resized)} resized to a map of {self.map_size}')
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @property

@@ -1,0 +1,209 @@
+"""Our sampler in transformers' detectors: how far its outputs are from theirs, and how much sooner they are there.
+
+``python -m mmgate.benchmarks.transformers`` prints a table and, with ``--file``, writes it between two markers. Models
+have the sizes of transformers' default configs and random weights; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from mmgate.errors import ConfigError
+from mmgate.swap import swap_attention
+
+BEGIN, END = '<!-- benchmarks.transformers begins -->\n', '<!-- benchmarks.transformers ends -->\n'
+RULE = dict(type='MultiScaleDeformableAttention')
+SIZE = (480, 640)
+# by the name of a model: what its config and class are called, its images where they have a size of their own, and
+# what the config is given
+MODELS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
+    'Deformable DETR R50': ('DeformableDetr', SIZE, dict(with_box_refine=True)),
+    'RT-DETR R50': ('RTDetr', (640, 640), {}),
+    'RT-DETRv2 R50': ('RTDetrV2', (640, 640), {}),
+    'D-FINE': ('DFine', (640, 640), dict(decoder_n_points=4)),
+    'DEIMv2': ('Deimv2', (640, 640), dict(decoder_n_points=4)),
+    'LW-DETR': ('LwDetr', (640, 640), {}),
+    'RF-DETR': ('RfDetr', (384, 384), {}),
+    'Grounding DINO': ('GroundingDino', SIZE, {}),
+    'MM Grounding DINO': ('MMGroundingDino', SIZE, {}),
+    'Mask2Former': ('Mask2Former', SIZE, {}),
+    'OneFormer': ('OneFormer', SIZE, dict(is_training=False)),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found for a model.
+
+    Attributes:
+        name: Of the model.
+        image: Height and width.
+        layers: How many of its attentions are ours.
+        layer_error: Largest difference of a layer's outputs on the same inputs, over the largest output.
+        model_error: Largest difference of the model's outputs, over the largest output.
+        layer_times: Milliseconds of the layer that takes longest, theirs and ours.
+        model_times: Milliseconds of the model, theirs and ours.
+    """
+
+    name: str
+    image: tuple[int, int]
+    layers: int
+    layer_error: float
+    model_error: float
+    layer_times: tuple[float, float]
+    model_times: tuple[float, float]
+
+
+def measure(name: str, rounds: int) -> Row:
+    """Build a model, swap its deformable attention, and compare.
+
+    Args:
+        name: One of :data:`MODELS`.
+        rounds: Pairs of forward passes after one that is not counted; a pair is one of theirs and one of ours.
+    """
+    kind, image, options = MODELS[name]
+    torch.manual_seed(0)
+    model = build(kind, options)
+    fed = _feed(kind, image)
+    calls: dict[str, dict[str, Any]] = {}
+    samplers = {path: module for path, module in model.named_modules() if hasattr(module, 'sampling_offsets')}
+    with torch.inference_mode():
+        handles = [
+            module.register_forward_pre_hook(_noting(calls, path), with_kwargs=True)
+            for path, module in samplers.items()
+        ]
+        expected = _outputs(model(**fed))
+        for handle in handles:
+            handle.remove()
+        theirs = {path: model.get_submodule(path) for path in calls}
+        outputs = {path: theirs[path](**calls[path])[0] for path in calls}
+        slowest = max(calls, key=lambda path: calls[path]['hidden_states'].numel())
+        swapped = swap_attention(model, dict(RULE, path=list(samplers)))
+        ours = {path: model.get_submodule(path) for path in calls}
+        layer_error = max(_error([ours[path](**calls[path])[0]], [outputs[path]]) for path in calls)
+        layer_times = _pairs(lambda: theirs[slowest](**calls[slowest]), lambda: ours[slowest](**calls[slowest]), rounds)
+        model_error = _error(_outputs(model(**fed)), expected)
+
+        def run(modules: dict[str, nn.Module]) -> None:
+            for path, module in modules.items():
+                model.set_submodule(path, module)
+            model(**fed)
+
+        model_times = _pairs(lambda: run(theirs), lambda: run(ours), rounds)
+    return Row(name, image, len(swapped), layer_error, model_error, layer_times, model_times)
+
+
+def build(kind: str, options: dict[str, Any]) -> nn.Module:
+    """Return a model with random weights whose points lie anywhere around their references."""
+    if kind == 'DeformableDetr':  # its default backbone is timm's
+        stages = transformers.ResNetConfig(out_features=['stage2', 'stage3', 'stage4'])
+        options = dict(options, backbone_config=stages)
+    config = getattr(transformers, f'{kind}Config')(**options)
+    task = 'UniversalSegmentation' if kind.endswith('Former') else 'ObjectDetection'
+    model = getattr(transformers, f'{kind}For{task}')(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if 'sampling_offsets' in name or 'attention_weights' in name:
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def _feed(kind: str, image: tuple[int, int]) -> dict[str, Tensor]:
+    fed = dict(pixel_values=torch.rand(1, 3, *image))
+    if kind.endswith('GroundingDino'):
+        fed.update(input_ids=torch.tensor([[101, 1037, 1012, 102]]), attention_mask=torch.ones(1, 4, dtype=torch.long))
+    if kind == 'OneFormer':
+        fed.update(task_inputs=torch.ones(1, 77, dtype=torch.long))
+    return fed
+
+
+def _noting(calls: dict[str, dict[str, Any]], path: str) -> Any:
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = dict(hidden_states=args[0]) if args else {}
+        calls.setdefault(path, {**first, **kwargs})
+
+    return note
+
+
+def _outputs(found: Any) -> list[Tensor]:
+    flat = [x for part in found.to_tuple() for x in (part if isinstance(part, (tuple, list)) else [part])]
+    return [x for x in flat if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    pairs = zip(found, expected, strict=True)
+    # masked logits are infinite in both
+    off = ((a - b).masked_fill(a == b, 0.0).abs().max() / b[b.isfinite()].abs().max() for a, b in pairs)
+    return max(float(x) for x in off)
+
+
+def _pairs(theirs: Callable[[], Any], ours: Callable[[], Any], rounds: int) -> tuple[float, float]:
+    """Return the medians of CPU milliseconds; what else runs on the machine changes those little."""
+    times: list[list[float]] = [[], []]
+    for number in range(rounds + 1):
+        for run, seconds in zip((theirs, ours), times, strict=True):
+            start = time.process_time()
+            run()
+            if number:
+                seconds.append(time.process_time() - start)
+    return 1e3 * median(times[0]), 1e3 * median(times[1])
+
+
+def markdown(rows: Sequence[Row], rounds: int) -> str:
+    """Return the table, and in what it was measured."""
+    lines = [
+        '| model | image | layers | layer error | model error | slowest layer: theirs, ours | '
+        '| model: theirs, ours | |',
+        '|---|---|---|---|---|---|---|---|---|',
+    ]
+    for row in rows:
+        speeds = [
+            f'{theirs:.0f} ms, {ours:.0f} ms | {theirs / ours:.2f}x'
+            for theirs, ours in (row.layer_times, row.model_times)
+        ]
+        errors = f'{row.layer_error:.0e} | {row.model_error:.0e}'
+        size = f'{row.image[0]} x {row.image[1]}'
+        lines.append(f'| {row.name} | {size} | {row.layers} | {errors} | {" | ".join(speeds)} |')
+    where = f'{platform.machine()}, {torch.get_num_threads()} thread(s), torch {torch.__version__}'
+    end = f'transformers {transformers.__version__}; float32, batch 1, medians of {rounds} pairs, CPU time'
+    return '\n'.join([*lines, '', f'{where}, {end}.', ''])
+
+
+def main(argv: Sequence[str]) -> int:
+    """Parse arguments, measure, and print or write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ', '.join(MODELS)
+    parser.add_argument('--models', nargs='+', choices=MODELS, default=list(MODELS), metavar='NAME', help=names)
+    parser.add_argument('--rounds', type=int, default=3, help='pairs of forward passes (default: 3)')
+    parser.add_argument('--file', type=Path, help='page to write the table into, between its markers')
+    args = parser.parse_args(argv)
+    text = args.file.read_text() if args.file else ''
+    if args.file and not (BEGIN in text and END in text):
+        raise ConfigError(f'{args.file} lacks the markers {BEGIN.strip()} and {END.strip()}.')
+    transformers.logging.set_verbosity_error()
+    rows = []
+    for name in args.models:
+        rows.append(measure(name, args.rounds))
+        print(markdown(rows[-1:], args.rounds).splitlines()[2], file=sys.stderr, flush=True)
+    table = markdown(rows, args.rounds)
+    if args.file:
+        args.file.write_text(text.split(BEGIN)[0] + BEGIN + table + END + text.split(END)[1])
+    else:
+        print(table, end='')
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main(sys.argv[1:]))

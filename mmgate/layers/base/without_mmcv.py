@@ -1,0 +1,186 @@
+"""Attention modules with the arguments and the parameters of mmcv's, in torch alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class DeformableShell(nn.Module):
+    """The projections of multi-scale deformable attention, as mmcv's module of that name has them.
+
+    Args:
+        embed_dims: Channels C, a multiple of ``num_heads``.
+        num_heads: Heads H.
+        num_levels: Feature levels L.
+        num_points: Sampling points P of a head and level.
+        im2col_step: Kept for mmcv's operator, which takes it.
+        dropout: After the output projection.
+        batch_first: ``(B, Q, C)`` in the place of ``(Q, B, C)``.
+        norm_cfg: Not used, as in mmcv.
+        init_cfg: Has to be None: mmengine reads it.
+        value_proj_ratio: Channels of the values over C.
+
+    Raises:
+        ValueError: ``embed_dims`` is no multiple of ``num_heads``, or an ``init_cfg``.
+
+    Source: Deformable DETR (arXiv 2010.04159), section 4.1 and appendix A.4.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int = 256,
+        num_heads: int = 8,
+        num_levels: int = 4,
+        num_points: int = 4,
+        im2col_step: int = 64,
+        dropout: float = 0.1,
+        batch_first: bool = False,
+        norm_cfg: dict | None = None,
+        init_cfg: dict | None = None,
+        value_proj_ratio: float = 1.0,
+    ) -> None:
+        super().__init__()
+        _refuse_init_cfg(init_cfg)
+        if embed_dims % num_heads:
+            raise ValueError(f'embed_dims={embed_dims} is not a multiple of num_heads={num_heads}.')
+        self.embed_dims, self.num_heads = embed_dims, num_heads
+        self.num_levels, self.num_points = num_levels, num_points
+        self.im2col_step, self.batch_first, self.norm_cfg, self.init_cfg = im2col_step, batch_first, norm_cfg, init_cfg
+        self.dropout = nn.Dropout(dropout)
+        samples, values = num_heads * num_levels * num_points, int(embed_dims * value_proj_ratio)
+        self.sampling_offsets = nn.Linear(embed_dims, 2 * samples)
+        self.attention_weights = nn.Linear(embed_dims, samples)
+        self.value_proj = nn.Linear(embed_dims, values)
+        self.output_proj = nn.Linear(values, embed_dims)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Let every head look in a direction of its own, its points one pixel apart, with even weights."""
+        angles = torch.arange(self.num_heads, device=self.sampling_offsets.bias.device) * (2 * math.pi / self.num_heads)
+        directions = torch.stack([angles.cos(), angles.sin()], -1)
+        directions = directions / directions.abs().amax(-1, keepdim=True)  # (H, 2) on a square's edge
+        steps = torch.arange(1, self.num_points + 1, device=directions.device)
+        offsets = directions[:, None, None] * steps[:, None]  # (H, 1, P, 2)
+        self.sampling_offsets.bias.copy_(offsets.expand(-1, self.num_levels, -1, -1).flatten())
+        for zero in (self.sampling_offsets.weight, *self.attention_weights.parameters()):
+            zero.zero_()
+        for projection in (self.value_proj, self.output_proj):
+            nn.init.xavier_uniform_(projection.weight)
+            projection.bias.zero_()
+
+
+class MultiheadShell(nn.Module):
+    """``torch.nn.MultiheadAttention`` with position embeddings and an identity, called as mmcv's module of that name.
+
+    Args:
+        embed_dims: Channels C.
+        num_heads: Heads H.
+        attn_drop: Probability of dropping an attention weight.
+        proj_drop: Dropout after the output projection.
+        dropout_layer: Dropout or drop path before the identity is added.
+        init_cfg: Has to be None: mmengine reads it.
+        batch_first: ``(B, N, C)`` in the place of ``(N, B, C)``.
+        dropout: Of weights and in ``dropout_layer`` at once.
+        **kwargs: Of torch's module.
+
+    Raises:
+        ValueError: An ``init_cfg``.
+    """
+
+    def __init__(
+        self,
+        embed_dims: int,
+        num_heads: int,
+        attn_drop: float = 0.0,
+        proj_drop: float = 0.0,
+        dropout_layer: dict | None = None,
+        init_cfg: dict | None = None,
+        batch_first: bool = False,
+        dropout: float | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__()
+        _refuse_init_cfg(init_cfg)
+        if dropout is not None:
+            attn_drop, dropout_layer = dropout, dict(type='Dropout', drop_prob=dropout)
+        self.embed_dims, self.num_heads, self.batch_first, self.init_cfg = embed_dims, num_heads, batch_first, init_cfg
+        self.attn = nn.MultiheadAttention(embed_dims, num_heads, attn_drop, **kwargs)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.dropout_layer = build_dropout(dropout_layer) if dropout_layer else nn.Identity()
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        identity: Tensor | None = None,
+        query_pos: Tensor | None = None,
+        key_pos: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attend and add ``identity``.
+
+        Args:
+            query: ``(N, B, C)``, or ``(B, N, C)`` if ``batch_first``, as all of the following.
+            key: ``(M, B, C)``; default ``query``.
+            value: ``(M, B, C)``; default ``key``.
+            identity: Added to the result; default ``query``.
+            query_pos: Added to ``query``, and to a ``key`` of its shape that has no ``key_pos``.
+            key_pos: Added to ``key``.
+            attn_mask: Of torch's module.
+            key_padding_mask: Of torch's module.
+            **kwargs: What layers hand to every attention; not used, as in mmcv.
+        """
+        key = query if key is None else key
+        value = key if value is None else value
+        identity = query if identity is None else identity
+        if key_pos is None and query_pos is not None and query_pos.shape == key.shape:
+            key_pos = query_pos
+        query = query if query_pos is None else query + query_pos
+        key = key if key_pos is None else key + key_pos
+        if self.batch_first:
+            query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        out = self.attn(query, key, value, attn_mask=attn_mask, key_padding_mask=key_padding_mask)[0]
+        out = out.transpose(0, 1) if self.batch_first else out
+        return identity + self.dropout_layer(self.proj_drop(out))
+
+
+class DropPath(nn.Module):
+    """Drop whole samples with probability ``drop_prob`` and scale those that are kept by its complement."""
+
+    def __init__(self, drop_prob: float = 0.1) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop samples along the first axis, in training."""
+        if not self.training or self.drop_prob == 0:
+            return x
+        kept = torch.rand(x.shape[:1], dtype=x.dtype, device=x.device) >= self.drop_prob
+        return x * (kept / (1 - self.drop_prob)).to(x.dtype).view(-1, *[1] * (x.dim() - 1))
+
+
+def build_dropout(cfg: dict[str, Any]) -> nn.Module:
+    """Return ``dict(type='Dropout' or 'DropPath', drop_prob=...)`` as a module.
+
+    Raises:
+        ValueError: Another type.
+    """
+    kinds = dict(Dropout=lambda drop_prob=0.5: nn.Dropout(drop_prob), DropPath=DropPath)
+    options = dict(cfg)
+    kind = options.pop('type')
+    if kind not in kinds:
+        raise ValueError(f'dropout_layer: type={kind!r} needs mmcv; without it there are {", ".join(kinds)}.')
+    return kinds[kind](**options)
+
+
+def _refuse_init_cfg(init_cfg: dict | None) -> None:
+    if init_cfg is not None:
+        raise ValueError('init_cfg is read by mmengine, which is not installed; leave it away.')

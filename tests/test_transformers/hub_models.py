@@ -1,0 +1,213 @@
+"""Small models of transformers' with random weights, and what they are fed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+HEADS = 4
+STAGES = dict(embedding_size=8, hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], layer_type='basic')
+VIT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=32)
+DETECTOR = dict(d_model=32, num_queries=10, decoder_layers=2, decoder_ffn_dim=32, num_labels=3)
+HGNET = dict(
+    hidden_sizes=[16, 16, 16, 32],
+    embedding_size=16,
+    stem_channels=[3, 8, 16],
+    stage_in_channels=[16] * 4,
+    stage_mid_channels=[8] * 4,
+    stage_out_channels=[16, 16, 16, 32],
+    stage_num_blocks=[1] * 4,
+    stage_numb_of_layers=[1] * 4,
+    stage_downsample=[False, True, True, True],
+    stage_light_block=[False] * 4,
+    stage_kernel_size=[3] * 4,
+)
+
+
+def _build(model: str, config: str, **options: Any) -> nn.Module:
+    return getattr(transformers, model)(getattr(transformers, config)(**options))
+
+
+def _resnet(*stages: str) -> Any:
+    return transformers.ResNetConfig(**STAGES, out_features=list(stages))
+
+
+def _swin(first: int) -> Any:
+    stages = [f'stage{i}' for i in range(first, 5)]
+    sizes = dict(window_size=7, image_size=64, embed_dim=8, depths=[1] * 4, num_heads=[1, 1, 2, 2])
+    return transformers.SwinConfig(**sizes, out_features=stages)
+
+
+def _bert() -> Any:
+    return transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=HEADS, intermediate_size=32, vocab_size=2048
+    )
+
+
+def deformable_detr(**options: Any) -> nn.Module:
+    sizes = dict(DETECTOR, encoder_layers=2, encoder_ffn_dim=32)
+    heads = dict(encoder_attention_heads=HEADS, decoder_attention_heads=HEADS)
+    backbone = _resnet('stage2', 'stage3', 'stage4')
+    config = dict(sizes, **heads, backbone_config=backbone, num_feature_levels=4, with_box_refine=True, **options)
+    return _build('DeformableDetrForObjectDetection', 'DeformableDetrConfig', **config)
+
+
+def detr() -> nn.Module:
+    sizes = dict(DETECTOR, encoder_layers=2, encoder_ffn_dim=32, backbone_config=_resnet('stage4'))
+    heads = dict(encoder_attention_heads=HEADS, decoder_attention_heads=HEADS)
+    return _build('DetrForObjectDetection', 'DetrConfig', **sizes, **heads)
+
+
+def _real_time(name: str, **options: Any) -> nn.Module:
+    stages = ['stage2', 'stage3', 'stage4']
+    if name.startswith('RT'):
+        backbone: Any = transformers.RTDetrResNetConfig(**STAGES, out_features=stages)
+    else:
+        backbone = transformers.HGNetV2Config(**HGNET, out_features=stages)
+    sizes = dict(
+        DETECTOR,
+        backbone_config=backbone,
+        encoder_hidden_dim=32,
+        encoder_in_channels=[16, 16, 32],
+        decoder_in_channels=[32, 32, 32],
+        encoder_ffn_dim=32,
+        encoder_attention_heads=HEADS,
+        decoder_attention_heads=HEADS,
+        num_denoising=0,
+    )
+    return _build(f'{name}ForObjectDetection', f'{name}Config', **{**sizes, **options})
+
+
+def _grounding(name: str) -> nn.Module:
+    sizes = dict(DETECTOR, encoder_layers=1, encoder_ffn_dim=32, max_text_len=16)
+    sizes.pop('num_labels')
+    heads = dict(encoder_attention_heads=HEADS, decoder_attention_heads=HEADS)
+    parts = dict(backbone_config=_swin(2), text_config=_bert())
+    return _build(f'{name}ForObjectDetection', f'{name}Config', **sizes, **heads, **parts)
+
+
+def mask2former() -> nn.Module:
+    sizes = dict(feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=32, dim_feedforward=32)
+    numbers = dict(encoder_layers=2, decoder_layers=3, num_attention_heads=HEADS, num_queries=8, num_labels=3)
+    config = dict(sizes, **numbers, backbone_config=_swin(1))
+    return _build('Mask2FormerForUniversalSegmentation', 'Mask2FormerConfig', **config)
+
+
+def oneformer() -> nn.Module:
+    sizes = dict(conv_dim=32, mask_dim=32, hidden_dim=32, encoder_feedforward_dim=32, dim_feedforward=32)
+    numbers = dict(encoder_layers=2, decoder_layers=3, num_attention_heads=HEADS, num_queries=8, num_labels=3)
+    text = dict(text_encoder_width=32, text_encoder_context_length=8, text_encoder_num_layers=1)
+    text.update(text_encoder_vocab_size=64, text_encoder_proj_layers=1, task_seq_len=8, use_task_norm=True)
+    config = dict(sizes, **numbers, **text, backbone_config=_swin(1), is_training=False)
+    return _build('OneFormerForUniversalSegmentation', 'OneFormerConfig', **config)
+
+
+def _windowed(name: str, backbone: Any, **options: Any) -> nn.Module:
+    heads = dict(decoder_self_attention_heads=HEADS, decoder_cross_attention_heads=HEADS, group_detr=1)
+    config = dict(DETECTOR, **heads, backbone_config=backbone, **options)
+    return _build(f'{name}ForObjectDetection', f'{name}Config', **config)
+
+
+def lw_detr() -> nn.Module:
+    sizes = dict(image_size=64, pretrain_image_size=64, patch_size=16, num_windows=4, window_block_indices=[0])
+    vit = {key: value for key, value in VIT.items() if key != 'intermediate_size'}
+    backbone = transformers.LwDetrViTConfig(**vit, **sizes, out_indices=[1, 2])
+    return _windowed('LwDetr', backbone, projector_scale_factors=[2.0, 0.5])
+
+
+def rf_detr() -> nn.Module:
+    from transformers.models.rf_detr.configuration_rf_detr import RfDetrDinov2Config
+
+    vit = {key: value for key, value in VIT.items() if key != 'intermediate_size'}
+    backbone = RfDetrDinov2Config(**vit, image_size=56, patch_size=14, num_windows=2, out_indices=[1, 2])
+    return _windowed('RfDetr', backbone)
+
+
+def _vit(name: str) -> nn.Module:
+    return _build(f'{name}Model', f'{name}Config', **VIT, image_size=32, patch_size=8)
+
+
+DEFORMABLE: dict[str, Callable[..., nn.Module]] = {
+    'deformable_detr': deformable_detr,
+    'rt_detr': partial(_real_time, 'RTDetr'),
+    'rt_detr_v2': partial(_real_time, 'RTDetrV2'),
+    'd_fine': partial(_real_time, 'DFine'),
+    'deimv2': partial(_real_time, 'Deimv2'),
+    'grounding_dino': partial(_grounding, 'GroundingDino'),
+    'mm_grounding_dino': partial(_grounding, 'MMGroundingDino'),
+    'mask2former': mask2former,
+    'oneformer': oneformer,
+    'lw_detr': lw_detr,
+    'rf_detr': rf_detr,
+}
+DENSE: dict[str, Callable[..., nn.Module]] = {
+    'vit': partial(_vit, 'ViT'),
+    'deit': partial(_vit, 'DeiT'),
+    'dinov2': partial(_vit, 'Dinov2'),
+    'dinov2_with_registers': partial(_vit, 'Dinov2WithRegisters'),
+    'dinov3': partial(_vit, 'DINOv3ViT'),
+    'swin': lambda: transformers.SwinModel(
+        transformers.SwinConfig(
+            image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4
+        )
+    ),
+    'segformer': lambda: transformers.SegformerModel(
+        transformers.SegformerConfig(
+            hidden_sizes=[16, 16, 32, 32], num_attention_heads=[1, 2, 4, 4], depths=[1, 1, 1, 1]
+        )
+    ),
+    'detr': detr,
+    'mask2former': mask2former,
+    **{name: DEFORMABLE[name] for name in ('deformable_detr', 'rt_detr', 'rt_detr_v2', 'd_fine', 'deimv2', 'rf_detr')},
+}
+
+
+def build(name: str, **options: Any) -> nn.Module:
+    """Return the model called so, in evaluation, its weights moved off the start that makes attentions even."""
+    torch.manual_seed(1)
+    model = {**DENSE, **DEFORMABLE}[name](**options).eval()
+    with torch.no_grad():
+        for part, parameter in model.named_parameters():
+            if any(name in part for name in ('sampling_offsets', 'attention_weights', 'q_proj', 'k_proj')):
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def feed(name: str, padded: bool = False) -> dict[str, Tensor]:
+    """Return what the model called so takes, of two images of which one may be padded."""
+    small = dict(rf_detr=(56, 56), deformable_detr=(64, 96), detr=(64, 96), mask2former=(64, 96), oneformer=(64, 96))
+    alone = dict.fromkeys(('vit', 'deit', 'dinov2', 'dinov2_with_registers', 'dinov3', 'swin'), (32, 32))
+    size = {**small, **alone}.get(name, (64, 64))
+    fed: dict[str, Tensor] = dict(pixel_values=torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(0)))
+    if 'grounding' in name:
+        fed.update(input_ids=torch.tensor([[101, 1037, 1012, 102]]).expand(2, -1))
+        fed.update(attention_mask=torch.ones(2, 4, dtype=torch.long))
+    if name == 'oneformer':
+        fed.update(task_inputs=torch.ones(2, 8, dtype=torch.long))
+    if padded:
+        mask = torch.ones(2, *size, dtype=torch.long)
+        mask[1, size[0] // 2 :] = mask[1, :, size[1] // 2 :] = 0
+        fed.update(pixel_mask=mask)
+    return fed
+
+
+def outputs(model: nn.Module, fed: dict[str, Tensor]) -> list[Tensor]:
+    """Return every floating tensor of the model's output."""
+    with torch.no_grad():
+        found = model(**fed).to_tuple()
+    flat: list[Tensor] = []
+    for part in found:
+        parts = part if isinstance(part, (tuple, list)) else [part]
+        flat += [x for x in parts if isinstance(x, Tensor) and x.is_floating_point()]
+    return flat
+
+
+def largest_difference(first: list[Tensor], second: list[Tensor]) -> float:
+    """Return the largest difference of two models' outputs; masked logits are infinite in both."""
+    assert len(first) == len(second) and first
+    return max((a - b).masked_fill(a == b, 0.0).abs().max().item() for a, b in zip(first, second, strict=True))

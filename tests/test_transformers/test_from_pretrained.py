@@ -1,0 +1,103 @@
+"""transformers' models loaded with gates, and our sampler as their kernel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
+
+import transformers
+from hub_models import build, feed, largest_difference, outputs
+
+import mmgate
+from mmgate.transformers import MultiScaleDeformableAttention, from_pretrained, register_kernel
+
+RULES = [
+    dict(path='model.encoder.layers.*.self_attn', type='PLuGMultiScaleDeformableAttention'),
+    dict(path='model.decoder.layers.*.self_attn', type='PLuGMultiheadAttention'),
+]
+CLASS = transformers.DeformableDetrForObjectDetection
+
+
+def test_a_vanilla_checkpoint_misses_the_gates_alone(tmp_path: Path) -> None:
+    vanilla, fed = build('deformable_detr'), feed('deformable_detr')
+    vanilla.save_pretrained(tmp_path)
+    model, info = from_pretrained(CLASS, tmp_path, RULES, output_loading_info=True)
+    assert type(model) is CLASS and not model.training
+    assert set(info['missing_keys']) == set(mmgate.gate_parameters(model))
+    assert not info['unexpected_keys'] and not info['mismatched_keys']
+    expected = outputs(vanilla, fed)
+    assert largest_difference(expected, outputs(model, fed)) < 1e-5
+    mmgate.restore_attention(model)
+    assert largest_difference(expected, outputs(model, fed)) == 0
+
+
+def test_gates_start_as_in_a_swap(tmp_path: Path) -> None:
+    vanilla = build('deformable_detr')
+    vanilla.save_pretrained(tmp_path)
+    torch.manual_seed(7)
+    mmgate.swap_attention(vanilla, RULES)
+    torch.manual_seed(7)
+    loaded = mmgate.gate_parameters(from_pretrained(CLASS, tmp_path, RULES))
+    for name, parameter in mmgate.gate_parameters(vanilla).items():
+        assert torch.equal(parameter, loaded[name]), name
+
+
+def test_a_gated_checkpoint_comes_back(tmp_path: Path) -> None:
+    model, fed = build('deformable_detr'), feed('deformable_detr')
+    mmgate.swap_attention(model, RULES)
+    with torch.no_grad():
+        for parameter in mmgate.gate_parameters(model).values():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+    expected = outputs(model, fed)
+    model.save_pretrained(tmp_path)
+    again, info = from_pretrained(CLASS, tmp_path, RULES, output_loading_info=True)
+    assert not info['missing_keys'] and not info['unexpected_keys']
+    assert largest_difference(expected, outputs(again, fed)) == 0
+    assert again.config.architectures == ['DeformableDetrForObjectDetection']
+    vanilla = CLASS.from_pretrained(tmp_path)  # who has no mmgate reads it, too
+    mmgate.restore_attention(again)
+    assert largest_difference(outputs(vanilla, fed), outputs(again, fed)) == 0
+
+
+def test_half_precision_and_gates_of_a_mixed_checkpoint(tmp_path: Path) -> None:
+    model = build('deformable_detr')
+    mmgate.swap_attention(model, RULES[0])
+    model.save_pretrained(tmp_path)
+    again, info = from_pretrained(CLASS, tmp_path, RULES, output_loading_info=True, dtype=torch.bfloat16)
+    assert info['missing_keys'] and all('decoder' in name for name in info['missing_keys'])
+    assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
+    assert all(parameter.isfinite().all() for parameter in again.parameters())
+    mmgate.train_only_gates(again)
+
+
+def test_a_class_for_several_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match='AutoModelForObjectDetection is no model'):
+        from_pretrained(transformers.AutoModelForObjectDetection, tmp_path, RULES)
+
+
+def test_the_kernel_samples_as_theirs() -> None:
+    theirs = build('deformable_detr').model.encoder.layers[0].self_attn.attn
+    shapes = [(6, 5), (3, 2)]
+    value, weights = torch.randn(2, 36, 4, 8), torch.rand(2, 7, 4, 2, 3)
+    locations = torch.rand(2, 7, 4, 2, 3, 2) * 1.4 - 0.2
+    start = torch.tensor([0, 30])
+    arguments = (value, torch.tensor(shapes), shapes, start, locations, weights, 64)
+    expected = theirs(*arguments)
+    torch.testing.assert_close(MultiScaleDeformableAttention()(*arguments), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_kernelize() -> None:
+    kernels = pytest.importorskip('kernels', reason='needs kernels')
+    if not transformers.utils.is_kernels_available():
+        pytest.skip('this transformers asks for another kernels')
+    register_kernel()
+    model, fed = build('deformable_detr'), feed('deformable_detr')
+    before = outputs(model, fed)
+    kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device='cpu')
+    ours = MultiScaleDeformableAttention.forward
+    assert sum(getattr(module.forward, '__func__', None) is ours for module in model.modules()) == 4
+    assert largest_difference(before, outputs(model, fed)) < 1e-5

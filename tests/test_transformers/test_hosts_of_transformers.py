@@ -1,0 +1,259 @@
+"""transformers' attentions with gates: layers on the same inputs, whole models, masks, refusals."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
+
+import transformers
+from hub_models import DEFORMABLE, DENSE, build, feed, largest_difference, outputs
+
+import mmgate
+from mmgate.hosts.hosted import Shell
+
+PLUG = dict(path='**', type='PLuGMultiScaleDeformableAttention')
+DENSE_GATES: dict[str, dict[str, Any]] = {
+    'plug': dict(type='PLuGMultiheadAttention'),
+    'sdpa': dict(type='SDPAGatedMultiheadAttention', scale=2.0, init='identity'),
+    'sdpa_g5': dict(type='SDPAGatedMultiheadAttention', position='G5', scale=2.0, init='identity'),
+}
+
+
+def calls(model: nn.Module, names: list[str], fed: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Return by name what the modules were called with and returned, with states of a size that shows everything."""
+    found: dict[str, tuple[Any, ...]] = {}
+    handles = []
+    for name in names:
+        module = model.get_submodule(name)
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            given.update(given.pop('kwargs', {}))
+            for key in ('hidden_states', 'encoder_hidden_states', 'key_value_states'):
+                if isinstance(given.get(key), torch.Tensor):
+                    given[key] = torch.randn_like(given[key])
+            found.setdefault(name, (given,))
+
+        handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+    outputs(model, fed)
+    for handle in handles:
+        handle.remove()
+    with torch.no_grad():
+        return {name: (given, model.get_submodule(name)(**given)) for name, (given,) in found.items()}
+
+
+def moved(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in mmgate.gate_parameters(model).values():
+            parameter.add_(0.5 * torch.randn_like(parameter))
+
+
+def check_layers(model: nn.Module, rule: dict[str, Any], fed: dict[str, Any]) -> None:
+    """Every swapped layer computes the vanilla one's outputs from its inputs, and others when its gate has moved."""
+    vanilla = copy.deepcopy(model)
+    names = mmgate.swap_attention(model, rule)
+    ran = calls(vanilla, names, fed)
+    assert ran
+    for name, (given, expected) in ran.items():
+        gated, host = model.get_submodule(name), vanilla.get_submodule(name)
+        assert isinstance(gated, type(host)) and set(host.state_dict()) <= set(gated.state_dict())
+        with torch.no_grad():
+            found = gated(**given)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f'{n}: {m}')
+        if isinstance(found[1], torch.Tensor) and isinstance(expected[1], torch.Tensor):
+            torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-5)
+    moved(model)
+    with torch.no_grad():
+        apart = [(model.get_submodule(n)(**given)[0] - out[0]).abs().max() for n, (given, out) in ran.items()]
+    assert min(apart) > 1e-4
+    with mmgate.gates_disabled(model), torch.no_grad():
+        for name, (given, expected) in ran.items():
+            assert torch.equal(model.get_submodule(name)(**given)[0], expected[0])
+
+
+@pytest.mark.parametrize('name', DEFORMABLE)
+def test_deformable_layers(name: str) -> None:
+    check_layers(build(name), PLUG, feed(name))
+
+
+@pytest.mark.parametrize('gate', DENSE_GATES)
+@pytest.mark.parametrize('name', DENSE)
+def test_dense_layers(name: str, gate: str) -> None:
+    rule = dict(DENSE_GATES[gate], path='**')
+    check_layers(build(name), rule, feed(name))
+
+
+@pytest.mark.parametrize('name', ['deformable_detr', 'mask2former', 'oneformer'])
+def test_padding_keeps_its_sense(name: str) -> None:
+    model, fed = build(name), feed(name, padded=True)
+    before = outputs(model, fed)
+    mmgate.swap_attention(model, PLUG)
+    assert largest_difference(before, outputs(model, fed)) < 1e-4
+    unpadded = outputs(model, feed(name))
+    assert name != 'deformable_detr' or largest_difference(before, unpadded) > 1e-2
+    module = next(m for m in model.modules() if isinstance(m, Shell))
+    assert module.mask_is_padding == (name != 'deformable_detr')
+
+
+@pytest.mark.parametrize('name', ['mask2former', 'oneformer', 'deformable_detr'])
+def test_masked_values_are_not_seen(name: str) -> None:
+    model = build(name)
+    (path, *_), vanilla = mmgate.swap_attention(model, PLUG), build(name)
+    ((given, _),) = calls(vanilla, [path], feed(name)).values()
+    mask = torch.rand(given['encoder_hidden_states'].shape[:2]) > 0.5
+    given['attention_mask'] = mask
+    with torch.no_grad():
+        found, expected = model.get_submodule(path)(**given)[0], vanilla.get_submodule(path)(**given)[0]
+        other = model.get_submodule(path)(**{**given, 'attention_mask': ~mask})[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert (found - other).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize('implementation', ['default', 'eager', 'mmgate'])
+@pytest.mark.parametrize('name', ['detr', 'deformable_detr'])
+def test_masks_do_not_vanish(name: str, implementation: str) -> None:
+    model = build(name)
+    if implementation == 'eager':
+        model.set_attn_implementation('eager')
+    fed = feed(name, padded=True)
+    before, unpadded = outputs(model, fed), outputs(model, feed(name))
+    mmgate.swap_attention(model, dict(path='**', type='PLuGMultiheadAttention'))
+    if implementation == 'mmgate':
+        model.set_attn_implementation('mmgate')
+    assert largest_difference(before, outputs(model, fed)) < 1e-4 < 1e-2 < largest_difference(before, unpadded)
+
+
+def test_modules_without_a_gate_attend_as_sdpa() -> None:
+    model, fed = build('detr'), feed('detr', padded=True)
+    before = outputs(model, fed)
+    mmgate.swap_attention(model, dict(path='model.encoder.layers.0.self_attn', type='PLuGMultiheadAttention'))
+    with mmgate.gates_disabled(model):
+        model.set_attn_implementation('mmgate')
+        assert largest_difference(before, outputs(model, fed)) < 1e-5
+
+
+def test_rows_that_may_attend_to_nothing_get_zeros() -> None:
+    model = build('detr')
+    name = mmgate.swap_attention(model, dict(path='model.encoder.layers.0.self_attn', type='PLuGMultiheadAttention'))[0]
+    module = model.get_submodule(name)
+    mask = torch.ones(2, 1, 5, 5, dtype=torch.bool)
+    mask[1, :, 2] = False
+    out = module(torch.randn(2, 5, 32), attention_mask=mask)[0]
+    assert torch.equal(out[1, 2], module.o_proj.bias) and out.isfinite().all()
+    with pytest.raises(ValueError, match="attn_implementation='sdpa'"):
+        module(torch.randn(2, 5, 32), attention_mask=torch.ones(2, 5))
+
+
+@pytest.mark.parametrize('name, options, words', [
+    ('d_fine', dict(decoder_n_points=[4, 4, 2]), r'DFine\w+ has \[4, 4, 2\]'),
+    ('deimv2', dict(decoder_n_points=[4, 4, 2]), r'Deimv2\w+ has \[4, 4, 2\]'),
+    ('rt_detr_v2', dict(decoder_method='discrete'), "decoder_method='discrete'"),
+])  # fmt: skip
+def test_what_deformable_gates_refuse(name: str, options: dict[str, Any], words: str) -> None:
+    model = build(name, **options)
+    with pytest.raises(ValueError, match=words):
+        mmgate.swap_attention(model, dict(PLUG, path='model.decoder.layers.*.encoder_attn'))
+
+
+def test_equal_points_of_a_list_fit() -> None:
+    check_layers(build('d_fine', decoder_n_points=[3, 3, 3]), PLUG, feed('d_fine'))
+
+
+@pytest.mark.parametrize('scale', [0.25, 0.5, 1.0])
+def test_offset_scale(scale: float) -> None:
+    check_layers(build('rt_detr_v2', decoder_offset_scale=scale), PLUG, feed('rt_detr_v2'))
+
+
+def test_two_streams_do_not_fit_rotated_heads() -> None:
+    model = build('dinov3')
+    with pytest.raises(ValueError, match='rotates their halves together'):
+        mmgate.swap_attention(model, dict(path='model.layer.0.attention', type='DifferentialMultiheadAttention'))
+    assert mmgate.swap_attention(build('vit'), dict(path='**', type='DifferentialMultiheadAttention'))
+
+
+def test_a_typo_lists_what_there_is() -> None:
+    with pytest.raises(ValueError, match='DeformableDetrMultiscaleDeformableAttention, fits: .*PLuGMultiScale'):
+        mmgate.swap_attention(build('deformable_detr'), dict(PLUG, path='encoder.layer.*.self_attn'))
+
+
+@pytest.mark.parametrize('name, kind', [('deformable_detr', PLUG['type']), ('swin', 'PLuGMultiheadAttention')])
+def test_copies_and_pickles(name: str, kind: str) -> None:
+    model, fed = build(name), feed(name)
+    mmgate.swap_attention(model, dict(path='**', type=kind))
+    moved(model)
+    expected, file = outputs(model, fed), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert largest_difference(expected, outputs(twin, fed)) == 0
+        assert isinstance(next(m for m in twin.modules() if isinstance(m, Shell)).gate, nn.Module)
+
+
+def test_recorders_of_attention_weights_go_on() -> None:
+    model, fed = build('deformable_detr'), feed('deformable_detr')
+    vanilla = model(**fed, output_attentions=True)
+    mmgate.swap_attention(model, PLUG)
+    found = model(**fed, output_attentions=True)
+    for name in ('encoder_attentions', 'cross_attentions'):
+        assert len(vanilla[name]) == 2
+        for ours, theirs in zip(found[name], vanilla[name], strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def test_gates_alone_train() -> None:
+    model, fed = build('deformable_detr'), feed('deformable_detr')
+    mmgate.swap_attention(model, [PLUG, dict(path='model.decoder.layers.*.self_attn', type='PLuGMultiheadAttention')])
+    names = mmgate.train_only_gates(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+    model.train()
+    boxes = dict(class_labels=torch.tensor([1]), boxes=torch.tensor([[0.5, 0.5, 0.2, 0.2]]))
+    if transformers.utils.is_scipy_available():  # its matcher
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(**fed, labels=[boxes, boxes]).loss.backward()
+            optimizer.step()
+        changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+        assert changed and changed <= set(names)
+    assert set(names) == set(mmgate.gate_parameters(model))
+
+
+def test_gates_in_a_file(tmp_path: Any) -> None:
+    model, fed = build('deformable_detr'), feed('deformable_detr')
+    mmgate.swap_attention(model, PLUG)
+    moved(model)
+    expected = outputs(model, fed)
+    mmgate.save_gates(model, tmp_path / 'gates.safetensors')
+    other = build('deformable_detr')
+    mmgate.load_gates(other, tmp_path / 'gates.safetensors')
+    assert largest_difference(expected, outputs(other, fed)) == 0
+
+
+@pytest.mark.parametrize('name, kind', [('deformable_detr', PLUG['type']), ('detr', 'PLuGMultiheadAttention')])
+def test_under_autocast_and_gradient_checkpointing(name: str, kind: str) -> None:
+    model, fed = build(name), feed(name)
+    mmgate.swap_attention(model, dict(path='**', type=kind))
+    with torch.autocast('cpu', torch.bfloat16):
+        assert model(**fed).logits.isfinite().all()
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    gradients = []
+    for checkpointed in (False, True):
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        torch.manual_seed(0)
+        model(**fed).logits.square().sum().backward()
+        gradients.append([p.grad.clone() for p in mmgate.gate_parameters(model).values() if p.grad is not None])
+    assert gradients[0]
+    torch.testing.assert_close(gradients[0], gradients[1])

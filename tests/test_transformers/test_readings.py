@@ -1,0 +1,94 @@
+"""Gates and sampling points recorded from transformers' models, and drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
+
+from hub_models import build, feed, largest_difference, outputs
+
+import mmgate
+from mmgate.analysis.probes.gates import gate_statistics
+from mmgate.analysis.probes.recording import readable, record
+from mmgate.analysis.probes.sampling import ImageSample, chosen_points, decoder_layers, encoder_layers, record_sampling
+
+PLUG = 'PLuGMultiScaleDeformableAttention'
+
+
+@pytest.mark.parametrize('gated', [False, True])
+@pytest.mark.parametrize('name', ['deformable_detr', 'rt_detr', 'rt_detr_v2', 'mask2former'])
+def test_sampling_points(name: str, gated: bool) -> None:
+    model, fed = build(name), feed(name)
+    expected = model(**fed, output_attentions=True)
+    if gated:
+        mmgate.swap_attention(model, dict(path='**', type=PLUG))
+    with record_sampling(model) as recording, torch.no_grad():
+        model(**fed)
+    layers = [path for path, found in recording.items() if 'locations' in found]
+    assert len(layers) == (4 if name == 'deformable_detr' else 2)
+    assert ('gate' in recording[layers[0]]) == gated
+    if name == 'deformable_detr':
+        assert (len(encoder_layers(recording)), len(decoder_layers(recording))) == (2, 2)
+        for path, weights in zip(encoder_layers(recording), expected.encoder_attentions, strict=True):
+            torch.testing.assert_close(recording[path]['weights'].last, weights, rtol=1e-4, atol=1e-6)
+
+
+def test_locations_are_those_that_transformers_samples() -> None:
+    model, fed = build('rt_detr'), feed('rt_detr')
+    seen = []
+    sampler = model.model.decoder.layers[0].encoder_attn.attn
+    sampler.register_forward_pre_hook(lambda module, args: seen.append(args[4]))
+    with record_sampling(model) as recording, torch.no_grad():
+        model(**fed)
+    locations = recording['model.decoder.layers.0.encoder_attn']['locations'].last
+    torch.testing.assert_close(locations, seen[0])
+    assert locations.std() > 0.01
+
+
+def test_gates_and_weights_of_dense_attention() -> None:
+    model, fed = build('detr'), feed('detr')
+    vanilla = build('detr')
+    vanilla.set_attn_implementation('eager')
+    weights = vanilla(**fed, output_attentions=True).encoder_attentions
+    mmgate.swap_attention(model, dict(path='**.encoder.layers.*.self_attn', type='PLuGMultiheadAttention'))
+    before = outputs(model, fed)
+    with record(model, ('gate', 'attention')) as recording:
+        after = outputs(model, fed)
+    assert largest_difference(before, after) == 0
+    assert [*recording] == [f'model.encoder.layers.{i}.self_attn.gate' for i in range(2)]
+    for found, expected in zip(recording.values(), weights, strict=True):
+        torch.testing.assert_close(found['attention'].last, expected, rtol=1e-4, atol=1e-6)
+        assert found['gate'].last.shape == (2, 1, 6, 6)
+
+
+def test_statistics_of_gates() -> None:
+    model = build('deformable_detr')
+    mmgate.swap_attention(model, dict(path='**', type=PLUG))
+    assert len(readable(model)['gate']) == 4
+    model.test_step = lambda batch: [model(**batch)]
+    found = gate_statistics(model, [feed('deformable_detr')])
+    assert [gate.path for gate in found] == readable(model)['gate']
+    assert all(gate.kind == 'levels' and gate.unchanged == 0 and gate.statistics.mean == 0 for gate in found)
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip('matplotlib', reason='needs matplotlib')
+    from PIL import Image
+
+    from mmgate.analysis.figures.sampling import draw_sampling
+
+    pixels = np.random.default_rng(0).integers(0, 255, (128, 192, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / 'image.png')
+    sample = ImageSample(str(tmp_path / 'image.png'), (128, 192), (64, 96), (64, 96))
+    model = build('deformable_detr')
+    with record_sampling(model) as recording, torch.no_grad():
+        model(**feed('deformable_detr'))
+    points = chosen_points(recording, sample, part='decoder', queries=[0, 3])
+    assert points.xy.shape == (2, 4, 4, 4, 2) and 0 < points.reference[0, 0] < 192
+    picture = draw_sampling([('Deformable DETR', points, sample)], tmp_path / 'points.png')
+    assert (tmp_path / 'points.png').is_file() and picture.std() > 10

@@ -1,0 +1,123 @@
+"""mmgate in a process that knows of no mm package."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+HIDDEN = """
+import importlib.machinery, sys
+
+class Hidden(importlib.machinery.PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition('.')[0] in ('mmengine', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain', 'timm'):
+            return None
+        return super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(importlib.machinery.PathFinder)] = Hidden
+"""
+SWAP = """
+import logging, sys, torch
+from torch import nn
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+import mmgate
+from mmgate.layers import PLuGMultiheadAttention
+layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+x = torch.randn(2, 5, 16)
+before = model(x)
+for kind in ('PLuGMultiheadAttention', 'mmgate.PLuGMultiheadAttention', PLuGMultiheadAttention):
+    assert len(mmgate.swap_attention(model, dict(path='layers.*.self_attn', type=kind))) == 2
+    torch.testing.assert_close(model(x), before)
+    with torch.no_grad():
+        for parameter in mmgate.gate_parameters(model).values():
+            parameter.add_(torch.randn_like(parameter))
+    after = model(x)
+    assert (after - before).abs().max() > 1e-3
+    assert set(mmgate.train_only_gates(model)) == set(mmgate.gate_parameters(model))
+    with mmgate.gates_disabled(model):
+        torch.testing.assert_close(model(x), before)  # torch has a fused path where nothing trains
+    if kind is not PLuGMultiheadAttention:
+        mmgate.save_gates(model, 'gates.safetensors')
+    mmgate.restore_attention(model)
+    assert torch.equal(model(x), before)
+mmgate.load_gates(model, 'gates.safetensors')
+assert (model(x) - before).abs().max() > 1e-3
+try:
+    mmgate.swap_attention(model, dict(path='**', type='PLuGMultiheadAttentio'))
+except ValueError as error:
+    print(error)
+"""
+LAYERS = """
+import torch
+from mmgate import layers
+x = torch.randn(2, 16, 32)
+shapes, start = torch.tensor([[4, 4], [2, 2]]), torch.tensor([0, 16])
+made = 0
+for name in layers.__all__:
+    kind = getattr(layers, name)
+    if issubclass(kind, layers.MultiScaleDeformableAttention):
+        module = kind(32, 4, 2, 2, batch_first=True, dropout=0.0)
+        points = dict(reference_points=torch.rand(2, 16, 2, 2), spatial_shapes=shapes, level_start_index=start)
+        y = module(x, value=torch.randn(2, 20, 32), query_pos=x, **points)
+    elif hasattr(kind, 'core'):
+        drop = dict(type='DropPath', drop_prob=0.5)
+        y = kind(32, 4, batch_first=True, dropout_layer=drop)(x, query_pos=x)
+    elif issubclass(kind, torch.nn.MultiheadAttention):
+        y, _ = kind(32, 4, batch_first=True)(x, x, x)
+    elif name == 'GatingModulation':
+        y = kind()(x)
+    else:
+        try:
+            module = kind(32, 4)
+        except TypeError:
+            module = kind(32, 4, map_size=(4, 4))
+        y = module(x, (4, 4))
+    assert y.shape == x.shape and y.isfinite().all(), name
+    made += 1
+print(made, 'layers')
+"""
+
+
+def run(code: str, folder: Path, prelude: str = HIDDEN) -> str:
+    paths = os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])
+    closing = "\nassert not {'mmengine', 'mmcv', 'mmdet', 'mmseg', 'transformers'} & set(__import__('sys').modules)\n"
+    done = subprocess.run(
+        [sys.executable, '-W', 'ignore', '-c', prelude + code + closing],
+        **dict(cwd=folder, env={**os.environ, 'PYTHONPATH': paths}, capture_output=True, text=True, timeout=240),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_layer_runs(tmp_path: Path) -> None:
+    from mmgate import layers
+
+    assert run(LAYERS, tmp_path) == f'{len(layers.__all__)} layers\n'
+
+
+def test_swaps_and_gates_as_adapters(tmp_path: Path) -> None:
+    said = run(SWAP, tmp_path)
+    assert "Did you mean 'PLuGMultiheadAttention'?" in said
+    assert 'INFO:mmgate:mmgate: trains' in said
+
+
+def test_a_process_that_asks_for_it_gets_the_same(tmp_path: Path) -> None:
+    assert 'layers' in run(LAYERS, tmp_path, "import os; os.environ['MMGATE_TORCH_ALONE'] = '1'\n")
+
+
+@pytest.mark.parametrize('code, words', [
+    ("layers.PLuGMultiheadAttention(32, 4, dropout_layer=dict(type='Gaussian'))", "type='Gaussian' needs mmcv"),
+    ('layers.PLuGMultiheadAttention(32, 4, init_cfg={})', 'read by mmengine'),
+    ('layers.MultiScaleDeformableAttention(32, 5)', 'not a multiple'),
+    ('mmgate.Gated', 'pip install'),
+])  # fmt: skip
+def test_what_is_refused(tmp_path: Path, code: str, words: str) -> None:
+    tried = f'import mmgate\nfrom mmgate import layers\ntry:\n    {code}\nexcept (ValueError, ImportError) as error:\n'
+    assert words in run(f'{tried}    print(error)\n', tmp_path)
