@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from mmgate.layers.base.init import GateInit, random_stream
@@ -42,6 +43,20 @@ class Swap:
         """Let ``module`` stand in the model."""
         setattr(self.holder(model), self.name.rpartition('.')[2], module)
 
+    @contextmanager
+    def vanilla_in_place(self, model: nn.Module) -> Iterator[None]:
+        """Let the host's module stand there for a while; its mode, device and dtype afterwards are the gate's, too."""
+        self.put_vanilla(model)
+        before, placed = self.vanilla.training, _placed(self.vanilla)
+        try:
+            yield
+        finally:
+            if self.vanilla.training != before:
+                self.gate.train(self.vanilla.training)
+            self.put_gate(model)
+            if _placed(self.vanilla) != placed:
+                _move(self.gate, {ours for _, ours in self.shared}, next(self.vanilla.parameters()))
+
     def put_vanilla(self, model: nn.Module) -> None:
         """Let the host's module stand there, with what it shares with the gate as it is now, and in the gate's mode."""
         self.follow()
@@ -71,9 +86,7 @@ class Swap:
         if not like.is_meta and any(t.is_meta for name, t in _tensors(self.vanilla) if name not in shared):
             self.vanilla.to_empty(device=like.device)
         _hand_over(self.gate, self.vanilla, [(ours, theirs) for theirs, ours in self.shared])
-        for name, tensor in _tensors(self.vanilla):
-            if name not in shared:
-                tensor.data = tensor.data.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
+        _move(self.vanilla, set(shared), like)
 
     def call_init_weights(self) -> None:
         """Call ``init_weights`` of a gate that is no :class:`GateInit`; what it shares with the host stays."""
@@ -195,6 +208,18 @@ def _reported(model: nn.Module, vanilla: nn.Module) -> Iterator[None]:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
+
+
+def _placed(module: nn.Module) -> tuple[torch.device, torch.dtype]:
+    like = next(module.parameters())
+    return like.device, like.dtype
+
+
+def _move(module: nn.Module, but: Set[str], like: nn.Parameter) -> None:
+    """Give the tensors of ``module``, ``but`` some, the device and the floating type of ``like``."""
+    for name, tensor in _tensors(module):
+        if name not in but:
+            tensor.data = tensor.data.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def _hand_over(source: nn.Module, target: nn.Module, names: Sequence[tuple[str, str]]) -> None:

@@ -236,3 +236,121 @@ def test_no_gates_and_unknown_words_are_refused(tmp_path: Path) -> None:
         init_default_scope('mmdet')
         MODELS.build(dict(type='mmgate.Gated', host='mmdet.DETR'))
     assert not list(tmp_path.iterdir())
+
+
+class Layer(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attn = nn.MultiheadAttention(16, 2, dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attn(x, x, x)[0]
+
+
+PLUG = dict(path='*.attn', type='mmgate.PLuGMultiheadAttention')
+
+
+def layers(rules: Any = PLUG, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(dropout), Layer(dropout))
+    for rule in [rules] if isinstance(rules, dict) else rules:
+        mmgate.swap_attention(model, rule)
+    for parameter in mmgate.gate_parameters(model).values():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def test_equal_rules_are_told_as_equal(tmp_path: Path) -> None:
+    """Tuples are lists in JSON, one path is a list of one, a gate's name may lack its scope."""
+    model, file = layers(), tmp_path / 'g.safetensors'
+    mmgate.save_gates(model, file)
+    other = layers(dict(path=('*.attn',), type='PLuGMultiheadAttention'))
+    assert mmgate.load_gates(other, file)
+    backbone = dict(type='mmgate.AgentPVT', num_layers=(1, 1, 1, 1), embed_dims=8, num_heads=(1, 1, 1, 1))
+    preset = MODELS.build(backbone)
+    preset.init_weights()
+    mmgate.save_gates(preset, file)
+    again = MODELS.build(backbone)
+    assert mmgate.load_gates(again, file)
+    added = mmgate.gate_parameters(preset)
+    assert all(torch.equal(p, added[name]) for name, p in mmgate.gate_parameters(again).items())
+
+
+def test_two_calls_are_replayed_one_after_the_other(tmp_path: Path) -> None:
+    rules = [dict(PLUG, path='0.attn'), dict(path='**', type='mmgate.SDPAGatedMultiheadAttention')]
+    model, file, x = layers(rules), tmp_path / 'g.safetensors', torch.randn(1, 3, 16)
+    mmgate.save_gates(model, file)
+    other = layers(())
+    mmgate.load_gates(other, file)
+    torch.testing.assert_close(other(x), model(x))
+
+
+def test_what_a_model_becomes_while_gates_are_disabled() -> None:
+    model, x = layers(dropout=0.5).train(), torch.randn(1, 3, 16)
+    with mmgate.gates_disabled(model):
+        model.eval()
+        model.double()
+    x = x.double()
+    assert torch.equal(model(x), model(x)) and not any(module.training for module in model.modules())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+
+
+def test_trained_tensors_are_forgotten_with_the_gates(tmp_path: Path) -> None:
+    """No hook of an earlier file, nor one of gates that were taken off, has a say in what is loaded."""
+    model, plain = layers(), layers(())
+    trained, gates = tmp_path / 'trained.safetensors', tmp_path / 'gates.safetensors'
+    mmgate.save_gates(model, gates)
+    mmgate.train_only_gates(model, 'attention')
+    for parameter in model.parameters():
+        parameter.data += 1
+    mmgate.save_gates(model, trained)
+    for then in (lambda other: mmgate.load_gates(other, gates), mmgate.restore_attention):
+        other = layers(())
+        mmgate.load_gates(other, trained)
+        then(other)
+        other.load_state_dict(plain.state_dict(), strict=False)
+        state = other.state_dict()
+        assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+
+
+@pytest.mark.parametrize('wrap', [nn.DataParallel, lambda model: model], ids=['wrapped', 'part'])
+def test_what_trains_is_saved_wherever_it_was_said(wrap: Any, tmp_path: Path) -> None:
+    model, file = nn.Sequential(nn.Linear(2, 2), layers()), tmp_path / 'g.safetensors'
+    mmgate.train_only_gates(wrap(model[1]), 'attention')
+    model[0].requires_grad_(False)
+    mmgate.save_gates(model, file)
+    assert set(load_file(file)) == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_shared_projections_are_no_gates() -> None:
+    model = layers(())
+    model[0].attn.out_proj.weight = model[1].attn.out_proj.weight
+    model[0].attn.out_proj.bias = model[1].attn.out_proj.bias
+    vanilla_names = dict(model.named_parameters())
+    mmgate.swap_attention(model, PLUG)
+    assert not set(mmgate.gate_parameters(model)) & set(vanilla_names)
+
+
+def test_a_failed_load_leaves_a_vanilla_model(tmp_path: Path) -> None:
+    model, file = layers(), tmp_path / 'g.safetensors'
+    mmgate.save_gates(model, file)
+    for spoilt in (dict(rules={'': [dict(PLUG, path='*.mlp')]}), dict(rules={'': [dict(PLUG, ratio=0.5)]})):
+        bad = tmp_path / 'bad.safetensors'
+        bad.write_bytes(file.read_bytes())
+        _described(bad, **spoilt)
+        other = layers(())
+        with pytest.raises(ConfigError, match='do not fit'):
+            mmgate.load_gates(other, bad)
+        assert not mmgate.gate_parameters(other) and type(other[0].attn) is nn.MultiheadAttention
+
+
+def test_norms_inside_gated_attention_keep_their_statistics() -> None:
+    from mmseg.models.backbones.mit import EfficientMultiheadAttention
+
+    model = nn.Sequential(EfficientMultiheadAttention(16, 2, sr_ratio=2, norm_cfg=dict(type='BN')))
+    mmgate.swap_attention(model, dict(path='0', type='mmgate.PLuGMultiheadAttention'))
+    mmgate.train_only_gates(model)
+    model.train()
+    assert not model[0].norm.training and model[0].training
+    mmgate.restore_attention(model)
+    assert all(module.training for module in model.modules())

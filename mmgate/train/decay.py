@@ -43,7 +43,8 @@ class GateOptimWrapperConstructor:
     def __call__(self, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
         """Return the optimizer wrapper for ``model``."""
         if self.of_gates is not None:
-            self.host.paramwise_cfg['custom_keys'] |= dict.fromkeys(gate_parameters(model), self.of_gates)
+            names = gate_parameters(getattr(model, 'module', model))  # mmengine's constructors, too, look inside DDP
+            self.host.paramwise_cfg['custom_keys'] |= dict.fromkeys(names, self.of_gates)
         wrapper = self.host(model)
         spared = {id(parameter) for _, parameter in undecayed_parameters(model)}
         wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from mmengine.dist import is_main_process
-from mmengine.hooks import EMAHook, Hook
+from mmengine.hooks import CheckpointHook, EMAHook, Hook
 
-from mmgate.gates import save_gates
+from mmgate.errors import ConfigError
+from mmgate.gates import gates_content, save_gates
 from mmgate.registry import HOOKS
 
 
@@ -23,6 +24,10 @@ class GatesCheckpointHook(Hook):
         interval: Epochs (or iterations) from file to file; the last one is always written.
         by_epoch: Whether ``interval`` counts epochs.
         max_keep: Number of files to keep, the newest; -1 keeps all.
+
+    Raises:
+        ConfigError: A rule of the gates fits into no file, or everything trains and there are no whole checkpoints
+            (from :meth:`before_train`).
     """
 
     priority = 'VERY_LOW'  # after what updates the weights
@@ -30,6 +35,17 @@ class GatesCheckpointHook(Hook):
     def __init__(self, interval: int = 1, by_epoch: bool = True, max_keep: int = -1) -> None:
         self.interval, self.by_epoch, self.max_keep = interval, by_epoch, max_keep
         self._written: list[Path] = []
+
+    def before_train(self, runner: Any) -> None:
+        """Look whether the gates fit into a file, and say if more trains than files of gates will hold."""
+        if gates_content(runner.model).trained == 'all':
+            said = (
+                'mmgate.GatesCheckpointHook: everything trains, and files of gates do not hold it. '
+                "model.train='gates' or 'attention' trains what they hold."
+            )
+            if not any(isinstance(hook, CheckpointHook) for hook in runner.hooks):
+                raise ConfigError(f"{said} Or keep mmengine's CheckpointHook beside this hook.")
+            runner.logger.warning(said)
 
     def after_train_epoch(self, runner: Any) -> None:
         """Write after an epoch, if epochs are counted."""
@@ -48,9 +64,11 @@ class GatesCheckpointHook(Hook):
         for hook in averages:  # what a whole checkpoint holds, too: the averaged weights
             hook.before_val_epoch(runner)
         path = Path(runner.work_dir) / f'{name}.gates.safetensors'
-        save_gates(runner.model, path)
-        for hook in averages:
-            hook.after_val_epoch(runner)
+        try:
+            save_gates(runner.model, path)
+        finally:
+            for hook in averages:
+                hook.after_val_epoch(runner)
         self._written = [*(other for other in self._written if other != path), path]
         while 0 < self.max_keep < len(self._written):
             self._written.pop(0).unlink(missing_ok=True)

@@ -5,7 +5,9 @@ python tools/model_converters/gates.py merge VANILLA_CHECKPOINT gates.safetensor
 """
 
 import argparse
+import os
 import sys
+from copy import copy
 from pathlib import Path
 
 import torch
@@ -53,11 +55,13 @@ def _merge(checkpoint: str, gates: str, out: str) -> int:
         whole = CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
     except (ImportError, OSError, ValueError) as error:
         raise ConfigError(f'{checkpoint}: {error}') from error
-    state = dict(whole.get('state_dict', whole))
-    shapes = {name: list(tensor.shape) for name, tensor in state.items()}
+    state = copy(whole.get('state_dict', whole))  # with the versions of modules that state dicts carry
+    shapes = {name: list(tensor.shape) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     content.refuse_other(gates, checkpoint, shapes)
     state.update(content.tensors)
-    torch.save(dict(state_dict=state, meta=whole.get('meta', {})), out)
+    beside = f'{out}.part'
+    torch.save(dict(state_dict=state, meta=whole.get('meta', {})), beside)
+    os.replace(beside, out)
     return len(state)
 
 

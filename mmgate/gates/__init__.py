@@ -1,0 +1,85 @@
+"""Gates as adapters: trained alone, kept in a file of their own, left out, and put on another's vanilla model."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from torch import nn
+
+from mmgate._environment import log
+from mmgate.registry import MODELS
+from mmgate.swap import Rules, parse_rules, swap_attention
+
+from .files import gates_content, load_gates, save_gates
+from .parts import gate_parameters
+from .removal import gates_disabled, restore_attention
+from .training import TRAINS, train_only_gates
+
+__all__ = [
+    'TRAINS',
+    'Gated',
+    'gate_parameters',
+    'gates_content',
+    'gates_disabled',
+    'load_gates',
+    'restore_attention',
+    'save_gates',
+    'train_only_gates',
+]
+
+
+@MODELS.register_module()
+def Gated(
+    *,
+    host: str,
+    attention: Rules | None = None,
+    gates: str | None = None,
+    train: str = 'all',
+    **host_cfg: Any,
+) -> nn.Module:
+    """Build the model ``host`` with some of its attention modules replaced.
+
+    In a config that inherits an mm config, ``type='mmgate.Gated'``, ``host`` and ``attention`` are all that is added.
+
+    Args:
+        host: Registered name of the model with its scope, such as ``'mmdet.DeformableDETR'``.
+        attention: A rule or a list of rules, see :func:`swap_attention`; left out where ``gates`` brings them.
+        gates: File of gates, see :func:`load_gates`.
+        train: ``'all'``, ``'gates'`` or ``'attention'``, see :func:`train_only_gates`.
+        **host_cfg: The host's own config.
+
+    Returns:
+        An instance of the host's own class: no wrapper, no prefix in the state dict.
+
+    Raises:
+        ConfigError: The file of gates does not fit, see :func:`load_gates`.
+        TypeError: A rule or the host's config is malformed.
+        ValueError: ``host`` is not registered, a pattern matches nothing, or a gate does not fit, see
+            :func:`swap_attention`; ``train`` is unknown.
+    """
+    if attention is None and gates is None:
+        raise TypeError('mmgate.Gated needs attention (a rule or a list of rules) or gates (a file of gates).')
+    rules = None if attention is None else parse_rules(attention)
+    if isinstance(host, str) and MODELS.get(host) is None:
+        raise ValueError(f'host={host!r} is not registered.{_near_host(host)}')
+    model = MODELS.build(dict(type=host, **host_cfg))
+    if rules is not None:
+        names = swap_attention(model, rules)
+        log(f'mmgate: replaced {len(names)} attention modules of {type(model).__name__}')
+    if gates is not None:
+        names = load_gates(model, gates)
+        log(f'mmgate: loaded {len(names)} tensors of gates from {gates}')
+    if train != 'all':
+        train_only_gates(model, train)
+    return model
+
+
+def _near_host(host: str) -> str:
+    scope, _, name = host.rpartition('.')
+    registry = MODELS._search_child(scope) or MODELS.root._search_child(scope) if scope else MODELS.root
+    known = [] if registry is None else list(registry.module_dict)
+    near = difflib.get_close_matches(name, known, n=1)
+    if near:
+        return f' Did you mean {".".join([scope, near[0]] if scope else near)!r}?'
+    return ' Give the name with its scope, such as mmdet.DeformableDETR, and import what registers it.'

@@ -1,0 +1,38 @@
+"""What of a model are gates."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mmgate.layers.base.init import gate_parameters as declared_parameters
+from mmgate.weight_init import Swap, standing_swaps
+
+
+def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return by name the parameters that gates add to their hosts.
+
+    Args:
+        model: With gates, by whatever way they came in; a wrapper around it (DDP, EMA) adds its prefix to the names.
+    """
+    added = {id(parameter) for _, parameter in declared_parameters(model)}
+    for swap in swaps_by_path(model).values():  # a gate of someone's own may declare nothing
+        shared = {ours for _, ours in swap.shared}
+        own = dict(swap.gate.named_parameters(remove_duplicate=False))
+        added |= {id(own[name]) for name in own.keys() - shared} - {id(own[name]) for name in own.keys() & shared}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in added}
+
+
+def swaps_by_path(model: nn.Module) -> dict[str, Swap]:
+    """Return what was swapped, by the name of the gate in the model."""
+    return {
+        f'{prefix}.{swap.name}'.lstrip('.'): swap
+        for prefix, module in model.named_modules()
+        for swap in standing_swaps(module)
+    }
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP, averages and compiled modules: whatever has one child of their name for it."""
+    while [name for name, _ in model.named_children()] in (['module'], ['_orig_mod']):
+        (model,) = model.children()
+    return model

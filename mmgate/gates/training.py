@@ -1,0 +1,87 @@
+"""Gates trained alone."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from mmgate._environment import log
+from mmgate.layers.base.init import GateInit
+
+from .parts import gate_parameters, innermost, swaps_by_path
+
+TRAINS = ('gates', 'attention', 'all')
+
+
+def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
+    """Freeze what is not to be trained, for an optimizer that is built afterwards.
+
+    Frozen parameters get no gradient and no state of the optimizer, and what lies before the first gate keeps no graph.
+    Batch norms of the host keep their running statistics and, outside of gated attention, dropout is off, whatever the
+    mode.
+
+    Args:
+        model: With gates.
+        train: ``'gates'``: their own parameters; ``'attention'``: all of the modules that gates replaced;
+            ``'all'``: everything that was trainable before.
+
+    Returns:
+        The names of the parameters that train.
+
+    Raises:
+        ValueError: ``train`` is unknown, or the model has no gates.
+    """
+    if train not in TRAINS:
+        raise ValueError(f'train={train!r}: it is one of {", ".join(map(repr, TRAINS))}.')
+    model = innermost(model)
+    gates = gate_parameters(model)
+    if not gates:
+        raise ValueError(
+            f'train={train!r}: this {type(model).__name__} has no gates; replace attention first '
+            "(type='mmgate.Gated', or mmgate.swap_attention)."
+        )
+    unfreeze(model)
+    if train != 'all':
+        chosen = {id(parameter) for parameter in gates.values()}
+        if train == 'attention':
+            chosen |= {id(parameter) for swap in swaps_by_path(model).values() for parameter in swap.gate.parameters()}
+        frozen = [name for name, p in model.named_parameters() if id(p) not in chosen and p.requires_grad]
+        for name in frozen:
+            model.get_parameter(name).requires_grad_(False)
+        vars(model).update(frozen_by_gates=frozen, trained_with_gates=train, train=partial(_set_mode, model))
+        model.train(model.training)
+    trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    total = sum(parameter.numel() for parameter in model.parameters())
+    log(f'mmgate: trains {sum(trained.values()):,} of {total:,} parameters ({train})')
+    return list(trained)
+
+
+def unfreeze(model: nn.Module) -> None:
+    """Let everything train that did before :func:`train_only_gates`."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in set(vars(model).pop('frozen_by_gates', ())) & parameters.keys():
+        parameters[name].requires_grad_(True)
+    if vars(model).pop('trained_with_gates', None):
+        del vars(model)['train']
+        model.train(model.training)
+
+
+def _set_mode(model: Any, mode: bool = True) -> nn.Module:
+    type(model).train(model, mode)
+    if mode:
+        swaps = list(swaps_by_path(model).values())
+        gates: list[Any] = [swap.gate for swap in swaps]
+        gates += [module for module in model.modules() if isinstance(module, GateInit) and not module.is_vanilla]
+        gated = {id(part) for gate in gates for part in gate.modules()}
+        counted = {id(buffer) for swap in swaps for buffer in swap.vanilla.buffers()}  # by norms of the host
+        for module in model.modules():
+            # heads and detectors ask for the mode to know whether they train; what drops and what counts are leaves,
+            # and attention that drops by a function
+            drops = not any(True for _ in module.children())
+            drops = drops or re.search(r'Attention$|Attn$|MSA$', type(module).__name__) is not None
+            if (drops and id(module) not in gated) or id(getattr(module, 'running_mean', None)) in counted:
+                module.eval()
+    return model
