@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from importlib import import_module
+from functools import cache
 from typing import overload
 
 from torch import nn
 
+from mmgate._environment import log, why_not
 from mmgate.registry import MODELS
 
 Adapter = Callable[..., nn.Module]
@@ -113,7 +114,14 @@ def _import_late(host: nn.Module) -> None:
     """Import the adapters of a package that nothing here imports, if ``host`` is of such a one."""
     package = type(host).__module__.partition('.')[0]
     if package in LATE:
-        import_module(f'{__package__}.{package}')
+        _import_adapters(package)
+
+
+@cache
+def _import_adapters(package: str) -> None:
+    problem = why_not(f'{__package__}.{package}')
+    if problem:  # too old, for instance: mm models of language hold modules of any transformers
+        log(f'mmgate has no adapters for {package} here: {problem}')
 
 
 def _adapter(gate: type, host: type) -> Adapter | None:

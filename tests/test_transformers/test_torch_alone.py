@@ -85,9 +85,9 @@ print(made, 'layers')
 """
 
 
-def run(code: str, folder: Path, prelude: str = HIDDEN) -> str:
+def run(code: str, folder: Path, prelude: str = HIDDEN, unseen: str = 'transformers') -> str:
     paths = os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])
-    closing = "\nassert not {'mmengine', 'mmcv', 'mmdet', 'mmseg', 'transformers'} & set(__import__('sys').modules)\n"
+    closing = f"\nassert not {{'mmengine', 'mmcv', 'mmdet', 'mmseg', '{unseen}'}} & set(__import__('sys').modules)\n"
     done = subprocess.run(
         [sys.executable, '-W', 'ignore', '-c', prelude + code + closing],
         **dict(cwd=folder, env={**os.environ, 'PYTHONPATH': paths}, capture_output=True, text=True, timeout=240),
@@ -121,3 +121,25 @@ def test_a_process_that_asks_for_it_gets_the_same(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path, code: str, words: str) -> None:
     tried = f'import mmgate\nfrom mmgate import layers\ntry:\n    {code}\nexcept (ValueError, ImportError) as error:\n'
     assert words in run(f'{tried}    print(error)\n', tmp_path)
+
+
+OLD = """
+import logging, sys
+from torch import nn
+sys.path.insert(0, '')
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+import mmgate
+from transformers.bert import BertAttention
+model = nn.ModuleDict(dict(language=BertAttention(8, 2), vision=nn.MultiheadAttention(8, 2)))
+print(mmgate.swap_attention(model, dict(path='**', type='PLuGMultiheadAttention')))
+"""
+
+
+def test_an_older_transformers_is_no_host_and_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / 'transformers').mkdir()
+    (tmp_path / 'transformers/__init__.py').touch()
+    (tmp_path / 'transformers/bert.py').write_text(
+        'from torch import nn\n\n\nclass BertAttention(nn.MultiheadAttention):\n    pass\n'
+    )
+    said = run(OLD, tmp_path, unseen='nothing')
+    assert said.count('mmgate has no adapters for transformers here') == 1 and "['vision']" in said
