@@ -5,5 +5,9 @@ class ConfigError(ValueError):
     """The user's input is wrong; the message says what, what was expected and what to do."""
 
 
+class OptionError(ConfigError, TypeError):
+    """A rule or an option is malformed or unknown, which Python calls a TypeError."""
+
+
 class UntrustedCheckpoint(ConfigError):
     """A checkpoint would run code, or unpack into far more than it is."""

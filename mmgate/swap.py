@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from mmgate._environment import log
+from mmgate.errors import ConfigError, OptionError
 from mmgate.hosts import adapter_for, gates_for, hosts_of
 from mmgate.hosts.map_size import map_options
 from mmgate.hosts.table import full_name, gate_names, host_names
@@ -41,8 +42,8 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         the vanilla model, see :func:`.weight_init.initialise_gates_last`.
 
     Raises:
-        TypeError: A rule is malformed, its type is no gate, or an option is unknown to the gate.
-        ValueError: The gate's type is not registered, a pattern matches no module, a gate cannot replace what it met,
+        OptionError: A rule is malformed, its type is no gate, or an option is unknown to the gate.
+        ConfigError: The gate's type is not registered, a pattern matches no module, a gate cannot replace what it met,
             two rules claim one module, or one module and another inside it.
     """
     replacements: dict[str, nn.Module] = {}
@@ -57,12 +58,12 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
             chosen.update(_matches(model, pattern, gate, options, where, built))
         for name in chosen:
             if name in replacements:
-                raise ValueError(f'{where}: {name} is claimed by an earlier rule already; let each path match once.')
+                raise ConfigError(f'{where}: {name} is claimed by an earlier rule already; let each path match once.')
         replacements.update(chosen)
     for name in replacements:
         outer = next((other for other in replacements if name.startswith(f'{other}.')), None)
         if outer is not None:
-            raise ValueError(
+            raise ConfigError(
                 f'{name} lies inside {outer}, and both are to be replaced; let the paths match one of the two, most '
                 f'often the outer. {_inventory(model)}'
             )
@@ -89,14 +90,14 @@ def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
     """
     listed = [rules] if isinstance(rules, Mapping) else rules
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
-        raise TypeError(f'attention must be a rule dict(path=..., type=...) or a list of them, got {rules!r}.')
+        raise OptionError(f'attention must be a rule dict(path=..., type=...) or a list of them, got {rules!r}.')
     for number, rule in enumerate(listed):
         if not isinstance(rule, Mapping) or not {'path', 'type'} <= set(rule):
-            raise TypeError(f"attention[{number}] needs the keys 'path' and 'type', got {rule!r}.")
+            raise OptionError(f"attention[{number}] needs the keys 'path' and 'type', got {rule!r}.")
         path = rule['path']
         listed_paths = path if isinstance(path, Sequence) and not isinstance(path, str) else [path]
         if not listed_paths or not all(isinstance(one, str) and one for one in listed_paths):
-            raise TypeError(f'attention[{number}].path must be a pattern or a list of some, got {path!r}.')
+            raise OptionError(f'attention[{number}].path must be a pattern or a list of some, got {path!r}.')
     return list(listed)
 
 
@@ -106,9 +107,9 @@ def _gate(kind: str | type[nn.Module], where: str) -> type[nn.Module]:
         names = gate_names()
         near = difflib.get_close_matches(str(kind).rpartition('.')[2], names, n=1)
         hint = f' Did you mean {near[0]!r}?' if near else ''
-        raise ValueError(f'{where}: type={kind!r} is not registered.{hint} The gates are {", ".join(names)}.')
+        raise ConfigError(f'{where}: type={kind!r} is not registered.{hint} The gates are {", ".join(names)}.')
     if not host_names(gate):
-        raise TypeError(
+        raise OptionError(
             f'{where}: {full_name(gate)} is not a gate: no adapter says what it can replace; see mmgate.adapts.'
         )
     return gate
@@ -129,7 +130,7 @@ def _matches(
         if name and path_regex(pattern).fullmatch(name)
     }
     if not modules:
-        raise ValueError(f'{where}: path {pattern!r} matches no module. {_inventory(model)}')
+        raise ConfigError(f'{where}: path {pattern!r} matches no module. {_inventory(model)}')
     whatever_fits = pattern.endswith('**')
     gates: dict[str, nn.Module] = {}
     refusals = []
@@ -141,7 +142,7 @@ def _matches(
             continue
         if adapter is None:
             fits = ', '.join(host_names(gate))
-            raise ValueError(
+            raise ConfigError(
                 f'{where}: {full_name(gate)} replaces {fits}, but {name} is a {full_name(type(module))}.'
                 f'{_hint(gate, module)} {_inventory(model)}'
             )
@@ -154,14 +155,16 @@ def _matches(
                 init_gate(name, built[id(module)])
             gates[name] = built[id(module)]
         except TypeError as error:  # most often an option that the adapter fills
-            raise TypeError(f'{where}: {full_name(gate)} cannot be made from {name}: {error}') from error
+            raise OptionError(f'{where}: {full_name(gate)} cannot be made from {name}: {error}') from error
         except ValueError as error:
             if not whatever_fits:
-                raise
+                raise ConfigError(f'{where}: {gate.__name__} does not replace {name}: {error}') from error
             refusals.append(f'{name}: {error}')
     if not gates:
         listed = '\n  '.join(['', *refusals])
-        raise ValueError(f'{where}: {gate.__name__} fits nothing that {pattern!r} matches.{listed} {_inventory(model)}')
+        raise ConfigError(
+            f'{where}: {gate.__name__} fits nothing that {pattern!r} matches.{listed} {_inventory(model)}'
+        )
     for refusal in refusals:
         log(f'mmgate: {where} leaves {refusal}')
     return gates
@@ -179,7 +182,7 @@ def _check_options(gate: type, options: Mapping[str, Any], where: str) -> None:
     allowed = _options(gate)
     unknown = sorted(set(options) - allowed)
     if unknown:
-        raise TypeError(
+        raise OptionError(
             f'{where}: {full_name(gate)} has no option {", ".join(unknown)}; it has '
             f'{", ".join(sorted(allowed)) or "none"} (sizes are taken over from the module that is replaced).'
         )
@@ -217,7 +220,7 @@ def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
     gate.to(device=reference.device, dtype=reference.dtype)
     unexpected = gate.load_state_dict(state, strict=False, assign=True).unexpected_keys
     if unexpected:
-        raise ValueError(
+        raise ConfigError(
             f'{full_name(type(gate))} would lose parameters of {full_name(type(host))}: {", ".join(unexpected)}.'
         )
     for part in parts:  # a host's tensors fill no gate

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from mmgate.backbones.presets import check_stages, map_sizes, preset
 from mmgate.backbones.weights import PublishedWeights, cswin_layout
 from mmgate.checkpoints.tensors import State
+from mmgate.errors import ConfigError
 from mmgate.hosts import adapts
 from mmgate.layers.base.init import start_linear
 from mmgate.layers.base.map import MapAttention
@@ -112,7 +113,7 @@ class AgentCSwin(PublishedWeights, BaseModule):
             ]
         check_stages(STAGES, depths=sizes['depths'], num_heads=sizes['num_heads'], agent_nums=agents, splits=splits)
         if not set(out_indices) <= set(range(STAGES)):
-            raise ValueError(f'out_indices={tuple(out_indices)} must lie in 0 to {STAGES - 1}.')
+            raise ConfigError(f'out_indices={tuple(out_indices)} must lie in 0 to {STAGES - 1}.')
         self.out_indices = tuple(sorted(out_indices))
         blocks, total = 0, max(sum(sizes['depths']) - 1, 1)
         self.embeddings, self.stages = nn.ModuleList(), nn.ModuleList()

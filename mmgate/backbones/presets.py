@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mmgate.errors import ConfigError
 from mmgate.registry import MODELS
 
 Options = Mapping[str, Any]
@@ -39,7 +40,7 @@ def preset(presets: Mapping[str, Mapping[str, Any]], arch: str, overrides: Mappi
         ValueError: An unknown ``arch``; the message lists the names there are.
     """
     if arch not in presets:
-        raise ValueError(f'arch={arch!r} is unknown; choose one of {", ".join(presets)} and override its fields.')
+        raise ConfigError(f'arch={arch!r} is unknown; choose one of {", ".join(presets)} and override its fields.')
     return {**presets[arch], **overrides}
 
 
@@ -47,7 +48,7 @@ def check_stages(stages: int, **options: Any) -> None:
     """Raise ValueError unless every option has one value for each of the ``stages``."""
     for name, values in options.items():
         if isinstance(values, int) or len(values) != stages:
-            raise ValueError(f'{name}={values!r} needs one value for each of the {stages} stages.')
+            raise ConfigError(f'{name}={values!r} needs one value for each of the {stages} stages.')
 
 
 def map_sizes(image: int | Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
@@ -83,7 +84,7 @@ def stage_rules(
         return []
     stages = [attention or {}] * len(sizes) if attention is None or isinstance(attention, Mapping) else attention
     if len(stages) != len(sizes) or not all(isinstance(s, Mapping) and (kind or 'type' in s) for s in stages):
-        raise ValueError(
+        raise ConfigError(
             f'attention must be a dict(type=..., ...) or one for each of the {len(sizes)} stages, got {attention!r}.'
         )
     rules: list[dict[str, Any]] = [dict(type=kind) for _ in sizes]

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, Options, map_sizes, preset, stage_rules
 from mmgate.backbones.token_ffn import TokenFFN
 from mmgate.backbones.weights import PublishedWeights
+from mmgate.errors import ConfigError
 from mmgate.layers.base.init import start_linear
 from mmgate.layers.gml import check_option
 from mmgate.registry import MODELS
@@ -79,7 +80,7 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
         check_option('init', init, INITS)
         super().__init__(**{'sr_ratios': SR_RATIOS[:stages], 'num_stages': stages, **fields}, init_cfg=init_cfg)
         if not -1 <= frozen_stages <= stages:
-            raise ValueError(f'frozen_stages={frozen_stages} must be -1 (none) to {stages}.')
+            raise ConfigError(f'frozen_stages={frozen_stages} must be -1 (none) to {stages}.')
         self.init, self.frozen_stages, self.with_cp = init, frozen_stages, with_cp
         for embed, blocks, _ in self.layers:
             embed.norm.eps = PATCH_NORM_EPS

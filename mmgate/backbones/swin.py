@@ -21,6 +21,7 @@ from mmgate.backbones.presets import (
     stage_rules,
 )
 from mmgate.backbones.weights import PublishedWeights
+from mmgate.errors import ConfigError
 from mmgate.hosts import adapts
 from mmgate.layers.base.map import MapAttention
 from mmgate.registry import MODELS
@@ -97,7 +98,7 @@ class GatedSwin(PublishedWeights, SwinTransformer):
         depths, blocks = fields['depths'], self.swapped_blocks[arch] if blocks is None else blocks
         check_stages(len(depths), blocks=blocks)
         if any(not 0 <= number <= depth for number, depth in zip(blocks, depths, strict=True)):
-            raise ValueError(f'blocks={tuple(blocks)}: stages of {tuple(depths)} blocks do not have as many to swap.')
+            raise ConfigError(f'blocks={tuple(blocks)}: stages of {tuple(depths)} blocks do not have as many to swap.')
         strides = (fields.get('patch_size', 4), *(2,) * (len(depths) - 1))
         sizes = map_sizes(fields.get('pretrain_img_size', 224), strides)
         rules = stage_rules(

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.ops.library import is_exporting
 
 CHUNK = 1 << 21  # hidden numbers that exist at a time in inference
@@ -32,7 +33,7 @@ class TokenFFN(nn.Module):
     def __init__(self, host: Any) -> None:
         super().__init__()
         if len(host.layers) != 5:
-            raise ValueError('TokenFFN replaces a MixFFN without a depthwise convolution.')
+            raise ConfigError('TokenFFN replaces a MixFFN without a depthwise convolution.')
         self.layers, self.dropout_layer = host.layers, host.dropout_layer
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int], identity: Tensor | None = None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from mmgate._environment import log
+from mmgate.errors import ConfigError, OptionError
 from mmgate.registry import MODELS
 from mmgate.swap import Rules, parse_rules, swap_attention
 
@@ -59,10 +60,10 @@ def Gated(
             :func:`swap_attention`; ``train`` is unknown.
     """
     if attention is None and gates is None:
-        raise TypeError('mmgate.Gated needs attention (a rule or a list of rules) or gates (a file of gates).')
+        raise OptionError('mmgate.Gated needs attention (a rule or a list of rules) or gates (a file of gates).')
     rules = None if attention is None else parse_rules(attention)
     if isinstance(host, str) and MODELS.get(host) is None:
-        raise ValueError(f'host={host!r} is not registered.{_near_host(host)}')
+        raise ConfigError(f'host={host!r} is not registered.{_near_host(host)}')
     model = MODELS.build(dict(type=host, **host_cfg))
     if rules is not None:
         names = swap_attention(model, rules)

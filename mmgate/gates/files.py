@@ -53,7 +53,7 @@ def gates_content(model: nn.Module) -> GatesFile:
     gates = [name for name, tensor in state.items() if id(tensor) not in shared]
     gates += [name for name in gate_parameters(model) if name not in gates]
     if not gates:
-        raise ValueError(f'this {type(model).__name__} has no gates to be saved.')
+        raise ConfigError(f'this {type(model).__name__} has no gates to be saved.')
     trained = [vars(module).get('trained_with_gates') for module in model.modules()]
     train = next((mode for mode in trained if mode), 'all')
     also = {name: t for name, t in vanilla.items() if train != 'all' and t.requires_grad and name not in gates}
@@ -145,7 +145,7 @@ def _fill(model: nn.Module, content: GatesFile) -> None:
     if left:  # trained beside the gates, or gates of a backbone that has them without a host's
         unknown += model.load_state_dict(left, strict=False).unexpected_keys
     if unknown:
-        raise ValueError(f'the model has no {", ".join(unknown[:3])}')
+        raise ConfigError(f'the model has no {", ".join(unknown[:3])}')
 
 
 def _keep_trained(also: dict[str, Tensor], gates: list[str], state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from mmgate._environment import log
+from mmgate.errors import ConfigError
 from mmgate.layers.base.init import GateInit
 
 from .parts import gate_parameters, innermost, swaps_by_path
@@ -35,11 +36,11 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
         ValueError: ``train`` is unknown, or the model has no gates.
     """
     if train not in TRAINS:
-        raise ValueError(f'train={train!r}: it is one of {", ".join(map(repr, TRAINS))}.')
+        raise ConfigError(f'train={train!r}: it is one of {", ".join(map(repr, TRAINS))}.')
     model = innermost(model)
     gates = gate_parameters(model)
     if not gates:
-        raise ValueError(
+        raise ConfigError(
             f'train={train!r}: this {type(model).__name__} has no gates; replace attention first '
             "(type='mmgate.Gated', or mmgate.swap_attention)."
         )

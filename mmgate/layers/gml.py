@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
+
 VARIANTS = ('product', 'sum', 'single', 'mlp', 'none')
 ACTIVATIONS = {'none': None, 'tanh': torch.tanh, 'hardtanh': F.hardtanh, 'softsign': F.softsign}
 INITS = ('identity', 'paper')
@@ -13,9 +15,9 @@ MLP_WIDTH = 4  # Table 4 (D): h_int
 
 
 def check_option(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ValueError if ``value`` is not one of ``allowed``."""
+    """Raise ConfigError if ``value`` is not one of ``allowed``."""
     if value not in allowed:
-        raise ValueError(f'{name}={value!r} is unknown; choose one of {", ".join(map(str, allowed))}.')
+        raise ConfigError(f'{name}={value!r} is unknown; choose one of {", ".join(map(str, allowed))}.')
 
 
 def _draw(weight: Tensor, bias: Tensor, inputs: int) -> None:

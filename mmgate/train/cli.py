@@ -9,7 +9,6 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from traceback import walk_tb
 
 from mmengine.config import Config, DictAction
 from mmengine.registry import RUNNERS, init_default_scope
@@ -164,20 +163,12 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
         runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
         if isinstance(runner, FlexibleRunner):  # it would build the model when it starts
             runner.model = runner.strategy.build_model(runner.model)
-    except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError) or not _is_ours(error):
-            raise
+    except ConfigError as error:  # of mmgate's rules, gates and backbones; what others refuse keeps its traceback
         raise ConfigError(f'the config cannot be built: {error} (MMGATE_TRACEBACK=1 shows where)') from error
     check_backends(runner.model)
     if cfg.get('check_data', True) and not any(isinstance(hook, DataCheckHook) for hook in runner.hooks):
         runner.register_hook(DataCheckHook())  # which the config may name, too
     return runner
-
-
-def _is_ours(error: BaseException) -> bool:
-    """Return whether mmgate raised an error, as its rules, gates and backbones refuse what they are given."""
-    *_, (frame, _) = walk_tb(error.__traceback__)
-    return str(frame.f_globals.get('__name__')).startswith('mmgate.')
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
