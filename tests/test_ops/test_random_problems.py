@@ -18,6 +18,7 @@ from torch import Tensor
 
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
+from mmgate.ops.ms_deform_attn import blocks as cuts
 from mmgate.ops.ms_deform_attn import triton as sampler
 from mmgate.ops.plug_attention import blocks
 from mmgate.ops.plug_attention import triton as dense
@@ -139,10 +140,10 @@ def test_sampler(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         options = dict(residual=draw.random() < 0.5, position=draw.choice(['pre_softmax', 'post_softmax']))
         logits, value = (rand(*samples) - 0.5) * draw.choice([1, 6]), rand(batch, first, heads, dim) - 0.5
         scalars = draw.random() < 0.5
-        monkeypatch.setattr(sampler, 'scalar_reductions', lambda device, s=scalars: s)
+        monkeypatch.setattr(cuts, 'scalar_reductions', lambda value, s=scalars: s)
         of_all = batch * heads * len(sizes) * points
         blocks_of = [x for x in (4, 8, 16, 32) if -(-queries // x) * of_all <= MOST]
-        monkeypatch.setattr(sampler, 'INTERPRETED_QUERIES', draw.choice(blocks_of or [64]))
+        monkeypatch.setattr(cuts, 'INTERPRETED_QUERIES', draw.choice(blocks_of or [64]))
         deterministic = draw.random() < 0.25
 
         exact = [x if x is None else x.float().double() for x in (value, at, logits, gate, reference)]
