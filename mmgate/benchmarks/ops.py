@@ -10,16 +10,17 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.measures import pixel_centres
-from mmgate.layers.gml import GatingModulation
-from mmgate.ops import ms_deform_attn, plug_attention
+from mmgate.ops import ms_deform_attn
 
 LEVELS = {  # x: (levels, batch)
     '16x16-2x2_b8': ([(16, 16), (8, 8), (4, 4), (2, 2)], 8),
@@ -27,6 +28,7 @@ LEVELS = {  # x: (levels, batch)
 }
 TOKENS = (1024, 4096)
 MODES = ('forward', 'forward+backward')
+Within = Callable[[], AbstractContextManager[Any]]
 LEAD = 20_000_000  # cycles that a GPU waits before a measurement, about 10 ms
 
 
@@ -50,15 +52,6 @@ class Row:
     ratio_to_peer: float
     device: str
     version: str
-
-
-@dataclass(frozen=True)
-class Provider:
-    """A named implementation; ``compile`` is the value of MMGATE_CPU_COMPILE while it runs."""
-
-    name: str
-    run: Callable[..., Tensor]
-    compile: str = '0'
 
 
 def _mmcv(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor) -> Tensor:
@@ -91,26 +84,10 @@ def deformable_inputs(levels: list[tuple[int, int]], batch: int, heads: int = 8,
 
 def benchmark_ms_deform_attn(repetitions: int = 7) -> Iterator[Row]:
     """Measure the CPU backends beside mmcv's grid_sample fallback."""
-    providers = [
-        Provider('mmcv', _mmcv),
-        Provider('torch', _ours('torch')),
-        Provider('cpu', _ours('cpu')),
-        Provider('cpu, compiled', _ours('cpu'), compile='1'),
-    ]
+    providers = {'mmcv': _mmcv, **{name: _ours(name) for name in ('torch', 'cpu')}, 'cpu, compiled': _ours('cpu')}
+    compiles = {name: sampler_compiled(name == 'cpu, compiled') for name in providers}
     cases = {x: deformable_inputs(levels, batch) for x, (levels, batch) in LEVELS.items()}
-    return _benchmark('ms_deform_attn', providers, cases, repetitions)
-
-
-def benchmark_plug_attention(repetitions: int = 5) -> Iterator[Row]:
-    """Measure PLuG's row chunks beside the eager formulation, which holds the N x N maps (8 heads of 32 channels)."""
-    gml = GatingModulation('product', activation='tanh', init='paper')
-
-    def run(backend: str) -> Callable[..., Tensor]:
-        return lambda q, k, v, gate_q, gate_k: plug_attention(q, k, v, gate_q, gate_k, gml, backend=backend)
-
-    providers = [Provider('eager', run('torch')), Provider('chunked', run('chunked'))]
-    cases = {f'N{tokens}': [torch.randn(1, heads, tokens, 32) for heads in (8, 8, 8, 1, 1)] for tokens in TOKENS}
-    return _benchmark('plug_attention', providers, cases, repetitions)
+    return _benchmark('ms_deform_attn', providers, cases, repetitions, compiles)
 
 
 def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
@@ -120,22 +97,32 @@ def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
     def run(layer: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda x: layer(x, x, x, need_weights=False)[0]
 
-    providers = [
-        Provider('plain SDPA', run(nn.MultiheadAttention(256, 8, batch_first=True))),
-        Provider('SDPA gate', run(SDPAGatedAttention(256, 8, batch_first=True))),
-        Provider('M-DGSA', run(DifferentialGatedAttention(256, 8, batch_first=True))),
-    ]
+    layers: dict[str, nn.Module] = {
+        'plain SDPA': nn.MultiheadAttention(256, 8, batch_first=True),
+        'SDPA gate': SDPAGatedAttention(256, 8, batch_first=True),
+        'M-DGSA': DifferentialGatedAttention(256, 8, batch_first=True),
+    }
+    providers = {name: run(layer) for name, layer in layers.items()}
     cases = {f'N{tokens}': [torch.randn(2, tokens, 256)] for tokens in TOKENS}
     return _benchmark('gated_layers', providers, cases, repetitions)
 
 
-def _benchmark(op: str, providers: list[Provider], cases: dict[str, list[Tensor]], repetitions: int) -> Iterator[Row]:
+def _benchmark(
+    op: str,
+    providers: Mapping[str, Callable[..., Tensor]],
+    cases: Mapping[str, list[Tensor]],
+    repetitions: int,
+    within: Mapping[str, Within] | None = None,
+) -> Iterator[Row]:
     """Yield rows for every input and mode, the first provider being the peer."""
-    compiles = {provider.name: provider.compile for provider in providers}
-    runs = {provider.name: provider.run for provider in providers}
     for x, inputs in cases.items():
         for mode in MODES:
-            yield from interleaved(op, runs, x, inputs, mode, repetitions, compiles)
+            yield from interleaved(op, providers, x, inputs, mode, repetitions, within)
+
+
+def sampler_compiled(compiled: bool) -> Within:
+    """Return a context in which the CPU's sampler runs compiled, or as it is."""
+    return partial(environment, 'MMGATE_CPU_COMPILE', str(int(compiled)))
 
 
 @contextmanager
@@ -159,7 +146,7 @@ def interleaved(
     inputs: list[Tensor],
     mode: str,
     repetitions: int,
-    compiles: Mapping[str, str] | None = None,
+    within: Mapping[str, Within] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Row]:
     """Yield time and peak memory of every provider; their repetitions alternate, so that noise hits all alike.
@@ -171,7 +158,7 @@ def interleaved(
         inputs: Arguments of a provider.
         mode: One of :data:`MODES`, or ``'step'`` for what goes backward by itself.
         repetitions: Measurements after one that warms up.
-        compiles: The value of MMGATE_CPU_COMPILE while a provider runs, ``'0'`` by default.
+        within: Makes a context in which a provider runs, forward and backward.
         clock: What tells the seconds on a CPU.
     """
     peer = next(iter(providers))
@@ -179,7 +166,7 @@ def interleaved(
     memory: dict[str, list[float]] = {name: [] for name in providers}
     for repetition in range(repetitions + 1):
         for name, run in providers.items():
-            with environment('MMGATE_CPU_COMPILE', (compiles or {}).get(name, '0')):
+            with (within or {}).get(name, nullcontext)():
                 seconds, peak = measure(run, inputs, mode, clock)
             if repetition:  # the first one warms up and compiles
                 times[name].append(seconds * 1e3)
@@ -190,16 +177,21 @@ def interleaved(
 
 
 def working(
-    providers: Mapping[str, Callable[..., Tensor]], inputs: list[Tensor], mode: str = MODES[1]
+    providers: Mapping[str, Callable[..., Tensor]],
+    inputs: list[Tensor],
+    mode: str = MODES[1],
+    within: Mapping[str, Within] | None = None,
 ) -> dict[str, Callable[..., Tensor]]:
     """Return the providers that run on ``inputs``; a warning says why another does not."""
     found = {}
     for name, run in providers.items():
         try:
-            measure(run, inputs, mode)
+            with (within or {}).get(name, nullcontext)():
+                measure(run, inputs, mode)
             found[name] = run
         except Exception as error:  # a kernel that does not compile, no memory, a package that is missing
-            warnings.warn(f'{name} is left out: {type(error).__name__}: {error}', stacklevel=2)
+            reason = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
+            warnings.warn(f'{name} is left out, {mode}: {reason}', stacklevel=2)
     return found
 
 

@@ -1,8 +1,11 @@
-"""Kernels beside the peer's on a GPU. Not run by us yet, but for the plumbing, on the CPU in Triton's interpreter."""
+"""Kernels beside their peers: deformable attention on a GPU, PLuG attention on a CPU, too.
+
+Not run on a GPU by us yet; the plumbing is tried on the CPU in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +15,7 @@ from torch import Tensor
 from mmgate.analysis.probes.measures import pixel_centres
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
-from mmgate.ops.ms_deform_attn import attention_weights, grid_sample, mmcv, offset_locations
+from mmgate.ops.ms_deform_attn import attention_weights, grid_sample, offset_locations
 
 from .ops import MODES, Row, deformable_inputs, interleaved, measure, row_of, saved_bytes, working
 
@@ -23,7 +26,7 @@ QUERIES: dict[str, tuple[int | None, int]] = {
     'decoder300_b2': (300, 2),
     'decoder900_b2': (900, 4),
 }
-TOKENS = (256, 1024, 4096, 16384)
+TOKENS = {'cpu': (1024, 4096), 'cuda': (256, 1024, 4096, 16384)}
 EAGER_UP_TO = 4096  # tokens; its maps fill a GPU beyond
 COPY = 1 << 28  # numbers copied to measure the bandwidth
 
@@ -97,20 +100,20 @@ def benchmark_ms_deform_attn(
     device: str = 'cuda',
     levels: list[tuple[int, int]] = LEVELS,
     queries: dict[str, tuple[int | None, int]] = QUERIES,
+    heads: int = 8,
 ) -> Iterator[Row]:
     """Measure the Triton kernel beside mmcv's operator (the peer, where there is one) and grid_sample.
 
     All start from offsets, logits and gate. Yields time, peak memory, the bytes kept for the backward pass, the share
     of the measured bandwidth at which what must be read and written once would pass, and the error of the output.
     """
-    runs: dict[str, Callable[..., Tensor]] = {'grid_sample': _grid_sample, 'triton': _attend}
-    runs |= {'triton, ungated': _ungated, 'triton, bfloat16': _in_bfloat16, 'triton, autocast': _autocast}
-    if mmcv.why_not(torch.empty(1, device=device)) is None:
-        runs = {'mmcv': _mmcv, 'mmcv, half': _mmcv_half, **runs}
+    runs: dict[str, Callable[..., Tensor]] = {'mmcv': _mmcv, 'mmcv, half': _mmcv_half, 'grid_sample': _grid_sample}
+    runs |= {'triton': _attend, 'triton, ungated': _ungated, 'triton, bfloat16': _in_bfloat16}
+    runs |= {'triton, autocast': _autocast}
     bandwidth = measured_bandwidth(device)
     for x, (count, columns) in queries.items():
-        inputs, reference = sampler_inputs(levels, 2, count, columns, device)
-        providers = working({name: partial(run, reference=reference) for name, run in runs.items()}, inputs)
+        inputs, reference = sampler_inputs(levels, 2, count, columns, device, heads)
+        providers = {name: partial(run, reference=reference) for name, run in runs.items()}
         for row in _measured('ms_deform_attn', providers, x, inputs, repetitions):
             yield row
             if row.metric == 'time':
@@ -118,7 +121,7 @@ def benchmark_ms_deform_attn(
                 share = 100 * compulsory / (row.y_50 / 1e3) / bandwidth
                 yield row_of(row.op, row.provider, row.mode, 'of bandwidth', '%', x, [share], [share], reference.device)
         exact = partial(_attend, reference=reference.double(), backend='torch')
-        yield from _errors('ms_deform_attn', providers, x, inputs, exact)
+        yield from _errors('ms_deform_attn', working(providers, inputs, MODES[0]), x, inputs, exact)
 
 
 def measured_bandwidth(device: str) -> float:
@@ -156,7 +159,7 @@ def _errors(
 
 
 def _flex(gml: GatingModulation) -> Callable[..., Tensor]:
-    """FlexAttention with a map formed beforehand, which is what its score_mod can take."""
+    """FlexAttention with the gate's map formed beforehand, which is what its score_mod can take."""
     compiled: Any = None
 
     def run(q: Tensor, k: Tensor, v: Tensor, gate_q: Tensor, gate_k: Tensor) -> Tensor:
@@ -164,7 +167,8 @@ def _flex(gml: GatingModulation) -> Callable[..., Tensor]:
         if compiled is None:
             from torch.nn.attention.flex_attention import flex_attention
 
-            compiled = torch.compile(flex_attention)
+            torch.compiler.reset()  # beyond eight sizes it would not be compiled, and slow
+            compiled = torch.compile(flex_attention, dynamic=False)
         gate = gml(gate_q @ gate_k.transpose(-1, -2) / gate_q.shape[-1] ** 0.5)[:, 0]  # (B, N, M)
 
         def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -179,32 +183,35 @@ def benchmark_plug_attention(
     repetitions: int = 20,
     *,
     device: str = 'cuda',
-    tokens: tuple[int, ...] = TOKENS,
-    dtype: torch.dtype = torch.bfloat16,
-    flex: bool = True,
+    tokens: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Iterator[Row]:
-    """Measure the Triton kernel beside the eager formulation (the peer), FlexAttention and ungated fused attention."""
+    """Measure PLuG's backends beside the eager formulation (the peer), FlexAttention and ungated fused attention.
+
+    The eager formulation holds the N x N maps, FlexAttention that of the gate; on a CPU it has no backward pass. Heads
+    are 8 of 32 channels that share a gate, of an image in float32 on a CPU, of two in bfloat16 on a GPU.
+    """
+    on_cpu = torch.device(device).type == 'cpu'
+    batch, dtype = 1 if on_cpu else 2, dtype or (torch.float32 if on_cpu else torch.bfloat16)
     gml = GatingModulation('product', activation='tanh', init='paper').to(device)
 
     def run(backend: str) -> Callable[..., Tensor]:
         return lambda q, k, v, gate_q, gate_k: plug_attention(q, k, v, gate_q, gate_k, gml, backend=backend)
 
-    for count in tokens:
+    for count in tokens or TOKENS['cpu' if on_cpu else 'cuda']:
         providers = {'eager': run('torch')} if count <= EAGER_UP_TO else {}
-        providers |= {'chunked': run('chunked'), 'triton': run('triton')}
-        if flex:
-            providers['FlexAttention and a map'] = _flex(gml)
+        providers |= {'chunked': run('chunked'), 'triton': run('triton'), 'FlexAttention and a map': _flex(gml)}
         providers['ungated SDPA'] = lambda q, k, v, *_: torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        inputs = [torch.randn(2, heads, count, 32, device=device, dtype=dtype) for heads in (8, 8, 8, 1, 1)]
-        yield from _measured('plug_attention', working(providers, inputs), f'N{count}', inputs, repetitions)
+        inputs = [torch.randn(batch, heads, count, 32, device=device, dtype=dtype) for heads in (8, 8, 8, 1, 1)]
+        yield from _measured('plug_attention', providers, f'N{count}', inputs, repetitions)
 
 
 def _measured(
     op: str, providers: Mapping[str, Callable[..., Tensor]], x: str, inputs: list[Tensor], repetitions: int
 ) -> Iterator[Row]:
     for mode in MODES:
-        yield from interleaved(op, providers, x, inputs, mode, repetitions)
-    kept = {name: saved_bytes(run, inputs) / 2**20 for name, run in providers.items()}
-    peer = next(iter(kept.values()))
+        able = working(providers, inputs, mode)
+        yield from interleaved(op, able, x, inputs, mode, repetitions)
+    kept = {name: saved_bytes(run, inputs) / 2**20 for name, run in able.items()}
     for name, megabytes in kept.items():
-        yield row_of(op, name, MODES[1], 'saved', 'MiB', x, [megabytes], [peer], inputs[0].device)
+        yield row_of(op, name, MODES[1], 'saved', 'MiB', x, [megabytes], [next(iter(kept.values()))], inputs[0].device)
