@@ -11,7 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -291,6 +291,14 @@ def row_of(
         else f'{platform.machine()} CPU, {torch.get_num_threads()} threads',
         version=f'torch {torch.__version__}',
     )
+
+
+def throughput(row: Row, batch: int) -> Row:
+    """Return a row of time as one of images a second."""
+    low, middle, high = (round(1e3 * batch / y, 3) for y in (row.y_80, row.y_50, row.y_20))
+    ratio = round(1 / max(row.ratio_to_peer, 1e-3), 3)
+    figures = dict(y_20=low, y_50=middle, y_80=high, ratio_to_peer=ratio)
+    return replace(row, metric='throughput', unit='images/s', **figures)
 
 
 def write_csv(rows: list[Row], path: str | Path) -> None:

@@ -59,12 +59,7 @@ def _ungated(*inputs: Tensor, reference: Tensor) -> Tensor:
     return _attend(*inputs[:-1], reference=reference)
 
 
-def _in_bfloat16(value: Tensor, *inputs: Tensor, reference: Tensor) -> Tensor:
-    """Values in bfloat16; offsets, logits and gate are float32, the coordinates always."""
-    return _attend(value.bfloat16(), *inputs, reference=reference).float()
-
-
-def _autocast(*inputs: Tensor, reference: Tensor) -> Tensor:
+def _in_bfloat16(*inputs: Tensor, reference: Tensor) -> Tensor:
     """All in bfloat16 that linear layers give under autocast: values, offsets, logits and gate."""
     rounded = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
     return _attend(*rounded, reference=reference).float()
@@ -109,7 +104,6 @@ def benchmark_ms_deform_attn(
     """
     runs: dict[str, Callable[..., Tensor]] = {'mmcv': _mmcv, 'mmcv, half': _mmcv_half, 'grid_sample': _grid_sample}
     runs |= {'triton': _attend, 'triton, ungated': _ungated, 'triton, bfloat16': _in_bfloat16}
-    runs |= {'triton, autocast': _autocast}
     bandwidth = measured_bandwidth(device)
     for x, (count, columns) in queries.items():
         inputs, reference = sampler_inputs(levels, 2, count, columns, device, heads)
@@ -134,9 +128,9 @@ def measured_bandwidth(device: str) -> float:
 def _compulsory_bytes(inputs: list[Tensor], provider: str, mode: str) -> int:
     """Return what any kernel from offsets has to move once: inputs and output, and backward their gradients as well."""
     value, *rest = inputs
-    itemsize = 2 if provider.endswith(('bfloat16', 'half', 'autocast')) else value.element_size()
+    itemsize = 2 if provider.endswith(('bfloat16', 'half')) else value.element_size()
     output = rest[3].shape[:2].numel() * value.shape[2:].numel() * itemsize
-    given = sum(x.nbytes // (2 if provider.endswith('autocast') and x.is_floating_point() else 1) for x in rest)
+    given = sum(x.nbytes // (2 if provider.endswith('bfloat16') and x.is_floating_point() else 1) for x in rest)
     once = value.numel() * itemsize + given + output
     return once if mode == 'forward' else 3 * once  # backward reads all again and writes as many gradients
 

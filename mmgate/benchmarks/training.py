@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ import mmgate  # noqa: F401  (registers its components)
 from mmgate.analysis.report.flops import empty_sample
 from mmgate.train.config_file import mappings, read_config
 
-from .ops import Row, environment, interleaved, sampler_compiled
+from .ops import Row, environment, interleaved, sampler_compiled, throughput
 
 OBJECTS = 10  # annotated objects an image
 Step = Callable[[Tensor], Tensor]
@@ -105,10 +104,7 @@ def benchmark_training(
     for row in interleaved('training', runs, x, start, 'step', repetitions, within, clock):
         yield row
         if row.metric == 'time':
-            low, middle, high = (round(1e3 * batch / y, 3) for y in (row.y_80, row.y_50, row.y_20))
-            ratio = round(1 / max(row.ratio_to_peer, 1e-3), 3)
-            yield replace(row, metric='throughput', unit='images/s', y_20=low, y_50=middle, y_80=high,
-                          ratio_to_peer=ratio)  # fmt: skip
+            yield throughput(row, batch)
 
 
 def profile_training(

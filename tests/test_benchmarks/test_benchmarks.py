@@ -84,7 +84,7 @@ def test_gpu_benchmarks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(ops_cuda, 'COPY', 1 << 10)
     cases = dict(device='cpu', levels=[(1, 2), (1, 1)], queries={'encoder': (None, 2)}, heads=1)
     rows = list(ops_cuda.benchmark_ms_deform_attn(1, **cases))
-    names = {'grid_sample', 'triton', 'triton, ungated', 'triton, bfloat16', 'triton, autocast'}
+    names = {'grid_sample', 'triton', 'triton, ungated', 'triton, bfloat16'}
     assert {r.provider for r in rows} == names
     assert {r.metric for r in rows} == {'time', 'peak memory', 'saved', 'of bandwidth', 'error'}
     errors = {r.provider: r.y_50 for r in rows if r.metric == 'error'}
@@ -117,7 +117,7 @@ def test_bytes_kept_beside_mmcv(case: str, fp32: float, autocast: float, monkeyp
     queries, columns = ops_cuda.QUERIES[case]
     levels = [(25, 42), (13, 21), (7, 11), (4, 6)] if queries is None else ops_cuda.LEVELS
     inputs, reference = ops_cuda.sampler_inputs(levels, 2, queries, columns, 'cpu')
-    runs = (ops_cuda._mmcv, ops_cuda._attend, ops_cuda._autocast)
+    runs = (ops_cuda._mmcv, ops_cuda._attend, ops_cuda._in_bfloat16)
     peer, ours, ours_16_bit = (ops.saved_bytes(partial(run, reference=reference), inputs) for run in runs)
     assert ours < fp32 * peer and ours_16_bit < autocast * peer
 

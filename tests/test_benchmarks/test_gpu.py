@@ -53,7 +53,7 @@ def test_all_steps_together_end_in_eight_minutes() -> None:
 
 
 @pytest.mark.parametrize(
-    'step, providers', [('step', 4), ('sampler', 5), ('plug', 4), ('sampler-switches', 3), ('plug-switches', 3)]
+    'step, providers', [('step', 4), ('sampler', 4), ('plug', 4), ('sampler-switches', 3), ('plug-switches', 3)]
 )
 @pytest.mark.filterwarnings('ignore:.* is left out:UserWarning')
 def test_rows_of_a_step(step: str, providers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
