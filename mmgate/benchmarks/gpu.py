@@ -234,9 +234,9 @@ ROWS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
     'step': step_rows,
 }
 STEPS: dict[str, tuple[int, Any]] = {  # seconds, and what makes the command
-    'sampler-tests': (70, partial(_tests, OPS[0])),
-    'plug-tests': (45, partial(_tests, OPS[1])),
-    **{tool: (20, partial(_sanitizer, tool)) for tool in ('memcheck', 'racecheck')},
+    'sampler-tests': (65, partial(_tests, OPS[0])),
+    'plug-tests': (40, partial(_tests, OPS[1])),
+    **{tool: (25, partial(_sanitizer, tool)) for tool in ('memcheck', 'racecheck')},
     'calibration': (72, _calibrate),
     **{step: (limit, partial(_measure, step)) for step, limit in zip(ROWS, (40, 60, 33, 33, 15), strict=True)},
     **{f'training-{i}': (22, partial(_train, *configs)) for i, configs in enumerate(CONFIGS, 1)},

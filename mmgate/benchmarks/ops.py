@@ -161,7 +161,7 @@ def interleaved(
         within: Makes a context in which a provider runs, forward and backward.
         clock: What tells the seconds on a CPU.
     """
-    peer = next(iter(providers))
+    peer = next(iter(providers), '')  # there is none where nothing runs
     times: dict[str, list[float]] = {name: [] for name in providers}
     memory: dict[str, list[float]] = {name: [] for name in providers}
     for repetition in range(repetitions + 1):
