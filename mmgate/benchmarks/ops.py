@@ -84,7 +84,8 @@ def deformable_inputs(levels: list[tuple[int, int]], batch: int, heads: int = 8,
 
 def benchmark_ms_deform_attn(repetitions: int = 7) -> Iterator[Row]:
     """Measure the CPU backends beside mmcv's grid_sample fallback."""
-    providers = {'mmcv': _mmcv, **{name: _ours(name) for name in ('torch', 'cpu')}, 'cpu, compiled': _ours('cpu')}
+    providers: dict[str, Callable[..., Tensor]] = {'mmcv': _mmcv, 'torch': _ours('torch'), 'cpu': _ours('cpu')}
+    providers['cpu, compiled'] = providers['cpu']
     compiles = {name: sampler_compiled(name == 'cpu, compiled') for name in providers}
     cases = {x: deformable_inputs(levels, batch) for x, (levels, batch) in LEVELS.items()}
     return _benchmark('ms_deform_attn', providers, cases, repetitions, compiles)
@@ -297,8 +298,8 @@ def throughput(row: Row, batch: int) -> Row:
     """Return a row of time as one of images a second."""
     low, middle, high = (round(1e3 * batch / y, 3) for y in (row.y_80, row.y_50, row.y_20))
     ratio = round(1 / max(row.ratio_to_peer, 1e-3), 3)
-    figures = dict(y_20=low, y_50=middle, y_80=high, ratio_to_peer=ratio)
-    return replace(row, metric='throughput', unit='images/s', **figures)
+    row = replace(row, metric='throughput', unit='images/s', ratio_to_peer=ratio)
+    return replace(row, y_20=low, y_50=middle, y_80=high)
 
 
 def write_csv(rows: list[Row], path: str | Path) -> None:
