@@ -159,7 +159,7 @@ def judge(row: Row, scale: str, device: torch.device, expected: dict[str, Tensor
 
     for mode in MODES if row.out is None else ():
         times: list[float] = []
-        end = time.perf_counter() + SECONDS
+        end = time.perf_counter() + (SECONDS if scale == 'full' else 0.0)  # times of tiny calls say nothing
         while not times or (len(times) < REPETITIONS and time.perf_counter() < end):
             times.append(measure(call, [x.detach() for x in tensors.values()], mode)[0])
         row.ms[mode] = round(1e3 * min(times), 4)  # what else the machine does only adds to it

@@ -61,7 +61,6 @@ def test_rows_of_a_step(step: str, providers: int, tmp_path: Path, monkeypatch: 
     pytest.importorskip('triton', minversion='3.2')
     if torch.cuda.is_available():
         pytest.skip('the kernels are compiled here')
-    monkeypatch.setattr(ops_cuda, 'COPY', 1 << 10)
     monkeypatch.setattr(ops_cuda, '_flex', lambda gml: no_compiler)
     for op in ('SAMPLER', 'PLUG'):
         monkeypatch.setattr(switches, op, dict(islice(getattr(switches, op).items(), 2)))
