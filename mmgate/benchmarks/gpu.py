@@ -30,7 +30,7 @@ from mmgate.ops import ms_deform_attn
 from mmgate.ops.backend import machine
 
 from . import ops_cuda
-from .ops import Row, interleaved, working
+from .ops import Row, interleaved
 from .switches import plug_switches, sampler_switches
 
 ROOT = Path(__file__).parents[2]
@@ -158,7 +158,8 @@ def sampler_rows(device: str, tiny: bool) -> Iterator[Row]:
     """Yield the sampler beside its peers, in float32 and bfloat16, of an encoder and two decoders."""
     if tiny:
         queries: dict[str, tuple[int | None, int]] = {'encoder': (None, 2), 'decoder': (3, 4)}
-        return ops_cuda.benchmark_ms_deform_attn(1, device=device, levels=TINY_LEVELS, queries=queries, heads=1)
+        sizes: dict[str, Any] = dict(levels=TINY_LEVELS, queries=queries, batch=1, heads=1)
+        return ops_cuda.benchmark_ms_deform_attn(1, device=device, **sizes)
     return ops_cuda.benchmark_ms_deform_attn(device=device)
 
 
@@ -223,7 +224,7 @@ def step_rows(device: str, tiny: bool) -> Iterator[Row]:
             return loss
 
         runs[name] = step
-    yield from interleaved('training', working(runs, [x], 'step'), f'{layers} layers', [x], 'step', 1 if tiny else 10)
+    yield from interleaved('training', runs, f'{layers} layers', [x], 'step', 1 if tiny else 10)
 
 
 ROWS: dict[str, Callable[[str, bool], Iterator[Row]]] = {

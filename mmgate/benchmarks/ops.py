@@ -152,48 +152,45 @@ def interleaved(
 ) -> Iterator[Row]:
     """Yield time and peak memory of every provider; their repetitions alternate, so that noise hits all alike.
 
+    What does not run is left out, and a warning says why.
+
     Args:
         op: Name of what is measured.
-        providers: By name; the first is the peer.
+        providers: By name; the first that runs is the peer.
         x: Name of the input.
         inputs: Arguments of a provider.
         mode: One of :data:`MODES`, or ``'step'`` for what goes backward by itself.
         repetitions: Measurements after one that warms up.
         within: Makes a context in which a provider runs, forward and backward.
         clock: What tells the seconds on a CPU.
+
+    Raises:
+        RuntimeError: None of them runs.
     """
-    peer = next(iter(providers), '')  # there is none where nothing runs
+    runs = dict(providers)
     times: dict[str, list[float]] = {name: [] for name in providers}
     memory: dict[str, list[float]] = {name: [] for name in providers}
     for repetition in range(repetitions + 1):
-        for name, run in providers.items():
-            with (within or {}).get(name, nullcontext)():
-                seconds, peak = measure(run, inputs, mode, clock)
+        for name, run in list(runs.items()):
+            try:
+                with (within or {}).get(name, nullcontext)():
+                    seconds, peak = measure(run, inputs, mode, clock)
+            except Exception as error:  # a kernel that does not compile, no memory, a package that is missing
+                if repetition:
+                    raise
+                reason = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
+                warnings.warn(f'{name} is left out, {mode}: {reason}', stacklevel=2)
+                del runs[name]
+                continue
             if repetition:  # the first one warms up and compiles
                 times[name].append(seconds * 1e3)
                 memory[name].append(peak / 2**20)
+    if not runs:
+        raise RuntimeError(f'{op}: none of {", ".join(providers)} runs here on {x}, {mode}.')
+    peer = next(iter(runs))
     for metric, unit, values in (('time', 'ms', times), ('peak memory', 'MiB', memory)):
-        for name in providers:
+        for name in runs:
             yield row_of(op, name, mode, metric, unit, x, values[name], values[peer], inputs[0].device)
-
-
-def working(
-    providers: Mapping[str, Callable[..., Tensor]],
-    inputs: list[Tensor],
-    mode: str = MODES[1],
-    within: Mapping[str, Within] | None = None,
-) -> dict[str, Callable[..., Tensor]]:
-    """Return the providers that run on ``inputs``; a warning says why another does not."""
-    found = {}
-    for name, run in providers.items():
-        try:
-            with (within or {}).get(name, nullcontext)():
-                measure(run, inputs, mode)
-            found[name] = run
-        except Exception as error:  # a kernel that does not compile, no memory, a package that is missing
-            reason = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
-            warnings.warn(f'{name} is left out, {mode}: {reason}', stacklevel=2)
-    return found
 
 
 def measure(

@@ -17,7 +17,7 @@ from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.ms_deform_attn import attention_weights, grid_sample, offset_locations
 
-from .ops import MODES, Row, deformable_inputs, interleaved, measure, row_of, saved_bytes, working
+from .ops import MODES, Row, deformable_inputs, interleaved, measure, row_of, saved_bytes
 
 LEVELS = [(100, 167), (50, 84), (25, 42), (13, 21)]  # of an image of 800 x 1333
 # name: (queries, None for one a pixel; columns of the reference points: 2 for points, 4 for boxes)
@@ -27,6 +27,7 @@ QUERIES: dict[str, tuple[int | None, int]] = {
     'decoder900_b2': (900, 4),
 }
 TOKENS = {'cpu': (1024, 4096), 'cuda': (256, 1024, 4096, 16384)}
+Providers = Mapping[str, Callable[..., Tensor]]
 EAGER_UP_TO = 4096  # tokens; its maps fill a GPU beyond
 COPY = {'cpu': 1 << 20, 'cuda': 1 << 28}  # numbers copied to measure the bandwidth
 
@@ -95,6 +96,7 @@ def benchmark_ms_deform_attn(
     device: str = 'cuda',
     levels: list[tuple[int, int]] = LEVELS,
     queries: dict[str, tuple[int | None, int]] = QUERIES,
+    batch: int = 2,
     heads: int = 8,
 ) -> Iterator[Row]:
     """Measure the Triton kernel beside mmcv's operator (the peer, where there is one) and grid_sample.
@@ -106,16 +108,18 @@ def benchmark_ms_deform_attn(
     runs |= {'triton': _attend, 'triton, ungated': _ungated, 'triton, bfloat16': _in_bfloat16}
     bandwidth = measured_bandwidth(device)
     for x, (count, columns) in queries.items():
-        inputs, reference = sampler_inputs(levels, 2, count, columns, device, heads)
+        inputs, reference = sampler_inputs(levels, batch, count, columns, device, heads)
         providers = {name: partial(run, reference=reference) for name, run in runs.items()}
+        names: dict[str, None] = {}
         for row in _measured('ms_deform_attn', providers, x, inputs, repetitions):
             yield row
+            names[row.provider] = None
             if row.metric == 'time':
                 compulsory = _compulsory_bytes(inputs, row.provider, row.mode) + reference.nbytes
                 share = 100 * compulsory / (row.y_50 / 1e3) / bandwidth
                 yield row_of(row.op, row.provider, row.mode, 'of bandwidth', '%', x, [share], [share], reference.device)
         exact = partial(_attend, reference=reference.double(), backend='torch')
-        yield from _errors('ms_deform_attn', working(providers, inputs, MODES[0]), x, inputs, exact)
+        yield from _errors({name: providers[name] for name in names}, x, inputs, exact)
 
 
 def measured_bandwidth(device: str) -> float:
@@ -135,13 +139,7 @@ def _compulsory_bytes(inputs: list[Tensor], provider: str, mode: str) -> int:
     return once if mode == 'forward' else 3 * once  # backward reads all again and writes as many gradients
 
 
-def _errors(
-    op: str,
-    providers: Mapping[str, Callable[..., Tensor]],
-    x: str,
-    inputs: list[Tensor],
-    reference: Callable[..., Tensor],
-) -> Iterator[Row]:
+def _errors(providers: Providers, x: str, inputs: list[Tensor], reference: Callable[..., Tensor]) -> Iterator[Row]:
     """Yield the root mean square error over the reference's root mean square, in millionths."""
     with torch.no_grad():
         exact = reference(*(t.double() if t.is_floating_point() else t for t in inputs))
@@ -149,7 +147,7 @@ def _errors(
             if name.endswith('ungated'):
                 continue
             error = 1e6 * ((run(*inputs) - exact).square().mean() / exact.square().mean()).sqrt().item()
-            yield row_of(op, name, 'forward', 'error', 'ppm', x, [error], [error], exact.device)
+            yield row_of('ms_deform_attn', name, 'forward', 'error', 'ppm', x, [error], [error], exact.device)
 
 
 def _flex(gml: GatingModulation) -> Callable[..., Tensor]:
@@ -200,12 +198,14 @@ def benchmark_plug_attention(
         yield from _measured('plug_attention', providers, f'N{count}', inputs, repetitions)
 
 
-def _measured(
-    op: str, providers: Mapping[str, Callable[..., Tensor]], x: str, inputs: list[Tensor], repetitions: int
-) -> Iterator[Row]:
+def _measured(op: str, providers: Providers, x: str, inputs: list[Tensor], repetitions: int) -> Iterator[Row]:
+    """Yield time and peak memory of what runs in a mode, and the bytes that are kept for the backward pass."""
+    names: dict[str, None] = {}
     for mode in MODES:
-        able = working(providers, inputs, mode)
-        yield from interleaved(op, able, x, inputs, mode, repetitions)
-    kept = {name: saved_bytes(run, inputs) / 2**20 for name, run in able.items()}
+        names = {}
+        for row in interleaved(op, providers, x, inputs, mode, repetitions):
+            names[row.provider] = None
+            yield row
+    kept = {name: saved_bytes(providers[name], inputs) / 2**20 for name in names}
     for name, megabytes in kept.items():
         yield row_of(op, name, MODES[1], 'saved', 'MiB', x, [megabytes], [next(iter(kept.values()))], inputs[0].device)

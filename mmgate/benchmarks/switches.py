@@ -15,7 +15,7 @@ from mmgate.ops.ms_deform_attn.blocks import Cut
 from mmgate.ops.plug_attention.blocks import Blocks
 from mmgate.ops.triton_backend import launched_otherwise
 
-from .ops import MODES, Row, Within, environment, interleaved, working
+from .ops import MODES, Row, Within, environment, interleaved
 from .ops_cuda import LEVELS, sampler_inputs
 
 USUAL = 'as usual'
@@ -89,10 +89,9 @@ def _beside(
     repetitions: int,
 ) -> Iterator[Row]:
     """Yield the rows of each switch beside the usual launch, so that what is slow or fails costs no other its rows."""
-    run(*inputs)
+    first = next(iter(switches))
     for name, within in switches.items():
         for mode in MODES:
-            pair = {USUAL: run, **working({name: run}, inputs, mode, {name: within})}
-            for row in interleaved(op, pair, x, inputs, mode, repetitions, {name: within}):
-                if row.provider == name or name == next(iter(switches)):  # the usual launch's rows come once
+            for row in interleaved(op, {USUAL: run, name: run}, x, inputs, mode, repetitions, {name: within}):
+                if name in (row.provider, first):  # the usual launch's rows come once
                     yield row

@@ -72,8 +72,12 @@ def test_what_does_not_run_is_left_out_and_said() -> None:
     def missing(x: Tensor) -> Tensor:
         raise RuntimeError('no such kernel')
 
+    inputs = ('x', [torch.ones(2)], ops.MODES[1], 1)
     with pytest.warns(UserWarning, match='missing is left out, forward.backward: RuntimeError: no such kernel'):
-        assert list(ops.working(dict(missing=missing, plain=torch.square), [torch.ones(2)])) == ['plain']
+        rows = list(ops.interleaved('op', dict(missing=missing, plain=torch.square), *inputs))
+    assert {row.provider for row in rows} == {'plain'} and rows[0].ratio_to_peer == 1
+    with pytest.raises(RuntimeError, match='op: none of missing runs here on x, forward.backward'):
+        list(ops.interleaved('op', dict(missing=missing), *inputs))
 
 
 @pytest.mark.slow
