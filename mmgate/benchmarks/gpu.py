@@ -51,7 +51,7 @@ CONFIGS = (  # a vanilla config, and ours beside it
     ),
 )
 TINY_LEVELS = [(2, 2)]
-TRIAL = 3  # times as long as on a GPU may a step of a trial take, on a machine that does other things beside
+TRIAL = 6  # times as long as on a GPU may a step of a trial take, on a machine that does other things beside
 
 
 def main(argv: Sequence[str] | None = None) -> int:
