@@ -176,7 +176,7 @@ def switch_rows(op: str, device: str, tiny: bool) -> Iterator[Row]:
     """Yield an operator's kernels launched otherwise, beside the usual launch."""
     if op == OPS[0]:
         return sampler_switches(device, TINY_LEVELS, repetitions=1) if tiny else sampler_switches(device)
-    return plug_switches(device, 32, 2, torch.float32, repetitions=1) if tiny else plug_switches(device)
+    return plug_switches(device, 16, 2, torch.float32, repetitions=1) if tiny else plug_switches(device)
 
 
 class _Encoder(nn.Module):
