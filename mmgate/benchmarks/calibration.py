@@ -74,7 +74,8 @@ def problem(op: str, size: str, dtype: str, scale: str, device: torch.device) ->
     full, (count, kind) = scale == 'full', SHAPES[op, scale][size]
     batch, heads = (2, 8) if full else (1, 1 + (op == 'plug_attention'))  # which pairs heads
     if op == 'ms_deform_attn':
-        inputs, reference = sampler_inputs(LEVELS if full else TINY_LEVELS, batch, count, kind, 'cpu', heads)
+        sizes = dict(heads=heads, points=4 if full else 2)
+        inputs, reference = sampler_inputs(LEVELS if full else TINY_LEVELS, batch, count, kind, 'cpu', **sizes)
         inputs[3] = _away_from_centres(inputs[3], reference, inputs[1])
         tensors = [x.to(device, DTYPES[dtype]).requires_grad_() if x.is_floating_point() else x for x in inputs]
         return (*(x.to(device) for x in tensors), True, 'pre_softmax', reference.to(device))

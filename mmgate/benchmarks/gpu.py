@@ -50,7 +50,7 @@ CONFIGS = (  # a vanilla config, and ours beside it
         'configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
     ),
 )
-TINY_LEVELS = [(2, 2)]
+TINY: dict[str, Any] = dict(levels=[(2, 2)], batch=1, heads=1, points=1)
 TRIAL = 6  # times as long as on a GPU may a step of a trial take, on a machine that does other things beside
 
 
@@ -158,8 +158,7 @@ def sampler_rows(device: str, tiny: bool) -> Iterator[Row]:
     """Yield the sampler beside its peers, in float32 and bfloat16, of an encoder and two decoders."""
     if tiny:
         queries: dict[str, tuple[int | None, int]] = {'encoder': (None, 2), 'decoder': (3, 4)}
-        sizes: dict[str, Any] = dict(levels=TINY_LEVELS, queries=queries, batch=1, heads=1)
-        return ops_cuda.benchmark_ms_deform_attn(1, device=device, **sizes)
+        return ops_cuda.benchmark_ms_deform_attn(1, device=device, queries=queries, **TINY)
     return ops_cuda.benchmark_ms_deform_attn(device=device)
 
 
@@ -175,7 +174,7 @@ def plug_rows(device: str, tiny: bool) -> Iterator[Row]:
 def switch_rows(op: str, device: str, tiny: bool) -> Iterator[Row]:
     """Yield an operator's kernels launched otherwise, beside the usual launch."""
     if op == OPS[0]:
-        return sampler_switches(device, TINY_LEVELS, repetitions=1) if tiny else sampler_switches(device)
+        return sampler_switches(device, repetitions=1, **TINY) if tiny else sampler_switches(device)
     return plug_switches(device, 16, 2, torch.float32, repetitions=1) if tiny else plug_switches(device)
 
 
@@ -205,7 +204,7 @@ class _Encoder(nn.Module):
 
 def step_rows(device: str, tiny: bool) -> Iterator[Row]:
     """Yield training steps (AdamW) of a deformable encoder's layers, ungated by grid_sample and gated by others."""
-    levels, width, layers = (TINY_LEVELS, 32, 1) if tiny else (ops_cuda.LEVELS, 256, 6)
+    levels, width, layers = (TINY['levels'], 32, 1) if tiny else (ops_cuda.LEVELS, 256, 6)
     (_, shapes, starts, *_), reference = ops_cuda.sampler_inputs(levels, 2, None, 2, device, heads=2)
     x = torch.randn(2, reference.shape[1], width, device=device)
     runs = {}

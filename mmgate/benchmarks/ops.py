@@ -65,20 +65,22 @@ def _ours(backend: str) -> Callable[..., Tensor]:
     return lambda *inputs: ms_deform_attn(*inputs, backend=backend)
 
 
-def deformable_inputs(levels: list[tuple[int, int]], batch: int, heads: int = 8, dim: int = 32) -> list[Tensor]:
-    """Encoder-like inputs: a query at every pixel of every level, sampling around itself (4 points)."""
+def deformable_inputs(
+    levels: list[tuple[int, int]], batch: int, heads: int = 8, dim: int = 32, points: int = 4
+) -> list[Tensor]:
+    """Encoder-like inputs: a query at every pixel of every level, sampling around itself."""
     generator = torch.Generator().manual_seed(0)
     shapes = torch.tensor(levels)
     areas = shapes.prod(1)
     tokens, count = int(areas.sum()), len(levels)
     reference = pixel_centres(levels)
-    offsets = 2 * torch.randn(batch, tokens, heads, count, 4, 2, generator=generator) / shapes.flip(-1)[:, None]
+    offsets = 2 * torch.randn(batch, tokens, heads, count, points, 2, generator=generator) / shapes.flip(-1)[:, None]
     return [
         torch.randn(batch, tokens, heads, dim, generator=generator),
         shapes,
         areas.cumsum(0) - areas,
         reference[:, None, None, None] + offsets,
-        torch.randn(batch, tokens, heads, count, 4, generator=generator),
+        torch.randn(batch, tokens, heads, count, points, generator=generator),
     ]
 
 

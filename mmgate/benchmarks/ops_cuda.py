@@ -67,14 +67,15 @@ def _in_bfloat16(*inputs: Tensor, reference: Tensor) -> Tensor:
 
 
 def sampler_inputs(
-    levels: list[tuple[int, int]], batch: int, queries: int | None, columns: int, device: str, heads: int = 8
+    levels: list[tuple[int, int]], batch: int, queries: int | None, columns: int, device: str, **sizes: int
 ) -> tuple[list[Tensor], Tensor]:
     """Return value, shapes, starts, offsets, logits and gate of an encoder's or a decoder's layer, and its reference.
 
     The reference points need no gradient, as in an encoder and in a decoder that refines boxes.
     Offsets spread over two pixels of their level from points, over the boxes' size from boxes a tenth of the image.
+    The ``sizes`` are those of :func:`deformable_inputs`.
     """
-    value, shapes, start, _, logits = deformable_inputs(levels, batch, heads)
+    value, shapes, start, _, logits = deformable_inputs(levels, batch, **sizes)
     generator = torch.Generator().manual_seed(1)
     count = min(queries or value.shape[1], value.shape[1])
     logits = logits[:, :count].contiguous()
@@ -97,7 +98,7 @@ def benchmark_ms_deform_attn(
     levels: list[tuple[int, int]] = LEVELS,
     queries: dict[str, tuple[int | None, int]] = QUERIES,
     batch: int = 2,
-    heads: int = 8,
+    **sizes: int,
 ) -> Iterator[Row]:
     """Measure the Triton kernel beside mmcv's operator (the peer, where there is one) and grid_sample.
 
@@ -108,7 +109,7 @@ def benchmark_ms_deform_attn(
     runs |= {'triton': _attend, 'triton, ungated': _ungated, 'triton, bfloat16': _in_bfloat16}
     bandwidth = measured_bandwidth(device)
     for x, (count, columns) in queries.items():
-        inputs, reference = sampler_inputs(levels, batch, count, columns, device, heads)
+        inputs, reference = sampler_inputs(levels, batch, count, columns, device, **sizes)
         providers = {name: partial(run, reference=reference) for name, run in runs.items()}
         names: dict[str, None] = {}
         for row in _measured('ms_deform_attn', providers, x, inputs, repetitions):

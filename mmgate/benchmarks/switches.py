@@ -58,10 +58,11 @@ PLUG = _otherwise(
 )
 
 
-def sampler_switches(device: str, levels: list[tuple[int, int]] = LEVELS, repetitions: int = 10) -> Iterator[Row]:
-    """Yield times of the sampler on an encoder's tensors of ``levels``, eight heads where these are an image's."""
-    full = levels is LEVELS
-    inputs, reference = sampler_inputs(levels, 2 if full else 1, None, 2, device, heads=8 if full else 1)
+def sampler_switches(
+    device: str, levels: list[tuple[int, int]] = LEVELS, batch: int = 2, repetitions: int = 10, **sizes: int
+) -> Iterator[Row]:
+    """Yield times of the sampler on an encoder's tensors; see :func:`sampler_inputs`."""
+    inputs, reference = sampler_inputs(levels, batch, None, 2, device, **sizes)
     run = partial(ms_deform_attn, reference_points=reference, backend='triton')
     return _beside('ms_deform_attn', run, SAMPLER, 'encoder', inputs, repetitions)
 
