@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -93,18 +92,6 @@ def benchmark_models(
                 model.train(mode != 'forward')
             providers = {name: partial(_means, model, autocast) for name, model in models.items()}
             yield from interleaved(op, providers, f'{size}_b{batch}', [image], mode, repetitions)
-
-
-def with_throughput(rows: Iterable[Row], batch: int) -> list[Row]:
-    """Return the rows with those of time turned into images a second."""
-    found = []
-    for row in rows:
-        if row.metric == 'time':
-            # the quick percentile of time is the high one of throughput
-            y_20, y_50, y_80 = (batch * 1e3 / y for y in (row.y_80, row.y_50, row.y_20))
-            row = replace(row, metric='throughput', unit='images/s', y_20=y_20, y_50=y_50, y_80=y_80)
-        found.append(row)
-    return found
 
 
 def _build(name: str) -> nn.Module:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from itertools import islice
@@ -25,19 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn
 from mmgate.ops.backend import machine
-from mmgate.ops.ms_deform_attn import triton as sampler
-from mmgate.ops.plug_attention import blocks as cut
-from mmgate.ops.plug_attention import triton as dense
 
 from . import ops_cuda
-from .calibration import TINY_LEVELS
-from .ops import MODES, Row, interleaved, working
+from .ops import Row, interleaved
+from .switches import plug_switches, sampler_switches
 
 ROOT = Path(__file__).parents[2]
-TESTS = [f'tests/test_ops/test_{op}_triton.py' for op in ('ms_deform_attn', 'plug_attention')]
+OPS = ('ms_deform_attn', 'plug_attention')
+SMALL_TESTS = 'equals_the_reference and (default or shared)'
 CONFIGS = (  # a vanilla config, and ours beside it
     (
         'configs/vanilla/deformable_detr/deformable-detr-refine_r50_8xb4-50e_coco.py',
@@ -52,14 +50,8 @@ CONFIGS = (  # a vanilla config, and ours beside it
         'configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py',
     ),
 )
-WARPS = {'4 warps': 4, '2 warps': 2, '8 warps': 8}  # how many pieces a row has follows from the architecture
-CUTS: dict[str, dict[str, Any]] = {  # what differs from a kernel's own cut
-    'own blocks': {},
-    'one head a program': dict(pair=False),
-    '32 rows': dict(rows=32),
-    '32 columns': dict(columns=32),
-    '1 stage': dict(stages=1),
-}
+TINY: dict[str, Any] = dict(levels=[(2, 2)], batch=1, heads=1, points=1)
+TRIAL = 6  # times as long as on a GPU may a step of a trial take, on a machine that does other things beside
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,11 +79,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     for step in args.steps or STEPS:
         limit, command = STEPS[step]
         start = time.perf_counter()
-        limit *= 10 if args.tiny else 1  # of a trial, on a machine that does other things beside
+        limit *= TRIAL if args.tiny else 1
         words = _run(command(args, csv_file), limit, csv_file.with_suffix(f'.{step}.log'), 'training' not in step)
         told.append((step, words, time.perf_counter() - start))
         print(f'{step}: {words} ({told[-1][2]:.0f} s)', flush=True)
         csv_file.with_suffix('.md').write_text(_page(machine(device), told, csv_file))
+    print(csv_file.with_suffix('.md').read_text())
     print(f'written to {csv_file} and {csv_file.with_suffix(".md")}')
     return int(any(words.startswith('failed') for _, words, _ in told))
 
@@ -116,28 +109,30 @@ def _run(command: list[str] | str, limit: int, log: Path, alone: bool) -> str:
 
 
 def _python(*arguments: str) -> list[str]:
-    return [sys.executable, *arguments]  # warnings say what was left out
+    return [sys.executable, *arguments]
 
 
-def _tests(args: argparse.Namespace, _: Path) -> list[str] | str:
-    if not (ROOT / TESTS[0]).is_file():
+def _tests(op: str, args: argparse.Namespace, _: Path) -> list[str] | str:
+    path = f'tests/test_ops/test_{op}_triton.py'
+    if not (ROOT / path).is_file():
         return 'the tests are in the checkout, which this is not'
-    marks = ['-m', 'gpu'] if args.device == 'cuda' else ['-k', 'no_queries or refused']
-    return [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', *marks, *TESTS]
+    marks = ['-m', 'gpu'] if args.device == 'cuda' else ['-k', f'interpreter and {SMALL_TESTS}']
+    return _python('-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', *marks, path)
 
 
 def _sanitizer(tool: str, args: argparse.Namespace, csv_file: Path) -> list[str] | str:
     program = shutil.which('compute-sanitizer') or shutil.which('/usr/local/cuda/bin/compute-sanitizer')
-    tests = _tests(args, csv_file)
-    if program is None or args.device != 'cuda' or isinstance(tests, str):
+    if program is None or args.device != 'cuda':
         return 'compute-sanitizer was not found' if program is None else 'it is for CUDA'
-    small = ['-k', 'equals_the_reference and (default or shared)']
-    return [program, '--tool', tool, '--error-exitcode', '9', *tests, *small]
+    tests = [_tests(op, args, csv_file) for op in OPS]
+    if isinstance(tests[0], str):
+        return tests[0]
+    return [program, '--tool', tool, '--error-exitcode', '9', *tests[0], tests[1][-1], '-k', SMALL_TESTS]
 
 
 def _calibrate(args: argparse.Namespace, _: Path) -> list[str]:
-    sizes = ['--sizes', 'tiny'] if args.tiny else []
-    return _python('-m', 'mmgate.doctor', '--calibrate', '--device', args.device, '--limit', '30', *sizes)
+    options = ['--sizes', 'tiny'] if args.tiny else ['--dtype', 'float32', 'bfloat16']
+    return _python('-m', 'mmgate.doctor', '--calibrate', '--device', args.device, '--limit', '30', *options)
 
 
 def _measure(step: str, args: argparse.Namespace, csv_file: Path) -> list[str]:
@@ -162,57 +157,25 @@ def _train(peer: str, ours: str, args: argparse.Namespace, csv_file: Path) -> li
 def sampler_rows(device: str, tiny: bool) -> Iterator[Row]:
     """Yield the sampler beside its peers, in float32 and bfloat16, of an encoder and two decoders."""
     if tiny:
-        queries: dict[str, tuple[int | None, int]] = {'encoder': (None, 2), 'decoder': (5, 4)}
-        return ops_cuda.benchmark_ms_deform_attn(1, device=device, levels=TINY_LEVELS[-1:], queries=queries)
+        queries: dict[str, tuple[int | None, int]] = {'encoder': (None, 2), 'decoder': (3, 4)}
+        return ops_cuda.benchmark_ms_deform_attn(1, device=device, queries=queries, **TINY)
     return ops_cuda.benchmark_ms_deform_attn(device=device)
 
 
 def plug_rows(device: str, tiny: bool) -> Iterator[Row]:
     """Yield dense PLuG beside the eager form, FlexAttention over a gate formed before, and ungated fused attention."""
-    on_gpu = device != 'cpu'  # FlexAttention goes backward on a GPU alone
-    for dtype in (torch.bfloat16, torch.float32) if on_gpu else (torch.float32,):
-        tokens = (32,) if tiny else (1024, 4096, 16384)
-        repetitions = 1 if tiny else 10
-        rows = ops_cuda.benchmark_plug_attention(
-            repetitions, device=device, tokens=tokens, dtype=dtype, flex=on_gpu and not tiny
-        )
-        yield from (replace(row, x=f'{row.x} {dtype}'.replace('torch.', '')) for row in rows)
+    cases = [(4096, torch.bfloat16), (4096, torch.float32), (1024, torch.bfloat16), (16384, torch.bfloat16)]
+    for tokens, dtype in [(16, torch.float32)] if tiny else cases:  # what matters most comes before time is up
+        options: dict[str, Any] = dict(device=device, tokens=[tokens], dtype=dtype)
+        for row in ops_cuda.benchmark_plug_attention(1 if tiny else 10, **options):
+            yield replace(row, x=f'{row.x} {dtype}'.replace('torch.', ''))
 
 
-def switch_rows(device: str, tiny: bool) -> Iterator[Row]:
-    """Yield the kernels as they are launched by other warps, tiles, pairs, blocks and stages."""
-    repetitions, levels = (1, TINY_LEVELS) if tiny else (10, ops_cuda.LEVELS)
-    inputs, reference = ops_cuda.sampler_inputs(levels, 1 if tiny else 2, None, 2, device, heads=2 if tiny else 8)
-
-    def attend(warps: int, *tensors: Tensor) -> Tensor:
-        sampler.NUM_WARPS = warps
-        return ms_deform_attn(*tensors, reference_points=reference[:, : tensors[4].shape[1]], backend='triton')
-
-    runs = {name: partial(attend, warps) for name, warps in WARPS.items()}
-    # a query less than there are tokens is no encoder's, so its queries are not in tiles
-    untiled = [x[:, :-1].contiguous() if i > 2 else x for i, x in enumerate(inputs)]
-    own, usual = cut.blocks_for, sampler.NUM_WARPS
-    try:
-        for mode in MODES:
-            yield from interleaved('ms_deform_attn', working(runs, inputs), 'tiled', inputs, mode, repetitions)
-            yield from interleaved('ms_deform_attn', working(runs, untiled), 'not tiled', untiled, mode, repetitions)
-        sampler.NUM_WARPS = usual
-        gml = GatingModulation('product', activation='tanh', init='paper').to(device)
-
-        def cut_by(changes: dict[str, Any], *tensors: Tensor) -> Tensor:
-            setattr(dense, 'blocks_for', lambda *of: own(*of)._replace(**changes))  # noqa: B010
-            arguments: tuple[Any, ...] = (*tensors, gml)
-            return dense.attend(*arguments)
-
-        tokens, dtype = (32, torch.float32) if tiny else (4096, torch.bfloat16)
-        heads = 2 if tiny else 8
-        tensors = [torch.randn(2, h, tokens, 32, device=device, dtype=dtype) for h in (heads, heads, heads, 1, 1)]
-        cuts = {name: partial(cut_by, changes) for name, changes in CUTS.items()}
-        for mode in MODES:
-            yield from interleaved('plug_attention', working(cuts, tensors), f'N{tokens}', tensors, mode, repetitions)
-    finally:
-        sampler.NUM_WARPS = usual
-        setattr(dense, 'blocks_for', own)  # noqa: B010
+def switch_rows(op: str, device: str, tiny: bool) -> Iterator[Row]:
+    """Yield an operator's kernels launched otherwise, beside the usual launch."""
+    if op == OPS[0]:
+        return sampler_switches(device, repetitions=1, **TINY) if tiny else sampler_switches(device)
+    return plug_switches(device, 16, 2, torch.float32, repetitions=1) if tiny else plug_switches(device)
 
 
 class _Encoder(nn.Module):
@@ -241,7 +204,7 @@ class _Encoder(nn.Module):
 
 def step_rows(device: str, tiny: bool) -> Iterator[Row]:
     """Yield training steps (AdamW) of a deformable encoder's layers, ungated by grid_sample and gated by others."""
-    levels, width, layers = (TINY_LEVELS, 64, 1) if tiny else (ops_cuda.LEVELS, 256, 6)
+    levels, width, layers = (TINY['levels'], 32, 1) if tiny else (ops_cuda.LEVELS, 256, 6)
     (_, shapes, starts, *_), reference = ops_cuda.sampler_inputs(levels, 2, None, 2, device, heads=2)
     x = torch.randn(2, reference.shape[1], width, device=device)
     runs = {}
@@ -260,17 +223,24 @@ def step_rows(device: str, tiny: bool) -> Iterator[Row]:
             return loss
 
         runs[name] = step
-    yield from interleaved('training', working(runs, [x], 'step'), f'{layers} layers', [x], 'step', 1 if tiny else 10)
+    yield from interleaved('training', runs, f'{layers} layers', [x], 'step', 1 if tiny else 10)
 
 
-ROWS = dict(sampler=sampler_rows, plug=plug_rows, switches=switch_rows, step=step_rows)
+ROWS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
+    'sampler': sampler_rows,
+    'plug': plug_rows,
+    'sampler-switches': partial(switch_rows, OPS[0]),
+    'plug-switches': partial(switch_rows, OPS[1]),
+    'step': step_rows,
+}
 STEPS: dict[str, tuple[int, Any]] = {  # seconds, and what makes the command
-    'tests': (100, _tests),
+    'sampler-tests': (65, partial(_tests, OPS[0])),
+    'plug-tests': (40, partial(_tests, OPS[1])),
     **{tool: (25, partial(_sanitizer, tool)) for tool in ('memcheck', 'racecheck')},
-    'calibration': (90, _calibrate),
-    **{step: (limit, partial(_measure, step)) for step, limit in zip(ROWS, (45, 45, 45, 20), strict=True)},
-    **{f'training-{i}': (25, partial(_train, *configs)) for i, configs in enumerate(CONFIGS, 1)},
-}  # 470 seconds at most
+    'calibration': (72, _calibrate),
+    **{step: (limit, partial(_measure, step)) for step, limit in zip(ROWS, (40, 60, 33, 33, 15), strict=True)},
+    **{f'training-{i}': (22, partial(_train, *configs)) for i, configs in enumerate(CONFIGS, 1)},
+}  # 474 seconds at most
 
 
 def _write_rows(rows: Iterator[Row], path: Path) -> None:
@@ -299,6 +269,10 @@ def _page(where: str, told: list[tuple[str, str, float]], csv_file: Path) -> str
                 figures = f'{row["y_50"]} {row["unit"]} | {row["ratio_to_peer"]}'
                 lines.append(f'| {" | ".join(row[key] for key in keys)} | {figures} |')
     missing = [f'- {step}: {words}' for step, words, _ in told if words != 'done']
+    for step, _, _ in told:
+        log = csv_file.with_suffix(f'.{step}.log')
+        left_out = re.findall(r'UserWarning: (.* is left out, .*)', log.read_text()) if log.exists() else []
+        missing += [f'- {step}: {line}' for line in dict.fromkeys(left_out)]
     return '\n'.join([*lines, '', '## What did not run, or failed', '', *(missing or ['nothing']), ''])
 
 

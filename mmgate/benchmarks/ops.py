@@ -10,16 +10,17 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.measures import pixel_centres
-from mmgate.layers.gml import GatingModulation
-from mmgate.ops import ms_deform_attn, plug_attention
+from mmgate.ops import ms_deform_attn
 
 LEVELS = {  # x: (levels, batch)
     '16x16-2x2_b8': ([(16, 16), (8, 8), (4, 4), (2, 2)], 8),
@@ -27,6 +28,7 @@ LEVELS = {  # x: (levels, batch)
 }
 TOKENS = (1024, 4096)
 MODES = ('forward', 'forward+backward')
+Within = Callable[[], AbstractContextManager[Any]]
 LEAD = 20_000_000  # cycles that a GPU waits before a measurement, about 10 ms
 
 
@@ -52,15 +54,6 @@ class Row:
     version: str
 
 
-@dataclass(frozen=True)
-class Provider:
-    """A named implementation; ``compile`` is the value of MMGATE_CPU_COMPILE while it runs."""
-
-    name: str
-    run: Callable[..., Tensor]
-    compile: str = '0'
-
-
 def _mmcv(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor) -> Tensor:
     from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 
@@ -72,45 +65,32 @@ def _ours(backend: str) -> Callable[..., Tensor]:
     return lambda *inputs: ms_deform_attn(*inputs, backend=backend)
 
 
-def deformable_inputs(levels: list[tuple[int, int]], batch: int, heads: int = 8, dim: int = 32) -> list[Tensor]:
-    """Encoder-like inputs: a query at every pixel of every level, sampling around itself (4 points)."""
+def deformable_inputs(
+    levels: list[tuple[int, int]], batch: int, heads: int = 8, dim: int = 32, points: int = 4
+) -> list[Tensor]:
+    """Encoder-like inputs: a query at every pixel of every level, sampling around itself."""
     generator = torch.Generator().manual_seed(0)
     shapes = torch.tensor(levels)
     areas = shapes.prod(1)
     tokens, count = int(areas.sum()), len(levels)
     reference = pixel_centres(levels)
-    offsets = 2 * torch.randn(batch, tokens, heads, count, 4, 2, generator=generator) / shapes.flip(-1)[:, None]
+    offsets = 2 * torch.randn(batch, tokens, heads, count, points, 2, generator=generator) / shapes.flip(-1)[:, None]
     return [
         torch.randn(batch, tokens, heads, dim, generator=generator),
         shapes,
         areas.cumsum(0) - areas,
         reference[:, None, None, None] + offsets,
-        torch.randn(batch, tokens, heads, count, 4, generator=generator),
+        torch.randn(batch, tokens, heads, count, points, generator=generator),
     ]
 
 
 def benchmark_ms_deform_attn(repetitions: int = 7) -> Iterator[Row]:
     """Measure the CPU backends beside mmcv's grid_sample fallback."""
-    providers = [
-        Provider('mmcv', _mmcv),
-        Provider('torch', _ours('torch')),
-        Provider('cpu', _ours('cpu')),
-        Provider('cpu, compiled', _ours('cpu'), compile='1'),
-    ]
+    providers: dict[str, Callable[..., Tensor]] = {'mmcv': _mmcv, 'torch': _ours('torch'), 'cpu': _ours('cpu')}
+    providers['cpu, compiled'] = providers['cpu']
+    compiles = {name: sampler_compiled(name == 'cpu, compiled') for name in providers}
     cases = {x: deformable_inputs(levels, batch) for x, (levels, batch) in LEVELS.items()}
-    return _benchmark('ms_deform_attn', providers, cases, repetitions)
-
-
-def benchmark_plug_attention(repetitions: int = 5) -> Iterator[Row]:
-    """Measure PLuG's row chunks beside the eager formulation, which holds the N x N maps (8 heads of 32 channels)."""
-    gml = GatingModulation('product', activation='tanh', init='paper')
-
-    def run(backend: str) -> Callable[..., Tensor]:
-        return lambda q, k, v, gate_q, gate_k: plug_attention(q, k, v, gate_q, gate_k, gml, backend=backend)
-
-    providers = [Provider('eager', run('torch')), Provider('chunked', run('chunked'))]
-    cases = {f'N{tokens}': [torch.randn(1, heads, tokens, 32) for heads in (8, 8, 8, 1, 1)] for tokens in TOKENS}
-    return _benchmark('plug_attention', providers, cases, repetitions)
+    return _benchmark('ms_deform_attn', providers, cases, repetitions, compiles)
 
 
 def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
@@ -120,22 +100,32 @@ def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
     def run(layer: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda x: layer(x, x, x, need_weights=False)[0]
 
-    providers = [
-        Provider('plain SDPA', run(nn.MultiheadAttention(256, 8, batch_first=True))),
-        Provider('SDPA gate', run(SDPAGatedAttention(256, 8, batch_first=True))),
-        Provider('M-DGSA', run(DifferentialGatedAttention(256, 8, batch_first=True))),
-    ]
+    layers: dict[str, nn.Module] = {
+        'plain SDPA': nn.MultiheadAttention(256, 8, batch_first=True),
+        'SDPA gate': SDPAGatedAttention(256, 8, batch_first=True),
+        'M-DGSA': DifferentialGatedAttention(256, 8, batch_first=True),
+    }
+    providers = {name: run(layer) for name, layer in layers.items()}
     cases = {f'N{tokens}': [torch.randn(2, tokens, 256)] for tokens in TOKENS}
     return _benchmark('gated_layers', providers, cases, repetitions)
 
 
-def _benchmark(op: str, providers: list[Provider], cases: dict[str, list[Tensor]], repetitions: int) -> Iterator[Row]:
+def _benchmark(
+    op: str,
+    providers: Mapping[str, Callable[..., Tensor]],
+    cases: Mapping[str, list[Tensor]],
+    repetitions: int,
+    within: Mapping[str, Within] | None = None,
+) -> Iterator[Row]:
     """Yield rows for every input and mode, the first provider being the peer."""
-    compiles = {provider.name: provider.compile for provider in providers}
-    runs = {provider.name: provider.run for provider in providers}
     for x, inputs in cases.items():
         for mode in MODES:
-            yield from interleaved(op, runs, x, inputs, mode, repetitions, compiles)
+            yield from interleaved(op, providers, x, inputs, mode, repetitions, within)
+
+
+def sampler_compiled(compiled: bool) -> Within:
+    """Return a context in which the CPU's sampler runs compiled, or as it is."""
+    return partial(environment, 'MMGATE_CPU_COMPILE', str(int(compiled)))
 
 
 @contextmanager
@@ -159,48 +149,50 @@ def interleaved(
     inputs: list[Tensor],
     mode: str,
     repetitions: int,
-    compiles: Mapping[str, str] | None = None,
+    within: Mapping[str, Within] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Row]:
     """Yield time and peak memory of every provider; their repetitions alternate, so that noise hits all alike.
 
+    What does not run is left out, and a warning says why.
+
     Args:
         op: Name of what is measured.
-        providers: By name; the first is the peer.
+        providers: By name; the first that runs is the peer.
         x: Name of the input.
         inputs: Arguments of a provider.
         mode: One of :data:`MODES`, or ``'step'`` for what goes backward by itself.
         repetitions: Measurements after one that warms up.
-        compiles: The value of MMGATE_CPU_COMPILE while a provider runs, ``'0'`` by default.
+        within: Makes a context in which a provider runs, forward and backward.
         clock: What tells the seconds on a CPU.
+
+    Raises:
+        RuntimeError: None of them runs.
     """
-    peer = next(iter(providers))
+    runs = dict(providers)
     times: dict[str, list[float]] = {name: [] for name in providers}
     memory: dict[str, list[float]] = {name: [] for name in providers}
     for repetition in range(repetitions + 1):
-        for name, run in providers.items():
-            with environment('MMGATE_CPU_COMPILE', (compiles or {}).get(name, '0')):
-                seconds, peak = measure(run, inputs, mode, clock)
+        for name, run in list(runs.items()):
+            try:
+                with (within or {}).get(name, nullcontext)():
+                    seconds, peak = measure(run, inputs, mode, clock)
+            except Exception as error:  # a kernel that does not compile, no memory, a package that is missing
+                if repetition:
+                    raise
+                reason = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
+                warnings.warn(f'{name} is left out, {mode}: {reason}', stacklevel=2)
+                del runs[name]
+                continue
             if repetition:  # the first one warms up and compiles
                 times[name].append(seconds * 1e3)
                 memory[name].append(peak / 2**20)
+    if not runs:
+        raise RuntimeError(f'{op}: none of {", ".join(providers)} runs here on {x}, {mode}.')
+    peer = next(iter(runs))
     for metric, unit, values in (('time', 'ms', times), ('peak memory', 'MiB', memory)):
-        for name in providers:
+        for name in runs:
             yield row_of(op, name, mode, metric, unit, x, values[name], values[peer], inputs[0].device)
-
-
-def working(
-    providers: Mapping[str, Callable[..., Tensor]], inputs: list[Tensor], mode: str = MODES[1]
-) -> dict[str, Callable[..., Tensor]]:
-    """Return the providers that run on ``inputs``; a warning says why another does not."""
-    found = {}
-    for name, run in providers.items():
-        try:
-            measure(run, inputs, mode)
-            found[name] = run
-        except Exception as error:  # a kernel that does not compile, no memory, a package that is missing
-            warnings.warn(f'{name} is left out: {type(error).__name__}: {error}', stacklevel=2)
-    return found
 
 
 def measure(
@@ -299,6 +291,14 @@ def row_of(
         else f'{platform.machine()} CPU, {torch.get_num_threads()} threads',
         version=f'torch {torch.__version__}',
     )
+
+
+def throughput(row: Row, batch: int) -> Row:
+    """Return a row of time as one of images a second."""
+    low, middle, high = (round(1e3 * batch / y, 3) for y in (row.y_80, row.y_50, row.y_20))
+    ratio = round(1 / max(row.ratio_to_peer, 1e-3), 3)
+    row = replace(row, metric='throughput', unit='images/s', ratio_to_peer=ratio)
+    return replace(row, y_20=low, y_50=middle, y_80=high)
 
 
 def write_csv(rows: list[Row], path: str | Path) -> None:

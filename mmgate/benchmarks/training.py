@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ import mmgate
 from mmgate.analysis.report.flops import empty_sample
 from mmgate.train.config_file import mappings, read_config
 
-from .ops import Row, environment, interleaved
+from .ops import Row, environment, interleaved, sampler_compiled, throughput
 
 OBJECTS = 10  # annotated objects an image
 Step = Callable[[Tensor], Tensor]
@@ -44,7 +43,7 @@ def _hook(name: str) -> Callable[[Config], None]:
     return lambda cfg: cfg.update(custom_hooks=[*cfg.get('custom_hooks', []), dict(type=f'mmgate.{name}')])
 
 
-# What makes a step faster, as a change to a config; 'sampler' is the CPU sampler as a run of a minute compiles it.
+# What makes a step faster, as a change to a config; 'sampler' compiles the CPU's sampler.
 SPEEDUPS: dict[str, Callable[[Config], None]] = {
     'groups': _group,
     'matcher': _match,
@@ -94,22 +93,20 @@ def benchmark_training(
     step = _step(ours, size, batch, device, amp, train=train)
     for backend in backends:
         runs[f'{names[1]}, {backend}'] = _with_backend(step, f'MMGATE_{op.upper()}', backend)
-    compiles = {}
+    compiled: set[str] = set()
     for speedup in speedups:
         name = f'{names[1]}, {speedup}'
         changes = list(SPEEDUPS) if speedup == 'all' else [speedup]
         runs[name] = _step(ours, size, batch, device, amp, changes, train)
-        compiles[name] = '1' if 'sampler' in changes else '0'
+        compiled |= {name} if 'sampler' in changes else set()
     x = f'{size[0]}x{size[1]}_b{batch}'
     clock = time.process_time if processor_time else time.perf_counter
     start = [torch.zeros((), device=device)]
-    for row in interleaved('training', runs, x, start, 'step', repetitions, compiles, clock):
+    within = {name: sampler_compiled(name in compiled) for name in runs}
+    for row in interleaved('training', runs, x, start, 'step', repetitions, within, clock):
         yield row
         if row.metric == 'time':
-            low, middle, high = (round(1e3 * batch / y, 3) for y in (row.y_80, row.y_50, row.y_20))
-            ratio = round(1 / max(row.ratio_to_peer, 1e-3), 3)
-            yield replace(row, metric='throughput', unit='images/s', y_20=low, y_50=middle, y_80=high,
-                          ratio_to_peer=ratio)  # fmt: skip
+            yield throughput(row, batch)
 
 
 def profile_training(
@@ -134,7 +131,7 @@ def profile_training(
         lines: Operators listed.
     """
     step, x = _step(path, size, batch, device, amp, speedups), torch.zeros((), device=device)
-    with environment('MMGATE_CPU_COMPILE', '1' if 'sampler' in speedups else '0'):
+    with sampler_compiled('sampler' in speedups)():
         step(x)
         with torch.profiler.profile() as profiler:
             step(x)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .layout import check_layout
+from .linear_attention import key_value_map
 
 
 def gated_linear_attention_reference(
@@ -60,8 +61,5 @@ def gated_linear_attention(
     )
     k = k if gate_k is None else k * gate_k
     v = v if gate_v is None else v * gate_v
-    # Before the product, because a sum over many tokens leaves half precision; on both factors, because 1 / N of one
-    # image on the keys alone falls below it.
-    share = k.shape[2] ** -0.5
-    semantic = (k * share).transpose(-1, -2) @ (v * share)  # (B, H, d, d)
+    semantic = key_value_map(k, v)  # (B, H, d, d)
     return q @ (semantic * (q.shape[-1] ** -0.5 if scale is None else scale))

@@ -20,6 +20,8 @@ from mmgate.benchmarks import ops, ops_cuda, training
 from mmgate.benchmarks.backbones import benchmark_backbones
 from mmgate.benchmarks.plots import draw_bars, draw_curves
 from mmgate.benchmarks.training import benchmark_training, random_batch
+from mmgate.layers.gml import GatingModulation
+from mmgate.ops import plug_attention
 from mmgate.ops.ms_deform_attn import triton as sampler
 
 
@@ -39,13 +41,23 @@ def test_benchmark_measures_every_provider(monkeypatch: pytest.MonkeyPatch, tmp_
         assert len(list(csv.DictReader(file))) == len(rows)
 
 
-@pytest.mark.parametrize('op, peer', [('plug_attention', 'eager'), ('gated_layers', 'plain SDPA')])
-def test_dense_benchmarks_run(monkeypatch: pytest.MonkeyPatch, op: str, peer: str) -> None:
+def test_benchmark_of_gated_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, 'TOKENS', (8,))
-    monkeypatch.setenv('MMGATE_CPU_COMPILE', '0')
-    rows = list(getattr(ops, f'benchmark_{op}')(repetitions=1))
-    assert {row.op for row in rows} == {op}
-    assert all(row.ratio_to_peer == 1 for row in rows if row.provider == peer and row.metric == 'time')
+    rows = list(ops.benchmark_gated_layers(repetitions=1))
+    assert {row.op for row in rows} == {'gated_layers'}
+    assert all(row.ratio_to_peer == 1 for row in rows if row.provider == 'plain SDPA' and row.metric == 'time')
+
+
+@pytest.mark.slow  # as it is compiled
+def test_flex_attention_is_a_peer_forward_on_a_cpu() -> None:
+    gml = GatingModulation('product', activation='tanh', init='paper')
+    inputs = [torch.randn(2, heads, 24, 32) for heads in (4, 4, 4, 1, 1)]
+    with torch.no_grad():
+        torch.testing.assert_close(ops_cuda._flex(gml)(*inputs), plug_attention(*inputs, gml), rtol=1e-4, atol=1e-4)
+    with pytest.warns(UserWarning, match='map is left out, forward.backward: NotImplementedError'):
+        rows = list(ops_cuda.benchmark_plug_attention(1, device='cpu', tokens=[24]))
+    modes = {row.mode for row in rows if row.provider == 'FlexAttention and a map'}
+    assert modes == {'forward'} and {row.mode for row in rows if row.provider == 'ungated SDPA'} == set(ops.MODES)
 
 
 def test_peak_memory_sees_a_temporary() -> None:
@@ -60,21 +72,22 @@ def test_what_does_not_run_is_left_out_and_said() -> None:
     def missing(x: Tensor) -> Tensor:
         raise RuntimeError('no such kernel')
 
-    with pytest.warns(UserWarning, match='missing is left out: RuntimeError: no such kernel'):
-        assert list(ops.working(dict(missing=missing, plain=torch.square), [torch.ones(2)])) == ['plain']
+    inputs = ('x', [torch.ones(2)], ops.MODES[1], 1)
+    with pytest.warns(UserWarning, match='missing is left out, forward.backward: RuntimeError: no such kernel'):
+        rows = list(ops.interleaved('op', dict(missing=missing, plain=torch.square), *inputs))
+    assert {row.provider for row in rows} == {'plain'} and rows[0].ratio_to_peer == 1
+    with pytest.raises(RuntimeError, match='op: none of missing runs here on x, forward.backward'):
+        list(ops.interleaved('op', dict(missing=missing), *inputs))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason='the kernels are compiled here; the benchmark itself runs them')
-def test_gpu_benchmarks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_gpu_benchmarks_in_the_interpreter(tmp_path: Path) -> None:
     """Their plumbing: every provider is measured and right, and the kernel saves less than the eager form."""
     pytest.importorskip('triton', minversion='3.2')
-    monkeypatch.setattr(ops_cuda, 'COPY', 1 << 10)
-    small = partial(ops.deformable_inputs, dim=16)
-    monkeypatch.setattr(ops_cuda, 'deformable_inputs', lambda levels, batch, heads: small(levels, batch, heads=1))
-    cases = dict(device='cpu', levels=[(1, 2), (1, 1)], queries={'encoder': (None, 2)})
+    cases = dict(device='cpu', levels=[(1, 2), (1, 1)], queries={'encoder': (None, 2)}, heads=1)
     rows = list(ops_cuda.benchmark_ms_deform_attn(1, **cases))
-    names = {'grid_sample', 'triton', 'triton, ungated', 'triton, bfloat16', 'triton, autocast'}
+    names = {'grid_sample', 'triton', 'triton, ungated', 'triton, bfloat16'}
     assert {r.provider for r in rows} == names
     assert {r.metric for r in rows} == {'time', 'peak memory', 'saved', 'of bandwidth', 'error'}
     errors = {r.provider: r.y_50 for r in rows if r.metric == 'error'}
@@ -82,9 +95,8 @@ def test_gpu_benchmarks_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_
     saved = {r.provider: r.y_50 for r in rows if r.metric == 'saved'}
     assert saved['triton'] < saved['grid_sample']
     inputs, reference = ops_cuda.sampler_inputs([(2, 2)], 2, 3, 4, 'cpu')  # of a decoder, from boxes
-    assert ops_cuda._grid_sample(*inputs, reference=reference).shape == (2, 3, 16)
-    small = dict(device='cpu', tokens=(24,), dtype=torch.float32, flex=False)
-    dense = list(ops_cuda.benchmark_plug_attention(1, **small))
+    assert ops_cuda._grid_sample(*inputs, reference=reference).shape == (2, 3, 256)
+    dense = list(ops_cuda.benchmark_plug_attention(1, device='cpu', tokens=(24,)))
     saved = {r.provider: r.y_50 for r in dense if r.metric == 'saved'}
     assert saved['triton'] < saved['eager']
     for picture in (
@@ -108,7 +120,7 @@ def test_bytes_kept_beside_mmcv(case: str, fp32: float, autocast: float, monkeyp
     queries, columns = ops_cuda.QUERIES[case]
     levels = [(25, 42), (13, 21), (7, 11), (4, 6)] if queries is None else ops_cuda.LEVELS
     inputs, reference = ops_cuda.sampler_inputs(levels, 2, queries, columns, 'cpu')
-    runs = (ops_cuda._mmcv, ops_cuda._attend, ops_cuda._autocast)
+    runs = (ops_cuda._mmcv, ops_cuda._attend, ops_cuda._in_bfloat16)
     peer, ours, ours_16_bit = (ops.saved_bytes(partial(run, reference=reference), inputs) for run in runs)
     assert ours < fp32 * peer and ours_16_bit < autocast * peer
 

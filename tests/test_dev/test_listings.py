@@ -182,6 +182,22 @@ for capability in (80, 90):
     assert 'forward_kernel is for 80: a process compiles for one GPU.' in compile_by('-c', code)
 
 
+def test_integers_are_compiled_as_they_are_launched() -> None:
+    """What 16 divides is known to the compiler, and changes its counts: here four strides of 0, rows and columns."""
+    code = """
+import re, sys, torch
+sys.path.insert(0, 'tools/dev/kernels')
+from launches import compile_for, plug
+import mmgate.ops
+known = []
+compile_for(90, lambda name, kernel, _: known.append(len(re.findall(r': i32 \\{tt.divisibility', kernel.asm['ttir']))))
+plug(torch.bfloat16, 64, 64, 2, 1, 32, 32, None)
+plug(torch.bfloat16, 63, 65, 2, 1, 32, 32, None)
+print(known)
+"""
+    assert compile_by('-c', code).split('\n')[0] == '[6, 6, 6, 4, 4, 4]'
+
+
 @pytest.mark.skipif(not interpreted(), reason='the kernels are compiled in this process')
 def test_the_interpreter_is_refused() -> None:
     with pytest.raises(RuntimeError, match='unset it to compile'):

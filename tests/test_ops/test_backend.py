@@ -116,6 +116,14 @@ def test_a_calibration_holds_for_what_it_was_made_with(
     assert not choice.winners('plug_attention', 'cpu', None)
 
 
+def test_the_key_says_what_it_holds_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = choice.key('plug_attention', CPU)
+    assert key.startswith('plug_attention: chunked torch') and '; sources ' in key
+    assert f'torch {torch.__version__}, triton ' in key and ', mmcv ' in key
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'a GPU')
+    assert choice.machine(torch.device('cuda', 0)).startswith('a GPU, driver ')
+
+
 @pytest.mark.parametrize('content', ['', '{', '[]', '{"key": 3}', '{"key": {"torch.float32 small": 3}}'])
 def test_a_broken_file_is_said_and_replaced(content: str, caplog: pytest.LogCaptureFixture) -> None:
     path = Path(choice.path())

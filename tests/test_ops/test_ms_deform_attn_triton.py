@@ -12,9 +12,9 @@ from conftest import assert_same, one_graph, values_and_gradients
 from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
-from mmgate.ops.ms_deform_attn import offset_locations
+from mmgate.ops.ms_deform_attn import blocks, offset_locations
 from mmgate.ops.ms_deform_attn import triton as fused
-from mmgate.ops.triton_backend import interpreted, target_of
+from mmgate.ops.triton_backend import interpreted, launched_otherwise, target_of
 
 pytest.importorskip('triton', minversion='3.2')
 ON_GPU = pytest.mark.gpu
@@ -160,13 +160,13 @@ def test_equals_the_reference(name: str, device: str) -> None:
 @pytest.mark.usefixtures('poisoned_memory', 'within_bounds')
 def test_blocks_as_on_a_gpu(name: str, scalars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Queries of a program and pieces of a row as they are launched: two from sm_90 on, four before."""
-    monkeypatch.setattr(fused, 'scalar_reductions', lambda device: scalars)
+    monkeypatch.setattr(blocks, 'scalar_reductions', lambda value: scalars)
     case: dict[str, Any] = dict(levels=TINY, heads=1, spread=0.3, dim=32)
     case |= dict(dim_32=dict(spread=None, queries=37), dim_128=dict(spread=None, queries=9, dim=128)).get(name, {})
     case |= dict(reference=4, batch=2) if 'boxes' in name else {}
-    split = fused.split_of(case['dim'], 4, True, scalars)
-    assert split.pieces == (4 if scalars else 2)
-    monkeypatch.setattr(fused, 'INTERPRETED_QUERIES', split.queries * fused.NUM_WARPS)
+    cut = blocks.cut_of(case['dim'], 4, True, scalars=scalars)
+    assert cut.pieces == (4 if scalars else 2)
+    monkeypatch.setattr(blocks, 'INTERPRETED_QUERIES', cut.constants(case['dim'])['BLOCK_Q'])
     compare(make(**case), 2e-5)
 
 
@@ -387,13 +387,14 @@ def test_lanes_of_the_backward_pass(capability: int, monkeypatch: pytest.MonkeyP
 
     active = SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend='cuda', arch=capability))
     monkeypatch.setattr(driver, '_active', active)
-    monkeypatch.setattr(fused, 'interpreted', lambda: False)
+    monkeypatch.setattr(blocks, 'interpreted', lambda: False)
     target_of.cache_clear()
-    scalars = fused.scalar_reductions(torch.device('cpu'))
+    cut = blocks.cut_for(torch.empty(1, 9, 1, 32), torch.empty(1, 7, 1, 1, 1), backward=True)
     target_of.cache_clear()
-    assert scalars is (capability == 80)
-    split = fused.split_of(32, 4, True, scalars)
-    assert (split.piece, split.pieces, split.queries) == ((8, 4, 8) if scalars else (16, 2, 16))
+    scalars = capability == 80
+    assert (cut.pieces, cut.lane, cut.tiled) == (4 if scalars else 2, 1 if scalars else 4, False)
+    of_a_warp = cut._replace(warps=1).constants(32)
+    assert (of_a_warp['PIECE'], of_a_warp['BLOCK_Q']) == ((8, 8) if scalars else (16, 16))
 
 
 @pytest.mark.parametrize('backward', [False, True], ids=['forward', 'backward'])
@@ -401,20 +402,45 @@ def test_lanes_of_the_backward_pass(capability: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize('dim, itemsize', [(1, 2), (16, 4), (20, 4), (32, 2), (64, 2), (128, 4)])
 def test_a_warp_splits_every_row(dim: int, itemsize: int, scalars: bool, backward: bool) -> None:
     """Pieces cover the channels, and a warp has as many rows of a piece as fill its lanes."""
-    split = fused.split_of(dim, itemsize, backward, scalars and backward)
-    assert split.piece * split.pieces >= dim and split.pieces in ((1, 2, 4) if backward else (1, 2))
-    rows = split.queries // 2 if backward else split.queries
+    cut = blocks.cut_of(dim, itemsize, backward, scalars=scalars)
+    constants = cut._replace(warps=1).constants(dim)
+    assert constants['PIECE'] * cut.pieces >= dim and cut.pieces in ((2, 4) if backward else (2,))
+    rows = constants['BLOCK_Q'] // 2 if backward else constants['BLOCK_Q']
     lane = 1 if scalars and backward else 16 // (4 if backward else itemsize)
-    assert rows * split.piece == 32 * lane or rows == 1
+    assert rows * constants['PIECE'] == 32 * lane or rows == 1
 
 
 @pytest.mark.parametrize('backward', [False, True], ids=['forward', 'backward'])
 def test_what_the_autotuner_tries(backward: bool) -> None:
-    """Every split of queries over warps, with the pieces as they are, and again for an encoder than for a decoder."""
-    tuned = fused._kernel(backward, fused.split_of(32, 4, backward))
-    queries = 16 if backward else 8  # of a warp
-    assert [(c.kwargs['BLOCK_Q'], c.num_warps) for c in tuned.configs] == [
-        (queries * times * warps, warps) for times, warps in fused.TUNED
+    """Every number of queries and warps and, backward, both numbers of pieces; again for another kind of call."""
+    own = blocks.cut_of(32, 4, backward)
+    tuned = fused._kernel(backward, blocks.cuts_to_try(own, 32), 32)
+    queries = {2: 16 if backward else 8, 4: 8}  # of a warp
+    assert [(c.kwargs['PIECES'], c.kwargs['BLOCK_Q'], c.num_warps) for c in tuned.configs] == [
+        (pieces, queries[pieces] * times * warps, warps)
+        for pieces in ((2, 4) if backward else (2,))
+        for times, warps in blocks.TUNED
     ]
-    assert {(c.kwargs['PIECE'], c.kwargs['PIECES']) for c in tuned.configs} == {(16, 2)}
     assert {'size_class', 'heads', 'D', 'TILED'} <= set(tuned.keys)
+
+
+def test_launched_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a switch, and as before outside of it; what comes out is the same."""
+    seen: list[dict[str, Any]] = []
+    launch = fused.launch
+    monkeypatch.setattr(fused, 'launch', lambda *x, **constants: (seen.append(constants), launch(*x, **constants)))
+    inputs = make(levels=TINY, queries=22, heads=1, points=1)
+    inputs[0].requires_grad_()
+
+    def attend() -> list[Tensor]:
+        output = run('triton')(*inputs)
+        return [output.detach(), *torch.autograd.grad(output.square().sum(), inputs[0])]
+
+    expected = attend()
+    with launched_otherwise(blocks.Cut, lambda cut: cut._replace(tiled=False, warps=2, pieces=2 + 2 * cut.backward)):
+        actual = attend()
+    torch.testing.assert_close(actual, expected)
+    attend()
+    used = [(x['TILED'], x['PIECES'], x['num_warps']) for x in seen if 'TILED' in x]
+    usual = [(True, 2, 4), (True, 2, 4)]
+    assert used == [*usual, (False, 2, 2), (False, 4, 2), *usual]

@@ -1,6 +1,7 @@
 """Measure an operator's backends beside the peer's: prints a table, writes a CSV and draws it."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from mmgate.benchmarks.plots import draw_bars, draw_curves
 
 BENCHMARKS = {
     ('ms_deform_attn', 'cpu'): ops.benchmark_ms_deform_attn,
-    ('plug_attention', 'cpu'): ops.benchmark_plug_attention,
+    ('plug_attention', 'cpu'): partial(ops_cuda.benchmark_plug_attention, device='cpu'),
     ('gated_layers', 'cpu'): ops.benchmark_gated_layers,
     ('ms_deform_attn', 'cuda'): ops_cuda.benchmark_ms_deform_attn,
     ('plug_attention', 'cuda'): ops_cuda.benchmark_plug_attention,

@@ -16,8 +16,8 @@ from torch import nn
 
 import mmgate  # noqa: F401
 from mmgate.analysis.inputs import check_device
-from mmgate.benchmarks.backbones import benchmark_models, with_throughput
-from mmgate.benchmarks.ops import write_csv
+from mmgate.benchmarks.backbones import benchmark_models
+from mmgate.benchmarks.ops import throughput, write_csv
 from mmgate.benchmarks.plots import draw_curves
 from mmgate.errors import ConfigError
 from mmgate.train import cli
@@ -45,7 +45,8 @@ def main(argv: list[str]) -> None:
         raise ConfigError('two configs have one file name, by which they are told apart; copy one to another name.')
     options = dict(batch=args.batch, repetitions=args.repetitions, device=args.device, autocast=args.autocast)
     mode = 'forward+backward' if args.train else 'forward'
-    rows = with_throughput(benchmark_models('backbones', builds, args.sizes, modes=[mode], **options), args.batch)
+    measured = benchmark_models('backbones', builds, args.sizes, modes=[mode], **options)
+    rows = [throughput(row, args.batch) if row.metric == 'time' else row for row in measured]
     for row in rows:
         print(f'{row.x:10} {row.metric} {row.unit:12} {row.provider:50} {row.y_50:10.1f}')
     out = draw_curves(rows, Path(args.out) / 'efficiency.png', number=side, xlabel='side of the image, pixels')

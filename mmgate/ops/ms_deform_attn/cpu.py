@@ -47,19 +47,24 @@ def sample(
     return output.to(value.dtype)
 
 
+def _pixels(locations: Tensor, spatial_shapes: Tensor) -> tuple[Tensor, ...]:
+    """Return height and width of the levels, ``(L, 1)``, upper left pixels and fractions, each ``(n, H, L, P)``."""
+    height, width = (spatial_shapes[:, i, None].to(locations.dtype) for i in (0, 1))
+    x, y = locations[..., 0] * width - 0.5, locations[..., 1] * height - 0.5
+    x0, y0 = x.floor(), y.floor()
+    return height, width, x0, y0, x - x0, y - y0
+
+
 def _corners(
     locations: Tensor, weights: Tensor, spatial_shapes: Tensor, first_row: Tensor, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows, bilinear weights and full weights, each ``(n, H, 4, L, P)``, of ``n`` queries."""
-    # int32 rows halve the traffic and the sorting time
-    height, width = (spatial_shapes[:, i, None].to(locations.dtype) for i in (0, 1))
-    x, y = locations[..., 0] * width - 0.5, locations[..., 1] * height - 0.5  # (n, H, L, P) pixels
-    x0, y0 = x.floor(), y.floor()
-    fx, fy = x - x0, y - y0
+    height, width, x0, y0, fx, fy = _pixels(locations, spatial_shapes)
     rows, bilinear = [], []
     for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):
         xc, yc = x0 + dx, y0 + dy
         inside = (xc >= 0) & (xc < width) & (yc >= 0) & (yc < height)
+        # int32 rows halve the traffic and the sorting time
         rows.append(first_row + torch.where(inside, yc * width + xc, 0).to(torch.int32) * heads)
         bilinear.append(torch.where(inside, (fx if dx else 1 - fx) * (fy if dy else 1 - fy), 0))
     stacked = torch.stack(bilinear, 2)
@@ -70,10 +75,7 @@ def _coordinate_gradients(
     dots: Tensor, bilinear: Tensor, locations: Tensor, weights: Tensor, spatial_shapes: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return gradients of locations ``(n, H, L, P, 2)`` and weights from ``dots = <value row, output gradient>``."""
-    height, width = (spatial_shapes[:, i, None].to(locations.dtype) for i in (0, 1))
-    x, y = locations[..., 0] * width - 0.5, locations[..., 1] * height - 0.5
-    x0, y0 = x.floor(), y.floor()
-    fx, fy = x - x0, y - y0
+    height, width, x0, y0, fx, fy = _pixels(locations, spatial_shapes)
     left, right = (x0 >= 0) & (x0 < width), (x0 + 1 >= 0) & (x0 + 1 < width)
     top, bottom = (y0 >= 0) & (y0 < height), (y0 + 1 >= 0) & (y0 + 1 < height)
     d00, d10 = torch.where(left & top, dots[:, :, 0], 0), torch.where(right & top, dots[:, :, 1], 0)

@@ -9,27 +9,22 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..library import operator
-from ..triton_backend import interpreted, launch, padded, target_of, why_not
+from ..triton_backend import interpreted, launch, why_not
+from . import blocks
+from .blocks import Cut, cut_for, cuts_to_try
 from .reference import corners
 from .weights import Sampling, attention_weights, offset_locations
 
-__all__ = ['attend', 'split_of', 'why_not']
+__all__ = ['attend', 'why_not']
 MOST_NUMBERS = 2**31  # an image, for 32-bit offsets
 MOST_HEADS = 65_535  # the second axis of a grid
-NUM_WARPS = 4
 ORDER_BLOCK = 512
-LANE_BYTES = 16  # of a piece of channels that a lane loads or adds at once; the value gradient is always float32
-PIECES = 2  # of a row of channels
-SCALAR_PIECES = 4  # where a lane adds one float at a time: eight lanes, 32 bytes, a piece at least
-INTERPRETED_QUERIES = 4  # of a program in the interpreter
-TUNED = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4))  # rows a lane and warps that MMGATE_TRITON_AUTOTUNE=1 tries
 # Sampling's fields
 ARGUMENTS = (
     'Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor points, Tensor logits, Tensor? gate, '
@@ -77,31 +72,31 @@ def _launch(backward: bool, call: Sampling, before: list[Tensor], after: list[Te
     value, shapes, starts, points, logits, gate, residual, position, reference = call
     batch, tokens, heads, dim = value.shape
     _, queries, _, levels, count = logits.shape
-    tiled = queries == tokens  # an encoder, where a query's neighbours in the map are known
+    cut = cut_for(value, logits, backward)
     strides = (0,) * 5 if gate is None else gate.expand(logits.shape).stride()
     constants = dict(
         LEVELS=levels,
         POINTS=count,
         PADDED=triton.next_power_of_2(levels * count),
         D=dim,
-        TILED=tiled,
+        TILED=cut.tiled,
         REFERENCE=0 if reference is None else reference.shape[-1],
         GATED=gate is not None,
         RESIDUAL=residual,
         POST=position == 'post_softmax',
         **switches,
     )
-    split = split_of(dim, value.element_size(), backward, backward and scalar_reductions(value.device))
-    kernel = _kernel(backward, split if os.environ.get('MMGATE_TRITON_AUTOTUNE') == '1' and not interpreted() else None)
-    if not hasattr(kernel, 'configs'):
-        constants |= split.constants(NUM_WARPS)
-        if interpreted():  # small blocks, so that small shapes have several
-            constants['BLOCK_Q'] = INTERPRETED_QUERIES
+    tunes = os.environ.get('MMGATE_TRITON_AUTOTUNE') == '1' and not interpreted()
+    kernel = _kernel(backward, cuts_to_try(cut, dim) if tunes else (), dim)
+    if not tunes:
+        constants |= cut.constants(dim)
+        if interpreted():
+            constants['BLOCK_Q'] = blocks.INTERPRETED_QUERIES
 
     def grid(meta: dict[str, Any]) -> tuple[int, int]:
         return triton.cdiv(queries, meta['BLOCK_Q']), batch * heads
 
-    order = _tile_order(shapes, starts, tokens) if tiled else points
+    order = _tile_order(shapes, starts, tokens) if cut.tiled else points
     # what is missing is not read
     reference, gate = points if reference is None else reference, logits if gate is None else gate
     tensors = [*before, value, shapes, starts, order, points, reference, logits, gate, *after]
@@ -121,56 +116,20 @@ def _tile_order(shapes: Tensor, starts: Tensor, tokens: int) -> Tensor:
     return order
 
 
-@dataclass(frozen=True)
-class Split:
-    """How a warp shares work.
-
-    Attributes:
-        piece: Channels that the lanes of a row have at a time, a power of two.
-        pieces: Pieces of a row.
-        queries: Of a warp.
-    """
-
-    piece: int
-    pieces: int
-    queries: int
-
-    def constants(self, num_warps: int, times: int = 1) -> dict[str, int]:
-        """Return what a launch of ``num_warps`` warps takes, each with ``times`` as many queries."""
-        queries = self.queries * times * num_warps
-        return dict(PIECE=self.piece, PIECES=self.pieces, BLOCK_Q=queries, num_warps=num_warps)
-
-
-def split_of(dim: int, itemsize: int, backward: bool, scalars: bool = False) -> Split:
-    """Return the split for heads of ``dim`` channels of ``itemsize`` bytes.
-
-    A lane has 16 bytes of every piece, of values or, backward, of float32 sums; one channel, if ``scalars``.
-    """
-    block = padded(dim)
-    pieces = min(SCALAR_PIECES, block // 8) if scalars else PIECES
-    piece = block // pieces
-    lane = 1 if scalars else LANE_BYTES // (4 if backward else itemsize)
-    return Split(piece, pieces, max(1, 32 * lane // piece) * (2 if backward else 1))
-
-
-def scalar_reductions(device: torch.device) -> bool:
-    """Return whether the GPU adds one float at a time, as before sm_90: then neighbours belong into different lanes."""
-    return not interpreted() and target_of(device).backend == 'cuda' and target_of(device).arch < 90
-
-
 @functools.cache
-def _kernel(backward: bool, tuned: Split | None) -> Any:
+def _kernel(backward: bool, cuts: tuple[Cut, ...], dim: int) -> Any:
+    """Return a kernel, which chooses among ``cuts`` if there are any."""
     import triton
 
     from .backward_kernel import backward_kernel
     from .kernels import forward_kernel
 
     kernel = backward_kernel if backward else forward_kernel
-    if not tuned:
+    if not cuts:
         return kernel
     configs = []
-    for times, warps in TUNED:
-        constants = tuned.constants(warps, times)
+    for cut in cuts:
+        constants = cut.constants(dim)
         configs.append(triton.Config(constants, num_warps=constants.pop('num_warps')))
     # Triton adds the dtypes to the key
     key = ['size_class', 'heads', 'LEVELS', 'POINTS', 'D', 'GATED', 'REFERENCE', 'TILED']

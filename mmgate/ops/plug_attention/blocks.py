@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..triton_backend import MAX_DIM, interpreted, padded, target_of
+from ..triton_backend import MAX_DIM, interpreted, otherwise, padded, target_of
 
 # Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
 # channels: 64 where the listing for sm_90 shows warpgroup products and hardly a spill (KERNELS.md), and never more than
@@ -64,12 +64,13 @@ SMALL_BLOCKS = (16, 16, 1)  # in the interpreter, so that small shapes have seve
 
 
 class Blocks(NamedTuple):
-    """How a kernel works: two heads a program or one, rows and columns of a block, pipeline stages."""
+    """How a kernel works: two heads a program or one, rows and columns of a block, pipeline stages, warps."""
 
     pair: bool
     rows: int
     columns: int
     stages: int
+    warps: int = NUM_WARPS
 
 
 def blocks_of(name: str, itemsize: int, widest: int, full_bias: bool, pairs: bool, capability: int) -> Blocks:
@@ -95,10 +96,10 @@ def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None
     """Return how a kernel works on these tensors, by small blocks in the interpreter."""
     pairs, full = gate_query.shape[1] == 1 and query.shape[1] % 2 == 0, biased(bias) == 2
     if interpreted():
-        return Blocks(pairs, *SMALL_BLOCKS)
+        return otherwise(Blocks(pairs, *SMALL_BLOCKS))
     widest = padded(max(query.shape[-1], gate_query.shape[-1]))
     pairs = pairs and (not full or is_shared(bias, 1))
-    return blocks_of(name, query.element_size(), widest, full, pairs, target_of(query.device).arch)
+    return otherwise(blocks_of(name, query.element_size(), widest, full, pairs, target_of(query.device).arch))
 
 
 def is_shared(bias: Tensor | None, axis: int) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import triton_backend
 from ..library import operator
 from ..triton_backend import MAX_DIM, interpreted, launch, padded
-from .blocks import NUM_WARPS, biased, blocks_for, is_shared
+from .blocks import biased, blocks_for, is_shared
 
 __all__ = ['attend', 'why_not']
 ARGUMENTS = (  # those of a Call
@@ -120,7 +120,7 @@ def _launch(name: str, call: Call, others: tuple[Tensor, ...]) -> None:
         # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
         FAST_TANH=query.element_size() == 2 and not interpreted(),
         INTERPRETED=interpreted(),
-        num_warps=NUM_WARPS,
+        num_warps=blocks.warps,
         num_stages=blocks.stages,
     )
 
