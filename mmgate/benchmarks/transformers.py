@@ -197,11 +197,11 @@ def main(argv: Sequence[str]) -> int:
     for name in args.models:
         rows.append(measure(name, args.rounds))
         print(markdown(rows[-1:], args.rounds).splitlines()[2], file=sys.stderr, flush=True)
-    table = markdown(rows, args.rounds)
-    if args.file:
-        args.file.write_text(text.split(BEGIN)[0] + BEGIN + table + END + text.split(END)[1])
-    else:
-        print(table, end='')
+        if args.file:  # at once, so that an interrupted run leaves what it found
+            table = markdown(rows, args.rounds)
+            args.file.write_text(text.split(BEGIN)[0] + BEGIN + table + END + text.split(END)[1])
+    if not args.file:
+        print(markdown(rows, args.rounds), end='')
     return 0
 
 

@@ -1,0 +1,38 @@
+"""The table of transformers' detectors with our sampler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
+
+from hub_models import build
+
+from mmgate.benchmarks import transformers as benchmark
+from mmgate.errors import ConfigError
+
+
+def test_a_table_of_small_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {'DeformableDetr': 'deformable_detr', 'RTDetr': 'rt_detr'}
+    monkeypatch.setattr(benchmark, 'build', lambda kind, options: build(names[kind]))
+    monkeypatch.setitem(benchmark.MODELS, 'RT-DETR R50', ('RTDetr', (64, 64), {}))
+    page = tmp_path / 'page.md'
+    page.write_text(f'before\n{benchmark.BEGIN}old\n{benchmark.END}after\n')
+    names_given = ['--models', 'Deformable DETR R50', 'RT-DETR R50']
+    assert benchmark.main([*names_given, '--rounds', '1', '--file', str(page)]) == 0
+    text = page.read_text()
+    assert text.startswith('before\n') and text.endswith('after\n') and 'old' not in text
+    rows = [line.split('|')[1:-1] for line in text.splitlines() if line.startswith('| ') and 'x' in line]
+    assert [row[0].strip() for row in rows[1:]] == names_given[1:] and [row[2].strip() for row in rows[1:]] == [
+        '4',
+        '2',
+    ]
+    assert all(0 <= float(row[3]) < 1e-4 and 0 <= float(row[4]) < 1e-4 for row in rows[1:])
+
+
+def test_a_page_without_markers(tmp_path: Path) -> None:
+    (tmp_path / 'page.md').touch()
+    with pytest.raises(ConfigError, match='lacks the markers'):
+        benchmark.main(['--file', str(tmp_path / 'page.md')])
