@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,7 +41,7 @@ def resident(field: str) -> float:
 
 
 def timed(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Return the seconds of ``run`` and the most MiB that it took beyond what was taken before."""
+    """Return seconds of ``run``, the CPU's own on a CPU that others use too, and the most MiB that it took."""
     cuda = device.type == 'cuda'
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -48,11 +49,12 @@ def timed(run: Callable[[], Any], device: torch.device) -> tuple[float, float]:
     else:
         Path('/proc/self/clear_refs').write_text('5')  # the kernel's mark of the highest resident set
     before = torch.cuda.memory_allocated() / 2**20 if cuda else resident('VmRSS')
-    start = time.perf_counter()
+    clock = time.perf_counter if cuda else time.process_time
+    start = clock()
     run()
     if cuda:
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     return seconds, (torch.cuda.max_memory_allocated() / 2**20 if cuda else resident('VmHWM')) - before
 
 
@@ -71,6 +73,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[tuple[float, float]
                 if apply is not None:
                     apply(unet)
                 found[name].append(timed(lambda: unet(sample, 500, text), device))
+                print(name, found[name][-1], file=sys.stderr)  # as they come: a round takes minutes on a CPU
                 remove_agent_sd(unet)
                 tomesd.remove_patch(unet)
     return found
@@ -90,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     versions = f'torch {torch.__version__}, diffusers {diffusers.__version__}, {torch.get_num_threads()} threads'
     device = torch.cuda.get_device_name() if arguments.device == 'cuda' else platform.machine()
     print(f'{device}, {versions}, {arguments.dtype}, batch {arguments.batch}, latents {arguments.size}\n')
-    print('| attention | seconds a call, median | least | peak MiB beyond the weights, median |\n|---|---|---|---|')
+    print('| attention | seconds a call, median | least | MiB beyond the weights, median of peaks |\n|---|---|---|---|')
     for name, rounds in found.items():
         seconds, memory = zip(*rounds, strict=True)
         print(f'| {name} | {median(seconds):.3f} | {min(seconds):.3f} | {median(memory):.1f} |')
