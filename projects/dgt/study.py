@@ -97,7 +97,7 @@ def read(path: Path) -> list[dict[str, str]]:
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     """Add rows to the CSV file."""
     with path.open('a', newline='') as file:
-        writer = csv.DictWriter(file, FIELDS)
+        writer = csv.DictWriter(file, FIELDS, lineterminator='\n')
         if file.tell() == 0:
             writer.writeheader()
         writer.writerows(rows)
