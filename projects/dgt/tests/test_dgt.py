@@ -223,8 +223,8 @@ def test_differential_attention_is_diffllamas(layer, masked):
     mask = torch.full((tokens, tokens), -torch.inf, dtype=torch.float64).triu(1) if masked else None
     expected = theirs(x, still, None if mask is None else mask.expand(2, 1, -1, -1))[0]
     actual = ours(x, x, x, attn_mask=mask, need_weights=False)[0]
-    torch.testing.assert_close(actual, expected, atol=1e-12, rtol=0)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)  # theirs rounds softmax and lambda to float32
     for output in (actual, expected):
         output.square().sum().backward()
     for name in ('lambda_q1', 'lambda_k2'):
-        torch.testing.assert_close(getattr(ours, name).grad, getattr(theirs, name).grad, atol=1e-9, rtol=1e-9)
+        torch.testing.assert_close(getattr(ours, name).grad, getattr(theirs, name).grad, atol=1e-5, rtol=1e-5)
