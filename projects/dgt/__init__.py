@@ -1,0 +1,1 @@
+"""DGT: text classification by differential gated transformers, beside vanilla and differential ones."""

@@ -1,0 +1,111 @@
+"""An encoder that classifies texts, with vanilla, differential or differential gated attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmgate.layers.dgsa import DifferentialGatedAttention
+from mmgate.layers.differential import DifferentialAttention
+from mmgate.layers.rms_norm import RMSNorm
+from mmgate.layers.swiglu import SwiGLU
+
+PAD, UNKNOWN = 0, 1
+ATTENTIONS: dict[str, Callable[..., nn.Module]] = {
+    'vanilla': lambda *args, depth, **kwargs: nn.MultiheadAttention(*args, **kwargs),
+    'differential': DifferentialAttention,
+    'm_dgsa': lambda *args, depth, **kwargs: DifferentialGatedAttention(*args, residual='none', **kwargs),
+}
+
+
+class Block(nn.Module):
+    """Attention and SwiGLU with ``hidden`` channels between, each behind a norm and with a residual."""
+
+    def __init__(self, attention: str, dim: int, heads: int, hidden: int, depth: int, dropout: float) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = RMSNorm(dim, eps=1e-5), RMSNorm(dim, eps=1e-5)
+        self.attention = ATTENTIONS[attention](dim, heads, dropout, batch_first=True, depth=depth)
+        self.ffn = SwiGLU(dim, 2 * hidden / dim, drop=dropout)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        """Return tokens ``(B, N, C)``; ``padding`` ``(B, N)`` is True where there is none."""
+        y = self.attention_norm(x)
+        x = x + self.drop(self.attention(y, y, y, key_padding_mask=padding, need_weights=False)[0])
+        return self.ffn(self.ffn_norm(x), x)
+
+
+class TextClassifier(nn.Module):
+    """Embedded words and positions, blocks, a norm, the mean over the words, and a linear layer.
+
+    Args:
+        vocabulary: Words, padding among them as number 0.
+        classes: Classes.
+        attention: Key of :data:`ATTENTIONS`.
+        dim: Channels C; ``layers``, ``heads`` and ``dropout`` are what they say.
+        expansion: e of the feed-forward network ``Linear(C, e C), SwiGLU, Linear(e C / 2, C)``: 2, 4 or 16/3.
+        length: Most words of a text.
+        extra_hidden: Channels more between the halves of that network, for models of equal parameters.
+
+    Source: M-DGSA, sections 4.3 and 5.2, Tables 4 and 6. Norms, positions and pooling are ours: the paper gives none.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        classes: int,
+        *,
+        attention: str = 'm_dgsa',
+        dim: int = 256,
+        layers: int = 6,
+        heads: int = 8,
+        expansion: float = 4,
+        length: int = 256,
+        dropout: float = 0.1,
+        extra_hidden: int = 0,
+    ) -> None:
+        super().__init__()
+        hidden = round(expansion * dim / 2) + extra_hidden
+        self.words = nn.Embedding(vocabulary, dim, PAD)
+        angles = torch.arange(length)[:, None] * 10_000 ** (-torch.arange(0, dim, 2) / dim)
+        self.register_buffer('positions', torch.cat((angles.sin(), angles.cos()), -1), persistent=False)
+        self.blocks = nn.ModuleList(Block(attention, dim, heads, hidden, n + 1, dropout) for n in range(layers))
+        self.norm, self.classify = RMSNorm(dim, eps=1e-5), nn.Linear(dim, classes)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Return logits ``(B, classes)`` of numbered words ``(B, N)``, with padding behind every text."""
+        words = words[:, : int((words != PAD).sum(1).max())]
+        there = (words != PAD)[..., None]
+        x = self.drop(self.words(words) + self.get_buffer('positions')[: words.shape[1]])
+        for block in self.blocks:
+            x = block(x, ~there[..., 0])
+        return self.classify((self.norm(x) * there).sum(1) / there.sum(1))
+
+
+def count_parameters(*args: Any, **options: Any) -> int:
+    """Return the number of parameters of a :class:`TextClassifier` without making it."""
+    with torch.device('meta'):
+        return sum(parameter.numel() for parameter in TextClassifier(*args, **options).parameters())
+
+
+def compared(vocabulary: int, classes: int, seed: int, **options: Any) -> dict[str, TextClassifier]:
+    """Return one model of each attention, of as many parameters as the width of the feed-forward network allows.
+
+    What the three share starts from the same numbers, where its shape is the same.
+    """
+    most = max(count_parameters(vocabulary, classes, attention=name, **options) for name in ATTENTIONS)
+    models: dict[str, TextClassifier] = {}
+    for name in ATTENTIONS:
+        kwargs = dict(attention=name, **options)
+        sizes = [count_parameters(vocabulary, classes, extra_hidden=n, **kwargs) for n in range(9)]
+        extra = min(range(9), key=lambda n: abs(sizes[n] - most))
+        torch.manual_seed(seed)
+        models[name] = TextClassifier(vocabulary, classes, extra_hidden=extra, **kwargs)
+        own = models[name].state_dict()
+        shared = {k: v for k, v in models['vanilla'].state_dict().items() if k in own and own[k].shape == v.shape}
+        models[name].load_state_dict(own | shared)
+    return models
