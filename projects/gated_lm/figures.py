@@ -1,7 +1,4 @@
-"""Draw the first token's attention and the largest activation by layer, and the loss: means and ranges over seeds.
-
-python -m projects.gated_lm.figures
-"""
+"""Draw study.png: first token's attention and largest activation by layer, and loss; means and ranges over seeds."""
 
 from pathlib import Path
 
@@ -19,7 +16,8 @@ PANELS = {  # by the results' column: label of x, label of y, x of a value
 }
 
 if __name__ == '__main__':
-    rows = [row for row in read(HERE / 'results.csv') if (row['rate'], row['steps']) == (str(RATE), str(STEPS))]
+    same = dict(rate=str(RATE), steps=str(STEPS), rotated='0.25').items()
+    rows = [row for row in read(HERE / 'results.csv') if same <= row.items()]
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout='constrained')
     for axis, (column, (x_label, y_label, unit)) in zip(axes, PANELS.items(), strict=True):
         for variant, color in ROWS.items():

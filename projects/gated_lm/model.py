@@ -58,15 +58,14 @@ class CausalAttention(nn.Module):
         self.q_proj = nn.Linear(width, heads * head_dim, bias=bias)
         self.k_proj, self.v_proj = (nn.Linear(width, kv_heads * head_dim, bias=bias) for _ in range(2))
         self.o_proj = nn.Linear(heads * head_dim, width, bias=bias)
-        norms = (nn.Identity() if norm_eps is None else RMSNorm(head_dim, eps=norm_eps) for _ in range(2))
-        self.q_norm, self.k_norm = norms
+        self.q_norm, self.k_norm = (RMSNorm(head_dim, norm_eps) if norm_eps else nn.Identity() for _ in range(2))
         channels = torch.arange(0, int(head_dim * rotated), 2)
         self.register_buffer('frequencies', 1 / theta ** (channels / int(head_dim * rotated)), persistent=False)
         self.gate = None
         if gate is not None:  # last, so that what all variants have starts alike
             gates = kv_heads if gate.get('position') in ('G2', 'G3') else heads
             inputs = dict(qdim=width, kdim=width, vdim=width)
-            self.gate = SDPAGatedAttention(gates * head_dim, gates, bias=False, batch_first=True, **inputs, **gate)
+            self.gate = SDPAGatedAttention(gates * head_dim, gates, bias=False, **inputs, **gate)
             for name in ('in_proj_weight', 'q_proj_weight', 'k_proj_weight', 'v_proj_weight'):
                 self.gate.register_parameter(name, None)
             self.gate.out_proj = nn.Identity()
@@ -100,20 +99,21 @@ class CausalAttention(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Blocks of attention and SwiGLU, each after a norm; the embedding of ``variant``'s model is its last layer, too."""
+    """Four blocks of attention and SwiGLU, each after a norm; the embedding is the last layer, too."""
 
-    def __init__(self, variant: str, width: int = 96, layers: int = 4, heads: int = 4, kv_heads: int = 2) -> None:
+    def __init__(self, variant: str, rotated: float = 0.25, width: int = 64, heads: int = 4, kv_heads: int = 2) -> None:
         super().__init__()
+        gate, sizes = VARIANTS[variant], (width, heads, kv_heads, width // heads)
         # G1's gate has width^2 + width parameters, a channel behind the expansion 1.5 width + 1
         wider = 2 * round(width * (width + 1) / (1.5 * width + 1) / 2) if variant == 'wide-ffn' else 0
         self.embedding = nn.Embedding(257, width)  # bytes, and one token that begins every text
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.attention, self.feed_forward = nn.ModuleList(), nn.ModuleList()
-        for layer in range(layers):
+        for layer in range(4):
             self.feed_forward.append(SwiGLU(width, 4 + wider / width))
             with random_stream(f'attention {layer}'):
-                self.attention.append(CausalAttention(width, heads, kv_heads, width // heads, VARIANTS[variant]))
-        self.norms = nn.ModuleList(RMSNorm(width, eps=1e-6) for _ in range(2 * layers + 1))
+                self.attention.append(CausalAttention(*sizes, gate, rotated=rotated))
+        self.norms = nn.ModuleList(RMSNorm(width, eps=1e-6) for _ in range(9))
 
     def forward(self, tokens: Tensor, look: bool = False) -> tuple[Tensor, list[tuple[Look | None, Tensor]]]:
         """Return logits ``(B, N, 257)`` for ``(B, N)``, and what each layer did with what came out of it."""

@@ -11,8 +11,7 @@ import math
 import os
 import sysconfig
 import time
-from collections.abc import Iterable
-from itertools import product
+from itertools import groupby, product
 from pathlib import Path
 from statistics import mean
 
@@ -22,12 +21,12 @@ from torch import Tensor, nn
 
 from projects.gated_lm.model import VARIANTS, Decoder
 
-WINDOW, BATCH, STEPS, RATE, WARM_UP, TESTS = 96, 16, 1000, 2e-3, 50, 128
+WINDOW, BATCH, STEPS, RATE, WARM_UP, TESTS = 96, 8, 1600, 3e-3, 50, 128
 POINT = 20  # steps that a point of the loss curve is the mean of
 MEASURES = ('loss', 'loss_at_twice', 'first', 'peak', 'gate', 'spikes')
 
 
-def docstrings() -> Iterable[str]:
+def docstrings() -> list[str]:
     """Return the docstrings of the standard library of the Python that runs this, longer than 80 characters, once."""
     found: dict[str, None] = {}
     for folder, folders, files in os.walk(sysconfig.get_paths()['stdlib']):
@@ -36,7 +35,7 @@ def docstrings() -> Iterable[str]:
             nodes = ast.walk(ast.parse(Path(folder, name).read_bytes()))
             texts = (ast.get_docstring(n) for n in nodes if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef))
             found |= {text: None for text in texts if text and len(text) > 80}
-    return found
+    return list(found)
 
 
 def corpus(path: Path | None) -> tuple[Tensor, Tensor]:
@@ -81,12 +80,11 @@ def measure(model: Decoder, data: Tensor) -> dict[str, float | str]:
     first = [look[0][:, :, 16:, 0].mean().item() for look, _ in layers]  # of queries that see 17 tokens or more
     gates = [look[1].mean().item() for look, _ in layers if look[1] is not None] or [math.nan]
     peaks = [out.abs().max().item() for _, out in layers]
-    means = dict(loss_at_twice=late, first=mean(first), peak=mean(peaks), gate=mean(gates))
-    means |= dict(loss=F.cross_entropy(logits.flatten(0, 1), y.flatten()).item())
-    return means | dict(first_by_layer=cell(first), peak_by_layer=cell(peaks))
+    means = dict(loss=F.cross_entropy(logits.flatten(0, 1), y.flatten()).item(), loss_at_twice=late, gate=mean(gates))
+    return means | dict(first=mean(first), peak=mean(peaks), first_by_layer=cell(first), peak_by_layer=cell(peaks))
 
 
-def cell(values: Iterable[float]) -> str:
+def cell(values: list[float]) -> str:
     """Return values as one cell of the table."""
     return ' '.join(f'{value:.4g}' for value in values)
 
@@ -94,22 +92,19 @@ def cell(values: Iterable[float]) -> str:
 def run(args: argparse.Namespace) -> None:
     """Train and measure every combination that the table lacks, and add a row for each."""
     for seed, rate, variant in product(args.seeds, args.rates, args.variants):
-        row = dict(variant=variant, seed=str(seed), rate=str(rate), steps=str(args.steps))
+        row = dict(variant=variant, seed=str(seed), rate=str(rate), steps=str(args.steps), rotated=str(args.rotated))
         if any(row.items() <= done.items() for done in read(args.out)):
             continue
         learn, test = corpus(args.text)
         torch.manual_seed(seed)
-        model, start = Decoder(variant), time.time()
+        model, start = Decoder(variant, args.rotated), time.time()
         losses = train(model, learn, seed, rate, args.steps)
         jumps = [i for i in range(2 * WARM_UP, args.steps) if losses[i] > mean(losses[i - POINT : i]) + 0.5]
         row |= measure(model, test) | dict(spikes=len(jumps), parameters=sum(p.numel() for p in model.parameters()))
-        row |= dict(curve=cell(mean(losses[i : i + POINT]) for i in range(0, args.steps, POINT)))
+        row |= dict(curve=cell([mean(losses[i : i + POINT]) for i in range(0, args.steps, POINT)]))
         row |= dict(seconds=round(time.time() - start), bytes=len(learn) + len(test), torch=torch.__version__)
         with args.out.open('a', newline='') as file:
-            writer = csv.DictWriter(file, list(row))
-            if not file.tell():
-                writer.writeheader()
-            writer.writerow(row)
+            csv.writer(file).writerows([row.values()] if file.tell() else [row, row.values()])
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -119,11 +114,11 @@ def read(path: Path) -> list[dict[str, str]]:
 
 def report(rows: list[dict[str, str]]) -> str:
     """Return a Markdown table by variant, rate and steps: mean and standard deviation over seeds."""
-    names = ('variant', 'rate', 'steps', 'parameters')
-    lines, groups = [f'| {" | ".join((*names, "seeds", *MEASURES))} |', '|---' * 11 + '|'], {}
-    for row in sorted(rows, key=lambda row: (float(row['rate']), list(VARIANTS).index(row['variant']), row['seed'])):
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
-    for key, group in groups.items():
+    names, order = ('variant', 'rate', 'steps', 'rotated', 'parameters'), list(VARIANTS)
+    lines = [f'| {" | ".join((*names, "seeds", *MEASURES))} |', '|---' * 12 + '|']
+    rows = sorted(rows, key=lambda row: (row['rotated'], row['rate'], order.index(row['variant']), row['seed']))
+    for key, same in groupby(rows, lambda row: [row[name] for name in names]):
+        group = list(same)
         cells = [*key, ' '.join(row['seed'] for row in group)]
         for values in (torch.tensor([float(row[name]) for row in group]) for name in MEASURES):
             cells.append(f'{values.mean():.3f}' + (f' ± {values.std():.3f}' if len(values) > 1 else ''))
@@ -139,6 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument('--seeds', nargs='+', type=int, default=[0])
     parser.add_argument('--rates', nargs='+', type=float, default=[RATE])
     parser.add_argument('--steps', type=int, default=STEPS)
+    parser.add_argument('--rotated', type=float, default=0.25, help='share of the channels with rotary positions')
     parser.add_argument('--text', type=Path, help='a file to learn in the place of docstrings')
     parser.add_argument('--out', type=Path, default=Path(__file__).with_name('results.csv'))
     args = parser.parse_args(arguments)

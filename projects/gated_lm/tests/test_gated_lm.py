@@ -111,7 +111,7 @@ def test_rows_share_their_start_and_the_control_its_size() -> None:
 
 
 def test_decoder_sees_no_later_token() -> None:
-    model = Decoder('g1-headwise', width=32, layers=2).double()
+    model = Decoder('g1-headwise', width=32).double()
     draws = torch.Generator().manual_seed(0)
     text = torch.randint(256, (1, 12), generator=draws)
     other = text.clone()
@@ -210,14 +210,14 @@ def test_study_runs_resumes_and_reports(tmp_path: Path, monkeypatch: pytest.Monk
     assert float(rows[0]['loss']) < 6 and len(rows[0]['first_by_layer'].split()) == 4
     assert 0.4 < float(rows[1]['gate']) < 0.6
     table = study.report(rows).splitlines()
-    assert len(table) == 4 and '| 0 1 |' in table[2] and table[2].split(' | ')[9] == '-'
+    assert len(table) == 4 and '| 0 1 |' in table[2] and table[2].split(' | ')[10] == '-'
 
 
 def test_training_is_determined_by_the_seed(tmp_path: Path) -> None:
     data, losses = torch.arange(5000) % 251, []
     for _ in range(2):
         torch.manual_seed(0)
-        losses.append(study.train(Decoder('g1-elementwise', width=32, layers=1), data, 0, 2e-3, 4))
+        losses.append(study.train(Decoder('g1-elementwise', width=32), data, 0, 2e-3, 4))
     assert losses[0] == losses[1]
     assert losses[0][3] < losses[0][0]
 
