@@ -63,9 +63,8 @@ class CausalAttention(nn.Module):
         self.register_buffer('frequencies', 1 / theta ** (channels / int(head_dim * rotated)), persistent=False)
         self.gate = None
         if gate is not None:  # last, so that what all variants have starts alike
-            gates = kv_heads if gate.get('position') in ('G2', 'G3') else heads
-            inputs = dict(qdim=width, kdim=width, vdim=width)
-            self.gate = SDPAGatedAttention(gates * head_dim, gates, bias=False, **inputs, **gate)
+            n = kv_heads if gate.get('position') in ('G2', 'G3') else heads
+            self.gate = SDPAGatedAttention(n * head_dim, n, bias=False, qdim=width, kdim=width, vdim=width, **gate)
             for name in ('in_proj_weight', 'q_proj_weight', 'k_proj_weight', 'v_proj_weight'):
                 self.gate.register_parameter(name, None)
             self.gate.out_proj = nn.Identity()

@@ -1,6 +1,7 @@
 """The attention against its formula and against transformers, the converter, and the study on a toy text."""
 # ruff: noqa: D103
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,22 @@ def test_study_runs_resumes_and_reports(tmp_path: Path, monkeypatch: pytest.Monk
     assert 0.4 < float(rows[1]['gate']) < 0.6
     table = study.report(rows).splitlines()
     assert len(table) == 4 and '| 0 1 |' in table[2] and table[2].split(' | ')[10] == '-'
+
+
+def test_figure_is_drawn_of_what_the_table_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip('matplotlib.pyplot', reason='needs matplotlib: pip install matplotlib')
+    keys = dict(variant='none', rate=str(study.RATE), steps=str(study.STEPS), rotated='0.25')
+    row = keys | dict(first_by_layer='0.1 0.2', peak_by_layer='3 4', curve='5.5 4.5 3.5')
+    table = tmp_path / 'table.csv'
+    lines = [row, row | dict(first_by_layer='0.3 0.4'), row | dict(rate='1.0', first_by_layer='9 9')]
+    table.write_text('\n'.join([','.join(row), *(','.join(line.values()) for line in lines)]))
+    monkeypatch.setattr('sys.argv', ['figures', str(table)])
+    runpy.run_module('projects.gated_lm.figures', run_name='__main__')
+    assert (tmp_path / 'table.png').stat().st_size > 5000
+    first, _, curve = pyplot.gcf().axes
+    assert first.lines[0].get_ydata() == pytest.approx([0.2, 0.3])
+    assert curve.lines[0].get_xdata()[0] == pytest.approx(study.POINT * study.BATCH * study.WINDOW / 1000)
+    pyplot.close('all')
 
 
 def test_training_is_determined_by_the_seed(tmp_path: Path) -> None:
