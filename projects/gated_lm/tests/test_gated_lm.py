@@ -108,7 +108,7 @@ def test_rows_share_their_start_and_the_control_its_size() -> None:
     gates = [layer.gate.gate_weight for layer in models['g1-elementwise'].attention]
     assert not torch.equal(gates[0], gates[1])
     size = {variant: sum(p.numel() for p in model.parameters()) for variant, model in models.items()}
-    assert abs(size['wide-ffn'] / size['g1-elementwise'] - 1) < 1e-3 < size['wide-ffn'] / size['none'] - 1
+    assert abs(size['wide-ffn'] / size['g1-elementwise'] - 1) < 2.5e-3 < size['wide-ffn'] / size['none'] - 1
 
 
 def test_decoder_sees_no_later_token() -> None:
