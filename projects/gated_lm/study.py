@@ -1,0 +1,145 @@
+"""Train rows of the paper's Table 1 at a small size and tabulate them; results.csv grows, what is in it is not rerun.
+
+python -m projects.gated_lm.study run --variants none g1-elementwise --seeds 0 1 2
+python -m projects.gated_lm.study report
+"""
+
+import argparse
+import ast
+import csv
+import math
+import os
+import sysconfig
+import time
+from itertools import groupby, product
+from pathlib import Path
+from statistics import mean
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from projects.gated_lm.model import VARIANTS, Decoder
+
+WINDOW, BATCH, STEPS, RATE, WARM_UP, TESTS = 96, 8, 1600, 3e-3, 50, 128
+POINT = 20  # steps that a point of the loss curve is the mean of
+MEASURES = ('loss', 'loss_at_twice', 'first', 'peak', 'gate', 'spikes')
+
+
+def docstrings() -> list[str]:
+    """Return the docstrings of the standard library of the Python that runs this, longer than 80 characters, once."""
+    found: dict[str, None] = {}
+    for folder, folders, files in os.walk(sysconfig.get_paths()['stdlib']):
+        folders[:] = sorted(set(folders) - {'site-packages', 'dist-packages', 'test', 'tests', 'lib2to3'})
+        for name in sorted(name for name in files if name.endswith('.py')):
+            nodes = ast.walk(ast.parse(Path(folder, name).read_bytes()))
+            texts = (ast.get_docstring(n) for n in nodes if isinstance(n, ast.Module | ast.ClassDef | ast.FunctionDef))
+            found |= {text: None for text in texts if text and len(text) > 80}
+    return list(found)
+
+
+def corpus(path: Path | None) -> tuple[Tensor, Tensor]:
+    """Return bytes to train and to test on: every twentieth docstring, or paragraph of a file, is the test's."""
+    parts: tuple[list[str], list[str]] = ([], [])
+    for i, text in enumerate(docstrings() if path is None else path.read_text().split('\n\n')):
+        parts[i % 20 == 7].append(text)
+    train, test = (torch.frombuffer(bytearray('\n\n'.join(p).encode()), dtype=torch.uint8).long() for p in parts)
+    return train, test
+
+
+def windows(data: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets ``(B, length)``; the first input is 256, which begins every text."""
+    targets = data[starts[:, None] + torch.arange(length)]
+    return F.pad(targets[:, :-1], (1, 0), value=256), targets
+
+
+def train(model: Decoder, data: Tensor, seed: int, rate: float, steps: int) -> list[float]:
+    """Train in place and return the loss of every step."""
+    optimizer = torch.optim.AdamW(model.parameters(), rate, weight_decay=0.1, betas=(0.9, 0.95))
+    draws, losses = torch.Generator().manual_seed(seed), []
+    for step in range(steps):
+        optimizer.param_groups[0]['lr'] = rate * min(1, (step + 1) / WARM_UP) * (1 - 0.9 * step / steps)
+        x, y = windows(data, torch.randint(len(data) - WINDOW, (BATCH,), generator=draws), WINDOW)
+        loss = F.cross_entropy(model(x)[0].flatten(0, 1), y.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@torch.no_grad()
+def measure(model: Decoder, data: Tensor) -> dict[str, float | str]:
+    """Return the test loss, that of tokens beyond the trained length, and what the layers did and its mean."""
+    starts = torch.linspace(0, len(data) - 2 * WINDOW, TESTS).long()
+    x, y = windows(data, starts, 2 * WINDOW)
+    late = F.cross_entropy(model(x)[0][:, WINDOW:].flatten(0, 1), y[:, WINDOW:].flatten()).item()
+    x, y = windows(data, torch.cat((starts, starts + WINDOW)), WINDOW)
+    logits, layers = model(x, look=True)
+    first = [look[0][:, :, 16:, 0].mean().item() for look, _ in layers]  # of queries that see 17 tokens or more
+    gates = [look[1].mean().item() for look, _ in layers if look[1] is not None] or [math.nan]
+    peaks = [out.abs().max().item() for _, out in layers]
+    means = dict(loss=F.cross_entropy(logits.flatten(0, 1), y.flatten()).item(), loss_at_twice=late, gate=mean(gates))
+    return means | dict(first=mean(first), peak=mean(peaks), first_by_layer=cell(first), peak_by_layer=cell(peaks))
+
+
+def cell(values: list[float]) -> str:
+    """Return values as one cell of the table."""
+    return ' '.join(f'{value:.4g}' for value in values)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train and measure every combination that the table lacks, and add a row for each."""
+    for seed, rate, variant in product(args.seeds, args.rates, args.variants):
+        row = dict(variant=variant, seed=str(seed), rate=str(rate), steps=str(args.steps), rotated=str(args.rotated))
+        if any(row.items() <= done.items() for done in read(args.out)):
+            continue
+        learn, test = corpus(args.text)
+        torch.manual_seed(seed)
+        model, start = Decoder(variant, args.rotated), time.time()
+        losses = train(model, learn, seed, rate, args.steps)
+        jumps = [i for i in range(2 * WARM_UP, args.steps) if losses[i] > mean(losses[i - POINT : i]) + 0.5]
+        row |= measure(model, test) | dict(spikes=len(jumps), parameters=sum(p.numel() for p in model.parameters()))
+        row |= dict(curve=cell([mean(losses[i : i + POINT]) for i in range(0, args.steps, POINT)]))
+        row |= dict(seconds=round(time.time() - start), bytes=len(learn) + len(test), torch=torch.__version__)
+        with args.out.open('a', newline='') as file:
+            csv.writer(file).writerows([row.values()] if file.tell() else [row, row.values()])
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a table of results."""
+    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
+
+
+def report(rows: list[dict[str, str]]) -> str:
+    """Return a Markdown table by variant, rate and steps: mean and standard deviation over seeds."""
+    names, order = ('variant', 'rate', 'steps', 'rotated', 'parameters'), list(VARIANTS)
+    lines = [f'| {" | ".join((*names, "seeds", *MEASURES))} |', '|---' * 12 + '|']
+    rows = sorted(rows, key=lambda row: (row['rotated'], row['rate'], order.index(row['variant']), row['seed']))
+    for key, same in groupby(rows, lambda row: [row[name] for name in names]):
+        group = list(same)
+        cells = [*key, ' '.join(row['seed'] for row in group)]
+        for values in (torch.tensor([float(row[name]) for row in group]) for name in MEASURES):
+            cells.append(f'{values.mean():.3f}' + (f' ± {values.std():.3f}' if len(values) > 1 else ''))
+        lines.append(f'| {" | ".join(cells)} |'.replace('nan ± nan', '-').replace('nan', '-'))
+    return '\n'.join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run or report."""
+    parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
+    parser.add_argument('what', choices=('run', 'report'))
+    parser.add_argument('--variants', nargs='+', choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument('--seeds', nargs='+', type=int, default=[0])
+    parser.add_argument('--rates', nargs='+', type=float, default=[RATE])
+    parser.add_argument('--steps', type=int, default=STEPS)
+    parser.add_argument('--rotated', type=float, default=0.25, help='share of the channels with rotary positions')
+    parser.add_argument('--text', type=Path, help='a file to learn in the place of docstrings')
+    parser.add_argument('--out', type=Path, default=Path(__file__).with_name('results.csv'))
+    args = parser.parse_args(arguments)
+    run(args) if args.what == 'run' else print(report(read(args.out)))
+
+
+if __name__ == '__main__':
+    main()
