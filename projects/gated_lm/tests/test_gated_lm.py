@@ -1,5 +1,4 @@
 """The attention against its formula and against transformers, the converter, and the study on a toy text."""
-# ruff: noqa: D103
 
 import runpy
 from pathlib import Path
