@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def write_gates(path: str | os.PathLike[str], content: GatesFile) -> None:
     """
     from safetensors.torch import save
 
-    described = {key: value for key, value in asdict(_without_tensors(content)).items() if key != 'tensors'}
+    described = {key: value for key, value in vars(content).items() if key != 'tensors'}
     try:
         meta = json.dumps(dict(described, version=VERSION))
     except TypeError as error:
@@ -113,7 +113,3 @@ def read_gates(path: str | os.PathLike[str]) -> GatesFile:
         what = f'of version {version}, not {VERSION}' if version != VERSION else 'damaged: tensors are missing'
         raise ConfigError(f'{path} is a file of gates {what}.')
     return content
-
-
-def _without_tensors(content: GatesFile) -> GatesFile:
-    return GatesFile(**{**vars(content), 'tensors': {}})

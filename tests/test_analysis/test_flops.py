@@ -14,11 +14,12 @@ from mmengine.hub import get_config
 from torch import nn
 
 from mmgate.analysis.report.flops import count_config, count_macs
-from mmgate.analysis.report.model_table import HEADER, POLAFORMER, ROWS, markdown
 from mmgate.analysis.report.structure import build_structure
 from mmgate.layers import AgentAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
 from mmgate.train import cli
+
+table = tool('model_table')
 
 
 class Call(nn.Module):
@@ -100,10 +101,10 @@ def test_heads_of_two_stage_detectors_see_fixed_proposals() -> None:
     assert sum(counted.by_module.values()) == counted.macs
 
 
-@pytest.mark.parametrize('name, parts', POLAFORMER.items())
+@pytest.mark.parametrize('name, parts', table.POLAFORMER.items())
 def test_what_polaformers_gate_and_positions_hold(name: str, parts: tuple[float, float]) -> None:
     """The reasons of the table are counts."""
-    (row,) = (row for row in ROWS if row.name == f'PolaFormer, {name}, classifier')
+    (row,) = (row for row in table.ROWS if row.name == f'PolaFormer, {name}, classifier')
     cfg = get_config(row.model) if isinstance(row.model, str) else Config(dict(model=row.model, default_scope='mmdet'))
     held = [0.0, 0.0]
     for key, parameter in build_structure(cfg).named_parameters():
@@ -118,15 +119,15 @@ CHEAP = ('classifier', 'RetinaNet', 'Cascade', 'Semantic FPN', 'UperNet')
 
 @pytest.mark.parametrize(
     'row',
-    [r for r in ROWS if r.model and r.name.endswith(CHEAP) and '-T' in r.name and 'DeiT' not in r.name],
+    [r for r in table.ROWS if r.model and r.name.endswith(CHEAP) and '-T' in r.name and 'DeiT' not in r.name],
     ids=lambda row: row.name,
 )
 def test_rows_agree_with_the_papers(row) -> None:
-    cells = [cell.strip() for cell in markdown(row).split('|')]
+    cells = [cell.strip() for cell in table.markdown(row).split('|')]
     if cells[6]:
         paper, ours = float(cells[6]), float(cells[7])
-        assert abs(ours - paper) <= max(0.006 * paper, 0.05) or cells[-2], f'no reason given: {markdown(row)}'
-    assert len(cells) == len(HEADER.splitlines()[0].split('|'))
+        assert abs(ours - paper) <= max(0.006 * paper, 0.05) or cells[-2], f'no reason given: {table.markdown(row)}'
+    assert len(cells) == len(table.HEADER.splitlines()[0].split('|'))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_rows_agree_with_the_papers(row) -> None:
 )
 def test_deit(name: str, width: int, giga: float) -> None:
     """DeiT-T's own 5,717,416 and, a layer, two projections to the gate's width and the four scalars of the GML."""
-    (row,) = (row for row in ROWS if row.name == name)
+    (row,) = (row for row in table.ROWS if row.name == name)
     counted = count_config(Config(dict(model=row.model, default_scope='mmdet')), *row.shape)
     assert counted.parameters == 5_717_416 + 12 * (2 * (192 * width + width) + 4)
     assert round(counted.parameters / 1e6, 2 if width < 100 else 1) == row.parameters

@@ -11,10 +11,10 @@ import pytest
 from conftest import ROOT, over_shapes, tool
 from mmdet.structures.bbox import get_box_tensor
 from mmengine.config import Config
+from shapes import write_shapes
 
 import mmgate  # noqa: F401
 from mmgate.analysis.loading import UNTRAINED, class_names, load_models, parser, picture_names, tell_apart
-from mmgate.datasets.shapes import write_shapes
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import read_config

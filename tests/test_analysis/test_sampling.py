@@ -16,6 +16,7 @@ from conftest import ROOT, over_shapes, tool
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.structures import InstanceData
+from shapes import write_shapes
 from torch import nn
 
 import mmgate  # noqa: F401
@@ -32,7 +33,6 @@ from mmgate.analysis.probes.sampling import (
     to_image,
 )
 from mmgate.analysis.probes.statistics import Kept
-from mmgate.datasets.shapes import write_shapes
 from mmgate.errors import ConfigError
 from mmgate.registry import HOOKS
 from mmgate.train import cli

@@ -13,11 +13,11 @@ import pytest
 import torch
 from conftest import ROOT, needs_mmpretrain
 from mmengine.registry import MODELS, init_default_scope
+from shapes import write_shapes
 from test_end_to_end import CONFIG
 
 import mmgate  # noqa: F401
 from mmgate.backbones import AgentPVT
-from mmgate.datasets.shapes import write_shapes
 from mmgate.tools import image_demo
 from mmgate.train import cli
 

@@ -102,28 +102,16 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
     return metric
 
 
-@dataclass(frozen=True)
-class Difference:
-    """A paired difference over seeds; what is not known is NaN.
-
-    Attributes:
-        mean: Of the differences.
-        error: Its standard error; NaN of one pair.
-        low: Lower end of the confidence interval; NaN of one pair, and of pairs that all differ alike, as rounded
-            figures of few seeds may: they say nothing of the spread.
-        high: Upper end; likewise.
-        p: Of a two-sided paired t-test; likewise.
-    """
-
-    mean: float = NAN
-    error: float = NAN
-    low: float = NAN
-    high: float = NAN
-    p: float = NAN
+UNKNOWN = dict.fromkeys(('difference', 'standard_error', 'low', 'high', 'p'), NAN)
 
 
-def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Difference:
-    """Return the difference of ``values`` and ``baseline``, pairs of one seed each, with Student's 95 % interval.
+def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
+    """Return the mean difference of ``values`` and ``baseline``, pairs of one seed each; what is not known is NaN.
+
+    Returns:
+        ``difference``; of two pairs or more its ``standard_error``, the ends ``low`` and ``high`` of Student's 95 %
+        interval, and ``p`` of a two-sided paired t-test. Pairs that all differ alike, as rounded figures of few seeds
+        may, say nothing of the spread, so that they have no interval.
 
     Raises:
         ValueError: The two are not of one length.
@@ -135,20 +123,12 @@ def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> Dif
     differences = np.asarray(values, np.float64) - np.asarray(baseline, np.float64)
     mean, count = float(differences.mean()), len(differences)
     if count == 1:
-        return Difference(mean)
+        return dict(UNKNOWN, difference=mean)
     error = float(differences.std(ddof=1) / count**0.5)
     if error < 1e-9 * np.abs(differences).max() or error == 0:  # 0.3 - 0.2 is not 0.2 - 0.1
-        return Difference(mean, 0.0)
-    reach = error * float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
-    return Difference(mean, error, mean - reach, mean + reach, float(2 * t.sf(abs(mean / error), count - 1)))
-
-
-def _row(name: str, values: Sequence[float], against: str, found: Difference) -> dict[str, float | str | int]:
-    mean, spread = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else NAN
-    row: dict[str, Any] = dict(
-        name=name, runs=len(values), mean=mean, std=spread, against=against, difference=found.mean
-    )
-    return dict(row, standard_error=found.error, low=found.low, high=found.high, p=found.p)
+        return dict(UNKNOWN, difference=mean, standard_error=0.0)
+    reach, p = error * float(t.ppf((1 + CONFIDENCE) / 2, count - 1)), float(2 * t.sf(abs(mean / error), count - 1))
+    return dict(difference=mean, standard_error=error, low=mean - reach, high=mean + reach, p=p)
 
 
 def summary(
@@ -161,28 +141,14 @@ def summary(
         baselines: By name, what a group is compared with (default: the first one).
     """
     first = next(iter(groups))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, values in groups.items():
         other = (baselines or {}).get(name, first)
         paired = name != other and len(values) == len(groups[other])
-        found = paired_difference(values, groups[other]) if paired else Difference()
-        rows.append(_row(name, values, other if paired else '-', found))
+        mean, spread = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else NAN
+        row = dict(name=name, runs=len(values), mean=mean, std=spread, against=other if paired else '-')
+        rows.append({**row, **(paired_difference(values, groups[other]) if paired else UNKNOWN)})
     return rows
-
-
-def interaction(
-    name: str, pair: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]
-) -> dict[str, float | str | int]:
-    """Return a row of :func:`summary`: by how much the difference in ``pair`` exceeds that in ``other``.
-
-    Args:
-        name: Of the row.
-        pair: A group and its baseline, a value for each seed.
-        other: Another group and its own, by the same seeds.
-    """
-    differences = [[value - base for value, base in zip(*both, strict=True)] for both in (pair, other)]
-    row = _row(name, differences[0], 'difference of differences', paired_difference(*differences))
-    return dict(row, mean=NAN, std=NAN)
 
 
 def as_table(rows: Sequence[dict[str, float | str | int]]) -> str:
