@@ -21,7 +21,6 @@ from mmgate._environment import available
 
 from .sizes import Sizes
 
-FORMATS = ('onnx', 'torch-export')
 HOSTS = ('mmdet', 'mmseg')
 _format: ContextVar[str] = ContextVar('format', default='torch-export')
 
@@ -104,7 +103,7 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
 @contextmanager
 def traceable(format: str, *more: tuple[Any, str, Any]) -> Iterator[None]:
-    """Let a host be traced for a graph of ``format``, one of :data:`FORMATS`, with ``more`` replaced."""
+    """Let a host be traced for a graph of ``format``, ``'onnx'`` or ``'torch-export'``, with ``more`` replaced."""
     from torch.fx.experimental import _config as symbols
 
     with ExitStack() as stack:

@@ -128,14 +128,11 @@ def test_images_are_not_flipped_and_true_boxes_lie_on_them(root: Path, tmp_path:
     [
         ('plot_gates', ['--out', 'file'], 'nothing can be written to file'),
         ('plot_gates', ['--device', 'tpu'], '--device tpu: give cpu or cuda'),
-        ('plot_gates', ['--device', 'meta'], '--device meta: give cpu or cuda'),
         ('plot_gates', ['--max-images', '0'], '0: give 1 or more'),
         ('plot_gates', ['--images', 'nowhere'], 'nowhere is no image, no folder with images'),
         ('plot_sampling_points', ['--top-k', '0'], '0: give 1 or more'),
         ('plot_sampling_points', ['--pixel', '3', '3', '--part', 'decoder'], 'chooses a query of the encoder'),
         ('plot_sampling_points', ['--pixel', '64', '3'], 'the pixel (64, 3) lies outside of the image of 64 x 64'),
-        ('plot_rollout', ['--top-k', '-1'], '-1: give 1 or more'),
-        ('plot_agents', ['--agents', '0'], '0: give 1 or more'),
     ],
     ids=lambda x: ' '.join(x) if isinstance(x, list) else '',
 )

@@ -14,9 +14,7 @@ SEGFORMER = 'segformer/segformer_mit-b0_8xb2-160k_ade20k-512x512.py'
 
 
 def test_the_zoo_has_each_architecture_once_for_each_backbone() -> None:
-    configs = list(table.zoo('mmseg'))
-    assert [config for config in configs if config.startswith('segformer/')] == [SEGFORMER]
-    assert {config.split('/')[0] for config in configs} >= {'beit', 'mae', 'twins', 'segmenter', 'setr', 'knet'}
+    assert [config for config in table.zoo('mmseg') if config.startswith('segformer/')] == [SEGFORMER]
 
 
 def test_a_gate_that_fits_some_and_why_not_the_others() -> None:

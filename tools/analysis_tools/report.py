@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from compare_runs import choose_metric, read_run
 from mmengine.config import Config
 
 import mmgate  # noqa: F401
-from mmgate.analysis.report.runs import choose_metric, read_run
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from compare_runs import as_table, draw_curves_of_runs, paired_difference, read_run, summary
+
 import mmgate  # noqa: F401
 from mmgate.analysis.loading import write_csv
-from mmgate.analysis.report.runs import as_table, draw_curves_of_runs, paired_difference, read_run, summary
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import read_config

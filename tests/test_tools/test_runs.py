@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compare_runs import as_table, choose_metric, paired_difference, read_run, summary
 from scipy import stats
 
-from mmgate.analysis.report.runs import as_table, choose_metric, paired_difference, read_run, summary
 from mmgate.errors import ConfigError
 
 
