@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmgate._environment import available
+from mmgate.ops.library import is_compiling
 
 from .sizes import Sizes
 
@@ -28,6 +29,17 @@ _format: ContextVar[str] = ContextVar('format', default='torch-export')
 def writes_onnx() -> bool:
     """Return whether a graph is being written whose operators will be ONNX's; torch's own programs lack some."""
     return _format.get() == 'onnx'
+
+
+def repeat(goes_on: Callable[..., Tensor], take: Callable[..., Any], state: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what steps make of a state while ``goes_on``: a loop of the graph where one is written, else Python's."""
+    if is_compiling():
+        from torch._higher_order_ops.while_loop import while_loop
+
+        return while_loop(goes_on, take, state)
+    while goes_on(*state):
+        state = take(*state)
+    return state
 
 
 def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> list[Tensor]:

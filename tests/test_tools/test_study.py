@@ -137,16 +137,7 @@ def check_key(cfg: Config, key: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ('text', 'error'),
-    [
-        ("runs = dict(a='CONFIG')\nseeds = [0]\nmetric = 'x'\nbaselines = dict(a='b')", 'b is none of its runs'),
-        ("runs = dict()\nseed = [0]\nmetric = 'mIoU'", 'lacks seeds and has unknown seed'),
-    ],
-    ids=['baseline', 'key'],
-)
-def test_refuses_what_is_no_study(text: str, error: str, tmp_path: Path) -> None:
-    config = str(ROOT / 'configs/vanilla/classification/vit_1xb64-40e_digits.py')
-    (tmp_path / 's.py').write_text(text.replace('CONFIG', config))
-    with pytest.raises(ConfigError, match=error):
+def test_refuses_what_is_no_study(tmp_path: Path) -> None:
+    (tmp_path / 's.py').write_text("runs = dict()\nseed = [0]\nmetric = 'mIoU'")
+    with pytest.raises(ConfigError, match='lacks seeds and has unknown seed'):
         studies.read_study(tmp_path / 's.py')
