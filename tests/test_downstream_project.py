@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
-
-from mmgate.datasets.shapes import write_shapes
+from shapes import write_shapes
 
 
 @pytest.fixture(scope='module')

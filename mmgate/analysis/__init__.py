@@ -1,1 +1,1 @@
-"""What attention does: ``probes`` record and measure it, ``figures`` draw it, ``report`` compares runs and models."""
+"""What attention does: ``probes`` record and measure it, ``figures`` draw it, ``report`` counts and lists."""

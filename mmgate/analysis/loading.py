@@ -116,18 +116,24 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """Return the command line that all of these tools share; a tool adds its own options."""
     shared = argparse.ArgumentParser(description=description)
     shared.add_argument('config', help="config file, or 'package::path'")
-    shared.add_argument('checkpoint', help=f"checkpoint file or URL; '{UNTRAINED}' for the model as it is initialised")
+    add_inputs(shared)
     shared.add_argument('--against', nargs=2, metavar=('CONFIG', 'CHECKPOINT'), help='a second model, drawn beside')
-    where = shared.add_mutually_exclusive_group()
-    where.add_argument('--images', nargs='+', help='image files, folders of some, or patterns')
-    where.add_argument('--split', default='val', choices=['train', 'val', 'test'], help='images of the data set')
-    shared.add_argument('--max-images', type=positive, default=8, help='of the split (default 8)')
     changed = "override settings of the config, and of the second model's: key=value"
     shared.add_argument('--cfg-options', nargs='+', action=DictAction, help=changed)
     shared.add_argument('--device', default='cpu', help='cpu (default) or cuda')
     shared.add_argument('--out', required=True, help='folder for pictures and CSV files')
-    add_trust_option(shared)
     return shared
+
+
+def add_inputs(parser: argparse.ArgumentParser, *, split: str = 'val', count: int = 8) -> None:
+    """Add the checkpoint and the images of a command line, by default the first ``count`` of ``split``."""
+    parser.add_argument('checkpoint', help=f"checkpoint file or URL; '{UNTRAINED}' for the model as it is initialised")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument('--images', nargs='+', help='image files, folders of some, or patterns')
+    splits = ['train', 'val', 'test']
+    where.add_argument('--split', default=split, choices=splits, help='images of the data set (default %(default)s)')
+    parser.add_argument('--max-images', type=positive, default=count, help='of the split (default %(default)s)')
+    add_trust_option(parser)
 
 
 def positive(text: str) -> int:

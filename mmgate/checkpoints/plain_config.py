@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import sys
-from typing import Any
 
 from mmengine.registry import DATASETS, HOOKS, MODELS, TRANSFORMS
 
@@ -18,6 +17,10 @@ SCOPES = {'mmaction', 'mmcls', 'mmcv', 'mmdet', 'mmdet3d', 'mmengine', 'mmgate',
 SCOPES |= {'mmrotate', 'mmseg', 'mmtrack', 'mmyolo', 'timm', 'torch', 'torchvision'}
 _NAMED = {'type', 'host', '_scope_', 'runner_type', 'constructor'}
 _PACKAGES = {'logging'}  # of mmengine, too
+_PLAIN = (
+    *(ast.Module, ast.Assign, ast.Expr, ast.Constant, ast.Dict, ast.List, ast.Set, ast.Tuple),
+    *(ast.UnaryOp, ast.unaryop, ast.expr_context, ast.keyword),
+)
 
 
 def running_part(text: str) -> str | None:
@@ -30,53 +33,35 @@ def running_part(text: str) -> str | None:
         return None  # nothing that could run
     except (RecursionError, MemoryError):
         return 'values too deep to read'
-    for statement in tree.body:
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            continue  # a docstring
-        target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
-        if not isinstance(statement, ast.Assign) or not isinstance(target, ast.Name):
-            return f'line {statement.lineno}, which is no assignment of a value to a name'
-        if target.id in CALLS or target.id == '_base_' or target.id.startswith('__'):
-            return f'an assignment to {target.id}'
-        found = _beside_values(statement.value)
-        if found:
-            return found
-    return None
+    return next((found for found in map(_running, ast.walk(tree)) if found), None)
 
 
-def _beside_values(value: ast.expr) -> str | None:
-    stack: list[Any] = [value]
-    while stack:
-        node = stack.pop()
-        named: list[tuple[Any, ast.expr]] = []
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in CALLS:
-            unseen = node.func.id == 'dict' and not all(isinstance(given, ast.Dict) for given in node.args)
-            if unseen or any(keyword.arg is None for keyword in node.keywords):
-                return f'line {node.lineno}, a dict whose keys do not stand there'
-            named = [(keyword.arg, keyword.value) for keyword in node.keywords]
-            stack += node.args
-        elif isinstance(node, ast.Dict):
-            if any(isinstance(key, ast.Name) for key in node.keys):
-                return f'line {node.lineno}, a dict whose keys do not stand there'
-            keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
-            named = list(zip(keys, node.values, strict=True))
-            stack += [key for key in node.keys if key is not None]
-        elif isinstance(node, (ast.List, ast.Tuple, ast.Set)):
-            stack += node.elts
-        elif isinstance(node, ast.Name) and not node.id.startswith('__'):
-            continue  # a value from above
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.operand, ast.Constant):
-            continue  # a sign
-        elif not isinstance(node, ast.Constant):
+def _running(node: ast.AST) -> str | None:
+    """Return what is wrong with a node itself, whatever lies in it."""
+    named: list[tuple[object, ast.expr]] = []
+    if isinstance(node, ast.Name):
+        assigned = isinstance(node.ctx, ast.Store) and (node.id in CALLS or node.id == '_base_')
+        return f'line {node.lineno}, {node.id}' if assigned or node.id.startswith('__') else None
+    if isinstance(node, ast.Call):
+        if not isinstance(node.func, ast.Name) or node.func.id not in CALLS:
             return f'line {node.lineno}, {ast.unparse(node)[:40]}, which is no value'
-        for name, item in named:
-            if name in _NAMED and _calls_anything(item):
-                return f'{name}={ast.unparse(item)}'
-            stack.append(item)
-    return None
+        if node.func.id == 'dict' and not all(isinstance(given, ast.Dict) for given in node.args):
+            return f'line {node.lineno}, a dict whose keys do not stand there'
+        named = [(keyword.arg, keyword.value) for keyword in node.keywords]
+    elif isinstance(node, ast.Dict):
+        named = [(getattr(key, 'value', None), value) for key, value in zip(node.keys, node.values, strict=True)]
+        if any(isinstance(key, ast.Name) or key is None for key in node.keys):
+            return f'line {node.lineno}, a dict whose keys do not stand there'
+    elif isinstance(node, ast.keyword) and node.arg is None:
+        return f'line {node.lineno}, a dict whose keys do not stand there'
+    elif isinstance(node, ast.stmt) and not isinstance(node, _PLAIN):
+        return f'line {node.lineno}, which is no assignment of a value to a name'
+    elif not isinstance(node, _PLAIN):
+        return f'line {getattr(node, "lineno", 0)}, {ast.unparse(node)[:40]}, which is no value'
+    return next((f'{name}={ast.unparse(value)}' for name, value in named if name in _NAMED and _calls(value)), None)
 
 
-def _calls_anything(value: ast.expr) -> bool:
+def _calls(value: ast.expr) -> bool:
     """Return whether a component's name has dots and is no class of a package with registries, or of torch."""
     if isinstance(value, ast.Name):
         return True  # a name from above

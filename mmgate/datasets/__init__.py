@@ -1,1 +1,1 @@
-"""The generated shapes data set, in COCO and in ADE20K form."""
+"""What the papers' recipes need beside the hosts' data sets: SVHN, and noise on images."""

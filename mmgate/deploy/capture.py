@@ -69,7 +69,7 @@ def capture(
     Args:
         network: What to write.
         inputs: Of a batch; the values do not matter, the sizes do where the model takes no others.
-        format: One of :data:`mmgate.deploy.tracing.FORMATS`.
+        format: ``'onnx'`` or ``'torch-export'``.
         msda: How deformable attention is written, one of :data:`mmgate.deploy.sampling.SAMPLERS`.
         fixed_size: Whether to take images of this size alone without trying others.
 

@@ -9,7 +9,7 @@ from typing import Any
 from mmengine.config import DictAction
 from mmengine.logging import print_log
 
-from mmgate.analysis.loading import UNTRAINED, LoadedModel, load_model
+from mmgate.analysis.loading import LoadedModel, add_inputs, load_model
 from mmgate.checkpoints.loading import add_trust_option
 from mmgate.errors import ConfigError
 from mmgate.train import cli
@@ -86,19 +86,12 @@ def config_parser(description: str) -> argparse.ArgumentParser:
 
 def add_images(parser: argparse.ArgumentParser) -> None:
     """Add the checkpoint and the images to compare on."""
-    parser.add_argument('checkpoint', help=f"checkpoint file or URL; '{UNTRAINED}' for the model as it is initialised")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument('--images', nargs='+', help='image files to compare on')
-    where.add_argument('--split', default='test', choices=['train', 'val', 'test'], help='of the data (default test)')
-    parser.add_argument('--max-images', type=int, default=4, help='of the split to compare on (default 4)')
+    add_inputs(parser, split='test', count=4)
     parser.add_argument('--score-thr', type=float, default=0.05, help='detections are compared above it (default 0.05)')
-    add_trust_option(parser)
 
 
 def load_with_images(args: argparse.Namespace, *, whole: bool = False) -> tuple[LoadedModel, list[dict[str, Any]]]:
     """Return the model, and its images as batches of one."""
-    if args.max_images < 1:
-        raise ConfigError(f'--max-images {args.max_images}: give 1 or more; an export ends with a comparison.')
     cfg = read_config(args.config)
     if args.cfg_options:
         merge_options(cfg, args.cfg_options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar
@@ -63,7 +64,9 @@ class Network(nn.Module):
         reverses = getattr(found, 'channel_conversion', getattr(found, '_channel_conversion', False))
         preprocessing = {name: getattr(found, name, None) for name in ('mean', 'std')} | dict(reverses=bool(reverses))
         model = type(self.host).__name__
-        return _plain(dict(model=model, classes=self.classes(), preprocessing=preprocessing, test_cfg=self.settings()))
+        held = dict(model=model, classes=self.classes(), preprocessing=preprocessing, test_cfg=self.settings())
+        plain = json.dumps(held, default=lambda x: x.flatten().tolist() if isinstance(x, Tensor) else repr(x))
+        return json.loads(plain)  # as a file's notes are read back
 
     def classes(self) -> int:
         """Return the number of classes."""
@@ -97,14 +100,3 @@ def refuse(host: nn.Module, reason: str) -> ConfigError:
     return ConfigError(
         f'{type(host).__name__} cannot be exported: {reason}. What can be exported stands in tools/deploy/README.md.'
     )
-
-
-def _plain(value: Any) -> Any:
-    """Return what JSON reads back as it is."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, Tensor):
-        return _plain(value.flatten().tolist())
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)

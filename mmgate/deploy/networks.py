@@ -51,11 +51,6 @@ def serve(model: nn.Module, run: Any) -> None:
         ConfigError: The model has no network, or another one than ``run`` was written from.
     """
     net = _around(model)
-    if tuple(run.notes['outputs']) != net.outputs:
-        raise ConfigError(
-            f'{run.path} holds a {run.notes["model"]} that returns {", ".join(run.notes["outputs"])}; the config '
-            f'describes a {type(model).__name__} that returns {", ".join(net.outputs)}. Give the config it was made of.'
-        )
     own = net.holds()
     if (run.notes['model'], run.notes['classes']) != (own['model'], own['classes']):
         raise ConfigError(

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmgate.ops.library import is_compiling, operator
+from mmgate.ops.library import operator
 
-from .tracing import writes_onnx
+from .tracing import repeat, writes_onnx
 
 
 def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, count: int) -> tuple[Tensor, Tensor]:
@@ -78,13 +78,7 @@ def _greedy(boxes: Tensor, scores: Tensor, iou_threshold: float, count: int) -> 
         torch.zeros_like(slots)[None].repeat(scores.shape[0], 1),
         scores.new_full((1, count), -1.0).repeat(scores.shape[0], 1),
     )
-    if is_compiling():
-        from torch._higher_order_ops.while_loop import while_loop
-
-        return while_loop(goes_on, take, start)[2:]
-    while goes_on(*start):
-        start = take(*start)
-    return start[2:]
+    return repeat(goes_on, take, start)[2:]
 
 
 def _area(boxes: Tensor) -> Tensor:

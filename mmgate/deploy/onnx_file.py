@@ -50,7 +50,7 @@ def write_onnx(program: Any, network: Network, path: Path, notes: Mapping[str, A
     written.model.graph.sort()  # the optimiser may leave a shared constant behind its first use
     written.model.metadata_props[NOTES] = json.dumps(notes)
     written.save(path, external_data=False)
-    _check(path)
+    _check(written.model, path)
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
@@ -96,28 +96,18 @@ def _keep_constants(graph: Any) -> None:
                 graph.register_initializer(value)
 
 
-def _check(path: Path) -> None:
-    """Refuse a file with operators that are not ONNX's; TensorRT's plug-in is there only if it was asked for."""
+def _check(model: Any, path: Path) -> None:
+    """Refuse operators that are not ONNX's; TensorRT's plug-in is there only if it was asked for."""
     import onnx
 
-    model = onnx.load(path)
-    versions = {entry.domain: entry.version for entry in model.opset_import}
-    foreign = sorted({f'{n.domain}::{n.op_type}' for n in nodes(model.graph) if n.domain not in ('', DOMAIN)})
-    foreign += [f'{function.domain}::{function.name}' for function in model.functions]
-    if versions[''] != OPSET or foreign:
-        found = f'opset {versions[""]}, {", ".join(foreign) or "no operator of others"}'
+    nodes = list(model.graph.all_nodes())
+    foreign = sorted({f'{node.domain}::{node.op_type}' for node in nodes if node.domain not in ('', DOMAIN)})
+    foreign += [f'{function.domain}::{function.name}' for function in model.functions.values()]
+    if model.opset_imports[''] != OPSET or foreign:
+        found = f'opset {model.opset_imports[""]}, {", ".join(foreign) or "no operator of others"}'
         raise ConfigError(
             f'the graph is to hold operators of opset {OPSET} alone and has: {found}. If MMGATE_MS_DEFORM_ATTN '
             'or MMGATE_PLUG_ATTENTION is set, unset it; else this is a fault of mmgate.'
         )
-    if DOMAIN not in {node.domain for node in nodes(model.graph)}:
-        onnx.checker.check_model(model)
-
-
-def nodes(graph: Any) -> Iterator[Any]:
-    """Yield the nodes of a graph and of the graphs inside them."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs):
-                yield from nodes(inner)
+    if DOMAIN not in {node.domain for node in nodes}:
+        onnx.checker.check_model(path)

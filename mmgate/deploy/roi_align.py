@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmgate.ops.library import is_compiling
-
 from .sizes import Sizes
-from .tracing import writes_onnx
+from .tracing import repeat, writes_onnx
 
 
 @dataclass(frozen=True)
@@ -130,12 +128,6 @@ def _sampled(maps: Sequence[Tensor], rois: Tensor, levels: Tensor, scales: Seque
 
     step = torch.zeros((), dtype=torch.int64, device=rois.device)
     output = rows.new_zeros(rois.shape[0], options.height, options.width, channels)
-    if is_compiling():
-        from torch._higher_order_ops.while_loop import while_loop
-
-        output = while_loop(goes_on, take, (step, output))[1]
-    else:
-        while goes_on(step, output):
-            step, output = take(step, output)
+    _, output = repeat(goes_on, take, (step, output))
     mean = output / total.clamp(min=1).to(output.dtype)[:, None, None, None]
     return mean.permute(0, 3, 1, 2)

@@ -60,19 +60,9 @@ class Exported:
                 the graph asks for them ``sizes (B, 2)``, height and width of each image without its padding.
 
         Raises:
-            ConfigError: Other inputs, or images of a size that the graph does not take.
+            ConfigError: Images of a size that the graph does not take.
         """
-        images, *sizes = inputs
-        expected = [(4, torch.float32), (2, torch.int64)][: len(self.notes['inputs'])]
-        fits = [(x.dim(), x.dtype) for x in inputs] == expected and images.numel() > 0
-        if not fits or any(x.shape != (len(images), 2) for x in sizes):
-            raise ConfigError(
-                f'{self.path} takes {", ".join(self.notes["inputs"])}: images (B, C, H, W) in float32 and, where asked '
-                f'for, sizes (B, 2) in int64; got {", ".join(f"{tuple(x.shape)} in {x.dtype}" for x in inputs)}.'
-            )
-        height, width = images.shape[-2:]
-        if any(((x < 1) | (x > x.new_tensor([height, width]))).any() for x in sizes):
-            raise ConfigError(f'{self.path}: sizes {sizes[0].tolist()} reach beyond images of {height} x {width}.')
+        height, width = inputs[0].shape[-2:]
         if not self.takes(height, width):
             raise ConfigError(
                 f'{self.path} takes {self.notes["takes"]}, this batch has {height} x {width}. Resize or pad in the '

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmgate._environment import available
+from mmgate.ops.library import is_compiling
 
 from .sizes import Sizes
 
-FORMATS = ('onnx', 'torch-export')
 HOSTS = ('mmdet', 'mmseg')
 _format: ContextVar[str] = ContextVar('format', default='torch-export')
 
@@ -29,6 +29,17 @@ _format: ContextVar[str] = ContextVar('format', default='torch-export')
 def writes_onnx() -> bool:
     """Return whether a graph is being written whose operators will be ONNX's; torch's own programs lack some."""
     return _format.get() == 'onnx'
+
+
+def repeat(goes_on: Callable[..., Tensor], take: Callable[..., Any], state: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what steps make of a state while ``goes_on``: a loop of the graph where one is written, else Python's."""
+    if is_compiling():
+        from torch._higher_order_ops.while_loop import while_loop
+
+        return while_loop(goes_on, take, state)
+    while goes_on(*state):
+        state = take(*state)
+    return state
 
 
 def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> list[Tensor]:
@@ -104,7 +115,7 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
 @contextmanager
 def traceable(format: str, *more: tuple[Any, str, Any]) -> Iterator[None]:
-    """Let a host be traced for a graph of ``format``, one of :data:`FORMATS`, with ``more`` replaced."""
+    """Let a host be traced for a graph of ``format``, ``'onnx'`` or ``'torch-export'``, with ``more`` replaced."""
     from torch.fx.experimental import _config as symbols
 
     with ExitStack() as stack:

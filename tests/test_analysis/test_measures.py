@@ -78,12 +78,6 @@ def test_cka_of_itself_is_one_whatever_the_rotation_and_scale() -> None:
     assert np.isnan(cka(x, torch.ones(40, 6))) and np.isnan(cka(x[:3], x[:3]))
 
 
-@pytest.mark.parametrize('width', [6, 400])
-def test_cka_of_the_unrelated_is_none_however_wide(width: int) -> None:
-    found = [cka(torch.randn(60, width), torch.randn(60, width)) for _ in range(20)]
-    assert abs(np.mean(found)) < 0.05
-
-
 def test_cka_is_computed_by_pairs_of_rows() -> None:
     """Against the definition of the unbiased dependence: the mean over all quadruples of different rows."""
     x, y = torch.randn(6, 2, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)

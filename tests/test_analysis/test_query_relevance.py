@@ -25,25 +25,6 @@ def attention(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64).softmax(-1)
 
 
-@pytest.mark.parametrize('depth', [1, 3])
-def test_identity_self_attention_leaves_the_cross_attention(depth: int) -> None:
-    """Half passes by each cross-attention, so the image has 1 - 2^-depth of it, spread as the maps are."""
-    maps = [attention(Q, FINE) for _ in range(depth)]
-    steps = [step for weights in maps for step in [(None, torch.eye(Q, dtype=torch.float64)), (FINE, weights)]]
-    own, image = query_rollout(steps)
-    torch.testing.assert_close(own, torch.eye(Q, dtype=torch.float64) / 2**depth)
-    expected = sum(weights / 2 ** (depth - number) for number, weights in enumerate(maps))
-    torch.testing.assert_close(image[FINE], expected)
-
-
-def test_a_query_that_attends_to_another_has_its_relevance() -> None:
-    cross = torch.eye(Q, FINE, dtype=torch.float64)
-    to_first = torch.zeros(Q, Q, dtype=torch.float64)
-    to_first[:, 0] = 1
-    _, image = query_rollout([(FINE, cross), (None, to_first)])
-    assert image[FINE][1].tolist() == [0.25, 0.25, 0, 0, 0, 0]
-
-
 def test_it_is_the_rollout_of_queries_and_image_in_one_sequence() -> None:
     """Self- and cross-attention over two levels, written out as square maps whose image rows are the identity."""
     steps = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,30 +11,13 @@ import pytest
 import torch
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
-from mmdet.models.backbones import PyramidVisionTransformer, SwinTransformer
+from mmdet.models.backbones import SwinTransformer
 from torch import Tensor, nn
 
 import mmgate
 from mmgate.analysis.probes.recording import readable, record, require
 from mmgate.analysis.probes.statistics import Kept, RunningStatistics
 from mmgate.errors import ConfigError
-
-SWIN: dict[str, Any] = dict(
-    embed_dims=16, depths=(2, 1), num_heads=(2, 4), out_indices=(0, 1), strides=(4, 2), window_size=4
-)
-PVT: dict[str, Any] = dict(num_stages=2, embed_dims=8)
-PVT.update(num_layers=(1, 1), num_heads=(1, 2), patch_sizes=(4, 2), strides=(4, 2), paddings=(0, 0))
-PVT.update(sr_ratios=(4, 2), out_indices=(0, 1), mlp_ratios=(2, 2), use_abs_pos_embed=False)
-DENSE = ('PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention', 'DifferentialGatedMultiheadAttention')
-
-
-def backbone(kind: type[nn.Module], sizes: dict[str, Any], gate: str | None, **options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = kind(**sizes)
-    model.init_weights()
-    if gate:
-        mmgate.swap_attention(model, dict(path='**', type=gate, **options))
-    return model
 
 
 def deformable(gated: bool) -> tuple[nn.Module, dict[str, Any]]:
@@ -50,26 +34,23 @@ def deformable(gated: bool) -> tuple[nn.Module, dict[str, Any]]:
     return model, {**given, 'level_start_index': torch.tensor([0, 24])}
 
 
-def image_model(kind: type[nn.Module], sizes: dict[str, Any], gate: str | None = None, **options: Any) -> Any:
-    return lambda: (backbone(kind, sizes, gate, **options), dict(x=torch.randn(2, 3, 36, 44)))
+def swin(gate: str | None = None) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = SwinTransformer(
+        embed_dims=16, depths=(2, 1), num_heads=(2, 4), out_indices=(0, 1), strides=(4, 2), window_size=4
+    )
+    model.init_weights()
+    if gate:
+        mmgate.swap_attention(model, dict(path='**', type=gate))
+    return model, dict(x=torch.randn(2, 3, 36, 44))
 
 
-PVT1 = {**PVT, 'sr_ratios': (1, 1)}
+PLACES = {'locations', 'weights', 'reference_points', 'spatial_shapes'}
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], set[str]]] = {
-    'deformable': (lambda: deformable(False), {'locations', 'weights', 'reference_points', 'spatial_shapes'}),
-    'deformable-plug': (lambda: deformable(True), {'gate', 'locations', 'weights'}),
-    'swin': (image_model(SwinTransformer, SWIN), {'attention', 'geometry'}),
-    'pvt': (image_model(PyramidVisionTransformer, PVT), {'attention', 'geometry'}),
-    **{f'swin-{g}': (image_model(SwinTransformer, SWIN, g), {'gate', 'attention'}) for g in DENSE},
-    **{f'pvt-{g}': (image_model(PyramidVisionTransformer, PVT, g), {'gate', 'attention'}) for g in DENSE},
-    'pvt-agent': (
-        image_model(PyramidVisionTransformer, PVT1, 'AgentAttention', map_size=(9, 11), agent_num=4),
-        {'agents', 'attention'},
-    ),
-    'pvt-saga': (
-        image_model(PyramidVisionTransformer, PVT1, 'SAGAAttention', map_size=(9, 11)),
-        {'gate_k', 'gate_v', 'gate_out', 'kv'},
-    ),
+    'deformable': (lambda: deformable(False), PLACES),
+    'deformable-plug': (lambda: deformable(True), {'gate', *PLACES}),
+    'swin': (swin, {'attention', 'geometry'}),
+    'swin-dgsa': (lambda: swin('DifferentialGatedMultiheadAttention'), {'gate', 'attention', 'geometry'}),
 }
 
 
@@ -87,13 +68,10 @@ def test_changes_nothing(case: str, training: bool) -> None:
         model, given = make()
         model.train(training)
         torch.manual_seed(1)
-        if records:
-            assert names <= set(readable(model))
-            with record(model, [*readable(model), 'activation']) as recording:
-                output = flat(model(**given))
-            assert {name for readings in recording.values() for name in readings} >= {*names, 'activation'}
-        else:
+        with record(model, [*readable(model), 'activation']) if records else nullcontext({}) as recording:
             output = flat(model(**given))
+        if records:
+            assert {name for readings in recording.values() for name in readings} == {*names, 'activation'}
         output.square().sum().backward()
         grads = flat([p.grad for p in model.parameters() if p.grad is not None])
         found.append((output, grads, torch.rand(3)))
@@ -101,22 +79,8 @@ def test_changes_nothing(case: str, training: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.parametrize('case', [case for case, (_, names) in MODELS.items() if 'attention' in names])
-def test_attention_is_what_the_layer_uses(case: str) -> None:
-    """Rows sum to 1, masked or not, windows or whole maps."""
-    model, given = MODELS[case][0]()
-    model.eval()  # mmdet's Swin returns None here
-    with record(model, ['attention']) as recording:
-        model(**given)
-    for readings in recording.values():
-        for weights in readings['attention'].tensors:
-            assert weights.dim() == 4
-            if 'Differential' not in case:
-                torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
-
-
 def test_window_weights_give_the_output() -> None:
-    model, given = MODELS['swin'][0]()
+    model, given = swin()
     path = 'stages.0.blocks.1.attn.w_msa'  # shifted, so masked
     calls: list[tuple[Tensor, Tensor]] = []
     module = model.get_submodule(path)
@@ -142,16 +106,6 @@ def test_masked_weights_of_mmcvs_attention(batch_first: bool) -> None:
     assert weights.shape == (2, 2, 5, 5) and not weights[1, ..., 3:].any()
 
 
-def test_zero_offsets_lie_on_the_reference_points() -> None:
-    model, given = deformable(False)
-    nn.init.zeros_(model['a'].sampling_offsets.weight)
-    nn.init.zeros_(model['a'].sampling_offsets.bias)
-    with record(model, ['locations']) as recording:
-        model(**given)
-    locations = recording['a']['locations'].tensors[0]
-    torch.testing.assert_close(locations, given['reference_points'][:, :, None, :, None].expand_as(locations))
-
-
 def test_refusal_names_what_there_is() -> None:
     with pytest.raises(
         ConfigError, match=r'agent maps needs a model with agent tokens; ModuleDict has.*sampling points \(1'
@@ -170,7 +124,7 @@ def test_running_statistics_are_numpys() -> None:
     for part in parts:
         statistics.add(torch.tensor(part))
     statistics.add(torch.tensor([float('nan'), float('inf')]))
-    assert statistics.count == 108 and statistics.not_finite == 2
+    assert statistics.count == 108
     assert statistics.mean == pytest.approx(numbers.mean()) and statistics.deviation == pytest.approx(numbers.std())
     assert statistics.sparsity == pytest.approx((abs(numbers) < 0.1).mean())
     expected, _ = np.histogram(numbers.clip(-1, 1), statistics.edges)

@@ -12,14 +12,12 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, over_shapes, tool
-from mmdet.structures import DetDataSample
+from conftest import over_shapes, tool
 from mmengine.config import Config
-from mmengine.structures import InstanceData
+from shapes import write_shapes
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.analysis.figures import sampling as sampling_figure
 from mmgate.analysis.loading import UNTRAINED
 from mmgate.analysis.probes.recording import best_queries
 from mmgate.analysis.probes.sampling import (
@@ -29,17 +27,14 @@ from mmgate.analysis.probes.sampling import (
     encoder_layers,
     mean_density,
     query_at,
-    to_image,
 )
 from mmgate.analysis.probes.statistics import Kept
-from mmgate.datasets.shapes import write_shapes
 from mmgate.errors import ConfigError
 from mmgate.registry import HOOKS
 from mmgate.train import cli
 from mmgate.train.cli import build_runner
 
 DEMO = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
-COCO = ROOT.parent / 'shared/data/coco_sample/val2017'
 SHAPES = torch.tensor([[4, 6], [2, 3]])
 
 
@@ -50,15 +45,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
     write_shapes(root / 'shapes', num_train=1, num_val=3, size=64)
     (root / 'small.py').write_text(over_shapes(DEMO, root / 'shapes'))
     return str(root / 'small.py')
-
-
-@pytest.mark.parametrize(
-    ('padded', 'pixel'), [(None, (50, 25)), ((100, 200), (100, 25))], ids=['alone', 'padded in a batch']
-)
-def test_to_image_undoes_padding_and_scale(padded: Any, pixel: tuple[int, int]) -> None:
-    given = dict(img_shape=(100, 100), scale_factor=(0.5, 2.0), batch_input_shape=padded)
-    sample = SimpleNamespace(get=given.get, img_shape=(100, 100))
-    assert to_image(np.array([0.25, 0.5]), sample).tolist() == list(pixel)
 
 
 def kept(**readings: torch.Tensor) -> dict[str, dict[str, Any]]:
@@ -105,16 +91,6 @@ def test_best_queries_are_those_of_the_best_class() -> None:
     assert best_queries({}, 0, 2).tolist() == [0, 1]
 
 
-def test_density_is_highest_at_the_heavier_points() -> None:
-    rng = np.random.default_rng(0)
-    xy = np.concatenate([rng.normal((20, 20), 2, (50, 2)), rng.normal((80, 40), 2, (50, 2))])
-    found = density(xy, np.repeat([1.0, 3.0], 50), (50, 100))
-    assert found is not None
-    row, column = np.unravel_index(found.argmax(), found.shape)
-    assert abs(column / 95 * 100 - 80) < 5 and abs(row / 95 * 50 - 40) < 5
-    assert density(np.ones((4, 2)), np.ones(4), (50, 100)) is None
-
-
 def test_density_is_that_of_the_finest_level() -> None:
     """Over two images of other sizes; the coarse level's points elsewhere weigh more, which counts for nothing."""
     rng = np.random.default_rng(0)
@@ -130,17 +106,14 @@ def test_density_is_that_of_the_finest_level() -> None:
     assert abs(row / 95 - 0.75) < 0.05 and abs(column / 95 - 0.25) < 0.05 and found[24, 71] < 1e-3
     of_all = density(np.concatenate([p.xy / s.ori_shape[::-1] for p, s in zip(points, samples, strict=True)]),
                      np.concatenate([p.weights for p in points]), (1, 1))  # fmt: skip
-    assert of_all is not None and of_all[24, 71] > of_all[71, 24]
+    assert of_all is not None and of_all[24, 71] > of_all[71, 24]  # the heavier points
+    assert density(np.ones((4, 2)), np.ones(4), (50, 100)) is None
 
 
-@pytest.mark.parametrize('real', [True, False], ids=['real', 'drawn'])
-def test_points_on_a_photograph(real: bool, demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_on_a_photograph(demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every offset is (2, -1) pixels of its level, so the points of the image's middle are known."""
-    if real and not COCO.is_dir():
-        pytest.skip('no sample of COCO at ../shared/data/coco_sample')
-    module, image = tool('plot_sampling_points'), sorted(COCO.iterdir())[0] if real else tmp_path / '000000000139.jpg'
-    if not real:  # of a size that COCO has, no multiple of the levels' strides
-        cv2.imwrite(str(image), np.random.default_rng(0).integers(0, 256, (427, 640, 3), np.uint8))
+    module, image, (height, width) = tool('plot_sampling_points'), tmp_path / 'photo.jpg', (427, 640)  # as COCO's are
+    cv2.imwrite(str(image), np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
     built = module.load_models
 
     def known(*args: Any, **options: Any) -> Any:
@@ -154,7 +127,6 @@ def test_points_on_a_photograph(real: bool, demo: str, tmp_path: Path, monkeypat
     module.main([demo, UNTRAINED, '--images', str(image), '--part', 'encoder', '--out', str(tmp_path)])
     rows = list(csv.DictReader((tmp_path / f'sampling_points_{image.stem}.csv').open()))
     assert len(rows) == 8 * 4 * 4 and (tmp_path / f'sampling_points_{image.stem}.png').stat().st_size > 10_000
-    height, width = cv2.imread(str(image)).shape[:2]
     scale = 128 / max(height, width)
     small = (int(width * scale + 0.5), int(height * scale + 0.5))  # what the model sees
     for row in rows:
@@ -167,24 +139,6 @@ def test_points_on_a_photograph(real: bool, demo: str, tmp_path: Path, monkeypat
             assert float(row[axis]) == pytest.approx((middle + offset / cells) * side, abs=0.01)
     weights = np.array([float(row['weight']) for row in rows]).reshape(8, -1)
     np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
-
-
-def test_scores_hide_no_better_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five boxes of one corner: two scores stand above and two below; the worst is left out."""
-    cv2.imwrite(str(tmp_path / 'image.png'), np.zeros((100, 100, 3), np.uint8))
-    boxes, scores = torch.tensor([[20.0, 20.0, 80.0, 80.0]]).repeat(5, 1), torch.tensor([0.5, 0.9, 0.6, 0.7, 0.8])
-    sample = DetDataSample(metainfo=dict(img_path=str(tmp_path / 'image.png'), ori_shape=(100, 100)))
-    sample.pred_instances = InstanceData(bboxes=boxes, scores=scores, labels=torch.zeros(5, dtype=torch.long))
-    rng = np.random.default_rng(0)
-    points = SamplingPoints('layer', rng.uniform(40, 60, (1, 2, 1, 4, 2)), np.ones((1, 2, 1, 4)),
-                            np.array([[50.0, 50.0]]), np.array([0]), [0], is_encoder=False)  # fmt: skip
-    figures: list[Any] = []
-    monkeypatch.setattr(sampling_figure, 'save', lambda figure, path: figures.append(figure))
-    sampling_figure.draw_sampling([('model', points, sample)], tmp_path / 'out.png', classes=[['cat']])
-    texts = figures[0].axes[0].texts
-    assert sorted(text.get_text() for text in texts) == [f'cat 0.{score}0' for score in (6, 7, 8, 9)]
-    extents = [text.get_window_extent() for text in texts]
-    assert not any(a.overlaps(b) for i, a in enumerate(extents) for b in extents[:i])
 
 
 def test_tool_draws_one_level_of_a_decoder_and_the_density(demo: str, tmp_path: Path, capsys: Any) -> None:

@@ -6,7 +6,6 @@ import argparse
 import codecs
 import os
 import pickle
-import zipfile
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer, MessageHub
 from mmengine.registry import MODELS, PARAM_SCHEDULERS, Registry
 from mmengine.runner.checkpoint import CheckpointLoader
+from test_guarded_pickle import zipped
 from torch import nn
 
 import mmgate  # noqa: F401
@@ -141,24 +141,15 @@ def test_a_small_file_makes_nothing_large(opcode: str, tmp_path: Path) -> None:
         'obj': b'(cmmengine.logging.history_buffer\nHistoryBuffer\n]]o',
         'inst': b'(]]immengine.logging.history_buffer\nHistoryBuffer\n',
     }[opcode]
-    in_zip(tmp_path / 'a.pth', b'\x80\x02' + data + b'.')
+    zipped(tmp_path / 'a.pth', None, b'\x80\x02' + data + b'.')
     with pytest.raises(ConfigError):
         CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
-
-
-def in_zip(path: Path, data: bytes) -> None:
-    torch.save({}, path)
-    with zipfile.ZipFile(path) as file:
-        members = {member: file.read(member) for member in file.namelist()}
-    with zipfile.ZipFile(path, 'w') as file:
-        for member, content in members.items():
-            file.writestr(member, data if member.endswith('data.pkl') else content)
 
 
 def test_no_text_of_nested_lists(tmp_path: Path) -> None:
     """Each list holds the one before twice, so that the text doubles with each."""
     lists = b']q\0' + b''.join(b'](h%ch%ceq%c' % (i, i, i + 1) for i in range(9))
-    in_zip(tmp_path / 'a.pth', b'\x80\x04' + lists + b'cbuiltins\nstr\nh\x09\x85R.')
+    zipped(tmp_path / 'a.pth', None, b'\x80\x04' + lists + b'cbuiltins\nstr\nh\x09\x85R.')
     with pytest.raises(UntrustedCheckpoint, match='asks for builtins.str'):
         CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
 
@@ -167,7 +158,7 @@ def test_no_text_of_nested_lists(tmp_path: Path) -> None:
 def test_no_storage_at_an_address(name: str, tmp_path: Path) -> None:
     module, _, leaf = f'torch.{name}'.rpartition('.')
     made = b'\x80\x04c' + f'{module}\n{leaf}\n'.encode() + b'K\x08\x85}\x8c\tallocatorJAAAAs\x92.'
-    in_zip(tmp_path / 'a.pth', made)
+    zipped(tmp_path / 'a.pth', None, made)
     with pytest.raises(ConfigError):
         CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
 

@@ -1,9 +1,8 @@
-"""The generated data set: deterministic, right to the pixel, readable by the stock data sets."""
+"""The generated data sets: deterministic, right to the pixel, readable by the stock data sets."""
 
 from __future__ import annotations
 
 import json
-import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -11,122 +10,53 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+from conftest import needs_mmpretrain
+from drawing import CLASSES
+from image_folders import write_digits, write_shapes_folder
 from mmdet.datasets import CocoDataset
 from mmengine.registry import init_default_scope
 from mmseg.datasets import BaseSegDataset
 from pycocotools.coco import COCO
-
-from mmgate.datasets import drawing, shapes
-from mmgate.datasets.drawing import CLASSES
-from mmgate.datasets.outlines import outlines
-from mmgate.datasets.shapes import DIFFICULTIES, render, write_shapes
+from shapes import DIFFICULTIES, render, write_shapes
 
 COUNTS = dict(num_train=12, num_val=3)
+OBJECTS = dict(num_train=12, num_val=6)
 
 
 @pytest.fixture(scope='module')
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp('data') / 'shapes'
-    assert write_shapes(folder, **COUNTS)
-    return folder
+def roots(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp('data')
+    for difficulty in DIFFICULTIES:
+        assert write_shapes(folder / difficulty, difficulty=difficulty, **COUNTS)
+    return {difficulty: folder / difficulty for difficulty in DIFFICULTIES}
 
 
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob('*') if path.is_file()}
 
 
-def test_same_seed_same_bytes_and_images_do_not_depend_on_the_count(root: Path, tmp_path: Path) -> None:
-    write_shapes(tmp_path / 'again', **COUNTS)
-    assert content(tmp_path / 'again') == content(root)
-    write_shapes(tmp_path / 'more', num_train=13, num_val=3)
-    assert (tmp_path / 'more/train/000003.jpg').read_bytes() == (root / 'train/000003.jpg').read_bytes()
-    assert not np.array_equal(render(3).image, render(3, seed=1).image)
-    assert not np.array_equal(render(3).image, render(3, split='val').image)
-
-
-@pytest.fixture(scope='module')
-def hard_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp('data') / 'hard'
-    assert write_shapes(folder, **COUNTS, difficulty='hard')
-    return folder
-
-
 def test_plain_images_are_those_of_earlier_releases() -> None:
+    """Whatever the number of images: each follows from the seed, the split, the size and its own number."""
     assert zlib.crc32(np.concatenate([render(i).image for i in range(4)]).tobytes()) == 1237789896
 
 
-def test_hard_images_have_more_smaller_hidden_objects_and_things_that_are_none() -> None:
+def test_hard_images_have_more_and_smaller_objects_and_things_that_are_none() -> None:
     plain, hard = ([render(i, difficulty=name) for i in range(40)] for name in ('plain', 'hard'))
-    count, area = (
-        (lambda s: np.mean([len(x.masks) for x in s])),
-        (lambda s: np.mean([m.sum() for x in s for m in x.masks])),
-    )
-    assert count(hard) > 2 * count(plain) and area(hard) < 0.5 * area(plain)
+    counts = [np.mean([len(scene.masks) for scene in scenes]) for scenes in (plain, hard)]
+    areas = [np.mean([mask.sum() for scene in scenes for mask in scene.masks]) for scenes in (plain, hard)]
     # saturated pixels outside of every object: plain images have hardly any
     stray = [
         np.mean([(np.ptp(x.image.astype(int), -1)[~x.masks.any(0)] > 110).mean() for x in scenes])
         for scenes in (plain, hard)
     ]
-    assert stray[1] > 5 * stray[0] and stray[1] > 0.02
-    for scene in hard:
-        assert (scene.masks.sum(0) <= 1).all(), 'two objects share a pixel'
-
-
-@pytest.mark.parametrize('difficulty', DIFFICULTIES)
-def test_masks_are_what_is_seen(monkeypatch: pytest.MonkeyPatch, difficulty: str) -> None:
-    """Every surface in a colour of its own, so that the image says whose a pixel is; the later object lies on top."""
-    levels = np.array([0, 85, 170, 255])  # so far apart that noise changes none
-    labels: list[int] = []
-    full: dict[int, np.ndarray] = {}
-
-    def texture(rng: np.random.Generator, label: int, size: int) -> np.ndarray:
-        labels.append(label)
-        return np.full((size, size, 3), levels[list(np.unravel_index(len(labels), (4, 4, 4)))], float)
-
-    def shape_mask(*args: Any) -> np.ndarray:
-        full[len(labels) + 1] = drawing.shape_mask(*args)
-        return full[len(labels) + 1]
-
-    monkeypatch.setattr(shapes, 'texture', texture)
-    monkeypatch.setattr(shapes, 'shape_mask', shape_mask)
-    monkeypatch.setattr(shapes, 'background', lambda rng, size: np.zeros((size, size, 3)))
-    hidden = 0
-    for index in range(20):
-        labels.clear()
-        full.clear()
-        scene = render(index, difficulty=difficulty)
-        nearest = np.abs(scene.image[..., None].astype(int) - levels).argmin(-1)
-        seen = np.ravel_multi_index(tuple(np.moveaxis(nearest, -1, 0)), (4, 4, 4))
-        owners = []
-        for mask, label in zip(scene.masks, scene.labels, strict=True):
-            (owner,) = np.unique(seen[mask])
-            np.testing.assert_array_equal(seen == owner, mask)
-            assert labels[owner - 1] == label and not (mask & ~full[owner]).any()
-            assert mask.sum() >= max(DIFFICULTIES[difficulty].min_visible * full[owner].sum(), 40)
-            hidden += mask.sum() < full[owner].sum()
-            owners.append(owner)
-        assert owners == sorted(owners)
-        rest = set(np.unique(seen)) - {0, *owners}
-        assert not rest & set(full), 'an object without a mask'
-        assert difficulty == 'hard' or not rest, 'plain images have no fragments'
-    assert hidden > 3
-
-
-def test_folders_of_releases_without_difficulty_are_known_again(root: Path, tmp_path: Path) -> None:
-    shutil.copytree(root, tmp_path / 'old')
-    stamp = tmp_path / 'old/shapes.json'
-    stamp.write_text(json.dumps({k: v for k, v in json.loads(stamp.read_text()).items() if k != 'difficulty'}))
-    assert not write_shapes(tmp_path / 'old', **COUNTS)
-    with pytest.raises(FileExistsError, match='--force'):
-        write_shapes(tmp_path / 'old', **COUNTS, difficulty='hard')
+    assert counts[1] > 2 * counts[0] and areas[1] < 0.5 * areas[0] and stray[1] > max(5 * stray[0], 0.02)
+    assert all((scene.masks.sum(0) <= 1).all() for scene in hard), 'two objects share a pixel'
 
 
 @pytest.mark.parametrize('split, count', [('train', 12), ('val', 3)])
 @pytest.mark.parametrize('difficulty', DIFFICULTIES)
-def test_annotations_are_right_to_the_pixel(
-    root: Path, hard_root: Path, difficulty: str, split: str, count: int
-) -> None:
-    root = {'plain': root, 'hard': hard_root}[difficulty]
+def test_annotations_are_right_to_the_pixel(roots: dict[str, Path], difficulty: str, split: str, count: int) -> None:
+    root = roots[difficulty]
     coco = COCO(str(root / f'annotations/instances_{split}.json'))
     ade = {'train': 'training', 'val': 'validation'}[split]
     assert len(coco.imgs) == count
@@ -137,8 +67,7 @@ def test_annotations_are_right_to_the_pixel(
         assert len(annotations) == len(scene.masks)
         expected = np.zeros((128, 128), np.uint8)
         for annotation, mask, label in zip(annotations, scene.masks, scene.labels, strict=True):
-            decoded = coco.annToMask(annotation).astype(bool)
-            np.testing.assert_array_equal(decoded, mask)
+            np.testing.assert_array_equal(coco.annToMask(annotation).astype(bool), mask)
             rows, columns = np.nonzero(mask)
             box = [columns.min(), rows.min(), np.ptp(columns) + 1, np.ptp(rows) + 1]
             assert annotation['bbox'] == box and annotation['area'] == mask.sum()
@@ -147,36 +76,18 @@ def test_annotations_are_right_to_the_pixel(
         np.testing.assert_array_equal(semantic, expected)
 
 
-@pytest.mark.parametrize(
-    'picture',
-    [
-        ['#'],
-        ['###', '#.#', '###'],
-        ['##.', '.##', '##.'],
-        ['#.#', '###', '#.#'],
-        ['#.', '.#'],
-        ['####', '#..#', '#.##', '####'],
-        ['####', '#.##', '##.#', '####'],
-    ],
-    ids=['pixel', 'hole', 'zigzag', 'h', 'diagonal', 'large_hole', 'holes_that_touch'],
-)
-def test_outlines_cover_exactly(picture: list[str]) -> None:
-    mask = np.array([[c == '#' for c in row] for row in picture])
-    coco = COCO()
-    coco.imgs = {1: dict(height=mask.shape[0], width=mask.shape[1])}
-    np.testing.assert_array_equal(coco.annToMask(dict(image_id=1, segmentation=outlines(mask))), mask)
-
-
-def test_stock_datasets_read_it(root: Path) -> None:
+def test_stock_datasets_read_it(roots: dict[str, Path]) -> None:
+    root, scene = roots['plain'], render(2)
     init_default_scope('mmdet')
     detection = CocoDataset(
         data_root=str(root),
         ann_file='annotations/instances_train.json',
         data_prefix=dict(img='train/'),
         metainfo=dict(classes=CLASSES),
-        pipeline=[],
+        pipeline=[dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', with_bbox=True, with_mask=True)],
     )
-    assert len(detection) == 12 and len(detection.get_data_info(1)['instances']) == len(render(1).labels)
+    assert len(detection) == 12
+    np.testing.assert_array_equal(detection[2]['gt_masks'].masks, scene.masks)
     init_default_scope('mmseg')
     segmentation = BaseSegDataset(
         img_suffix='.jpg',
@@ -187,38 +98,71 @@ def test_stock_datasets_read_it(root: Path) -> None:
         pipeline=[dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', reduce_zero_label=True)],
     )
     assert len(segmentation) == 12
-    sample = segmentation[2]
-    scene = render(2)
     label_map = np.full((128, 128), 255)
     for mask, label in zip(scene.masks, scene.labels, strict=True):
         label_map[mask] = label
-    np.testing.assert_array_equal(sample['gt_seg_map'], label_map)
-
-
-def test_existing_folders_are_kept_or_refused(root: Path, tmp_path: Path) -> None:
-    before = content(root)
-    assert not write_shapes(root, **COUNTS)
-    with pytest.raises(FileExistsError, match='--force'):
-        write_shapes(root, **COUNTS, seed=5)
-    assert content(root) == before
-    foreign = tmp_path / 'coco'
-    foreign.mkdir()
-    (foreign / 'precious.txt').write_text('x')
-    with pytest.raises(FileExistsError, match='no data set of this kind'):
-        write_shapes(foreign, **COUNTS, force=True)
-    assert content(foreign) == {'precious.txt': b'x'}
-    write_shapes(tmp_path / 's', num_train=1, num_val=1)
-    assert write_shapes(tmp_path / 's', num_train=2, num_val=1, force=True)
-    assert json.loads((tmp_path / 's/shapes.json').read_text())['num_train'] == 2
-    assert sorted(p.name for p in tmp_path.iterdir()) == ['coco', 's']
+    np.testing.assert_array_equal(segmentation[2]['gt_seg_map'], label_map)
 
 
 @pytest.mark.parametrize(
-    'arguments',
-    [dict(num_train=0), dict(num_val=-1), dict(size=32), dict(seed=-1), dict(difficulty='odd')],
-    ids=lambda d: next(iter(d)),
+    'write, counts', [(write_shapes, COUNTS), (write_shapes_folder, OBJECTS)], ids=['coco', 'imagenet']
 )
-def test_bad_arguments(arguments: dict, tmp_path: Path) -> None:
+def test_existing_folders_are_kept_or_refused(write: Any, counts: dict[str, int], tmp_path: Path) -> None:
+    root = tmp_path / 'shapes'
+    assert write(root, **counts)
+    before = content(root)
+    assert not write(root, **counts)
+    with pytest.raises(FileExistsError, match='--force'):
+        write(root, **counts, seed=5)
+    assert content(root) == before
+    (tmp_path / 'other').mkdir()
+    (tmp_path / 'other/precious.txt').write_text('x')
+    with pytest.raises(FileExistsError, match='no data set of this kind'):
+        write(tmp_path / 'other', **counts, force=True)
+    assert content(tmp_path / 'other') == {'precious.txt': b'x'}
+    assert write(root, **counts, seed=5, force=True)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ['other', 'shapes']
+
+
+def test_folders_of_releases_without_difficulty_are_known_again(tmp_path: Path) -> None:
+    write_shapes(tmp_path / 'old', **COUNTS)
+    stamp = tmp_path / 'old/shapes.json'
+    stamp.write_text(json.dumps({k: v for k, v in json.loads(stamp.read_text()).items() if k != 'difficulty'}))
+    assert not write_shapes(tmp_path / 'old', **COUNTS)
+    with pytest.raises(FileExistsError, match='--force'):
+        write_shapes(tmp_path / 'old', **COUNTS, difficulty='hard')
+
+
+@pytest.mark.parametrize(
+    'write, arguments',
+    [
+        *((write_shapes, given) for given in (dict(num_train=0), dict(num_val=-1), dict(size=32), dict(seed=-1))),
+        (write_shapes, dict(difficulty='odd')),
+        (write_shapes_folder, dict(num_train=3)),
+    ],
+    ids=str,
+)
+def test_bad_arguments(write: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='must be'):
-        write_shapes(tmp_path / 'x', **arguments)
+        write(tmp_path / 'x', **arguments)
     assert not list(tmp_path.iterdir())
+
+
+def test_digits(tmp_path: Path) -> None:
+    pytest.importorskip('sklearn', reason='the digits come with scikit-learn')
+    assert write_digits(tmp_path / 'digits') and not write_digits(tmp_path / 'digits')
+    counts = [len(list((tmp_path / f'digits/{split}').glob('*/*.png'))) for split in ('train', 'val')]
+    assert sum(counts) == 1797 and abs(counts[1] / 1797 - 0.2) < 0.01
+    assert cv2.imread(str(next((tmp_path / 'digits/val/7').iterdir()))).shape == (32, 32, 3)
+
+
+@needs_mmpretrain
+def test_mmpretrain_reads_them(tmp_path: Path) -> None:
+    from mmpretrain.datasets import CustomDataset
+
+    write_shapes_folder(tmp_path / 'shapes', **OBJECTS)
+    classes = sorted(CLASSES)  # a folder's place in the alphabet is its label
+    data = CustomDataset(data_root=str(tmp_path / 'shapes'), data_prefix='train', metainfo=dict(classes=classes))
+    assert len(data) == 12
+    for info in map(data.get_data_info, range(len(data))):
+        assert Path(info['img_path']).parent.name == classes[info['gt_label']]

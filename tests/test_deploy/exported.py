@@ -13,10 +13,10 @@ from conftest import ROOT, TORCH
 from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
 from mmengine.registry import MODELS, init_default_scope
+from shapes import write_shapes
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.datasets.shapes import write_shapes
 
 exports = pytest.mark.skipif(TORCH < (2, 9), reason='whole models are exported by torch 2.9 or newer')
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from conftest import ROOT
 from exported import FAMILIES, batches, build, exports
+from shapes import write_shapes
 
-from mmgate.datasets.shapes import write_shapes
 from mmgate.deploy.export import export
 
 pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')

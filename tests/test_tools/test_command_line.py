@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.config import Config
+from shapes import write_shapes
 from test_end_to_end import CONFIG
 
-from mmgate.datasets.shapes import write_shapes
 from mmgate.train import cli
 
 ON_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason='runs here')

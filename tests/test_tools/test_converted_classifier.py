@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, needs_mmpretrain
+from image_folders import write_shapes_folder
 from published_cswin import SMALL, random_cswin
-
-from mmgate.datasets.image_folders import write_shapes_folder
 
 CONFIG = f"""
 _base_ = {str(ROOT / 'configs/agent/classification/agent-cswin-t_8xb128-300e_in1k.py')!r}

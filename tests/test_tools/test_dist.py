@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from shapes import write_shapes
 from test_end_to_end import CONFIG
 from test_environment import SEGMENTOR
 from torch import Tensor
-
-from mmgate.datasets.shapes import write_shapes
 
 pytestmark = pytest.mark.slow
 NOTES = '''

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-
-from mmgate.datasets.shapes import write_shapes
+from shapes import write_shapes
 
 DEMO = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 CONFIG = f"""

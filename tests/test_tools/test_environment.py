@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+from shapes import write_shapes
 from test_end_to_end import CONFIG
-
-from mmgate.datasets.shapes import write_shapes
 
 BLOCK = 'import sys; sys.modules.update({name: None for name in %r}); '
 USE = {

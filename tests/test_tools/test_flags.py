@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.config import Config
+from shapes import write_shapes
 from test_end_to_end import CONFIG
 
-from mmgate.datasets.shapes import write_shapes
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
+import re
 import shutil
 from pathlib import Path
 
@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from conftest import ROOT, needs_mmpretrain, over_shapes, tool
 from mmengine.structures import BaseDataElement
+from shapes import write_shapes
 
 import mmgate  # noqa: F401
 from mmgate.analysis.figures.maps import seen_part
 from mmgate.analysis.loading import UNTRAINED
-from mmgate.datasets.shapes import write_shapes
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
 
@@ -166,30 +166,12 @@ def test_efficiency_of_what_rules_gate(configs: dict[str, str], tmp_path: Path) 
     assert any(type(module).__name__.startswith('SDPAGated') for module in built.modules())
 
 
-def test_refusal_names_what_the_model_has(
-    configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [configs['detr'], UNTRAINED, '--out', str(tmp_path)]
-    assert cli.main(tool('plot_agents').main, arguments) == 2
-    error = capsys.readouterr().err
-    assert 'detr: A picture of agents needs a model with agent tokens; DeformableDETR has' in error
-    assert 'sampling points (4 modules' in error and 'plot_sampling_points.py' in error
-
-
-def test_compare_runs_pairs_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, value in enumerate((30.0, 40.0, 32.0, 43.0)):
-        log = tmp_path / str(number) / '20260101_000000/vis_data/scalars.json'
-        log.parent.mkdir(parents=True)
-        log.write_text(
-            '\n'.join(json.dumps(row) for row in (dict(loss=1, time=0.5, memory=9), dict(mIoU=value, step=1)))
-        )
-    groups = [f'a={tmp_path}/0,{tmp_path}/1', f'b={tmp_path}/2,{tmp_path}/3']
-    assert cli.main(tool('compare_runs').main, [*groups, '--out', str(tmp_path / 'out')]) == 0
-    assert '| b | 2 | 37.500 | 7.778 | a | 2.500 | -3.853 to 8.853 | 0.126 |' in capsys.readouterr().out
-    assert cli.main(tool('compare_runs').main, [str(tmp_path / 'none'), '--out', 'x']) == 2
-    twice = f'a={tmp_path}/0,{tmp_path}/0'
-    assert cli.main(tool('compare_runs').main, [twice, '--out', 'x']) == 2
-    assert 'given twice' in capsys.readouterr().err
+def write_log(folder: Path, seed: int, value: float) -> Path:
+    log = folder / '20260101_000000/vis_data/scalars.json'
+    log.parent.mkdir(parents=True)
+    log.write_text(f'{{"loss": 1, "time": 0.5, "memory": 9}}\n{{"mIoU": {value}, "step": 1}}')
+    log.with_name('config.py').write_text(f"randomness = {{'seed': {seed}}}")
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -201,59 +183,55 @@ def test_compare_runs_pairs_seeds(tmp_path: Path, capsys: pytest.CaptureFixture[
     ],
     ids=['paired', 'other seeds', 'fewer'],
 )
-def test_compare_runs_says_what_is_no_pair(
+def test_compare_runs_pairs_seeds(
     seeds: tuple[int, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = [tmp_path / name for name in ('0', '1', 'lr=0.1', '3')[: len(seeds)]]
-    for folder, seed in zip(folders, seeds, strict=True):
-        log = folder / '20260101_000000/vis_data/scalars.json'
-        log.parent.mkdir(parents=True)
-        log.write_text(f'{{"mIoU": {30 + seed}, "step": 1}}')
-        log.with_name('config.py').write_text(f"randomness = {{'seed': {seed}}}")
-    groups = [f'a={folders[0]},{folders[1]}']
-    groups.append(str(folders[2]) if len(seeds) == 3 else f'b={folders[2]},{folders[3]}')
+    runs = zip(('0', '1', 'lr=0.1', '3'), seeds, (30.0, 40.0, 32.0, 43.0), strict=False)
+    folders = [str(write_log(tmp_path / name, seed, value)) for name, seed, value in runs]
+    groups = [f'a={",".join(folders[:2])}', folders[2] if len(seeds) == 3 else f'b={",".join(folders[2:])}']
     assert cli.main(tool('compare_runs').main, [*groups, '--out', str(tmp_path / 'out')]) == 0
-    error = capsys.readouterr().err
-    assert said in error if said else 'warning' not in error
+    printed = capsys.readouterr()
+    assert said in printed.err if said else 'warning' not in printed.err
+    if len(seeds) == 4:
+        assert '| b | 2 | 37.500 | 7.778 | a | 2.500 | -3.853 to 8.853 | 0.126 |' in printed.out
+    for wrong, reason in ((str(tmp_path / 'none'), 'is no work dir'), (f'a={folders[0]},{folders[0]}', 'given twice')):
+        assert cli.main(tool('compare_runs').main, [wrong, '--out', 'x']) == 2
+        assert reason in capsys.readouterr().err
 
 
 def test_report_draws_every_pair_and_trains_only_what_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tools that it calls are tried above; here they leave a picture and a log."""
+    """The tools that it calls are tried above; here they leave a picture and a log. The page needs nothing else."""
     report, calls = tool('report'), []
 
     def run(command: list[str]) -> None:
         calls.append(command)
-        if command[:2] == ['-m', 'mmgate.tools.train']:
-            work_dir = Path(command[command.index('--work-dir') + 1])
-            log = work_dir / '20260101_000000/vis_data/scalars.json'
-            log.parent.mkdir(parents=True, exist_ok=True)
-            log.write_text('{"loss": 1, "time": 0.5}\n{"mIoU": 9, "coco/bbox_mAP": 0.5, "step": 1}')
+        if command[0] == '-m':
+            work_dir = write_log(Path(command[command.index('--work-dir') + 1]), 0, 9)
             (work_dir / 'last_checkpoint').write_text(str(work_dir / 'epoch_1.pth'))
             (work_dir / Path(command[2]).name).write_text('train_cfg = dict(max_epochs=1)')
-        else:
+        elif '--out' in command:
             out = Path(command[command.index('--out') + 1])
             out.mkdir(parents=True)
-            shutil.copy(ROOT / 'configs/plug/deformable_detr/demo.jpg', out / f'{Path(command[0]).stem}.png')
+            shutil.copy(ROOT / 'configs/plug/deformable_detr/demo.jpg', out / f'<{Path(command[0]).stem}>.png')
 
     monkeypatch.setattr(report, 'run', run)
-    monkeypatch.setattr(report, 'write_shapes', lambda folder: False)
     monkeypatch.chdir(ROOT)
     arguments = ['--work-dirs', str(tmp_path / 'runs'), '--out']
     assert cli.main(report.main, [*arguments, str(tmp_path / 'a')]) == 0
-    trained = [call for call in calls if call[0] == '-m']
-    assert len(trained) == 7 == len({call[2] for call in trained})
-    drawn = [call for call in calls if call[0] != '-m']
-    for call in drawn:
-        assert Path(call[0]).is_file(), call[0]
+    trained, drawn = ([call for call in calls if word in call] for word in ('mmgate.tools.train', '--out'))
+    assert len(trained) == 7 == len({call[2] for call in trained}) and len(calls) == 8 + len(drawn)
+    assert all(Path(call[0]).is_file() for call in calls if call not in trained)
     against = next(call for call in drawn if 'sampling_points' in call[0])
     assert against[against.index('--against') + 1] == report.VANILLA_DETR
     page = (tmp_path / 'a/index.html').read_text()
-    assert page.count('<img') == len(drawn) and page.count('<table') == 3
+    assert page.count('<img') == len(drawn) and page.count('<table') == 3 and '<td>9</td>' in page
+    assert not re.search(r'(src|href)="(?!data:|#)', page) and 'alt="&lt;plot_gates&gt;"' in page
     calls.clear()
-    stopped = tmp_path / 'runs' / Path(report.DETR).stem / Path(report.DETR).name
-    stopped.write_text('train_cfg = dict(max_epochs=2)')
+    stopped = tmp_path / 'runs' / Path(report.DETR).stem
+    (stopped / Path(report.DETR).name).write_text('train_cfg = dict(max_epochs=2)')
+    shutil.rmtree(stopped / '20260101_000000')
     assert cli.main(report.main, [*arguments, str(tmp_path / 'b')]) == 0
-    assert [call[2] for call in calls if call[0] == '-m'] == [report.DETR] and '--resume' in calls[0] + calls[1]
-    assert len(calls) == len(drawn) + 1
+    (again,) = (call for call in calls if call[0] == '-m')
+    assert again[2] == report.DETR and '--resume' in again

@@ -13,10 +13,10 @@ from typing import Any
 import cv2
 import pytest
 from conftest import ROOT
+from shapes import write_shapes
 from test_end_to_end import CONFIG
 from test_environment import SEGMENTOR
 
-from mmgate.datasets.shapes import write_shapes
 from mmgate.train import cli
 
 LOADERS = """

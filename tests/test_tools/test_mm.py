@@ -12,8 +12,8 @@ import torch
 from conftest import ROOT
 from mmengine.fileio import dump
 from mmengine.logging import HistoryBuffer
+from shapes import write_shapes
 
-from mmgate.datasets.shapes import write_shapes
 from mmgate.errors import ConfigError
 from mmgate.tools import mm
 

@@ -9,9 +9,9 @@ import torch
 from conftest import ROOT, tool
 from mmengine.config import Config
 from mmengine.fileio import load
+from shapes import write_shapes
 
 from mmgate.checkpoints.gates_file import read_gates
-from mmgate.datasets.shapes import write_shapes
 from mmgate.train import cli
 
 DEMO = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'

@@ -4,17 +4,185 @@ Example: compare_runs.py vanilla=work_dirs/v0,work_dirs/v1 plug=work_dirs/p0,wor
 """
 
 import argparse
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from mmengine.config import Config
 
 import mmgate  # noqa: F401
+from mmgate.analysis.figures.style import COLOURS, layer_axis, legend, panels, save
 from mmgate.analysis.loading import write_csv
-from mmgate.analysis.report.runs import Run, as_table, choose_metric, draw_curves_of_runs, read_run, summary
 from mmgate.errors import ConfigError
 from mmgate.train import cli
+
+METRICS = ('coco/bbox_mAP', 'coco/segm_mAP', 'mIoU', 'accuracy/top1')  # what is compared unless one is named
+CONFIDENCE = 0.95
+NAN = float('nan')
+
+
+@dataclass(frozen=True)
+class Run:
+    """The log of one run.
+
+    Attributes:
+        folder: Its work dir.
+        curves: By metric, ``(steps, values)`` of its validations.
+        seconds: Median seconds of a training step; NaN without one.
+        memory: Largest memory that mmengine logged, in MB, of GPU; NaN without one.
+        seed: Of its config, None if it says nothing.
+    """
+
+    folder: Path
+    curves: dict[str, tuple[list[int], list[float]]]
+    seconds: float
+    memory: float
+    seed: int | None = None
+
+    def final(self, metric: str) -> float:
+        """Return the last value of a metric.
+
+        Raises:
+            ConfigError: The run was never validated by it.
+        """
+        if metric not in self.curves:
+            raise ConfigError(f'{self.folder} has no {metric}; it has {", ".join(self.curves) or "no validation"}.')
+        return self.curves[metric][1][-1]
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read the logs below a work dir; where it was resumed, a later log replaces the same step of an earlier one.
+
+    Raises:
+        ConfigError: There is no log.
+    """
+    folder = Path(folder)
+    logs = sorted(folder.glob('*/vis_data/scalars.json'))
+    if not logs:
+        raise ConfigError(f'{folder} is no work dir of a run: there is no */vis_data/scalars.json in it.')
+    curves: dict[str, dict[int, float]] = {}
+    seconds, memory = [], []
+    for log in logs:
+        for line in log.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError:  # the last one of a run that was killed
+                continue
+            if 'loss' in row:
+                seconds.append(row.get('time', np.nan))
+                memory.append(row.get('memory', np.nan))
+                continue
+            for name, value in row.items():
+                other = name in ('step', 'time', 'data_time') or name.startswith('gate')  # GateStatisticsHook's
+                if not other and isinstance(value, (int, float)):
+                    curves.setdefault(name, {})[int(row.get('step', 0))] = float(value)
+    listed = {name: (sorted(points), [points[s] for s in sorted(points)]) for name, points in curves.items()}
+    middle = NAN if np.isnan(seconds).all() else float(np.nanmedian(seconds))
+    largest = NAN if np.isnan(memory).all() else float(np.nanmax(memory))
+    return Run(folder, listed, middle, largest, _seed(logs[-1].with_name('config.py')))
+
+
+def _seed(config: Path) -> int | None:
+    """Return the seed in the config that mmengine wrote beside a log."""
+    if not config.is_file():
+        return None
+    return (Config.fromfile(config, import_custom_modules=False).get('randomness') or {}).get('seed')
+
+
+def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
+    """Return ``metric``, or the first of :data:`METRICS` that every run has.
+
+    Raises:
+        ConfigError: There is none, or a run does not have the one asked for.
+    """
+    shared = set.intersection(*(set(run.curves) for run in runs))
+    if metric is None:
+        metric = next((name for name in METRICS if name in shared), None)
+    if metric is None or metric not in shared:
+        wanted = f'the metric {metric}' if metric else f'one of {", ".join(METRICS)}'
+        raise ConfigError(f'not every run has {wanted}; they share {", ".join(sorted(shared)) or "none"} (--metric).')
+    return metric
+
+
+UNKNOWN = dict.fromkeys(('difference', 'standard_error', 'low', 'high', 'p'), NAN)
+
+
+def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
+    """Return the mean difference of ``values`` and ``baseline``, pairs of one seed each; what is not known is NaN.
+
+    Returns:
+        ``difference``; of two pairs or more its ``standard_error``, the ends ``low`` and ``high`` of Student's 95 %
+        interval, and ``p`` of a two-sided paired t-test. Pairs that all differ alike, as rounded figures of few seeds
+        may, say nothing of the spread, so that they have no interval.
+
+    Raises:
+        ValueError: The two are not of one length.
+    """
+    if len(values) != len(baseline) or not values:
+        raise ValueError(f'{len(values)} and {len(baseline)} values make no pairs; give each group the same seeds.')
+    from scipy.stats import t
+
+    differences = np.asarray(values, np.float64) - np.asarray(baseline, np.float64)
+    mean, count = float(differences.mean()), len(differences)
+    if count == 1:
+        return dict(UNKNOWN, difference=mean)
+    error = float(differences.std(ddof=1) / count**0.5)
+    if error < 1e-9 * np.abs(differences).max() or error == 0:  # 0.3 - 0.2 is not 0.2 - 0.1
+        return dict(UNKNOWN, difference=mean, standard_error=0.0)
+    reach, p = error * float(t.ppf((1 + CONFIDENCE) / 2, count - 1)), float(2 * t.sf(abs(mean / error), count - 1))
+    return dict(difference=mean, standard_error=error, low=mean - reach, high=mean + reach, p=p)
+
+
+def summary(
+    groups: Mapping[str, Sequence[float]], baselines: Mapping[str, str] | None = None
+) -> list[dict[str, float | str | int]]:
+    """Return a row a group: mean, spread, and the paired difference to another group where seeds are as many.
+
+    Args:
+        groups: By name, a value for each seed, in one order of seeds.
+        baselines: By name, what a group is compared with (default: the first one).
+    """
+    first = next(iter(groups))
+    rows: list[dict[str, Any]] = []
+    for name, values in groups.items():
+        other = (baselines or {}).get(name, first)
+        paired = name != other and len(values) == len(groups[other])
+        mean, spread = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else NAN
+        row = dict(name=name, runs=len(values), mean=mean, std=spread, against=other if paired else '-')
+        rows.append({**row, **(paired_difference(values, groups[other]) if paired else UNKNOWN)})
+    return rows
+
+
+def as_table(rows: Sequence[dict[str, float | str | int]]) -> str:
+    """Return a Markdown table; what is not a number is a dash."""
+    lines = ['| | runs | mean | std | against | difference | 95 % interval | p |', '|---' * 8 + '|']
+    for row in rows:
+        shown = {k: v if not isinstance(v, float) else '-' if np.isnan(v) else f'{v:.3f}' for k, v in row.items()}
+        shown['interval'] = '-' if shown['low'] == '-' else f'{shown["low"]} to {shown["high"]}'
+        keys = ('name', 'runs', 'mean', 'std', 'against', 'difference', 'interval', 'p')
+        lines.append(f'| {" | ".join(str(shown[key]) for key in keys)} |')
+    return '\n'.join(lines)
+
+
+def draw_curves_of_runs(groups: dict[str, list[Run]], metric: str, out: Path) -> Path:
+    """Draw a metric over the steps: each run thin, the mean of a group thick; return the path."""
+    figure, ((axis,),) = panels(1, 1, height=3.2, width=5.0)
+    for number, (name, runs) in enumerate(groups.items()):
+        colour = COLOURS[number % len(COLOURS)]
+        curves = [run.curves[metric] for run in runs]
+        for steps, values in curves:
+            axis.plot(steps, values, color=colour, linewidth=0.7, alpha=0.5)
+        shared = sorted(set.intersection(*(set(steps) for steps, _ in curves)))
+        means = [np.mean([values[steps.index(s)] for steps, values in curves]) for s in shared]
+        axis.plot(shared, means, color=colour, marker='o', markersize=3.5, label=f'{name} (n = {len(runs)})')
+    axis.set_ylabel(metric)
+    layer_axis(axis, 'step (epoch or iteration) of the validation')
+    legend(figure, axis.get_legend_handles_labels()[0], columns=1 if len(groups) < 4 else 2)
+    return save(figure, out)
 
 
 def main(argv: list[str]) -> None:

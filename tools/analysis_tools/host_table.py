@@ -2,16 +2,149 @@
 
 import argparse
 import logging
+import re
 import sys
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
+from mmengine.config import Config
+
 import mmgate  # noqa: F401
-from mmgate.analysis.report.host_table import PACKAGES, hosts_in, markdown, zoo
+from mmgate.analysis.report.structure import build_structure, list_attention
 from mmgate.errors import ConfigError
+from mmgate.hosts import adapter_for, gates_for
 from mmgate.train import cli
 
 README = Path(__file__).parents[2] / 'configs/README.md'
 BEGIN, END = '<!-- host_table.py begins -->\n', '<!-- host_table.py ends -->\n'
+PACKAGES = ('mmdet', 'mmseg')
+SKIPPED = ('_base_', 'common', 'dsdl', 'empirical_attention', 'misc', 'selfsup_pretrain', 'timm_example')
+REASONS = {  # of a class without an adapter
+    'ChannelAttention': 'weighs channels, there are no queries and keys',
+    'CrissCrossAttention': 'attends along rows and columns without forming heads',
+    'GeneralizedAttention': 'a sum of up to four terms, of which only one is a product of queries and keys',
+    'MSCAAttention': 'a sum of convolutions, there are no queries and keys',
+    'MSCASpatialAttention': 'convolutions around MSCAAttention',
+}
+
+
+@dataclass
+class Host:
+    """The attentions of one config whose names differ in numbers only.
+
+    Attributes:
+        package: ``'mmdet'`` or ``'mmseg'``.
+        config: The config, below the package's configs.
+        path: The pattern for a rule.
+        kind: The attentions' class.
+        count: How many match.
+        gates: The gates that fit, and how many of the attentions each fits.
+        refusals: Why a gate does not fit, by its name.
+    """
+
+    package: str
+    config: str
+    path: str
+    kind: str
+    count: int = 0
+    gates: dict[str, int] = field(default_factory=dict)
+    refusals: dict[str, str] = field(default_factory=dict)
+
+
+def configs_of(package: str) -> Path:
+    """Return the folder of a package's configs, which need not be there."""
+    spec = find_spec(package)
+    return Path((spec and spec.origin) or '').parent / '.mim/configs'
+
+
+def zoo(package: str) -> Iterator[str]:
+    """Yield one config of every architecture and family of backbones in the zoo of ``package``; none without it."""
+    root = configs_of(package)
+    seen: set[tuple[str, ...]] = set()
+    # short names first: they are the plain configs
+    for path in sorted(root.glob('*/*.py'), key=lambda path: (path.parent.name, len(path.name), path.name)):
+        words = path.stem.split('_')
+        families = [re.match('[a-z]*', word) for word in words[1:3]]  # of backbone and head, without their sizes
+        key = (path.parent.name, *(family.group() for family in families if family))
+        if path.parent.name not in SKIPPED and key not in seen:
+            seen.add(key)
+            yield path.relative_to(root).as_posix()
+
+
+def hosts_in(package: str, config: str) -> list[Host]:
+    """Return the attentions of a config's model.
+
+    Raises:
+        ConfigError: The config's model cannot be built here.
+    """
+    root = configs_of(package)
+    try:
+        cfg = Config.fromfile(root / config)
+        if 'model' not in cfg:
+            return []
+        model = build_structure(cfg)
+    except (ConfigError, ImportError, OSError) as error:  # its custom_imports, or a base that the zoo lacks
+        why = shortened(str(error).removeprefix(f'the model of {root / config} '), root)
+        raise ConfigError(f'`{package}::{config}`: {why}') from error
+    hosts: dict[tuple[str, str], Host] = {}
+    for attention in list_attention(model):
+        path = re.sub(r'\d+(?=\.|$)', '*', attention.path)
+        if attention.inside:
+            continue
+        host = hosts.setdefault((path, attention.kind), Host(package, config, path, attention.kind))
+        host.count += 1
+        module = model.get_submodule(attention.path)
+        for gate in gates_for(module):
+            try:
+                adapter_for(gate, module)(gate, deepcopy(module))  # type: ignore[misc]
+            except ValueError as error:
+                host.refusals[gate.__name__] = str(error)
+                continue
+            except TypeError:  # an option without a default
+                pass
+            host.gates[gate.__name__] = host.gates.get(gate.__name__, 0) + 1
+    return list(hosts.values())
+
+
+def shortened(message: str, root: Path) -> str:
+    """Return the first line of an error about the zoo in ``root``, without what differs from machine to machine."""
+    line = message.splitlines()[0].replace(f'{root}/', '').replace(f'{root.parents[2]}/', '')
+    return re.sub(r'\s+', ' ', line.partition(', the current sys.path')[0]).strip()
+
+
+def markdown(hosts: list[Host], unbuilt: list[str]) -> str:
+    """Return the table, one row for all architectures that have the same, and under it what could not be built."""
+    rows: dict[tuple[str, str, str, str], list[str]] = {}
+    for host in hosts:
+        folders = rows.setdefault((host.package, host.path, host.kind, _cell(host)), [])
+        folder = host.config.split('/')[0]
+        if folder not in folders:
+            folders.append(folder)
+    lines = ['| zoo | architectures | path | attention | gates that fit |', '|---|---|---|---|---|']
+    for (package, path, kind, cell), folders in rows.items():
+        lines.append(f'| {package} | {", ".join(folders)} | `{path}` | {kind} | {cell} |')
+    if unbuilt:
+        lines += ['', 'Not built here:', '', *(f'- {line}' for line in unbuilt)]
+    return '\n'.join(lines) + '\n'
+
+
+def _cell(host: Host) -> str:
+    if not host.gates and not host.refusals:
+        return f'none: {REASONS.get(host.kind, "no adapter")}'
+    fits = [f'`{gate}`{" (not all)" if gate in host.refusals else ""}' for gate in sorted(host.gates)]
+    return ' '.join([', '.join(fits) or 'none', *(f'<br>{reason}' for reason in reasons(host.refusals))])
+
+
+def reasons(refusals: dict[str, str]) -> list[str]:
+    """Return why gates do not fit, each reason once behind the gates that give it."""
+    gates: dict[str, list[str]] = {}
+    for gate in sorted(refusals):
+        reason = refusals[gate].removeprefix(f'{gate} ')
+        gates.setdefault(reason, []).append(gate)
+    return [f'{", ".join(names)}: {reason}' for reason, names in gates.items()]
 
 
 def main(argv: list[str]) -> None:

@@ -4,17 +4,19 @@ A model without a checkpoint below the work dirs is trained first, by tools/trai
 """
 
 import argparse
+import base64
+import html
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from compare_runs import choose_metric, read_run
 from mmengine.config import Config
 
 import mmgate  # noqa: F401
-from mmgate.analysis.report.gallery import Section, write_gallery
-from mmgate.analysis.report.runs import choose_metric, read_run
-from mmgate.datasets.shapes import write_shapes
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 
@@ -41,6 +43,27 @@ PICTURES = (  # tool, model, the one beside it, what one sees
     ('kv_rank', SAGA, None, 'Rank of the map K^T V.'),
 )
 
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 72rem; padding: 1rem; }
+h2 { border-top: 1px solid #8884; margin-top: 2.5rem; padding-top: 1rem; }
+nav { display: flex; flex-wrap: wrap; gap: .25rem 1rem; }
+figure { margin: 1rem 0; } figcaption, code { overflow-wrap: anywhere; }
+img { background: #fff; height: auto; max-width: 100%; }
+.wide { overflow-x: auto; } th, td { padding: .3rem .8rem .3rem 0; text-align: left; white-space: nowrap; }
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page: heading, what one sees, what made it, PNG files, and the rows of a table, of equal keys."""
+
+    title: str
+    text: str
+    command: str
+    pictures: Sequence[Path]
+    table: Sequence[Mapping[str, Any]] = ()
+
 
 def main(argv: list[str]) -> None:
     """Parse arguments, train what is missing, draw, write the page."""
@@ -54,7 +77,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if not Path(DETR).is_file():
         raise ConfigError(f'{DETR} is not here: run this from the root of a checkout of mmgate.')
-    write_shapes('data/shapes')
+    run([str(TOOLS.parent / 'dataset_converters/make_shapes.py'), 'data/shapes', '--num-objects', '0'])
     configs = [config for family in FAMILIES.values() for config in family]
     checkpoints = {config: checkpoint_of(config, args.work_dirs, args.train_options) for config in configs}
     sections = [runs_of(family, of, args) for family, of in FAMILIES.items()]
@@ -65,7 +88,7 @@ def main(argv: list[str]) -> None:
         sections.append(drawn(title, text, command, args.out / f'{number}'))
     command, text = ['plot_efficiency', PVT, AGENT, SAGA, '--sizes', *args.sizes], 'Throughput and peak memory here.'
     sections.append(drawn('efficiency of the backbones', text, command, args.out / 'efficiency'))
-    print(write_gallery(args.out, 'What attention does in the demos, vanilla beside gated', sections))
+    print(write_page(args.out, 'What attention does in the demos, vanilla beside gated', sections))
 
 
 def checkpoint_of(config: str, work_dirs: Path, options: list[str]) -> str:
@@ -93,9 +116,8 @@ def drawn(title: str, text: str, command: list[str], out: Path) -> Section:
     for old in (*out.glob('*.png'), *out.glob('*.csv')):
         old.unlink()
     run([str(TOOLS / f'{command[0]}.py'), *command[1:], '--out', str(out)])
-    pictures = [(path, path.stem) for path in sorted(out.glob('*.png'))]
     said = f'python tools/analysis_tools/{command[0]}.py {" ".join(command[1:])} --out DIR'
-    return Section(title, text, pictures, command=said)
+    return Section(title, text, said, sorted(out.glob('*.png')))
 
 
 def runs_of(family: str, configs: tuple[str, ...], args: argparse.Namespace) -> Section:
@@ -115,6 +137,37 @@ def run(command: list[str]) -> None:
     code = subprocess.run([sys.executable, '-W', 'ignore', *command], check=False).returncode
     if code:
         raise ConfigError(f'python {" ".join(command)} ended with {code}; see above.')
+
+
+def write_page(out: Path, title: str, sections: Sequence[Section]) -> Path:
+    """Write ``out/index.html`` with every picture inside it, and return the path."""
+    links = ''.join(f'<a href="#s{n}">{html.escape(section.title)}</a>' for n, section in enumerate(sections))
+    body = '\n'.join(_section(f's{number}', section) for number, section in enumerate(sections))
+    page = (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f'<title>{html.escape(title)}</title><style>{STYLE}</style></head>\n'
+        f'<body><h1>{html.escape(title)}</h1><nav>{links}</nav>\n{body}\n</body></html>\n'
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / 'index.html'
+    path.write_text(page, encoding='utf-8')
+    return path
+
+
+def _section(anchor: str, section: Section) -> str:
+    parts = [f'<section id="{anchor}"><h2>{html.escape(section.title)}</h2>', f'<p>{html.escape(section.text)}</p>']
+    for path in section.pictures:
+        data, caption = base64.b64encode(path.read_bytes()).decode(), html.escape(path.stem)
+        picture = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
+        parts.append(f'<figure>{picture}<figcaption>{caption}</figcaption></figure>')
+    if section.table:
+        lines = [''.join(f'<th>{html.escape(str(key))}</th>' for key in section.table[0])]
+        for row in section.table:
+            shown = (f'{x:.4g}' if isinstance(x, float) else html.escape(str(x)) for x in row.values())
+            lines.append(''.join(f'<td>{cell}</td>' for cell in shown))
+        parts.append(f'<div class="wide"><table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table></div>')
+    return '\n'.join([*parts, f'<p><code>{html.escape(section.command)}</code></p></section>'])
 
 
 if __name__ == '__main__':

@@ -1,13 +1,194 @@
 """Run a study, configs times seeds, resuming what was stopped; write results.csv, table.md and curves.png."""
 
 import argparse
+import json
+import subprocess
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from compare_runs import as_table, draw_curves_of_runs, paired_difference, read_run, summary
 
 import mmgate  # noqa: F401
-from mmgate.analysis.report.study import read_study, report_study, run_study
+from mmgate.analysis.loading import write_csv
 from mmgate.errors import ConfigError
 from mmgate.train import cli
+from mmgate.train.config_file import read_config
+
+RESULT, SETTINGS = 'result.json', 'settings.json'
+KEYS = {'runs', 'seeds', 'metric', 'options', 'budgets', 'baselines', 'interactions'}
+Execute = Callable[[list[str]], None]
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a study's file says.
+
+    Attributes:
+        path: The file.
+        runs: By name, a config.
+        seeds: Of every run; equal seeds make the pairs of the comparison.
+        metric: What is compared, as the test writes it.
+        options: ``--cfg-options`` of every run.
+        budgets: By name, further options: the same study on a larger machine.
+        baselines: By name of a run, that of the one that it is compared with (default: the first).
+        interactions: By name of a run, that of another: whether the first is further from its baseline than the other
+            from its own, a difference of differences.
+    """
+
+    path: Path
+    runs: dict[str, str]
+    seeds: Sequence[int]
+    metric: str
+    options: dict[str, Any]
+    budgets: dict[str, dict[str, Any]]
+    baselines: dict[str, str] = field(default_factory=dict)
+    interactions: dict[str, str] = field(default_factory=dict)
+
+
+def read_study(path: str | Path) -> Study:
+    """Read a study: a Python file with ``runs``, ``seeds``, ``metric``, and if wanted the others of :class:`Study`.
+
+    Raises:
+        ConfigError: Something is missing, unknown or malformed, or a config cannot be read.
+    """
+    cfg = read_config(str(path))
+    unknown, missing = sorted(set(cfg.keys()) - KEYS), sorted({'runs', 'seeds', 'metric'} - set(cfg.keys()))
+    if unknown or missing:
+        raise ConfigError(
+            f'study {path} lacks {", ".join(missing) or "nothing"} and has unknown {", ".join(unknown) or "nothing"}; '
+            f'it may have {", ".join(sorted(KEYS))}.'
+        )
+    if not cfg.runs or not cfg.seeds or len(set(cfg.seeds)) != len(cfg.seeds):
+        raise ConfigError(f'study {path} needs runs and seeds, each seed once.')
+    for config in cfg.runs.values():
+        read_config(config)
+    given = {key: {**cfg.get(key, {})} for key in ('options', 'budgets', 'baselines', 'interactions')}
+    for key in ('baselines', 'interactions'):
+        strangers = sorted({*given[key], *given[key].values()} - set(cfg.runs))
+        if strangers:
+            raise ConfigError(f'{key} of study {path}: {", ".join(strangers)} is none of its runs.')
+    return Study(Path(path), dict(cfg.runs), list(cfg.seeds), cfg.metric, **given)
+
+
+def run_study(
+    study: Study, out: Path, *, budget: str | None = None, execute: Execute | None = None, most: int | None = None
+) -> int:
+    """Train and test what has no result yet, seed by seed, and return how many runs are still to be done.
+
+    A run that was stopped goes on from its last checkpoint; one that has its result is not run again.
+
+    Args:
+        study: The study.
+        out: Folder of the runs: ``out/<name>/seed<seed>``.
+        budget: One of the study's budgets.
+        execute: Runs a command of ``tools``; a process by default.
+        most: Stop after this many runs.
+
+    Raises:
+        ConfigError: The budget is unknown, or a result or a run that was stopped is of other settings.
+    """
+    execute = execute or _execute
+    planned = list(_planned(study, out, budget))
+    todo = [run for run in planned if not _done(*run)]
+    for folder, settings in todo[:most]:
+        _train_and_test(folder, settings, study.metric, execute)
+    return len(todo[most:]) if most is not None else 0
+
+
+def report_study(study: Study, out: Path, *, budget: str | None = None) -> str:
+    """Write ``results.csv``, ``table.md`` and ``curves.png`` of the seeds that every run has done; return the table.
+
+    Below the table stands how far the widest interval reaches: what is less cannot be told from no difference.
+
+    Raises:
+        ConfigError: No seed is done by every run.
+    """
+    values: dict[str, dict[int, float]] = {name: {} for name in study.runs}
+    for folder, settings in _planned(study, out, budget):
+        if _done(folder, settings):
+            result = json.loads((folder / RESULT).read_text())
+            values[settings['name']][settings['seed']] = result['metrics'][study.metric]
+    seeds = [seed for seed in study.seeds if all(seed in found for found in values.values())]
+    if not seeds:
+        raise ConfigError(f'{out} has no seed yet that every run of {study.path} has done.')
+    groups = {name: [found[seed] for seed in seeds] for name, found in values.items()}
+    rows = summary(groups, study.baselines)
+    first = next(iter(groups))
+    for name, other in study.interactions.items():
+        pairs = [(groups[one], groups[study.baselines.get(one, first)]) for one in (name, other)]
+        rows.append(interaction(f'{name} beside {other}', *pairs))
+    write_csv(out / 'results.csv', [dict(name=n, seed=s, **{study.metric: v[s]}) for n, v in values.items() for s in v])
+    reaches = [(float(row['high']) - float(row['low'])) / 2 for row in rows if row['high'] == row['high']]
+    sees = f'{max(reaches):.3f}' if reaches else 'unknown: it takes seeds whose differences vary'
+    table = (
+        f'{study.metric}, seeds {", ".join(map(str, seeds))} (of {len(study.seeds)} planned)\n\n{as_table(rows)}\n\n'
+        f'The widest interval reaches to either side by {sees}. {len(reaches)} comparisons were made, each at 95 %.\n'
+    )
+    (out / 'table.md').write_text(table)
+    runs = {name: [read_run(out / name / f'seed{seed}') for seed in seeds] for name in groups}
+    if all(study.metric in run.curves for listed in runs.values() for run in listed):
+        draw_curves_of_runs(runs, study.metric, out / 'curves.png')
+    return table
+
+
+def interaction(
+    name: str, pair: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]
+) -> dict[str, Any]:
+    """Return a row of :func:`summary`: by how much the difference in ``pair`` exceeds that in ``other``.
+
+    Args:
+        name: Of the row.
+        pair: A group and its baseline, a value for each seed.
+        other: Another group and its own, by the same seeds.
+    """
+    differences = [[value - base for value, base in zip(*both, strict=True)] for both in (pair, other)]
+    row: dict[str, Any] = dict(name=name, runs=len(differences[0]), mean=float('nan'), std=float('nan'))
+    return dict(row, against='difference of differences', **paired_difference(*differences))
+
+
+def _planned(study: Study, out: Path, budget: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
+    if budget is not None and budget not in study.budgets:
+        raise ConfigError(f'budget {budget} is unknown; {study.path} has {", ".join(study.budgets) or "none"}.')
+    options = {**study.options, **(study.budgets[budget] if budget else {})}
+    for seed in study.seeds:  # seed by seed, so that a study cut short still compares
+        for name, config in study.runs.items():
+            yield out / name / f'seed{seed}', dict(name=name, config=config, seed=seed, options=options)
+
+
+def _done(folder: Path, settings: dict[str, Any]) -> bool:
+    result, begun = folder / RESULT, folder / SETTINGS
+    for path in (result, begun):
+        kept = json.loads(path.read_text()) if path.is_file() else settings
+        if kept.get('settings', kept) != json.loads(json.dumps(settings)):
+            raise ConfigError(f'{path} is of other settings than the study has now; choose another --out or remove it.')
+    return result.is_file()
+
+
+def _train_and_test(folder: Path, settings: dict[str, Any], metric: str, execute: Execute) -> None:
+    options = [f'{key}={json.dumps(v) if isinstance(v, (list, dict)) else v}' for key, v in settings['options'].items()]
+    options.append(f'randomness.seed={settings["seed"]}')
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SETTINGS).write_text(json.dumps(settings, indent=1))
+    resume = ['--resume'] if (folder / 'last_checkpoint').is_file() else []
+    common = ['--cfg-options', *options]
+    execute(['train', settings['config'], '--work-dir', str(folder), *resume, *common])
+    checkpoint = (folder / 'last_checkpoint').read_text().strip()
+    execute(['test', settings['config'], checkpoint, '--work-dir', str(folder / 'test'), *common])
+    logs = sorted((folder / 'test').glob('*/*.json'), key=lambda path: path.stat().st_mtime)
+    metrics = json.loads(logs[-1].read_text().splitlines()[-1]) if logs else {}
+    if metric not in metrics:
+        raise ConfigError(f'the test of {folder} gave no {metric}; it gave {", ".join(metrics) or "nothing"}.')
+    (folder / RESULT).write_text(json.dumps(dict(settings=settings, metrics=metrics), indent=1))
+
+
+def _execute(command: list[str]) -> None:
+    call = [sys.executable, '-W', 'ignore', '-m', f'mmgate.tools.{command[0]}', *command[1:]]
+    code = subprocess.run(call, check=False).returncode
+    if code:
+        raise ConfigError(f'{" ".join(call[4:])} ended with {code}; the study goes on from there when it is run again.')
 
 
 def main(argv: list[str]) -> None:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from mmgate.datasets.image_folders import write_digits
+from image_folders import write_digits
 
 
 def main() -> None:

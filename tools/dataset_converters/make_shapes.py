@@ -6,8 +6,8 @@ Beside them ROOT/imagenet holds images of one object each, one class a folder.
 import argparse
 from pathlib import Path
 
-from mmgate.datasets.image_folders import write_shapes_folder
-from mmgate.datasets.shapes import DIFFICULTIES, write_shapes
+from image_folders import write_shapes_folder
+from shapes import DIFFICULTIES, write_shapes
 
 
 def main() -> None:

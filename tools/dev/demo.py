@@ -9,11 +9,11 @@ from pathlib import Path
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import save_checkpoint
+from predictions import draw_predictions, draw_segmentation
 
 import mmgate  # noqa: F401
-from mmgate.analysis.figures.predictions import draw_predictions, draw_segmentation
-from mmgate.datasets.shapes import write_shapes
 
+MAKE_SHAPES = 'tools/dataset_converters/make_shapes.py'
 # by the config's scope: the metrics to show, if they are there, and the picture
 TASKS = {
     'mmdet': (('coco/bbox_mAP_50', 'coco/segm_mAP_50'), draw_predictions),
@@ -39,7 +39,7 @@ def demo(config: str) -> str:
     cfg = Config.fromfile(config)
     metrics, draw = TASKS[cfg.default_scope]
     work_dir = Path('work_dirs') / Path(config).stem
-    write_shapes(cfg.data_root.rstrip('/').removesuffix('/ade'))
+    run(MAKE_SHAPES, cfg.data_root.rstrip('/').removesuffix('/ade'), '--num-objects', '0')
 
     init_default_scope(cfg.default_scope)
     untrained = work_dir / 'untrained.pth'

@@ -3,10 +3,7 @@
 import argparse
 from pathlib import Path
 
-from demo import evaluate, run
-
-from mmgate.datasets.image_folders import write_shapes_folder
-from mmgate.datasets.shapes import write_shapes
+from demo import MAKE_SHAPES, evaluate, run
 
 CLASSIFIER = 'configs/saga/classification/saga-pvt-demo_1xb32-12e_shapes.py'
 DETECTORS = {
@@ -28,8 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--epochs', type=int, default=4, help='of the detector, either way')
     args = parser.parse_args()
-    write_shapes('data/shapes')
-    write_shapes_folder('data/shapes/imagenet')
+    run(MAKE_SHAPES, 'data/shapes')
     classifier = train(CLASSIFIER, WORK_DIR / 'classifier')
     shorter = (
         f'train_cfg.max_epochs={args.epochs}',

@@ -191,37 +191,6 @@ def dense(module: Any, **given: Any) -> Readings:
     return dict(attention=attention, gate=lambda: module.read_gate('gate', *inputs))
 
 
-@probes('mmgate.GatedWindowMSA', reads=('gate', 'attention'))
-def gated_windows(module: Any, x: Tensor, mask: Tensor | None = None) -> Readings:
-    """Read the weights ``(B nW, H, N, N)`` in Swin's windows and the gate."""
-    inputs = (x, x, x)
-
-    def attention() -> Tensor:
-        query, key, _ = module.attn.project(inputs)
-        return module.attn.attention_map(query, key, inputs, _window_bias(module, x, mask).to(query.dtype))
-
-    return dict(attention=attention, gate=lambda: module.attn.read_gate('gate', *inputs))
-
-
-@probes('mmdet.WindowMSA', 'mmseg.WindowMSA', 'mmpretrain.WindowMSA', reads=('attention',))
-def windows(module: Any, x: Tensor, mask: Tensor | None = None) -> Readings:
-    """Read the weights ``(B nW, H, N, N)`` in Swin's windows."""
-
-    def attention() -> Tensor:
-        query, key, _ = module.qkv(x).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        logits = (query * module.scale) @ key.transpose(-1, -2)
-        return (logits + _window_bias(module, x, mask)).softmax(-1)
-
-    return dict(attention=attention)
-
-
-def _window_bias(module: Any, x: Tensor, mask: Tensor | None) -> Tensor:
-    tokens = x.shape[1]
-    table, index = module.relative_position_bias_table, module.relative_position_index
-    bias = table[index.flatten()].view(tokens, tokens, -1).permute(2, 0, 1)[None]  # (1, H, N, N)
-    return bias if mask is None else (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
-
-
 @probes('mmdet.ShiftWindowMSA', 'mmseg.ShiftWindowMSA', 'mmpretrain.ShiftWindowMSA', reads=('geometry',))
 def window_geometry(module: Any, query: Tensor, hw_shape: tuple[int, int]) -> Readings:
     """Read ``(height, width, window, shift)``: where the windows of the attention inside lie."""

@@ -44,15 +44,19 @@ def _before_dropout(module: Any, given: dict[str, Any]) -> Tensor:
     return handed[-1]
 
 
-@probes('mmseg.BEiTAttention', 'mmpretrain.WindowMSAV2', reads=('attention',))
-def beit(module: Any, **given: Any) -> Readings:
-    """Read the weights ``(B, H, N, N)`` of BEiT and MAE, ``(B nW, H, N, N)`` in the windows of Swin v2."""
-    return dict(attention=lambda: _before_dropout(module, given))
+@probes('mmgate.GatedWindowMSA', reads=('gate', 'attention'))
+def gated_windows(module: Any, **given: Any) -> Readings:
+    """Read the weights ``(B nW, H, N, N)`` in Swin's windows and the gate."""
+    return gate_in_host('attn', module, **given)
 
 
-@probes('timm.WindowAttentionGlobal', reads=('attention',))
-def global_windows(module: Any, **given: Any) -> Readings:
-    """Read the weights ``(B nW, H, N, N)`` in GCViT's windows; global queries stand at the places of a window."""
+@probes(
+    *('mmdet.WindowMSA', 'mmseg.WindowMSA', 'mmpretrain.WindowMSA', 'mmpretrain.WindowMSAV2'),
+    *('mmseg.BEiTAttention', 'timm.WindowAttentionGlobal'),
+    reads=('attention',),
+)
+def before_dropout(module: Any, **given: Any) -> Readings:
+    """Read the weights ``(B, H, N, N)`` of BEiT and MAE, ``(B nW, H, N, N)`` in the windows of Swin and GCViT."""
     return dict(attention=lambda: _before_dropout(module, given))
 
 

@@ -156,6 +156,13 @@ def best_queries(recording: Recording, image: int, top_k: int) -> np.ndarray:
     return scores.topk(min(top_k, len(scores))).indices.numpy()
 
 
+def nearest(recording: Recording, path: str, name: str) -> Any:
+    """Return what was recorded as ``name`` of the module at ``path`` or the nearest one around it that has it."""
+    names = path.split('.')
+    around = ('.'.join(names[:count]) for count in range(len(names), -1, -1))
+    return next((recording[p][name] for p in around if name in recording.get(p, {})), None)
+
+
 def predict(model: Any, batch: dict[str, Any]) -> Any:
     """Return the model's result for a batch of one image, without gradients; None from what returns nothing."""
     with torch.no_grad():

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.measures import roll_back, rollout, row_shares
-from mmgate.analysis.probes.recording import Recording, class_tokens, predict, record
+from mmgate.analysis.probes.recording import Recording, class_tokens, nearest, predict, record
 from mmgate.analysis.probes.statistics import Kept
 from mmgate.errors import ConfigError
 
@@ -132,11 +132,8 @@ def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...]
     for path, readings in recording.items():
         if 'attention' not in readings:
             continue
-        names = path.split('.')
-        around = ('.'.join(names[:count]) for count in range(len(names), 0, -1))
-        outer = next((p for p in around if 'geometry' in recording.get(p, {})), None)
-        geometry = tuple(recording[outer]['geometry'].last.tolist()) if outer else None
-        found.append((path, readings['attention'].last, geometry))
+        geometry = nearest(recording, path, 'geometry')
+        found.append((path, readings['attention'].last, None if geometry is None else tuple(geometry.last.tolist())))
     return found
 
 

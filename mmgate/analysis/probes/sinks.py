@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmgate.analysis.probes.attention import GATES
 from mmgate.analysis.probes.measures import key_shares
-from mmgate.analysis.probes.recording import ACTIVATION, class_tokens, predict, record
+from mmgate.analysis.probes.recording import ACTIVATION, class_tokens, nearest, predict, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 
 
@@ -80,8 +80,7 @@ def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerSink
         if shares is None and not gates:
             continue
         share, head, first, uniform = np.mean(shares.rows, 0).tolist() if shares else (nan,) * 4
-        holder = next((p for p in _parents(path) if ACTIVATION in recording.get(p, {})), None)
-        states = None if holder is None else recording[holder][ACTIVATION]
+        states = nearest(recording, path, ACTIVATION)
         has_first = path in extra
         largest, first_activation = (states.largest, states.first if has_first else nan) if states else (nan, nan)
         sparsity = float(np.mean([gate.sparsity for gate in gates])) if gates else nan
@@ -89,8 +88,3 @@ def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerSink
             LayerSink(path, share, head, first if has_first else nan, uniform, largest, first_activation, sparsity)
         )
     return found
-
-
-def _parents(path: str) -> list[str]:
-    names = path.split('.')
-    return ['.'.join(names[:count]) for count in range(len(names) - 1, -1, -1)]

@@ -43,7 +43,7 @@ class Kept:
 class RunningStatistics:
     """Count, mean, deviation, extremes, sparsity and histogram of all numbers met, in memory that does not grow.
 
-    Not-a-number and infinite values are left out and counted in ``not_finite``.
+    Not-a-number and infinite values are left out.
 
     Args:
         bounds: Of the histogram; what lies outside is counted in its first and last bin.
@@ -53,7 +53,7 @@ class RunningStatistics:
     def __init__(self, *, bounds: tuple[float, float] = (-1.0, 1.0), bins: int = 80) -> None:
         self.edges = np.linspace(*bounds, bins + 1)
         self.histogram = np.zeros(bins, np.int64)
-        self.count = self.not_finite = self._zeros = 0
+        self.count = self._zeros = 0
         self.mean = self._squares = 0.0
         self.minimum, self.maximum = float('inf'), float('-inf')
 
@@ -61,7 +61,6 @@ class RunningStatistics:
         """Take every number of ``x`` in (Chan's update of mean and variance, in float64)."""
         x = x.detach().flatten().float()
         finite = x[torch.isfinite(x)]
-        self.not_finite += x.numel() - finite.numel()
         if not finite.numel():
             return
         count, total = finite.numel(), self.count + finite.numel()

@@ -1,1 +1,1 @@
-"""Runs, studies and models in tables and pages."""
+"""Models in numbers: what they are made of, what they compute."""

@@ -9,9 +9,8 @@ from typing import Any
 
 import cv2
 import numpy as np
-
-from .drawing import CLASSES, HUE_SPREAD, background, shape_mask, texture
-from .shapes import MIN_PIXELS, MIN_SIZE, SPLITS, write_once
+from drawing import CLASSES, HUE_SPREAD, background, shape_mask, texture
+from shapes import MIN_PIXELS, MIN_SIZE, SPLITS, write_once
 
 STAMP = 'images.json'
 DIAMETERS = (0.3, 0.9)  # as shares of the image's side
@@ -20,11 +19,11 @@ LARGEST_VALUE = 16  # of a pixel in scikit-learn's digits
 
 
 def render_object(index: int, label: int, *, size: int = 64, seed: int = 0, split: str = 'train') -> np.ndarray:
-    """Draw one object of a class as :func:`.shapes.render` draws them, ``(S, S, 3)`` uint8, BGR.
+    """Draw one object of a class as :func:`shapes.render` draws them, ``(S, S, 3)`` uint8, BGR.
 
     Args:
         index: Number of the image within its class, from 0.
-        label: Index into :data:`.shapes.CLASSES`.
+        label: Index into :data:`drawing.CLASSES`.
         size: Side of the image in pixels, at least 64.
         seed: Seed of the data set.
         split: ``'train'`` or ``'val'``.

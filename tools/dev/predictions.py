@@ -18,23 +18,13 @@ from mmgate.analysis.probes.recording import predict
 from mmgate.train.config_file import read_config
 
 
-def draw_predictions(
-    config: str | Config, checkpoint: str, out: str | Path, *, images: int = 8, columns: int = 4
-) -> Path:
-    """Draw boxes, and masks if there are, on the first test images, true boxes dashed; return the path.
-
-    Args:
-        config: A detector's config.
-        checkpoint: Its checkpoint.
-        out: PNG to write; folders are made.
-        images: How many images.
-        columns: Images in a row.
-    """
-    cfg = read_config(config) if isinstance(config, str) else config
-    return draw_detections(_predict(cfg, checkpoint, images), class_names(cfg), Path(out), columns=columns)
+def draw_predictions(config: str, checkpoint: str, out: Path) -> Path:
+    """Draw boxes, and masks if there are, on eight test images of a detector, true boxes dashed; return the path."""
+    cfg = read_config(config)
+    return draw_detections(_predict(cfg, checkpoint), class_names(cfg), out, columns=4)
 
 
-def draw_detections(samples: Sequence[Any], classes: Sequence[str], out: Path, *, columns: int = 4) -> Path:
+def draw_detections(samples: Sequence[Any], classes: Sequence[str], out: Path, *, columns: int) -> Path:
     """Draw data samples with predictions likewise."""
     figure, axes = panels(-(-len(samples) // columns), columns, height=2.4, width=2.3 * columns)
     for axis in axes.flat:
@@ -56,21 +46,15 @@ def draw_detections(samples: Sequence[Any], classes: Sequence[str], out: Path, *
     return save(figure, out)
 
 
-def draw_segmentation(config: str | Config, checkpoint: str, out: str | Path, *, images: int = 8) -> Path:
-    """Draw the first test images, below each its predicted label map and the ground truth; return the path.
+def draw_segmentation(config: str, checkpoint: str, out: Path) -> Path:
+    """Draw eight test images of a segmentor, below each its predicted label map and the true one; return the path.
 
     Pixels that the ground truth ignores are left unpainted in both, as the metric leaves them out.
-
-    Args:
-        config: A segmentor's config.
-        checkpoint: Its checkpoint.
-        out: PNG to write; folders are made.
-        images: How many images.
     """
     from matplotlib.patches import Patch
 
-    cfg = read_config(config) if isinstance(config, str) else config
-    samples, classes = _predict(cfg, checkpoint, images), class_names(cfg)
+    cfg = read_config(config)
+    samples, classes = _predict(cfg, checkpoint), class_names(cfg)
     figure, axes = panels(3, len(samples), height=1.3, width=1.2 * len(samples) + 0.6)
     for column, sample in zip(axes.T, samples, strict=True):
         image = mmcv.imread(sample.img_path, channel_order='rgb')
@@ -87,10 +71,10 @@ def draw_segmentation(config: str | Config, checkpoint: str, out: str | Path, *,
         axis.set(xticks=[], yticks=[])
     patches = [Patch(color=f'C{number % 10}', label=name) for number, name in enumerate(classes)]
     legend(figure, patches, columns=len(classes))
-    return save(figure, Path(out))
+    return save(figure, out)
 
 
-def _predict(cfg: Config, checkpoint: str, images: int) -> list[Any]:
+def _predict(cfg: Config, checkpoint: str) -> list[Any]:
     loaded = load_model(cfg, checkpoint)
-    batches = loaded.inputs(Namespace(images=None, split='test', max_images=images))
+    batches = loaded.inputs(Namespace(images=None, split='test', max_images=8))
     return [predict(loaded.model, batch) for batch in batches]

@@ -17,9 +17,7 @@ from typing import Any
 
 import cv2
 import numpy as np
-
-from .drawing import CLASSES, background, fragment_mask, shape_mask, texture
-from .outlines import outlines
+from drawing import CLASSES, background, fragment_mask, shape_mask, texture
 
 SPLITS = {'train': 'training', 'val': 'validation'}  # COCO's name: ADE20K's name
 STAMP = 'shapes.json'
@@ -224,9 +222,16 @@ def _write_split(root: Path, split: str, count: int, *, size: int, seed: int, di
                     'category_id': int(label) + 1,
                     'bbox': [x, y, int(columns[-1]) - x + 1, int(rows[-1]) - y + 1],
                     'area': int(mask.sum()),
-                    'segmentation': outlines(mask),
+                    'segmentation': _run_lengths(mask),
                     'iscrowd': 0,
                 }
             )
         cv2.imwrite(str(ade_maps / f'{index:06d}.png'), semantic)
     (root / 'annotations' / f'instances_{split}.json').write_text(json.dumps(coco))
+
+
+def _run_lengths(mask: np.ndarray) -> dict[str, Any]:
+    """Return COCO's run lengths of a mask ``(H, W)``, column by column and the background first."""
+    pixels = mask.flatten(order='F')
+    begins = np.flatnonzero(np.diff(pixels, prepend=False))
+    return dict(counts=np.diff(begins, prepend=0, append=len(pixels)).tolist(), size=list(mask.shape))
