@@ -83,7 +83,7 @@ class Sizes(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Refuse: no operator is given the tensor itself."""
-        raise NotImplementedError(f'{function} of {cls.__name__}')
+        raise TypeError(f'{function} is not done with {cls.__name__}; it has a plain tensor')
 
 
 def _plain(argument: Any) -> Any:
