@@ -34,7 +34,7 @@ MODELS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
     'RT-DETRv2 R50': ('RTDetrV2', (640, 640), {}),
     'D-FINE': ('DFine', (640, 640), dict(decoder_n_points=4)),
     'DEIMv2': ('Deimv2', (640, 640), dict(decoder_n_points=4)),
-    'LW-DETR': ('LwDetr', (640, 640), {}),
+    'LW-DETR': ('LwDetr', (640, 640), dict(projector_scale_factors=[1.0])),
     'RF-DETR': ('RfDetr', (384, 384), {}),
     'Grounding DINO': ('GroundingDino', SIZE, {}),
     'MM Grounding DINO': ('MMGroundingDino', SIZE, {}),
