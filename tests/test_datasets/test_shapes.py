@@ -140,7 +140,7 @@ def test_folders_of_releases_without_difficulty_are_known_again(tmp_path: Path) 
         (write_shapes, dict(difficulty='odd')),
         (write_shapes_folder, dict(num_train=3)),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, '__name__', str(value)),
 )
 def test_bad_arguments(write: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='must be'):
