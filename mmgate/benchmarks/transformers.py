@@ -35,9 +35,6 @@ MODELS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
     'D-FINE': ('DFine', (640, 640), dict(decoder_n_points=4)),
     'DEIMv2': ('Deimv2', (640, 640), dict(decoder_n_points=4)),
     'LW-DETR': ('LwDetr', (640, 640), dict(projector_scale_factors=[1.0])),
-    'RF-DETR': ('RfDetr', (384, 384), {}),
-    'Grounding DINO': ('GroundingDino', SIZE, {}),
-    'MM Grounding DINO': ('MMGroundingDino', SIZE, {}),
     'Mask2Former': ('Mask2Former', SIZE, {}),
     'OneFormer': ('OneFormer', SIZE, dict(is_training=False)),
 }
