@@ -119,8 +119,6 @@ def build(kind: str, options: dict[str, Any]) -> nn.Module:
 
 def _feed(kind: str, image: tuple[int, int]) -> dict[str, Tensor]:
     fed = dict(pixel_values=torch.rand(1, 3, *image))
-    if kind.endswith('GroundingDino'):
-        fed.update(input_ids=torch.tensor([[101, 1037, 1012, 102]]), attention_mask=torch.ones(1, 4, dtype=torch.long))
     if kind == 'OneFormer':
         fed.update(task_inputs=torch.ones(1, 77, dtype=torch.long))
     return fed
