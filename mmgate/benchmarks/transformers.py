@@ -35,9 +35,6 @@ MODELS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
     'D-FINE': ('DFine', (640, 640), dict(decoder_n_points=4)),
     'DEIMv2': ('Deimv2', (640, 640), dict(decoder_n_points=4)),
     'LW-DETR': ('LwDetr', (640, 640), dict(projector_scale_factors=[1.0])),
-    'RF-DETR': ('RfDetr', (384, 384), {}),
-    'Grounding DINO': ('GroundingDino', SIZE, {}),
-    'MM Grounding DINO': ('MMGroundingDino', SIZE, {}),
     'Mask2Former': ('Mask2Former', SIZE, {}),
     'OneFormer': ('OneFormer', SIZE, dict(is_training=False)),
 }
@@ -122,8 +119,6 @@ def build(kind: str, options: dict[str, Any]) -> nn.Module:
 
 def _feed(kind: str, image: tuple[int, int]) -> dict[str, Tensor]:
     fed = dict(pixel_values=torch.rand(1, 3, *image))
-    if kind.endswith('GroundingDino'):
-        fed.update(input_ids=torch.tensor([[101, 1037, 1012, 102]]), attention_mask=torch.ones(1, 4, dtype=torch.long))
     if kind == 'OneFormer':
         fed.update(task_inputs=torch.ones(1, 77, dtype=torch.long))
     return fed
