@@ -9,7 +9,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ('*.md', 'configs/**/*.md', 'mmgate/**/*.md', 'tools/**/*.md', 'tests/README.md')
+PAGES = ('*.md', 'configs/**/*.md', 'mmgate/**/*.md', 'projects/*/README.md', 'tools/**/*.md', 'tests/README.md')
 LINK = re.compile(r'\]\(([^)#:\s]+)')
 
 
