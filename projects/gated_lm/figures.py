@@ -27,5 +27,6 @@ if __name__ == '__main__':
             axis.plot(x, values.mean(0), label=f'{variant}, {len(values)} seeds', **style)
             axis.fill_between(x, values.min(0), values.max(0), alpha=0.2, lw=0, **style)
         axis.set(xlabel=x_label, ylabel=y_label)
+        axis.xaxis.set_major_locator(plt.MaxNLocator(integer=True))
     axes[0].legend(frameon=False)
     figure.savefig(table.with_suffix('.png'), dpi=90)
