@@ -6,6 +6,7 @@ Data and checkpoints that are missing are found before the Runner exists, so tha
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -41,7 +42,9 @@ def main(command: Callable[[list[str]], None], argv: list[str] | None = None) ->
     """
     try:
         command(sys.argv[1:] if argv is None else argv)
-        if distributed.is_initialized():  # threads of gloo that outlive the interpreter abort the process
+        if distributed.is_initialized():
+            # threads of gloo that outlive the interpreter abort the process, and the model's wrapper holds their group
+            gc.collect()
             distributed.destroy_process_group()
     except (ConfigError, KeyboardInterrupt) as error:
         if os.environ.get('MMGATE_TRACEBACK'):
