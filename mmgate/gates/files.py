@@ -89,14 +89,14 @@ def load_gates(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     if content.host != type(model).__name__:
         log(f'{path} holds gates of a {content.host}, this is a {type(model).__name__}', logging.WARNING)
     forget_trained(model)
-    added = [model.get_submodule(prefix) for prefix in wanted if prefix not in there]
+    added = {prefix: model.get_submodule(prefix) for prefix in wanted if prefix not in there}
     try:
-        for prefix in wanted.keys() - there.keys():
+        for prefix, module in added.items():
             for rule in wanted[prefix]:  # one by one: a later call of swap_attention may have met gates of an earlier
-                swap_attention(model.get_submodule(prefix), rule)
+                swap_attention(module, rule)
         _fill(model, content)
     except (RuntimeError, TypeError, ValueError) as error:
-        restore(dict(enumerate(added)))
+        restore(added)
         raise ConfigError(f'the gates of {path} do not fit: {error}') from error
     vars(model)['gates_file'] = os.fspath(path)  # for what is said of a vanilla checkpoint that is loaded
     also = {name: tensor for name, tensor in content.tensors.items() if name not in content.gates}

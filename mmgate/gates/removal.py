@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -43,7 +42,7 @@ def gates_disabled(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def restore(modules: Mapping[Any, nn.Module]) -> list[str]:
+def restore(modules: Mapping[str, nn.Module]) -> list[str]:
     """Put the vanilla modules back in these modules and not in those inside; see :func:`restore_attention`."""
     standing = {prefix: standing_swaps(module) for prefix, module in modules.items()}
     for swaps in standing.values():
