@@ -27,10 +27,9 @@ def agent_maps(model: nn.Module, batch: dict[str, Any], layer: int = 0) -> tuple
     paths = readable(model)['agents']
     if not -len(paths) <= layer < len(paths):
         raise ConfigError(f'--layer {layer}: {type(model).__name__} has {len(paths)} agent attentions.')
-    path = paths[layer]
-    with record(model, ['agents'], paths=lambda p: p == path) as recording:
+    with record(model, ['agents'], paths=lambda path: path == paths[layer]) as recording:
         sample = predict(model, batch)
-    return path, recording[path]['agents'].last[0].mean(0).numpy(), sample
+    return paths[layer], recording[paths[layer]]['agents'].last[0].mean(0).numpy(), sample
 
 
 def agent_rows(path: str, maps: np.ndarray) -> list[dict[str, Any]]:

@@ -18,25 +18,17 @@ from torch import Tensor, nn
 from mmgate.hosts.hosted import HostedDeformableAttention, sampled
 from mmgate.hosts.window import GatedWindowMSA
 from mmgate.layers import MultiScaleDeformableAttention
-from mmgate.layers.base.dense import DenseAttention
-from mmgate.ops.masks import merge_masks
 from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
 
 Readings = Mapping[str, Callable[[], Tensor]]  # names of what can be read, each computed when called
 Probe = Callable[..., Readings]
 GATES = ('gate', 'gate_k', 'gate_v', 'gate_out')
 PLACES = ('geometry', 'map_size')  # where attention lies, read beside it
-NAMES = (*GATES, 'attention', 'locations', 'weights', 'reference_points', 'spatial_shapes', 'agents', 'kv', *PLACES)
+POINTS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'gate')  # of deformable attention
+NAMES = (*GATES, 'attention', *POINTS[:4], 'agents', 'kv', *PLACES)
 OF_TRANSFORMERS = (
-    'DeformableDetr',
-    'RTDetr',
-    'RTDetrV2',
-    'GroundingDino',
-    'MMGroundingDino',
-    'LwDetr',
-    'RfDetr',
-    'Mask2FormerPixelDecoderEncoder',
-    'OneFormerPixelDecoderEncoder',
+    *('DeformableDetr', 'RTDetr', 'RTDetrV2', 'GroundingDino', 'MMGroundingDino', 'LwDetr', 'RfDetr'),
+    *('Mask2FormerPixelDecoderEncoder', 'OneFormerPixelDecoderEncoder'),
 )
 _PROBES: dict[str, tuple[Probe, tuple[str, ...]]] = {}
 
@@ -71,8 +63,8 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 
 def is_alone(module: nn.Module) -> bool:
-    """Whether a module is a dense gate without projections, which its host never calls as a module."""
-    return isinstance(module, DenseAttention) and not module.has_projections
+    """Whether a module is a gate without projections, which its host never calls as a module."""
+    return not getattr(module, 'has_projections', True)
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -86,7 +78,7 @@ def _has(module: nn.Module, name: str) -> bool:
     return True
 
 
-def gate_of(module: nn.Module) -> nn.Module:
+def gate_of(module: Any) -> Any:
     """Return the gate that a module is, or that Swin's windows and deformable attention of transformers' hold."""
     if isinstance(module, HostedDeformableAttention):
         return module.gate
@@ -106,62 +98,70 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-@probes(
-    'mmcv.MultiScaleDeformableAttention',
-    'mmgate.MultiScaleDeformableAttention',
-    reads=('gate', 'locations', 'weights', 'reference_points', 'spatial_shapes'),
-)
-def deformable(module: Any, **given: Any) -> Readings:
-    """Read sampling locations ``(B, Q, H, L, P, 2)``, weights ``(B, Q, H, L, P)`` and the gate that broadcasts to them.
+def handed(module: Any, method: str, host: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what ``module`` gets in a call of its ``method``, while ``host`` runs once more.
 
-    Locations are (x, y), 0 to 1 over a level, padding included.
+    So a host that projects, masks and cuts windows in its own manner needs no probe of its own.
     """
+    noted: list[tuple[Any, ...]] = []
+
+    def note(*args: Any) -> Any:
+        noted.append(args)
+        return getattr(type(module), method)(module, *args)
+
+    setattr(module, method, note)
+    try:
+        with without_dropout(host):
+            host.forward(**given)
+    finally:
+        delattr(module, method)
+    return noted[-1]
+
+
+def _points(module: Any, gate: Any, query: Tensor, sample: Any, points: Tensor, shapes: Tensor) -> Readings:
+    """Return sampling locations ``(B, Q, H, L, P, 2)``, weights ``(B, Q, H, L, P)``, and the gate that broadcasts.
+
+    Locations are (x, y), 0 to 1 over a level, padding included; ``sample`` returns offsets and logits.
+    """
+    gated = isinstance(gate, MultiScaleDeformableAttention)
+    return dict(
+        locations=lambda: offset_locations(sample()[0], points, shapes),
+        weights=lambda: attention_weights(sample()[1], **(gate.gating(query) if gated else {})),
+        reference_points=lambda: points,
+        spatial_shapes=lambda: shapes,
+        gate=lambda: gate.read_gate('gate', query),
+    )
+
+
+@probes('mmcv.MultiScaleDeformableAttention', 'mmgate.MultiScaleDeformableAttention', reads=POINTS)
+def deformable(module: Any, **given: Any) -> Readings:
+    """Read points, weights and gate of mmcv's deformable attention and ours."""
     query, position = given['query'], given.get('query_pos')
     query = query if position is None else query + position
     query = query if module.batch_first else query.transpose(0, 1)
     sizes = (module.num_heads, module.num_levels, module.num_points)
-    ours = isinstance(module, MultiScaleDeformableAttention)
-    shapes, points = given['spatial_shapes'], given['reference_points']
 
-    def weights() -> Tensor:
-        logits = module.attention_weights(query).unflatten(-1, sizes)
-        return attention_weights(logits, **(module.gating(query) if ours else {}))
-
-    def locations() -> Tensor:
+    def sample() -> tuple[Tensor, Tensor]:
         offsets = module.sampling_offsets(query).unflatten(-1, (*sizes, 2))
-        return offset_locations(offsets, points, shapes)
+        return offsets, module.attention_weights(query).unflatten(-1, sizes)
 
-    readings = dict(locations=locations, weights=weights)
-    readings.update(reference_points=lambda: points, spatial_shapes=lambda: shapes)
-    return {**readings, 'gate': lambda: module.read_gate('gate', query)}
+    return _points(module, module, query, sample, given['reference_points'], given['spatial_shapes'])
 
 
 @probes(
     'mmgate.HostedDeformableAttention',
     *(f'transformers.{name}MultiscaleDeformableAttention' for name in OF_TRANSFORMERS),
-    reads=('gate', 'locations', 'weights', 'reference_points', 'spatial_shapes'),
+    reads=POINTS,
 )
 def of_transformers(module: Any, **given: Any) -> Readings:
     """Read the same of transformers' detectors, where reference points and boxes are those of all levels."""
     query, position = given['hidden_states'], given.get('position_embeddings')
     query = query if position is None else query + position
-    points, shapes = given['reference_points'], given.get('spatial_shapes')
+    shapes = given.get('spatial_shapes')
     shapes = torch.tensor(given['spatial_shapes_list']) if shapes is None else shapes
     number = module.n_points[0] if isinstance(module.n_points, (list, tuple)) else module.n_points
-    points = points.expand(-1, -1, module.n_levels, -1)
-    gate: Any = gate_of(module)
-
-    def weights() -> Tensor:
-        _, logits = sampled(module, query, number, points)
-        return attention_weights(logits, **({} if gate is module else gate.gating(query)))
-
-    return dict(
-        locations=lambda: offset_locations(sampled(module, query, number, points)[0], points, shapes),
-        weights=weights,
-        reference_points=lambda: points,
-        spatial_shapes=lambda: shapes,
-        gate=lambda: gate.read_gate('gate', query),
-    )
+    points = given['reference_points'].expand(-1, -1, module.n_levels, -1)
+    return _points(module, gate_of(module), query, lambda: sampled(module, query, number, points), points, shapes)
 
 
 @probes('torch.MultiheadAttention', reads=('attention',))
@@ -178,29 +178,7 @@ def torch_attention(module: Any, **given: Any) -> Readings:
 @probes('mmgate.DenseAttention', reads=('gate', 'attention'))
 def dense(module: Any, **given: Any) -> Readings:
     """Read attention weights ``(B, H, N, M)`` and gate of a gated dense attention."""
-    inputs = tuple(given[name] for name in ('query', 'key', 'value'))
-    inputs = inputs if module.batch_first else tuple(x.transpose(0, 1) for x in inputs)
-    masks = (given['attn_mask'], given['key_padding_mask'])
-
-    def attention() -> Tensor:
-        query, key, _ = module.project(inputs)
-        bias, dead = merge_masks(*masks, query.shape[0], module.num_heads, query.dtype)
-        weights = module.attention_map(query, key, inputs, bias)
-        return weights if dead is None else weights.masked_fill(dead, 0.0)
-
+    inputs = [given[name] for name in ('query', 'key', 'value')]
+    inputs = inputs if module.batch_first else [x.transpose(0, 1) for x in inputs]
+    attention = torch_attention(module, **given)['attention']
     return dict(attention=attention, gate=lambda: module.read_gate('gate', *inputs))
-
-
-@probes('mmdet.ShiftWindowMSA', 'mmseg.ShiftWindowMSA', 'mmpretrain.ShiftWindowMSA', reads=('geometry',))
-def window_geometry(module: Any, query: Tensor, hw_shape: tuple[int, int]) -> Readings:
-    """Read ``(height, width, window, shift)``: where the windows of the attention inside lie."""
-    shift = module.shift_at(hw_shape) if hasattr(module, 'shift_at') else module.shift_size
-    if min(hw_shape) == module.window_size and not getattr(module, 'pad_small_map', True):
-        shift = 0  # mmpretrain's: one window holds the smaller side
-    return dict(geometry=lambda: torch.tensor([*hw_shape, module.window_size, shift]))
-
-
-@probes('mmdet.SpatialReductionAttention', 'mmseg.EfficientMultiheadAttention', reads=('geometry',))
-def reduction_geometry(module: Any, hw_shape: tuple[int, int], **_: Any) -> Readings:
-    """Read ``(height, width, ratio)``: the map, and how far PVT or MiT reduce its keys."""
-    return dict(geometry=lambda: torch.tensor([*hw_shape, module.sr_ratio]))

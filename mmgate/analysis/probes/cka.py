@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.measures import alignment, dependence_of, dependences, products
+from mmgate.analysis.probes.measures import alignment, dependence_of, products
 from mmgate.analysis.probes.recording import predict
 from mmgate.analysis.probes.relevance import attended, placed_maps, query_rows, record_maps
 from mmgate.errors import ConfigError
@@ -73,7 +73,7 @@ def query_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[list
     with another number of queries, those of the larger one count that lie where the smaller one's do. The dependences
     are summed up over images before their ratio is taken; NaN where a map has fewer than four queries.
     """
-    total: np.ndarray = np.zeros((0, 0, 3))
+    total: Any = 0.0
     paths: list[str] = []
     for batch in batches:
         with record_maps(model) as recording:
@@ -88,7 +88,7 @@ def query_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[list
         for (i, one), (j, other) in combinations_with_replacement(enumerate(maps), 2):
             mutual, own, own_of_other = _dependences(one, other)
             found[i, j], found[j, i] = (mutual, own, own_of_other), (mutual, own_of_other, own)
-        total = found + total if total.size else found
+        total = total + found
     return paths, alignment(total)
 
 
@@ -96,11 +96,12 @@ def _dependences(one: tuple[Tensor, Any], other: tuple[Tensor, Any]) -> tuple[fl
     """Return the dependence of two maps on each other, and of each on itself, over queries that lie at one place."""
     (x, size), (y, size_of_y) = one, other
     if len(x) > len(y):
-        mutual, own, own_of_y = _dependences(other, one)
-        return mutual, own_of_y, own
-    y = y[_same_places(len(x), size, len(y), size_of_y)]
+        x = x[_same_places(len(y), size_of_y, len(x), size)]
+    else:
+        y = y[_same_places(len(x), size, len(y), size_of_y)]
     chosen = torch.linspace(0, len(x) - 1, min(len(x), MOST_ROWS)).round().long()
-    return dependences(x[chosen], y[chosen])
+    kernel, kernel_of_y = products(x[chosen]), products(y[chosen])
+    return dependence_of(kernel, kernel_of_y), dependence_of(kernel, kernel), dependence_of(kernel_of_y, kernel_of_y)
 
 
 def _same_places(rows: int, size: Any, rows_of_larger: int, larger: Any) -> Tensor:

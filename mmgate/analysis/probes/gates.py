@@ -16,6 +16,12 @@ from mmgate.analysis.probes.recording import predict, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 
 SIDE = 64  # of the mean map of gates between queries and keys
+# what a gate's mean map over images is, by what the gate's class says that its values belong to
+MAPS = {
+    'pairs': lambda x: F.adaptive_avg_pool2d(x.mean((0, 1))[None], SIDE)[0],  # of (B, H|1, N, M)
+    'levels': lambda x: x.mean((0, 1, 4)),  # of (B, Q, H|1, L|1, P|1)
+    'heads': lambda x: x.mean((0, 2, 3)),  # of (B, H, N, d|1)
+}
 
 
 @dataclass(frozen=True)
@@ -47,58 +53,40 @@ class LayerGate:
 
 
 class _Gate:
-    """Statistics of one gate, and the sum of its maps; what their axes are follows from its shape.
+    """Statistics of one gate, and the sum of its maps."""
 
-    Args:
-        pairs: Whether its last two axes are queries and keys.
-    """
-
-    def __init__(self, pairs: bool) -> None:
+    def __init__(self, kind: str) -> None:
         self.statistics = RunningStatistics(bounds=(-4.0, 4.0), bins=2000)
-        self.pairs, self.kind, self.count = pairs, '', 0
-        self.maps: Tensor | float = 0.0
+        self.kind, self.count = kind, 0
+        self.maps: Any = 0.0
 
     def add(self, x: Tensor) -> None:
         self.statistics.add(x)
-        if x.dim() == 5:  # deformable: (B, Q, H|1, L|1, P|1)
-            self._add('levels', x.float().mean((0, 1, 4)))
-        elif x.dim() == 4 and x.shape[-1] > 1 and self.pairs:
-            self._add('pairs', F.adaptive_avg_pool2d(x.float().mean((0, 1))[None], SIDE)[0])
-        elif x.dim() == 4 and x.shape[1] > 1 and not self.pairs:  # (B, H, N, d|1)
-            self._add('heads', x.float().mean((0, 2, 3)))
-
-    def _add(self, kind: str, x: Tensor) -> None:
-        self.kind, self.maps, self.count = kind, self.maps + x.to('cpu', torch.float64), self.count + 1
-
-    def mean(self) -> np.ndarray | None:
-        return (self.maps / self.count).numpy() if isinstance(self.maps, Tensor) else None
+        if self.kind == 'heads' and x.shape[1] == 1:  # shared by the heads
+            self.kind = ''
+        if self.kind in MAPS:
+            self.maps, self.count = self.maps + MAPS[self.kind](x.float()).to('cpu', torch.float64), self.count + 1
 
 
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
     """Run a model over batches and return every gate that it has, in the order of the layers."""
-    paired = {
-        path
-        for path, module in model.named_modules()
-        if getattr(gate_of(module), 'gate_readings', {}).get('gate') == 'pairs'
-    }
-    with record(model, GATES, accumulate=lambda path, name: _Gate(path in paired)) as recording:
+    gates: dict[str, Any] = {path: gate_of(module) for path, module in model.named_modules()}
+    with record(model, GATES, accumulate=lambda path, name: _Gate(gates[path].gate_readings[name])) as recording:
         for batch in batches:
             predict(model, batch)
-    order = {path: number for number, (path, _) in enumerate(model.named_modules())}
-    return [
-        LayerGate(path, name, of.statistics, of.mean(), of.kind, _unchanged(model.get_submodule(path), name))
-        for path in sorted(recording, key=order.__getitem__)
-        for name, of in recording[path].items()
-    ]
+    found = []
+    for path in sorted(recording, key=list(gates).index):
+        for name, of in recording[path].items():
+            coefficients, kind = ((of.maps / of.count).numpy(), of.kind) if of.count else (None, '')
+            found.append(LayerGate(path, name, of.statistics, coefficients, kind, _unchanged(gates[path], name)))
+    return found
 
 
-def _unchanged(module: Any, name: str) -> int | None:
-    module = gate_of(module)
-    module = getattr(module, 'attn', module)
-    if hasattr(module, 'gml'):
-        return 0 if module.residual else 1
-    if hasattr(module, 'form'):
-        return 1 if module.form == 'multiplicative' else 0
+def _unchanged(gate: Any, name: str) -> int | None:
+    if hasattr(gate, 'gml'):
+        return 0 if gate.residual else 1
+    if hasattr(gate, 'form'):
+        return 1 if gate.form == 'multiplicative' else 0
     return 1 if name != 'gate' else None  # K, V and the output are multiplied
 
 
@@ -108,10 +96,9 @@ def mean_map(gates: Iterable[LayerGate]) -> tuple[np.ndarray, str] | None:
     Maps of another shape than the first one's (another number of heads or levels) are left out.
     """
     listed = list(gates)
-    for kind in ('pairs', 'levels', 'heads'):
-        maps = [torch.from_numpy(g.coefficients) for g in listed if g.kind == kind and g.coefficients is not None]
-        maps = [x for x in maps if x.shape == maps[0].shape]
+    for kind in MAPS:
+        maps = [gate.coefficients for gate in listed if gate.kind == kind and gate.coefficients is not None]
         if maps:
-            stacked = torch.stack(maps)
-            return (stacked if kind == 'heads' else stacked.mean(0)).numpy(), kind
+            stacked = np.stack([x for x in maps if x.shape == maps[0].shape])
+            return stacked if kind == 'heads' else stacked.mean(0), kind
     return None

@@ -9,58 +9,43 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-def rollout(maps: Sequence[Tensor], residual: float = 0.5) -> Tensor:
-    """Return ``(N, N)``: how much of each input token reaches each output token through layers of attention.
-
-    Args:
-        maps: Attention weights ``(N, N)`` of each layer, first layer first, heads averaged.
-        residual: Share of the layer's input that passes by the attention.
-
-    Source: Abnar and Zuidema, Quantifying attention flow in transformers (arXiv 2005.00928), Eq. 1.
-    """
-    identity = torch.eye(maps[0].shape[-1], dtype=maps[0].dtype)
-    found = identity
-    for weights in maps:
-        found = (residual * identity + (1 - residual) * row_shares(weights)) @ found
-    return found
+from mmgate.layers.stripes import merge_stripes, split_stripes
 
 
 def roll_back(relevance: Tensor, weights: Tensor, geometry: Sequence[int] = (), residual: float = 0.5) -> Tensor:
-    """Take relevances of a layer's outputs to its inputs.
+    """Take relevances of a layer's outputs to its inputs: rows of the rollout, without its N x N matrices.
 
-    Their sum stays the same, but for what attends to the padding of Swin's windows. One row of :func:`rollout` without
-    the matrices: Swin's and PVT's layers have no N x N map.
+    Their sum stays the same, but for what attends to the padding of Swin's windows.
 
     Args:
-        relevance: ``(h, w)`` over the layer's map.
+        relevance: ``(..., N)``, in windows and reduced maps ``(h w,)``.
         weights: Attention: ``(N, N)``; ``(N, M)`` where PVT reduces keys; ``(nW, n, n)`` of windows. Rows
             that sum to 1 keep the sum of relevances; signed ones stay signed.
         geometry: ``(h, w, ratio)`` of PVT, ``(h, w, window, shift)`` of Swin, ``(h, w, wh, ww, shift)`` of windows that
             are not square; nothing for a plain map.
         residual: Share of the layer's input that passes by.
+
+    Source: Abnar and Zuidema, Quantifying attention flow in transformers (arXiv 2005.00928), Eq. 1.
     """
-    height, width = relevance.shape
     if len(geometry) >= 4:
-        attended = _windows_back(relevance, weights, (int(geometry[2]), int(geometry[-2])), int(geometry[-1]))
-    elif len(geometry) == 3 and geometry[2] > 1:
-        ratio = int(geometry[2])
-        keys = (relevance.flatten() @ weights).view(height // ratio, width // ratio) / ratio**2
+        attended = _windows_back(relevance.view(*geometry[:2]), weights, (geometry[2], geometry[-2]), geometry[-1])
+    elif len(geometry) == 3:
+        height, width, ratio = geometry
+        keys = (relevance @ weights).view(height // ratio, width // ratio) / ratio**2
         spread = keys.repeat_interleave(ratio, 0).repeat_interleave(ratio, 1)
-        attended = F.pad(spread, (0, width - spread.shape[1], 0, height - spread.shape[0]))
+        attended = F.pad(spread, (0, width - spread.shape[1], 0, height - spread.shape[0])).flatten()
     else:
-        attended = (relevance.flatten() @ weights).view(height, width)
+        attended = relevance @ weights
     return residual * relevance + (1 - residual) * attended
 
 
 def _windows_back(relevance: Tensor, weights: Tensor, window: tuple[int, int], shift: int) -> Tensor:
     (height, width), (down, right) = relevance.shape, window
     padded = F.pad(relevance, (0, -width % right, 0, -height % down))
-    rows, columns = padded.shape[0] // down, padded.shape[1] // right
-    rolled = padded.roll((-shift, -shift), (0, 1))
-    tokens = rolled.view(rows, down, columns, right).transpose(1, 2).reshape(-1, 1, down * right)
-    back = (tokens @ weights).view(rows, columns, down, right).transpose(1, 2).reshape(padded.shape)
-    return back.roll((shift, shift), (0, 1))[:height, :width]
+    size = (padded.shape[0], padded.shape[1])
+    tokens = split_stripes(padded.roll((-shift, -shift), (0, 1)).view(1, -1, 1), size, window)  # (nW, n, 1)
+    back = merge_stripes(weights.transpose(-1, -2) @ tokens, size, window).view(size)
+    return back.roll((shift, shift), (0, 1))[:height, :width].flatten()
 
 
 def row_shares(weights: Tensor) -> Tensor:
@@ -96,14 +81,8 @@ def dependence_of(one: Tensor, other: Tensor) -> float:
     return float((found - 2 / (count - 2) * (one.sum(0) @ other.sum(0))) / (count * (count - 3)))
 
 
-def dependences(x: Tensor, y: Tensor) -> tuple[float, float, float]:
-    """Return the :func:`dependence_of` ``(n, p)`` and ``(n, q)`` on each other, and of each on itself."""
-    one, other = products(x), products(y)
-    return dependence_of(one, other), dependence_of(one, one), dependence_of(other, other)
-
-
 def alignment(found: np.ndarray) -> np.ndarray:
-    """Return the linear centred kernel alignments (CKA) of :func:`dependences` ``(..., 3)``.
+    """Return the linear centred kernel alignments (CKA) of dependences ``(..., 3)``: mutual, and of each on itself.
 
     1 for matrices that are equal up to rotation and scale, 0 on average for unrelated ones, which may be less; NaN
     where one of the two is constant.

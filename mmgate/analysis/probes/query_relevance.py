@@ -13,12 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.measures import rollout, row_shares
-from mmgate.analysis.probes.recording import Recording, predicted, record_queries
+from mmgate.analysis.probes.measures import roll_back
+from mmgate.analysis.probes.recording import PREDICTIONS, Recording, predicted, record
 from mmgate.analysis.probes.relevance import factors, head_mean, reduce_attention
 from mmgate.errors import ConfigError
 
 _DECODER = re.compile(r'(^|\.)(transformer_)?decoder\.layers\.\d+\.(self|cross)_attn(\.|$)')
+_ENCODER = re.compile(r'(^|\.)encoder\.layers\.')
 Step = tuple[int | None, Tensor]
 
 
@@ -43,40 +44,36 @@ class Query:
     box: np.ndarray | None
 
 
-def query_rollout(steps: Sequence[Step], residual: float = 0.5) -> tuple[Tensor, dict[int, Tensor]]:
-    """Roll queries' attention back through a decoder.
+def query_rollout(steps: Sequence[Step], queries: Sequence[int]) -> dict[int, Tensor]:
+    """Return how much of each token of the image reaches ``queries`` through a decoder, by memory ``(q, M)``.
 
     This is the rollout of one sequence that holds the learnt queries and all tokens of the image: cross-attention is a
-    row of it whose keys are the image's, and what passes by it stays with the queries. So shares sum to 1, and what an
-    early layer brought in fades like everything else there. Chefer et al. (arXiv 2103.15679, Eq. 10) add
-    ``R_qq A`` to the image's relevance without that, which gives every layer of a deep decoder one weight.
+    row of it whose keys are the image's, and what passes by it, a half, stays with the queries. So what an early layer
+    brought in fades like everything else there. Chefer et al. (arXiv 2103.15679, Eq. 10) add ``R_qq A`` to the image's
+    relevance without that, which gives every layer of a deep decoder one weight.
 
     Args:
         steps: Attentions in the order in which they ran: ``(None, (Q, Q))`` among the queries, ``(memory, (Q, M))`` to
-            the tokens of the image, of which ``memory`` is a number, such as that of a level.
-        residual: Share of a layer's input that passes by the attention.
-
-    Returns:
-        How much of each learnt query reaches each query, ``(Q, Q)``, and by memory how much of each token, ``(Q, M)``.
+            the tokens of the image, of which ``memory`` is a number, such as that of a level. Their rows sum to 1.
+        queries: Their numbers.
 
     Source: Abnar and Zuidema, Quantifying attention flow in transformers (arXiv 2005.00928), Eq. 1.
     """
-    own = torch.eye(steps[0][1].shape[0], dtype=steps[0][1].dtype)
+    relevance = torch.eye(steps[0][1].shape[0], dtype=steps[0][1].dtype)[list(queries)]
     image: dict[int, Tensor] = {}
-    for memory, weights in steps:
-        shares = (1 - residual) * row_shares(weights)
+    for memory, weights in reversed(steps):
         if memory is None:
-            own = residual * own + shares @ own
-            image = {key: residual * found + shares @ found for key, found in image.items()}
-            continue
-        own, image = residual * own, {key: residual * found for key, found in image.items()}
-        image[memory] = image.get(memory, 0) + shares
-    return own, image
+            relevance = roll_back(relevance, weights)
+        else:
+            image[memory] = image.get(memory, 0) + 0.5 * relevance @ weights
+            relevance = 0.5 * relevance
+    return image
 
 
 def record_decoder(model: nn.Module) -> AbstractContextManager[Recording]:
     """Record attention, averaged over heads, where it lies, and what the head says of each query."""
-    return record_queries(model, ('attention', 'geometry', 'map_size'), accumulate=reduce_attention(head_mean))
+    names = ('attention', 'geometry', 'map_size', PREDICTIONS)
+    return record(model, names, accumulate=reduce_attention(head_mean))
 
 
 def decoder_steps(layers: Recording) -> list[Step]:
@@ -113,22 +110,24 @@ def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[
     count = steps[0][1].shape[0]
     if any(not 0 <= query < count for query in queries):
         raise ConfigError(f'the queries {", ".join(map(str, queries))} have to lie in 0 to {count - 1}.')
-    chosen = list(queries)
+    maps = [of['attention'].last[0] for path, of in layers.items() if 'attention' in of and _ENCODER.search(path)]
     by_shape = {}
-    for tokens, relevance in query_rollout(steps)[1].items():
-        encoder = _encoder_maps(layers, tokens)
-        by_shape[_shape(layers, tokens, size)] = relevance[chosen] @ rollout(encoder) if encoder else relevance[chosen]
-    maps = add_levels(by_shape)
-    maps = maps / maps.sum((1, 2), keepdim=True).clamp(min=1e-12)  # what is left are learnt queries
-    scores, places = predicted(layers) or (None, None)
-    result = []
-    for row, number in enumerate(chosen):
-        score, label = (0.0, -1) if scores is None else (float(t) for t in scores[0, number].max(-1))
-        place = None if places is None else places[0, number]
-        mask = place.numpy() if place is not None and place.dim() == 2 else None
-        box = _corners(place) if place is not None and place.dim() == 1 else None
-        result.append(Query(number, int(label), score, maps[row].numpy(), mask, box))
-    return result
+    for tokens, relevance in query_rollout(steps, queries).items():
+        for weights in reversed([x for x in maps if x.shape == (tokens, tokens)]):
+            relevance = roll_back(relevance, weights)
+        by_shape[_shape(layers, tokens, size)] = relevance
+    relevances = add_levels(by_shape)
+    relevances = relevances / relevances.sum((1, 2), keepdim=True).clamp(min=1e-12)  # what is left are learnt queries
+    head = predicted(layers)
+    found = []
+    for number, relevance in zip(queries, relevances.numpy(), strict=True):
+        if head is None:
+            found.append(Query(number, -1, 0.0, relevance, None, None))
+            continue
+        (score, label), place = head[0][0, number].max(-1), head[1][0, number]
+        mask, box = (place.numpy(), None) if place.dim() == 2 else (None, _corners(place))
+        found.append(Query(number, int(label), float(score), relevance, mask, box))
+    return found
 
 
 def add_levels(by_shape: dict[tuple[int, int], Tensor]) -> Tensor:
@@ -140,15 +139,6 @@ def add_levels(by_shape: dict[tuple[int, int], Tensor]) -> Tensor:
         level = F.interpolate(level, size=finest, mode='bilinear')[:, 0] if shape != finest else level[:, 0]
         total = total + level * (relevance.sum(-1) / level.sum((1, 2)).clamp(min=1e-12))[:, None, None]
     return total
-
-
-def _encoder_maps(layers: Recording, tokens: int) -> list[Tensor]:
-    maps = [
-        readings['attention'].last[0]
-        for path, readings in layers.items()
-        if 'attention' in readings and re.search(r'(^|\.)encoder\.layers\.', path)
-    ]
-    return [x for x in maps if x.shape == (tokens, tokens)]
 
 
 def _shape(layers: Recording, tokens: int, size: tuple[int, int]) -> tuple[int, int]:

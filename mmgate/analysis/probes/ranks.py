@@ -40,8 +40,7 @@ def kv_ranks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[s
     rows = []
     for path, readings in recording.items():
         found = readings['kv']
-        row: dict[str, Any] = dict(layer=path)
-        for name, of in dict(matrix_rank=found.matrix, effective_rank=found.effective).items():
-            row.update({name: of.mean, f'{name}_std': of.deviation})
-        rows.append(dict(row, channels=found.channels))
+        ranks = dict(matrix_rank=found.matrix.mean, matrix_rank_std=found.matrix.deviation)
+        ranks.update(effective_rank=found.effective.mean, effective_rank_std=found.effective.deviation)
+        rows.append(dict(layer=path, **ranks, channels=found.channels))
     return rows

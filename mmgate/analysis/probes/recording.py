@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -16,16 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import GATES, NAMES, PLACES, bind, is_alone, probe_for
+from mmgate.analysis.probes.attention import GATES, NAMES, PLACES, Probe, bind, is_alone, probe_for
 from mmgate.analysis.probes.hosts import gate_in_host
-from mmgate.analysis.probes.statistics import Accumulator, Kept
+from mmgate.analysis.probes.statistics import Kept
 from mmgate.errors import ConfigError
+from mmgate.hosts.hosted import HostedDeformableAttention
 from mmgate.hosts.window import GatedWindowMSA
-from mmgate.layers import MultiScaleDeformableAttention
 
-from . import hosts, whole_maps  # noqa: F401  (registers)
+from . import whole_maps  # noqa: F401  (registers)
 
-ACTIVATION = 'activation'
+ACTIVATION, PREDICTIONS = 'activation', 'predictions'
 HEADS = ('panoptic_head', 'decode_head', 'bbox_head')  # that say what each query predicts
 # readings in words, and the tools that draw them
 DRAWN = {
@@ -33,14 +33,10 @@ DRAWN = {
     'locations': ('sampling points', 'plot_sampling_points.py'),
     'kv': ('a map K^T V (linear attention)', 'plot_kv_rank.py'),
     'agents': ('agent tokens', 'plot_agents.py'),
-    **{name: ('gates', 'plot_gates.py') for name in GATES},
+    **dict.fromkeys(GATES, ('gates', 'plot_gates.py')),
 }
 _ATTENTION = re.compile(r'(Attention|Attn|MSA)$')
-Recording = dict[str, dict[str, Any]]  # path of the module: name of the reading: its accumulator
-
-
-def _keep(path: str, name: str) -> Accumulator:
-    return Kept()
+Recording = dict[str, dict[str, Any]]  # path of the module: name of the reading: what took its tensors
 
 
 @contextmanager
@@ -48,9 +44,8 @@ def record(
     model: nn.Module,
     names: Iterable[str],
     *,
-    accumulate: Callable[[str, str], Accumulator] = _keep,
+    accumulate: Callable[[str, str], Any] = lambda path, name: Kept(),
     paths: Callable[[str], bool] = lambda path: True,
-    outputs: Mapping[str, Callable[[Any, Any], Mapping[str, Tensor]]] | None = None,
 ) -> Iterator[Recording]:
     """Record readings of every attention module that has them, while the context is open.
 
@@ -61,59 +56,52 @@ def record(
 
     Args:
         model: Any model; wrappers such as DistributedDataParallel have to be taken off.
-        names: What to record, of :data:`~mmgate.analysis.probes.attention.NAMES` (shapes in the probes' docstrings) and
-            ``'activation'``: the output of the layer around the attention, what the paper calls hidden states.
-        accumulate: Takes a module's path and a reading's name to what takes its tensors (default: they are kept).
-        paths: Which attention modules, by their dotted name.
-        outputs: By the dotted name of any module, what to read of it and its output, by name; modules that the model
-            does not have are left out.
+        names: What to record, of :data:`~mmgate.analysis.probes.attention.NAMES` (shapes in the probes' docstrings);
+            ``'activation'``: the output of the layer around the attention, what the paper calls hidden states;
+            ``'predictions'``: what a head says of each query, see :func:`predicted`.
+        accumulate: Takes a module's path and a reading's name to what takes its tensors by ``add`` (default: they are
+            kept).
+        paths: Which modules, by their dotted name.
 
     Yields:
-        By the module's name and the reading's, its accumulator; a module that did not run is not in it.
+        By the module's name and the reading's, what took its tensors; a module that did not run is not in it.
 
     Raises:
         ValueError: A name is unknown.
     """
-    wanted = tuple(names)
-    unknown = sorted(set(wanted) - {*NAMES, ACTIVATION})
+    wanted, known = tuple(names), (*NAMES, ACTIVATION, PREDICTIONS)
+    unknown = sorted(set(wanted) - set(known))
     if unknown:
-        raise ValueError(f'{", ".join(unknown)} cannot be recorded; there are {", ".join((*NAMES, ACTIVATION))}.')
+        raise ValueError(f'{", ".join(unknown)} cannot be recorded; there are {", ".join(known)}.')
     recording: Recording = {}
 
-    def take(path: str, name: str, x: Tensor) -> None:
-        of_module = recording.setdefault(path, {})
-        if name not in of_module:
-            of_module[name] = accumulate(path, name)
-        of_module[name].add(x)
-
-    def read_inputs(path: str, probe: Any, chosen: tuple[str, ...]) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    def hook(path: str, read: Callable[..., Mapping[str, Tensor]]) -> Callable[..., None]:
+        def take(*call: Any) -> None:
             with torch.no_grad():
-                readings = probe(module, **bind(module, args, kwargs))
-                for name in chosen:
-                    take(path, name, readings[name]())
+                for name, x in read(*call).items():
+                    of_module = recording.setdefault(path, {})
+                    if name not in of_module:
+                        of_module[name] = accumulate(path, name)
+                    of_module[name].add(x)
 
-        return hook
+        return take
 
-    def read_output(path: str, read: Callable[[Any, Any], Mapping[str, Tensor]]) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            for name, x in read(module, output).items():
-                take(path, name, x)
-
-        return hook
-
-    hooked = [
-        (called, read_inputs(path, probe, chosen))
-        for path, called, probe, found in _readable(model)
-        if paths(path) and (chosen := tuple(name for name in found if name in wanted))
-    ]
+    modules, readings = dict(model.named_modules()), list(_readable(model))
+    reads: list[tuple[str, str, Any]] = []  # path of the reading, of the module whose call shows it, how it is read
+    for path, called, probe, has in readings:
+        chosen = [name for name in has if name in wanted]
+        if chosen:
+            reads.append((path, called, partial(_probed, probe, chosen)))
     if ACTIVATION in wanted:
-        attention = [path for path, _, _, found in _readable(model) if not set(found) <= set(PLACES)]
-        layers = dict.fromkeys(_layer(model, path) for path in attention)
-        hooked += [(path, read_output(path, _activation)) for path in layers if paths(path)]
-    modules = dict(model.named_modules())
-    hooked += [(path, read_output(path, read)) for path, read in (outputs or {}).items() if path in modules]
-    handles = [modules[path].register_forward_hook(hook, with_kwargs=True) for path, hook in hooked]
+        layers = dict.fromkeys(_layer(model, path) for path, _, _, has in readings if not set(has) <= set(PLACES))
+        reads += [(path, path, _activation) for path in layers]
+    if PREDICTIONS in wanted:
+        reads += [(path, path, _scores_and_places) for path in HEADS if path in modules]
+    handles = [
+        modules[called].register_forward_hook(hook(path, read), with_kwargs=True)
+        for path, called, read in reads
+        if paths(path)
+    ]
     try:
         yield recording
     finally:
@@ -121,19 +109,24 @@ def record(
             handle.remove()
 
 
-def record_queries(
-    model: nn.Module, names: Iterable[str], *, accumulate: Callable[[str, str], Accumulator] = _keep
-) -> AbstractContextManager[Recording]:
-    """Record as :func:`record` does, and what the head says of each query: see :func:`predicted`."""
-    return record(model, names, accumulate=accumulate, outputs=dict.fromkeys(HEADS, _scores_and_places))
+def _probed(
+    probe: Probe, names: Sequence[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> dict[str, Tensor]:
+    readings = probe(module, **bind(module, args, kwargs))
+    return {name: readings[name]() for name in names}
 
 
-def _scores_and_places(head: Any, output: Any) -> dict[str, Tensor]:
+def _activation(layer: Any, args: Any, kwargs: Any, output: Any) -> dict[str, Tensor]:
+    first = output[0] if isinstance(output, (tuple, list)) else output
+    return {ACTIVATION: first} if isinstance(first, Tensor) else {}
+
+
+def _scores_and_places(head: Any, args: Any, kwargs: Any, output: Any) -> dict[str, Tensor]:
     parts = output[:2] if isinstance(output, tuple) else ()
     found = [part[-1] for part in parts if isinstance(part, (Tensor, list, tuple)) and len(part)]  # of the last layer
     if len(found) < 2 or not all(isinstance(part, Tensor) for part in found):
         return {}
-    classes, places = (part.detach().float() for part in found)
+    classes, places = (part.float() for part in found)
     sigmoid = getattr(getattr(head, 'loss_cls', None), 'use_sigmoid', False)
     return dict(scores=classes.sigmoid() if sigmoid else classes.softmax(-1)[..., :-1], places=places)
 
@@ -227,20 +220,18 @@ def _with_class_token(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _readable(model: nn.Module) -> Iterator[tuple[str, str, Any, tuple[str, ...]]]:
+def _readable(model: nn.Module) -> Iterator[tuple[str, str, Probe, tuple[str, ...]]]:
     """Yield the path of what can be read, that of the module whose call shows it, the probe, and what it reads."""
-    windowed = {f'{path}.attn' for path, module in model.named_modules() if isinstance(module, GatedWindowMSA)}
     for path, module in model.named_modules():
         found = probe_for(module)
-        if found is None or not found[1] or path in windowed:  # that is not called, and read where its windows are
-            continue
-        if isinstance(module, MultiScaleDeformableAttention) and not module.has_projections:  # read at its host
+        host_path, _, name = path.rpartition('.')
+        host: Any = model.get_submodule(host_path) if path else None
+        # read where its windows or its points are; XCiT has no map of tokens to look at
+        by_host = isinstance(host, (GatedWindowMSA, HostedDeformableAttention)) or getattr(host, 'over_channels', False)
+        if found is None or not found[1] or by_host:
             continue
         if is_alone(module):
-            host, _, name = path.rpartition('.')
-            if getattr(model.get_submodule(host), 'over_channels', False):
-                continue
-            yield path, host, partial(gate_in_host, name), found[1]
+            yield path, host_path, partial(gate_in_host, name), found[1]
         else:
             yield path, path, *found
 
@@ -251,8 +242,3 @@ def _layer(model: nn.Module, path: str) -> str:
     while path and _ATTENTION.search(type(model.get_submodule(path)).__name__):
         path = path.rpartition('.')[0]
     return path
-
-
-def _activation(layer: Any, output: Any) -> dict[str, Tensor]:
-    first = output[0] if isinstance(output, (tuple, list)) else output
-    return {ACTIVATION: first} if isinstance(first, Tensor) else {}

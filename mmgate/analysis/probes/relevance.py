@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.measures import roll_back, rollout, row_shares
+from mmgate.analysis.probes.measures import roll_back, row_shares
 from mmgate.analysis.probes.recording import Recording, class_tokens, nearest, predict, record
 from mmgate.analysis.probes.statistics import Kept
 from mmgate.errors import ConfigError
@@ -53,28 +53,33 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
     Raises:
         ConfigError: There is no self-attention over the image.
     """
-    placed: list[tuple[Tensor, Any]] = [(maps, shape) for _, maps, shape in placed_maps(recording) if shape is not None]
+    found = placed_maps(recording)
+    placed = [(maps, geometry) for _, maps, geometry in found if geometry is not None]
     if placed:
-        relevance = torch.full(placed[-1][1][:2], 1.0)
+        shape = placed[-1][1][:2]
+        relevance = torch.ones(shape[0] * shape[1])
         for weights, geometry in reversed(placed):
-            if relevance.shape != geometry[:2]:  # a merging of patches lies between
-                relevance = F.interpolate(relevance[None, None], size=geometry[:2], mode='bilinear')[0, 0]
-            relevance = roll_back(relevance / relevance.sum(), weights if len(geometry) >= 4 else weights[0], geometry)
-        return relevance / relevance.sum()
-    over_image = {path: readings for path, readings in recording.items() if 'decoder' not in path}  # there: queries
-    square = [weights for _, weights, _ in placed_maps(over_image) if weights.shape[-1] == weights.shape[-2]]
+            if shape != geometry[:2]:  # a merging of patches lies between
+                before, shape = relevance.view(1, 1, *shape), geometry[:2]
+                relevance = F.interpolate(before, size=shape, mode='bilinear').flatten()
+            relevance = roll_back(relevance, weights if len(geometry) >= 4 else weights[0], geometry)
+        return (relevance / relevance.sum()).view(shape)
+    square = [x for path, x, _ in found if x.shape[-1] == x.shape[-2] and 'decoder' not in path]  # there: queries
     if any(len(weights) > 1 for weights in square):  # of one image: these are windows, nobody knows where
         raise ConfigError('the attention lies in windows of which this host does not tell where they are.')
-    maps = [weights[0] for weights in square]
+    maps = [x[0] for x in square if x.shape == square[0].shape]
     for tokens in (0, 1, 2):  # a class token, DeiT's distillation token
-        plain = [x for x in maps if factors(x.shape[-1] - tokens, size) and x.shape == maps[0].shape]
-        shape = factors(plain[0].shape[-1] - tokens, size) if plain else None
-        if shape is not None:
-            whole = rollout(plain)
-            flow = whole[0, tokens:] if tokens else whole.mean(0)
-            return (flow / flow.sum()).view(shape)
-    attend = [path for path, readings in recording.items() if 'attention' in readings]
-    raise ConfigError(f'no self-attention over the image: {", ".join(attend) or "none"} attend to other things.')
+        plain = factors(maps[0].shape[-1] - tokens, size) if maps else None
+        if plain is not None:
+            relevance = torch.ones(maps[0].shape[-1])
+            if tokens:
+                relevance[1:] = 0
+            for weights in reversed(maps):
+                relevance = roll_back(relevance, weights)
+            return (relevance[tokens:] / relevance[tokens:].sum()).view(plain)
+    raise ConfigError(
+        f'no self-attention over the image: {", ".join(path for path, *_ in found) or "none"} attend to other things.'
+    )
 
 
 def attended(model: nn.Module, recording: Recording) -> dict[str, Tensor]:
@@ -111,7 +116,7 @@ def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple
     rows, geometry = attended(model, recording)[path], geometries[path]
     if geometry is not None:
         return path, _on_map(rows, geometry).numpy(), sample
-    shape = factors(rows.shape[-1], tuple(sample.get('batch_input_shape') or sample.img_shape[:2]))
+    shape = factors(rows.shape[-1], padded_size(sample))
     if shape is None or len(rows) > 1:
         raise ConfigError(f'{path} attends to {rows.shape[-1]} tokens of which nobody knows where they are.')
     return path, rows[0].unflatten(-1, shape).numpy(), sample
@@ -119,22 +124,28 @@ def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple
 
 def _on_map(rows: Tensor, geometry: Sequence[int]) -> Tensor:
     """Return rows ``(B nW, H, M)`` of windows, or of reduced keys, as maps ``(H, h, w)``."""
-    height, width = geometry[:2]
-    queries = rows.shape[-1] if len(geometry) >= 4 else height * width
-    even = torch.full((height, width), 1 / queries)
-    maps = [rows[:, head, None].expand(-1, queries, -1) for head in range(rows.shape[1])]
-    return torch.stack([roll_back(even, x if len(geometry) >= 4 else x[0], geometry, residual=0.0) for x in maps])
+    in_windows, tokens = len(geometry) >= 4, geometry[0] * geometry[1]
+    queries = rows.shape[-1] if in_windows else tokens
+    maps = rows.transpose(0, 1)[:, :, None].expand(-1, -1, queries, -1)  # (H, B nW, N, M)
+    even = torch.full((tokens,), 1 / queries)
+    back = [roll_back(even, x if in_windows else x[0], geometry, residual=0.0) for x in maps]
+    return torch.stack(back).view(-1, *geometry[:2])
 
 
 def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...] | None]]:
     """Return the path of each attention, what was kept of it last, and where it lies, if a module around it says so."""
     found = []
     for path, readings in recording.items():
-        if 'attention' not in readings:
-            continue
-        geometry = nearest(recording, path, 'geometry')
-        found.append((path, readings['attention'].last, None if geometry is None else tuple(geometry.last.tolist())))
+        if 'attention' in readings:
+            geometry = nearest(recording, path, 'geometry')
+            place = None if geometry is None else tuple(geometry.last.tolist())
+            found.append((path, readings['attention'].last, place))
     return found
+
+
+def padded_size(sample: Any) -> tuple[int, int]:
+    """Return height and width of what a model got of an image, padding included."""
+    return tuple(sample.get('batch_input_shape') or sample.img_shape[:2])
 
 
 def factors(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:

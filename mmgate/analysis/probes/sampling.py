@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from mmgate.analysis.probes.attention import POINTS
 from mmgate.analysis.probes.measures import pixel_centres
-from mmgate.analysis.probes.recording import Recording, best_queries, record_queries
+from mmgate.analysis.probes.recording import PREDICTIONS, Recording, best_queries, record
+from mmgate.analysis.probes.relevance import padded_size
 from mmgate.errors import ConfigError
-
-READINGS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'gate')
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class SamplingPoints:
         """Yield a row of the CSV for each point."""
         for place in np.ndindex(*self.weights.shape):
             query, head, level, point = place
-            x, y = self.xy[place]
             numbers = dict(query=int(self.queries[query]), head=head, level=self.levels[level], point=point)
-            yield dict(layer=self.path, **numbers, x=float(x), y=float(y), weight=float(self.weights[place]))
+            x, y, weight = (float(value) for value in (*self.xy[place], self.weights[place]))
+            yield dict(layer=self.path, **numbers, x=x, y=y, weight=weight)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class ImageSample:
 
 def record_sampling(model: nn.Module) -> AbstractContextManager[Recording]:
     """Record sampling points of every deformable attention, and what the detection head says, if there is one."""
-    return record_queries(model, READINGS)
+    return record(model, (*POINTS, PREDICTIONS))
 
 
 def encoder_layers(layers: Recording) -> list[str]:
@@ -89,7 +89,7 @@ def decoder_layers(layers: Recording) -> list[str]:
 
 def to_image(xy: np.ndarray, sample: Any) -> np.ndarray:
     """Take (x, y), 0 to 1 over the padded batch, to pixels of the image on disk."""
-    height, width = sample.get('batch_input_shape') or sample.img_shape[:2]
+    height, width = padded_size(sample)
     scale = np.asarray(sample.get('scale_factor') or (1.0, 1.0), np.float64)[:2]
     return xy * np.array([width, height]) / scale
 
@@ -116,46 +116,6 @@ def _check_level(level: int, count: int) -> None:
         raise ConfigError(f'level {level} does not exist; the model has levels 0 to {count - 1}.')
 
 
-def sampling_points(
-    layers: Recording, path: str, sample: Any, queries: Any, image: int = 0, level: int | None = None
-) -> SamplingPoints:
-    """Return the points of ``queries`` in the layer ``path``.
-
-    Args:
-        layers: Of :func:`record_sampling`, of one forward pass.
-        path: Of the layer.
-        sample: The image's data sample, with ``img_shape``, ``scale_factor`` and, in a padded batch,
-            ``batch_input_shape``.
-        queries: Their numbers.
-        image: The image's place in the batch.
-        level: The points of this level alone.
-
-    Raises:
-        ConfigError: A query or the level does not exist.
-    """
-    readings = {name: found.last for name, found in layers[path].items()}
-    queries, count = np.asarray(queries), readings['locations'].shape[1]
-    if queries.size and queries.max() >= count:
-        raise ConfigError(f'query {queries.max()} does not exist in {path}, which has {count}.')
-    levels: Sequence[int] = range(readings['locations'].shape[3])
-    if level is not None:
-        _check_level(level, len(levels))
-        levels = [level]
-    locations, weights, reference = (
-        readings[name][image][torch.from_numpy(queries)].double().numpy()
-        for name in ('locations', 'weights', 'reference_points')
-    )
-    return SamplingPoints(
-        path,
-        to_image(locations[:, :, list(levels)], sample),
-        weights[:, :, list(levels)],
-        to_image(reference[:, 0, :2], sample),
-        queries,
-        levels,
-        _is_encoder(layers[path]),
-    )
-
-
 def chosen_points(
     layers: Recording,
     sample: Any,
@@ -172,7 +132,8 @@ def chosen_points(
 
     Args:
         layers: Of :func:`record_sampling`, of one forward pass.
-        sample: The image's data sample.
+        sample: The image's data sample, with ``img_shape``, ``scale_factor`` and, in a padded batch,
+            ``batch_input_shape``.
         image: The image's place in the batch.
         part: ``'decoder'`` or ``'encoder'``; by default the decoder, if there is one and no pixel is given.
         layer: Of that part.
@@ -182,7 +143,7 @@ def chosen_points(
         level: Of a decoder the points of this level alone, of an encoder the level of the query.
 
     Raises:
-        ConfigError: There is no such part, layer, level or pixel.
+        ConfigError: There is no such part, layer, query, level or pixel.
     """
     by_part = dict(decoder=decoder_layers(layers), encoder=encoder_layers(layers))
     part = part or ('encoder' if pixel or not by_part['decoder'] else 'decoder')
@@ -191,12 +152,27 @@ def chosen_points(
         raise ConfigError(f'--part {part}: the model has deformable attention in its other part only.')
     if not -len(paths) <= layer < len(paths):
         raise ConfigError(f'--layer {layer}: the {part} has {len(paths)} layers.')
-    path = paths[layer]
-    if part == 'encoder':
-        return sampling_points(layers, path, sample, [query_at(layers, path, sample, pixel, level or 0)], image)
-    if pixel:
+    path, is_encoder = paths[layer], part == 'encoder'
+    if pixel and not is_encoder:
         raise ConfigError('--pixel chooses a query of the encoder; give --part encoder.')
-    return sampling_points(layers, path, sample, queries or best_queries(layers, image, top_k), image, level)
+    readings = {name: found.last for name, found in layers[path].items()}
+    _, count, _, level_count, *_ = readings['locations'].shape
+    levels: Sequence[int] = range(level_count)
+    if is_encoder:
+        chosen = np.array([query_at(layers, path, sample, pixel, level or 0)])
+    else:
+        chosen = np.asarray(queries or best_queries(layers, image, top_k))
+        if level is not None:
+            _check_level(level, level_count)
+            levels = [level]
+    if chosen.max() >= count:
+        raise ConfigError(f'query {chosen.max()} does not exist in {path}, which has {count}.')
+    locations, weights, reference = (
+        readings[name][image][torch.from_numpy(chosen)].double().numpy()
+        for name in ('locations', 'weights', 'reference_points')
+    )
+    xy, of_levels = to_image(locations[:, :, list(levels)], sample), weights[:, :, list(levels)]
+    return SamplingPoints(path, xy, of_levels, to_image(reference[:, 0, :2], sample), chosen, levels, is_encoder)
 
 
 def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: int = 96) -> np.ndarray | None:

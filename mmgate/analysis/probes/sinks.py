@@ -44,7 +44,7 @@ class LayerSink:
 
 
 class _Shares:
-    """Of each forward pass the largest share of a key, that of the head where it is largest, and the first key's."""
+    """Of each forward pass the largest share of a key, that of its largest head, the first key's, and an even one."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[float, ...]] = []
@@ -81,10 +81,9 @@ def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerSink
             continue
         share, head, first, uniform = np.mean(shares.rows, 0).tolist() if shares else (nan,) * 4
         states = nearest(recording, path, ACTIVATION)
-        has_first = path in extra
-        largest, first_activation = (states.largest, states.first if has_first else nan) if states else (nan, nan)
+        largest, of_first = (states.largest, states.first) if states else (nan, nan)
+        if path not in extra:
+            first = of_first = nan
         sparsity = float(np.mean([gate.sparsity for gate in gates])) if gates else nan
-        found.append(
-            LayerSink(path, share, head, first if has_first else nan, uniform, largest, first_activation, sparsity)
-        )
+        found.append(LayerSink(path, share, head, first, uniform, largest, of_first, sparsity))
     return found

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 NEAR_ZERO = 0.1  # a gate below it, in absolute value, counts as 0: closed, or, PLuG's, without effect
-
-
-class Accumulator(Protocol):
-    """Takes the tensors of one reading of one module, forward pass by forward pass."""
-
-    def add(self, x: Tensor) -> None:
-        """Take one tensor."""
 
 
 class Kept:
@@ -43,7 +35,7 @@ class Kept:
 class RunningStatistics:
     """Count, mean, deviation, extremes, sparsity and histogram of all numbers met, in memory that does not grow.
 
-    Not-a-number and infinite values are left out.
+    Not-a-number and infinite values are left out. ``sparsity`` is the share of the numbers below 0.1 in absolute value.
 
     Args:
         bounds: Of the histogram; what lies outside is counted in its first and last bin.
@@ -53,34 +45,23 @@ class RunningStatistics:
     def __init__(self, *, bounds: tuple[float, float] = (-1.0, 1.0), bins: int = 80) -> None:
         self.edges = np.linspace(*bounds, bins + 1)
         self.histogram = np.zeros(bins, np.int64)
-        self.count = self._zeros = 0
-        self.mean = self._squares = 0.0
+        self.count = 0
+        self.mean = self.deviation = self.sparsity = 0.0
         self.minimum, self.maximum = float('inf'), float('-inf')
 
     def add(self, x: Tensor) -> None:
         """Take every number of ``x`` in (Chan's update of mean and variance, in float64)."""
-        x = x.detach().flatten().float()
-        finite = x[torch.isfinite(x)]
-        if not finite.numel():
+        x = x.detach().flatten().double()
+        x = x[torch.isfinite(x)]
+        if not x.numel():
             return
-        count, total = finite.numel(), self.count + finite.numel()
-        mean = float(finite.mean(dtype=torch.float64))
-        squares = float((finite.double() - mean).square().sum())
-        self._squares += squares + (mean - self.mean) ** 2 * self.count * count / total
-        self.mean += (mean - self.mean) * count / total
-        self.count = total
-        self.minimum, self.maximum = min(self.minimum, float(finite.min())), max(self.maximum, float(finite.max()))
-        self._zeros += int((finite.abs() < NEAR_ZERO).sum())
+        mean, total = float(x.mean()), self.count + x.numel()
+        old, new = self.count / total, x.numel() / total
+        variance = old * self.deviation**2 + new * float((x - mean).square().mean()) + old * new * (mean - self.mean) ** 2
+        self.deviation, self.count = variance**0.5, total
+        self.mean += (mean - self.mean) * new
+        self.sparsity = old * self.sparsity + new * float((x.abs() < NEAR_ZERO).double().mean())
+        self.minimum, self.maximum = min(self.minimum, float(x.min())), max(self.maximum, float(x.max()))
         low, high, bins = float(self.edges[0]), float(self.edges[-1]), len(self.histogram)
-        places = ((finite.clamp(low, high) - low) / (high - low) * bins).long().clamp(max=bins - 1)
+        places = ((x.clamp(low, high) - low) / (high - low) * bins).long().clamp(max=bins - 1)
         self.histogram += torch.bincount(places, minlength=bins).cpu().numpy()
-
-    @property
-    def deviation(self) -> float:
-        """Standard deviation of the numbers met, 0 if there are none."""
-        return (self._squares / self.count) ** 0.5 if self.count else 0.0
-
-    @property
-    def sparsity(self) -> float:
-        """Share of the numbers below 0.1 in absolute value."""
-        return self._zeros / self.count if self.count else 0.0
