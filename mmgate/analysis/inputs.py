@@ -1,14 +1,11 @@
-"""Images, folders and devices that a command line names, looked at before a model is built."""
+"""Images and folders that a command line names, looked at before a model is built."""
 
 from __future__ import annotations
 
 import glob
 import os.path as osp
-import re
 import tempfile
 from pathlib import Path
-
-import torch
 
 from mmgate.errors import ConfigError
 
@@ -26,18 +23,6 @@ def check_folder(folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(f'nothing can be written to {folder}: {error}. Give another --out.') from error
-
-
-def check_device(device: str) -> None:
-    """Refuse a ``--device`` that is not there.
-
-    Raises:
-        ConfigError: With what there is.
-    """
-    if not re.fullmatch(r'cpu|mps|(cuda|npu|xpu)(:\d+)?', device):
-        raise ConfigError(f'--device {device}: give cpu or cuda.')
-    if device.startswith('cuda') and int(device.partition(':')[2] or 0) >= torch.cuda.device_count():
-        raise ConfigError(f'--device {device}: torch sees {torch.cuda.device_count() or "no"} GPUs here.')
 
 
 def find_images(inputs: str) -> list[str]:

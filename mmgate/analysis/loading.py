@@ -6,7 +6,7 @@ import argparse
 import csv
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from mmgate.train.config_file import merge_options, read_config, type_name
 from mmgate.train.inputs import check_checkpoint, check_data
 from mmgate.train.load_report import load_weights
 
-from .inputs import check_device, check_folder, find_images
+from .inputs import check_folder, find_images
 
 UNTRAINED = 'untrained'
 
@@ -37,7 +37,7 @@ class LoadedModel:
     """A model to look at.
 
     Attributes:
-        name: The config's file name without its ending, and what tells its checkpoint from another's; labels pictures.
+        name: The config's file name without its ending, and the checkpoint beside another of it; labels pictures.
         cfg: The config.
         model: The model in eval mode with its weights.
     """
@@ -53,10 +53,10 @@ class LoadedModel:
             ConfigError: An image or the data set is missing.
         """
         init_default_scope(self.cfg.get('default_scope') or 'mmdet')
-        for sample in track_iter_progress(list(self._samples(args))):
+        for sample in track_iter_progress(self._samples(args)):
             yield pseudo_collate([sample()])
 
-    def _samples(self, args: argparse.Namespace) -> Iterator[Any]:
+    def _samples(self, args: argparse.Namespace) -> list[Callable[[], Any]]:
         loader = self.cfg.get(f'{args.split}_dataloader') or self.cfg.get('test_dataloader')
         if loader is None:
             raise ConfigError(f'{self.cfg.filename} has no {args.split}_dataloader.')
@@ -64,45 +64,29 @@ class LoadedModel:
         if args.images:
             steps = _still(tests.pipeline)
             loads = [step for step in steps if type_name(step).endswith('LoadImageFromFile')]
-            read = Compose(loads or [dict(type='LoadImageFromFile')])
-            pipeline = Compose([step for step in steps if not type_name(step).startswith('Load')])
-            for number, path in enumerate(path for given in args.images for path in find_images(given)):
-                yield lambda path=path, number=number: pipeline(_read(read, path, number))
-            return
+            others = [step for step in steps if not type_name(step).startswith('Load')]
+            run = Compose([*(loads or [dict(type='LoadImageFromFile')]), *others])
+            paths = [path for given in args.images for path in find_images(given)]
+            return [lambda n=n, path=path: run(dict(img_path=path, img_id=n)) for n, path in enumerate(paths)]
         check_data(self.cfg, [args.split])
         data = deepcopy(loader.dataset)
         own = _innermost(data)
         own.pipeline = _still((tests if args.split == 'train' else own).pipeline)  # no random crops in a picture
         dataset = DATASETS.build(data)
-        for number in range(min(args.max_images, len(dataset))):
-            yield lambda number=number: dataset[number]
+        return [lambda n=n: dataset[n] for n in range(min(args.max_images, len(dataset)))]
 
     def classes(self) -> tuple[str, ...]:
         """Return the names of the classes of the config's test data; none if it says nothing."""
         return class_names(self.cfg)
 
 
-def _read(read: Compose, path: str, number: int) -> dict[str, Any]:
-    try:
-        return read(dict(img_path=path, img_id=number))
-    except Exception as error:  # whatever a backend says of what is no image
-        raise ConfigError(f'--images: {path} cannot be read as an image: {error}') from error
-
-
 def _still(pipeline: Sequence[Any]) -> list[Any]:
-    """Return a copy of a pipeline that flips nothing, and whose boxes lie on the image as it is on disk.
-
-    Raises:
-        ConfigError: It makes several images of one.
-    """
+    """Return a copy of a pipeline that flips nothing, and whose boxes lie on the image as it is on disk."""
     if any(type_name(step) == 'TestTimeAug' for step in pipeline):
         raise ConfigError('the test pipeline makes several images of each (TestTimeAug); give the config without it.')
     steps = [deepcopy(step) for step in pipeline if type_name(step) != 'RandomFlip']
-
-    def order(step: Any) -> int:  # annotations that are loaded after a resize are as on disk
-        return (type_name(step) == 'LoadAnnotations') + 2 * type_name(step).startswith('Pack')
-
-    return sorted(steps, key=order)
+    # annotations that are loaded after a resize are as on disk
+    return sorted(steps, key=lambda step: (type_name(step).startswith('Pack'), type_name(step) == 'LoadAnnotations'))
 
 
 def _innermost(dataset: Any) -> Any:
@@ -157,13 +141,13 @@ def load_models(
             told not to.
 
     Raises:
-        ConfigError: A config, a checkpoint, the device or the folder for pictures cannot be used, or a model has none
-            of the readings.
+        ConfigError: A config, a checkpoint or the folder for pictures cannot be used, or a model has none of the
+            readings.
     """
     check_folder(Path(args.out))
-    check_device(args.device)
-    models, checkpoints = [], []
-    for config, checkpoint in [(args.config, args.checkpoint), *([args.against] if args.against else [])]:
+    models = []
+    pairs = [(args.config, args.checkpoint), *([args.against] if args.against else [])]
+    for config, checkpoint in pairs:
         cfg = read_config(config)
         if args.cfg_options:
             merge_options(cfg, args.cfg_options)
@@ -175,21 +159,11 @@ def load_models(
             said = 'is tested by windows that slide over an image; it is drawn on the whole image at once.'
             print_log(f'{loaded.name} {said}', logger='current', level=logging.WARNING)
         models.append(loaded)
-        checkpoints.append(checkpoint)
-    if len(models) == 2 and models[0].name == models[1].name:
-        labels = tell_apart(*checkpoints)
+    if len({model.name for model in models}) < len(models):
+        given = [checkpoint for _, checkpoint in pairs]
+        labels = given if given[0] != given[1] else ['first', 'second']
         models = [replace(model, name=f'{model.name} ({label})') for model, label in zip(models, labels, strict=True)]
     return models
-
-
-def tell_apart(one: str, other: str) -> tuple[str, str]:
-    """Return what tells two checkpoints apart: their paths without what both begin with; their places if nothing."""
-    paths = [Path(path).with_suffix('') for path in (one, other)]
-    if paths[0] == paths[1]:
-        return 'first', 'second'
-    shared = os.path.commonpath([path.parent for path in map(Path.absolute, paths)])
-    first, second = (path.absolute().relative_to(shared).as_posix() for path in paths)
-    return first, second
 
 
 def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool = False) -> LoadedModel:
@@ -210,13 +184,7 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool
     torch.manual_seed(0)
     model = MODELS.build(deepcopy(cfg.model))  # hosts write into the config they build from
     if checkpoint == UNTRAINED:
-        try:
-            model.init_weights()
-        except OSError as error:
-            raise ConfigError(
-                f'the weights that {cfg.filename} starts from cannot be read: {error}. Give a checkpoint, or '
-                'leave them out by --cfg-options model.backbone.init_cfg=None.'
-            ) from error
+        model.init_weights()
     else:
         load_weights(model, checkpoint, whole=whole)
     model.to(device).eval()  # some hosts return None from it

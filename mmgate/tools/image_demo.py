@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import Any
 
-from mmgate.analysis.inputs import check_device, find_images
+from mmgate.analysis.inputs import find_images
 from mmgate.checkpoints.loading import add_trust_option
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
@@ -27,8 +27,6 @@ def run(argv: list[str]) -> None:
     """Parse arguments, build the inferencer and call it."""
     args = _parser().parse_args(argv)
     images, cfg = find_images(args.inputs), read_config(args.config)
-    if args.device:
-        check_device(args.device)
     check_checkpoint(args.checkpoint)
     shared: dict[str, Any] = dict(batch_size=args.batch_size, show=args.show, out_dir=args.out_dir)
     if cfg.get('default_scope') == 'mmseg':

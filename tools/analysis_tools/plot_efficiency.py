@@ -15,7 +15,6 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.analysis.inputs import check_device
 from mmgate.benchmarks.backbones import benchmark_models
 from mmgate.benchmarks.ops import throughput, write_csv
 from mmgate.benchmarks.plots import draw_curves
@@ -38,7 +37,6 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if min(args.batch, args.repetitions) < 1 or min(args.sizes) < 32:
         raise ConfigError('--batch and --repetitions take 1 or more, --sizes sides of 32 pixels or more.')
-    check_device(args.device)
     MMLogger.get_current_instance().setLevel('ERROR')
     builds = {Path(path).stem: partial(backbone, read_config(path)) for path in args.configs}
     if len(builds) < len(args.configs):

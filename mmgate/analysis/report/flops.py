@@ -7,8 +7,7 @@ that is elementwise, and the resizing of maps do not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +30,6 @@ PROPOSALS = 1000  # what a two-stage detector's box heads see, as mmdet's own co
 MASKS = 100  # and its mask heads
 
 Shape = tuple[int, ...]
-Override = tuple[nn.Module, str, Callable[..., Any]]
 
 
 @dataclass(frozen=True)
@@ -49,43 +47,9 @@ class Complexity:
     by_module: dict[str, int]
 
 
-def count_macs(model: nn.Module, *inputs: Any, run: Callable[..., Any] | None = None) -> Complexity:
-    """Count ``model(*inputs)``, or ``run(*inputs)``, in evaluation mode and without gradients."""
-    if not CAN_REGISTER and any(isinstance(module, PLuGMultiScaleDeformableAttention) for module in model.modules()):
-        print_log('below torch 2.4 the sampling of gated deformable attention is not counted', 'current', WARNING)
-    modes = [(module, module.training) for module in model.modules()]
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    counter = FlopCounterMode(display=False, custom_mapping=RULES)
-    # torch's attention has a fused operator that hides the products; torch 2.1 and 2.2 cannot be kept from it
-    fast: Any = getattr(torch.backends, 'mha', None)
-    fast = fast if fast is not None and fast.get_fastpath_enabled() else None
-    called = [(model, 'forward', run)] if run is not None else []  # through the model: the counter knows modules' names
-    try:
-        model.eval()
-        model.requires_grad_(False)  # the counter hooks what requires a gradient, even where none is taken
-        if fast:
-            fast.set_fastpath_enabled(False)
-        with torch.no_grad(), _overridden([*called, *_unresized_biases(model)]), counter:
-            model(*inputs)
-    finally:
-        if fast:
-            fast.set_fastpath_enabled(True)
-        for parameter in trainable:
-            parameter.requires_grad_()
-        for module, training in modes:
-            module.training = training
-    counts = {name: sum(by_op.values()) // 2 for name, by_op in counter.get_flop_counts().items()}
-    prefix, total = type(model).__name__, counter.get_total_flops() // 2
-    by_module = {name: _of(module, f'{prefix}.{name}', counts) for name, module in model.named_children()}
-    rest = total - sum(by_module.values())
-    return Complexity(sum(p.numel() for p in trainable), total, {**by_module, **({'itself': rest} if rest > 0 else {})})
-
-
-def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:
-    """Return what ``module`` counted; hosts call ``forward`` of some heads, which leaves it to the modules in them."""
-    if name in counts:
-        return counts[name]
-    return sum(_of(child, f'{name}.{child_name}', counts) for child_name, child in module.named_children())
+def count_macs(model: nn.Module, *inputs: Any) -> Complexity:
+    """Count ``model(*inputs)``, in evaluation mode and without gradients; the model is left as it is."""
+    return _count(deepcopy(model), *inputs)
 
 
 def count_config(cfg: Config, height: int, width: int) -> Complexity:
@@ -102,21 +66,49 @@ def count_config(cfg: Config, height: int, width: int) -> Complexity:
     """
     image = torch.zeros(1, 3, height, width)
     try:
-        return _count(build_structure(cfg).to('meta'), image.to('meta'))
+        return _count_host(build_structure(cfg).to('meta'), image.to('meta'))
     except RuntimeError:  # the model reads a number off a tensor, or an operator lacks a kernel
-        model = MODELS.build(deepcopy(cfg.model))  # mmdet writes into the config it builds from
-        return _count(model, image)
+        return _count_host(MODELS.build(deepcopy(cfg.model)), image)  # mmdet writes into the config
 
 
-def _count(model: Any, image: Tensor) -> Complexity:
+def _count_host(model: Any, image: Tensor) -> Complexity:
     if not hasattr(model, 'data_preprocessor') or type(model).__name__ == 'ImageClassifier':
-        return count_macs(model, image)
+        return _count(model, image)
     segments = hasattr(model, 'decode_head')
     sample = empty_sample(segments, (image.shape[2], image.shape[3]))
     if segments:
-        return count_macs(model, image, [sample.metainfo], run=model.encode_decode)
-    with _overridden(_fixed_proposals(model, image)):
-        return count_macs(model, image, [sample])
+        model.forward = model.encode_decode  # called as the model: the counter knows modules' names
+        return _count(model, image, [sample.metainfo])
+    _fix_proposals(model, image)
+    return _count(model, image, [sample])
+
+
+def _count(model: nn.Module, *inputs: Any) -> Complexity:
+    """Count a model that is not used otherwise."""
+    if not CAN_REGISTER and any(isinstance(module, PLuGMultiScaleDeformableAttention) for module in model.modules()):
+        print_log('below torch 2.4 the sampling of gated deformable attention is not counted', 'current', WARNING)
+    parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    model.eval()
+    model.requires_grad_(False)  # the counter hooks what requires a gradient, even where none is taken
+    for layer in model.modules():
+        if isinstance(layer, AgentAttention) and layer.an_bias is not None:
+            layer.biases = partial(_unresized_biases, layer)  # type: ignore[method-assign]
+    counter = FlopCounterMode(display=False, custom_mapping=RULES)
+    # under a mode of torch's functions its attention leaves out the fused operator, which hides the products
+    with torch.no_grad(), torch.device('cpu'), counter:
+        model(*inputs)
+    counts = {name: sum(by_op.values()) // 2 for name, by_op in counter.get_flop_counts().items()}
+    prefix, total = type(model).__name__, counter.get_total_flops() // 2
+    by_module = {name: _of(module, f'{prefix}.{name}', counts) for name, module in model.named_children()}
+    rest = total - sum(by_module.values())
+    return Complexity(parameters, total, {**by_module, **({'itself': rest} if rest > 0 else {})})
+
+
+def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:
+    """Return what ``module`` counted; hosts call ``forward`` of some heads, which leaves it to the modules in them."""
+    if name in counts:
+        return counts[name]
+    return sum(_of(child, f'{name}.{child_name}', counts) for child_name, child in module.named_children())
 
 
 def empty_sample(segments: bool, size: tuple[int, int]) -> Any:
@@ -129,47 +121,31 @@ def empty_sample(segments: bool, size: tuple[int, int]) -> Any:
     return Sample(metainfo=meta)
 
 
-@contextmanager
-def _overridden(methods: Sequence[Override]) -> Iterator[None]:
-    """Let modules have other methods than their classes'."""
-    try:
-        for module, name, function in methods:
-            setattr(module, name, function)
-        yield
-    finally:
-        for module, name, _ in methods:
-            module.__dict__.pop(name, None)
-
-
-def _unresized_biases(model: nn.Module) -> list[Override]:
+def _unresized_biases(layer: Any, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return agent attention's biases without the resize, an interpolation that our layer does as a product."""
-
-    def biases(layer: Any, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        tokens = layer.class_tokens + hw_shape[0] * hw_shape[1]
-        bias = layer.an_bias.new_zeros(1, layer.num_heads, layer.grid**2, tokens)
-        return bias, bias.transpose(2, 3)
-
-    agents = [module for module in model.modules() if isinstance(module, AgentAttention)]
-    return [(layer, 'biases', partial(biases, layer)) for layer in agents if layer.an_bias is not None]
+    tokens = layer.class_tokens + hw_shape[0] * hw_shape[1]
+    bias = layer.an_bias.new_zeros(1, layer.num_heads, layer.grid**2, tokens)
+    return bias, bias.transpose(2, 3)
 
 
-def _fixed_proposals(model: Any, image: Tensor) -> list[Override]:
-    """Return fixed proposals of a two-stage detector's RPN, and zeros of RoIAlign, which has no meta kernel."""
+def _fix_proposals(model: Any, image: Tensor) -> None:
+    """Let a two-stage detector's RPN find as many proposals, and RoIAlign, which has no meta kernel, give zeros."""
     head, second = getattr(model, 'rpn_head', None), getattr(model, 'roi_head', None)
     if head is None or second is None:
-        return []
+        return
     boxes = image.new_tensor([0, 0, image.shape[3], image.shape[2]]).repeat(PROPOSALS, 1)
 
     def predict(features: tuple[Tensor, ...], *_: Any, **__: Any) -> list[InstanceData]:
         head(features)
         return [InstanceData(bboxes=boxes, scores=boxes[:, 0], labels=boxes[:, 0].long())]
 
+    head.predict = predict
+    for module in second.modules():
+        if hasattr(module, 'roi_layers'):
+            module.forward = partial(_pooled, module)
     masks = getattr(second, 'mask_head', None) or []
-    masks = masks if isinstance(masks, (list, nn.ModuleList)) else [masks]
-    extractors = [module for module in second.modules() if hasattr(module, 'roi_layers')]
-    overrides: list[Override] = [(head, 'predict', predict)]
-    overrides += [(extractor, 'forward', partial(_pooled, extractor)) for extractor in extractors]
-    return overrides + [(mask_head, 'forward', partial(_first_masks, mask_head)) for mask_head in masks]
+    for mask_head in masks if isinstance(masks, (list, nn.ModuleList)) else [masks]:
+        mask_head.forward = partial(_first_masks, mask_head)
 
 
 def _pooled(extractor: Any, features: tuple[Tensor, ...], rois: Tensor, *_: Any) -> Tensor:
@@ -186,29 +162,18 @@ def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> in
     return 2 * batch * heads * rows * columns * (width + value[-1])
 
 
-def _sampling(output: Shape, corners: int) -> int:
-    return 2 * corners * torch.Size(output).numel()
-
-
-def _multihead_attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    # self-attention in one operator, its four projections included
-    (batch, tokens, channels), keys = query, key[1]
-    return 2 * batch * tokens * channels * (4 * channels + 2 * keys)
-
-
 def _grid_sample(image: Shape, grid: Shape, *_: Any, out_shape: Shape | None = None, **__: Any) -> int:
-    return _sampling((image[0], image[1], *grid[1:-1]), 4)
+    return 2 * 4 * torch.Size((*image[:2], *grid[1:-1])).numel()
 
 
 def _ms_deform_attn(value: Shape, shapes: Shape, start: Shape, locations: Shape, *_: Any, **__: Any) -> int:
     # four corners and one weight for every channel of every point
-    return _sampling((*locations[:-1], value[-1]), 5)
+    return 2 * 5 * torch.Size((*locations[:-1], value[-1])).numel()
 
 
 # by namespace and name, because an older torch lacks some
 _RULES: dict[tuple[Any, str], Callable[..., int]] = {
     (torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu'): _attention,
-    (torch.ops.aten, '_native_multi_head_attention'): _multihead_attention,
     (torch.ops.aten, 'grid_sampler_2d'): _grid_sample,
     (torch.ops.mmgate, 'ms_deform_sample'): _ms_deform_attn,
 }

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -29,13 +28,10 @@ def build_structure(cfg: Config) -> nn.Module:
         cfg: The config; only ``model`` and ``default_scope`` are read, and it is left as it is.
 
     Raises:
-        ConfigError: There is no model in it, the model needs a package that is not installed, or it cannot be built.
+        ConfigError: There is no model in it, or the model cannot be built.
     """
     if 'model' not in cfg:
         raise ConfigError(f'config {cfg.filename} has no model.')
-    missing = sorted({name for name in _packages(cfg.model) if find_spec(name) is None})
-    if missing:
-        raise ConfigError(f'the model of {cfg.filename} needs {", ".join(missing)}, which is not installed.')
     init_default_scope(cfg.get('default_scope') or 'mmdet')
     model = {**cfg.model, **_apart(cfg.model)}
     try:
@@ -75,8 +71,8 @@ def list_attention(model: nn.Module) -> list[Attention]:
         sizes = {size: getattr(module, size) for size in SIZES if hasattr(module, size)}
         gates = tuple(gate.__name__ for gate in gates_for(module))
         around = listed.get(path.rpartition('.')[0])
-        inside = around is not None and gates and set(gates) <= set(around.gates)
-        listed[path] = Attention(path, type(module).__name__, sizes, gates, around.path if around and inside else None)
+        inside = around.path if around and gates and set(gates) <= set(around.gates) else None
+        listed[path] = Attention(path, type(module).__name__, sizes, gates, inside)
     return list(listed.values())
 
 
@@ -117,27 +113,6 @@ class _EmptyOnMeta(TorchFunctionMode):
     Under ``torch.device('meta')`` all tensors would be without values, and models read their drop path rates off one.
     """
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.empty:
-            kwargs = {**(kwargs or {}), 'device': 'meta'}
-        return func(*args, **(kwargs or {}))
-
-
-def _packages(node: Any) -> Iterator[str]:
-    """Yield the packages that are named by ``type='package.Class'`` or ``_scope_`` in a model's config."""
-    if isinstance(node, Mapping):
-        kind = node.get('type')
-        if isinstance(kind, str) and '.' in kind:
-            yield kind.split('.')[0]
-        if node.get('_scope_'):
-            yield node['_scope_']
-        node = list(node.values())
-    if isinstance(node, (list, tuple)):
-        for child in node:
-            yield from _packages(child)
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **({**kwargs, 'device': 'meta'} if func is torch.empty else kwargs))
