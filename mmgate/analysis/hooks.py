@@ -43,22 +43,14 @@ class GateStatisticsHook(Hook):
             raise ValueError(f'interval={interval} must be 1 or more.')
         self.interval = interval
         self._open = ExitStack()
-        self._recording: Recording = {}
+        self._recording: Recording | None = None
         self._squares: dict[str, Tensor] = {}
-        self._silent = False
-
-    def before_run(self, runner: Any) -> None:
-        """Say so if there is no gate to be seen."""
-        model = own_model(runner.model)
-        self._silent = not any(name in readable(model) for name in GATES)
-        if self._silent:
-            runner.logger.warning(f'GateStatisticsHook: {type(model).__name__} has no gates, so nothing is logged.')
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Begin to record, one iteration in ``interval``."""
         self._open.close()  # of an iteration that failed
-        self._recording, self._squares = {}, {}
-        if self._silent or not self.every_n_train_iters(runner, self.interval) or runner.rank:
+        self._recording, self._squares = None, {}
+        if not self.every_n_train_iters(runner, self.interval) or runner.rank:
             return
         model = own_model(runner.model)
         has = readable(model)
@@ -66,35 +58,31 @@ class GateStatisticsHook(Hook):
             for _, parameter in gate_parameters(model.get_submodule(path)):
                 if parameter.requires_grad:  # the optimizer wrapper clears gradients before a hook sees them
                     self._open.callback(parameter.register_hook(self._squared(path)).remove)
-        self._recording = self._open.enter_context(
-            record(model, GATES, accumulate=lambda path, name: RunningStatistics())
-        )
+        recorded = record(model, GATES, accumulate=lambda path, name: RunningStatistics())
+        self._recording = self._open.enter_context(recorded)
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
         """Log what was recorded."""
-        if self._silent or not self.every_n_train_iters(runner, self.interval) or runner.rank:
-            return
         self._open.close()
+        if self._recording is None:
+            return
         scaler = getattr(runner.optim_wrapper, 'loss_scaler', None)
         scale = scaler.get_scale() if scaler is not None else 1.0
         scalars: dict[str, float] = {}
         for path, readings in self._recording.items():
             for name, found in readings.items():
-                scalars[f'{name}/{path}/mean'] = found.mean
-                scalars[f'{name}/{path}/std'] = found.deviation
-                scalars[f'{name}/{path}/sparsity'] = found.sparsity
+                numbers = dict(mean=found.mean, std=found.deviation, sparsity=found.sparsity)
+                scalars.update({f'{name}/{path}/{key}': number for key, number in numbers.items()})
             if path in self._squares:  # of all gates of the layer
                 scalars[f'gate/{path}/grad_norm'] = float(self._squares[path].sqrt()) / scale
         if scalars:
             runner.visualizer.add_scalars(scalars, step=runner.iter + 1)
-        else:  # a compiled model
+        else:  # none in the model, or a compiled one
             runner.logger.warning('GateStatisticsHook: no gate was seen in the forward pass, so nothing is logged.')
-            self._silent = True
 
     def _squared(self, path: str) -> Any:
         def hook(gradient: Tensor) -> None:
-            square = gradient.detach().float().square().sum()
-            self._squares[path] = self._squares[path] + square if path in self._squares else square
+            self._squares[path] = self._squares.get(path, 0) + gradient.detach().float().square().sum()
 
         return hook
 
@@ -118,21 +106,21 @@ class SamplingPointsHook(Hook):
         if images < 1 or top_k < 1:
             raise ValueError(f'images={images} and top_k={top_k} must be 1 or more.')
         self.images, self.top_k = images, top_k
-        self._drawn = 0
+        self._left = 0
         self._open = ExitStack()
         self._recording: Recording = {}
 
     def before_val_epoch(self, runner: Any) -> None:
         """Begin again with the first image."""
-        self._drawn = 0
+        self._left = 0 if runner.rank else self.images
         if 'locations' not in readable(own_model(runner.model)):
             runner.logger.warning(f'SamplingPointsHook: {type(own_model(runner.model)).__name__} samples no points.')
-            self._drawn = self.images
+            self._left = 0
 
     def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Record while there are images to draw."""
         self._open.close()  # of an iteration that failed
-        if self._drawn < self.images and not runner.rank:
+        if self._left:
             self._recording = self._open.enter_context(record_sampling(own_model(runner.model)))
 
     def after_val_iter(
@@ -143,9 +131,9 @@ class SamplingPointsHook(Hook):
         if not self._recording:
             return
         classes = (getattr(runner.val_dataloader.dataset, 'metainfo', None) or {}).get('classes', ())
-        for number, sample in enumerate((outputs or ())[: self.images - self._drawn]):
+        for number, sample in enumerate((outputs or ())[: self._left]):
             points = chosen_points(self._recording, sample, number, top_k=self.top_k)
             picture = draw_sampling([('', points, sample)], None, classes=[classes])
             runner.visualizer.add_image(f'sampling_points_{Path(sample.img_path).stem}', picture, step=runner.iter)
-            self._drawn += 1
+            self._left -= 1
         self._recording = {}

@@ -1,7 +1,6 @@
 """Draw attention sinks by layer: share on the most attended token, maximum activation, share of closed gates."""
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import mmgate  # noqa: F401
@@ -17,7 +16,7 @@ def main(argv: list[str]) -> None:
     models = load_models(args, ['attention'], 'A picture of attention sinks')
     found = [(model.name, sinks(model.model, model.inputs(args))) for model in models]
     out = draw_sinks(found, Path(args.out) / 'attention_sink.png')
-    rows = [dict(model=name, **asdict(sink)) for name, layers in found for sink in layers]
+    rows = [dict(model=name, **row) for name, layers in found for row in layers]
     print(out, write_csv(out.with_suffix('.csv'), rows))
 
 

@@ -43,28 +43,26 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     figure, axes = panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9))
     for (title, gates), found, (*lefts, middle, right) in zip(models, maps, axes, strict=True):
         title = wrap(title, LINE // columns)
-        for left in lefts:
-            if found is None:
-                left.set_axis_off()
-                left.set_title(title)
-                left.text(0.5, 0.5, 'no map: these gates\nare of channels', ha='center', va='center', fontsize=8)
-                continue
-            alike = [other[0].ravel() for other in maps if other is not None and other[1] == found[1]]
-            _draw_map(figure, left, *found, max(float(np.abs(np.concatenate(alike)).max()), 0.1))
-            count = sum(gate.kind == found[1] for gate in gates)
-            left.set_title(f'{title}\nmean gate, {count} layers' if found[1] != 'heads' else f'{title}\nmean gate')
         _draw_layers(middle, gates)
         middle.set_title('by layer' if lefts else f'{title}\nby layer')
         _draw_histogram(right, gates, used)
+        if found is not None:
+            alike = [other[0].ravel() for other in maps if other is not None and other[1] == found[1]]
+            _draw_map(figure, lefts[0], *found, max(float(np.abs(np.concatenate(alike)).max()), 0.1))
+            count = '' if found[1] == 'heads' else f', {sum(gate.kind == found[1] for gate in gates)} layers'
+            lefts[0].set_title(f'{title}\nmean gate{count}')
+        elif lefts:
+            lefts[0].set_axis_off()
+            lefts[0].set_title(title)
+            lefts[0].text(0.5, 0.5, 'no map: these gates\nare of channels', ha='center', va='center', fontsize=8)
     lows, highs = zip(*(axis.get_xlim() for axis in axes[:, -2]), strict=True)
     for middle, right in axes[:, -2:]:
         middle.set_xlim(min(lows), max(highs))
         right.set_xlim(used)
     notes = {title: ' '.join(dict.fromkeys(MEANINGS[gate.unchanged] for gate in gates)) for title, gates in models}
-    equal = len(set(notes.values())) == 1
-    legend(
-        figure, note='\n'.join(dict.fromkeys(note if equal else f'{title}: {note}' for title, note in notes.items()))
-    )
+    if len(set(notes.values())) > 1:
+        notes = {title: f'{title}: {note}' for title, note in notes.items()}
+    legend(figure, note='\n'.join(dict.fromkeys(notes.values())))
     return save(figure, out)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import mmcv
 import numpy as np
 
 from mmgate.analysis.figures.style import (
@@ -20,10 +19,12 @@ from mmgate.analysis.figures.style import (
     layer_labels,
     legend,
     panels,
+    read_image,
     save,
     show_map,
     wrap,
 )
+from mmgate.analysis.probes.relevance import padded_size
 
 
 def draw_maps(
@@ -41,23 +42,25 @@ def draw_maps(
         columns: Of panels, the image's among them.
         label: What the values are.
     """
-    picture = seen_part(mmcv.imread(sample.img_path, channel_order='rgb'), sample)
+    picture = seen_part(read_image(sample.img_path), sample)
     height, width = picture.shape[:2]
     rows = -(-(len(maps) + 1) // columns)
     figure, axes = panels(rows, columns, height=WIDTH / columns * height / width * 0.88 + 0.3)
-    shown = {place: values / max(float(np.abs(values).mean()), 1e-12)
-             for place, (_, values) in enumerate(maps) if values is not None}  # fmt: skip
-    high = max(2.0, *(float(np.abs(values).max()) for values in shown.values()))
-    signed = any(float(values.min()) < 0 for values in shown.values())
+    shown = [
+        (axis, title, values / max(float(np.abs(values).mean()), 1e-12))
+        for axis, (title, values) in zip(axes.flat[1:], maps, strict=False)
+        if values is not None
+    ]
+    high = max(2.0, *(float(np.abs(values).max()) for *_, values in shown))
+    signed = any(float(values.min()) < 0 for *_, values in shown)
     scale = dict(cmap=DIVERGING, vmin=-high, vmax=high) if signed else dict(cmap='magma', vmin=0, vmax=high)
     for axis in axes.flat:
         axis.set_axis_off()
     axes.flat[0].imshow(picture)
     axes.flat[0].set_title('image')
-    for place, values in shown.items():
-        axis = axes.flat[place + 1]
+    for axis, title, values in shown:
         drawn = show_map(axis, values, picture, alpha=0.65, **scale)
-        axis.set_title(wrap(maps[place][0], round(LINE / columns)))
+        axis.set_title(wrap(title, round(LINE / columns)))
     of_what = f'{label},\ntimes its mean{" size; blue inhibits" if signed else ""}'
     bar = colour_bar(figure, drawn, axes, of_what, fraction=0.03)
     bar.ax.set_facecolor('0.5')  # seen through its colours, as the image is
@@ -66,18 +69,17 @@ def draw_maps(
 
 def seen_part(picture: np.ndarray, sample: Any) -> np.ndarray:
     """Return what a model sees of an image on disk: all of it, or its middle, to which classifiers' pipelines crop."""
-    scales = tuple(sample.get('scale_factor') or (1.0, 1.0))[1::-1]
-    sides = [
-        min(round(n / x), side) for n, x, side in zip(sample.img_shape[:2], scales, picture.shape[:2], strict=True)
-    ]
-    top, left = ((side - seen) // 2 for side, seen in zip(picture.shape[:2], sides, strict=True))
+    whole = np.array(picture.shape[:2])
+    scales = np.array((sample.get('scale_factor') or (1.0, 1.0))[1::-1])
+    sides = np.minimum((np.array(sample.img_shape[:2]) / scales).round().astype(int), whole)
+    top, left = (whole - sides) // 2
     return picture[top : top + sides[0], left : left + sides[1]]
 
 
 def crop_to_image(values: np.ndarray, sample: Any) -> np.ndarray:
     """Leave out the rows and columns of a map that lie on a batch's padding."""
-    padded, own = sample.get('batch_input_shape') or sample.img_shape[:2], sample.img_shape[:2]
-    rows, columns = (max(round(n * a / b), 1) for n, a, b in zip(values.shape, own, padded, strict=True))
+    shapes = zip(values.shape, sample.img_shape[:2], padded_size(sample), strict=True)
+    rows, columns = (max(round(tokens * own / padded), 1) for tokens, own, padded in shapes)
     return values[:rows, :columns]
 
 
@@ -86,10 +88,10 @@ def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: 
     figure, axes = panels(1, len(models), height=2.9, width=3.6 * len(models) + 0.6)
     for axis, (title, paths, values) in zip(axes[0], models, strict=True):
         drawn = show_map(axis, values, cmap=SEQUENTIAL, vmin=0, vmax=1)
-        axis.set_xticks(range(len(paths)), range(len(paths)), fontsize=6)
-        names = enumerate(layer_labels(paths))
-        labels = [name if name == str(number) else f'{name}  {number}' for number, name in names]
-        axis.set_yticks(range(len(paths)), labels, fontsize=6)
+        numbers = range(len(paths))
+        labels = [name if name == f'{n}' else f'{name}  {n}' for n, name in zip(numbers, layer_labels(paths), strict=True)]
+        axis.set_xticks(numbers, numbers, fontsize=6)
+        axis.set_yticks(numbers, labels, fontsize=6)
         axis.set(title=wrap(title, round(LINE * 0.55)), xlabel='layer')
     colour_bar(figure, drawn, axes, label)
     return save(figure, out)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import mmcv
 import numpy as np
 
 from mmgate.analysis.figures.maps import crop_to_image
@@ -17,6 +16,7 @@ from mmgate.analysis.figures.style import (
     class_name,
     colour_bar,
     panels,
+    read_image,
     save,
     show_map,
 )
@@ -37,7 +37,7 @@ def draw_queries(
         classes: The names of each model's classes, as far as they are known.
         out: PNG to write.
     """
-    image = mmcv.imread(models[0][1].img_path, channel_order='rgb')
+    image = read_image(models[0][1].img_path)
     height_to_width = image.shape[0] / image.shape[1]
     columns = max(LEAST_COLUMNS, *(len(queries) for _, _, queries in models))
     figure, axes = panels(2 * len(models), columns, height=(WIDTH - 0.6) / columns * height_to_width + 0.3)

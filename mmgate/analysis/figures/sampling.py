@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from mmgate._environment import available
 from mmgate.analysis.figures.boxes import PREDICTED, THRESHOLD, draw_boxes, label_boxes
 from mmgate.analysis.figures.style import (
     COLOURS,
@@ -17,6 +16,7 @@ from mmgate.analysis.figures.style import (
     colour_bar,
     legend,
     panels,
+    read_image,
     save,
     short,
     show_map,
@@ -29,12 +29,12 @@ CONTOURS = np.array([0.1, 0.3, 0.5, 0.7, 0.9])  # shares of the highest density
 
 def draw_sampling(
     drawn: Sequence[tuple[str, SamplingPoints, Any]],
-    out: Path | None,
+    out: str | Path | None,
     *,
     classes: Sequence[Sequence[str]] = (),
     threshold: float = THRESHOLD,
 ) -> np.ndarray:
-    """Draw points sized by weight, coloured by level, their kernel density, true and predicted boxes; panels by twos.
+    """Draw points sized by weight, coloured by level, their kernel density, true and predicted boxes, side by side.
 
     Args:
         drawn: For each panel its title, its points and the data sample of its image (with predictions, if any).
@@ -45,19 +45,15 @@ def draw_sampling(
     Returns:
         The picture ``(h, w, 3)``, RGB.
     """
-    image = _read(drawn[0][2].img_path)
+    image = read_image(drawn[0][2].img_path)
     height, width = image.shape[:2]
-    columns = min(len(drawn), 2)
-    rows = -(-len(drawn) // columns)
-    across = WIDTH if columns == 2 else 4.6
-    height_of_row = across / columns * height / width + 0.4 + 0.75 / rows  # titles, legend
-    figure, axes = panels(rows, columns, height=height_of_row, width=across)
-    for axis in axes.flat[len(drawn) :]:
-        axis.set_axis_off()
+    across = WIDTH if len(drawn) > 1 else 4.6
+    of_rest = 1.15  # titles, legend
+    figure, (axes,) = panels(1, len(drawn), height=across / len(drawn) * height / width + of_rest, width=across)
     # one scale of sizes for all panels, so that they can be compared
     largest = max(max(float(points.weights.max()) for _, points, _ in drawn), 1e-12)
     panel_boxes = []
-    for axis, (title, points, sample) in zip(axes.flat, drawn, strict=False):
+    for axis, (title, points, sample) in zip(axes, drawn, strict=True):
         _draw_points(axis, image, points, largest)
         panel_boxes.append(draw_boxes(axis, sample, threshold))
         where = 'encoder' if points.is_encoder else 'decoder'
@@ -66,8 +62,8 @@ def draw_sampling(
     _legend(figure, drawn, largest, panel_boxes)
     figure.draw_without_rendering()  # the layout decides which labels would hide one another, and is kept
     figure.set_layout_engine('none')
-    for place, (axis, (_, found)) in enumerate(zip(axes.flat, panel_boxes, strict=False)):
-        label_boxes(axis, found, classes[place] if classes else (), (height, width))
+    for axis, (_, found), names in zip(axes, panel_boxes, classes or [()] * len(drawn), strict=True):
+        label_boxes(axis, found, names, (height, width))
     if out is not None:
         save(figure, out)
     figure.canvas.draw()
@@ -89,17 +85,6 @@ def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, image
         axis.set(title=wrap(title, 34), xlabel="share of the image's width", ylabel='of its height')
     colour_bar(figure, drawn, axes, f'density of points on the finest level,\n{images} images; 1: even')
     return save(figure, out)
-
-
-def _read(path: str) -> np.ndarray:
-    """Return an image ``(h, w, 3)``, RGB, turned as its camera was held."""
-    if available('mmcv'):
-        import mmcv
-
-        return mmcv.imread(path, channel_order='rgb')
-    from PIL import Image, ImageOps
-
-    return np.asarray(ImageOps.exif_transpose(Image.open(path)).convert('RGB'))
 
 
 def _draw_points(axis: Any, image: np.ndarray, points: SamplingPoints, largest: float) -> None:

@@ -16,15 +16,16 @@ LINE = 75  # characters of a title as wide as a figure
 WIDTH = 7.0  # inches: at half a page, text of 9 points stays above 4
 
 
-def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> tuple[Any, Any]:
-    """Return a figure that no window knows of, and its axes ``(rows, columns)``.
+def read_image(path: str) -> np.ndarray:
+    """Return an image ``(h, w, 3)``, RGB, turned as its camera was held."""
+    from PIL import Image, ImageOps
 
-    Args:
-        rows: Rows of panels.
-        columns: Columns of panels.
-        height: Inches of a row.
-        width: Inches of the figure.
-    """
+    with Image.open(path) as image:
+        return np.asarray(ImageOps.exif_transpose(image).convert('RGB'))
+
+
+def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> tuple[Any, Any]:
+    """Return a figure ``width`` inches wide that no window knows of, and its axes, rows of ``height`` inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -36,12 +37,13 @@ def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> t
     return figure, axes
 
 
-def save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: str | Path) -> Path:
     """Write a figure as PNG, folders made, and return the path."""
     for axis in figure.axes:
         axis.title.set_fontsize(9)
         for label in (axis.xaxis.label, axis.yaxis.label):
             label.set_fontsize(8)
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150, bbox_inches='tight', pad_inches=0.06)
     return path

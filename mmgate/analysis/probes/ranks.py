@@ -5,23 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.measures import effective_rank, matrix_rank
 from mmgate.analysis.probes.recording import predict, record
-from mmgate.analysis.probes.statistics import RunningStatistics
+from mmgate.analysis.probes.statistics import Kept
 
 
-class _Ranks:
-    """Ranks over heads and images; the maps themselves are not kept."""
-
-    def __init__(self) -> None:
-        self.matrix, self.effective, self.channels = RunningStatistics(), RunningStatistics(), 0
-
-    def add(self, maps: Tensor) -> None:
-        self.matrix.add(matrix_rank(maps))
-        self.effective.add(effective_rank(maps))
-        self.channels = min(maps.shape[-2:])
+def _ranks(maps: Tensor) -> Tensor:
+    """Return both ranks of every head, and the most that they can be, ``(3, B H)``; the maps are not kept."""
+    ranks = matrix_rank(maps).double()
+    return torch.stack([ranks, effective_rank(maps), torch.full_like(ranks, min(maps.shape[-2:]))]).flatten(1)
 
 
 def kv_ranks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -34,13 +29,14 @@ def kv_ranks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[s
 
     Source: SAGA, Figs. 1 and 5.
     """
-    with record(model, ['kv'], accumulate=lambda path, name: _Ranks()) as recording:
+    with record(model, ['kv'], accumulate=lambda path, name: Kept(_ranks)) as recording:
         for batch in batches:
             predict(model, batch)
     rows = []
     for path, readings in recording.items():
-        found = readings['kv']
-        ranks = dict(matrix_rank=found.matrix.mean, matrix_rank_std=found.matrix.deviation)
-        ranks.update(effective_rank=found.effective.mean, effective_rank_std=found.effective.deviation)
-        rows.append(dict(layer=path, **ranks, channels=found.channels))
+        matrix, effective, channels = torch.cat(readings['kv'].tensors, 1)
+        row: dict[str, Any] = dict(layer=path)
+        for name, ranks in dict(matrix_rank=matrix, effective_rank=effective).items():
+            row.update({name: float(ranks.mean()), f'{name}_std': float(ranks.std(correction=0))})
+        rows.append(dict(row, channels=int(channels[-1])))
     return rows

@@ -55,11 +55,11 @@ class RunningStatistics:
         x = x[torch.isfinite(x)]
         if not x.numel():
             return
-        mean, total = float(x.mean()), self.count + x.numel()
+        total, shift = self.count + x.numel(), float(x.mean()) - self.mean
         old, new = self.count / total, x.numel() / total
-        variance = old * self.deviation**2 + new * float((x - mean).square().mean()) + old * new * (mean - self.mean) ** 2
+        variance = old * self.deviation**2 + new * float(x.var(correction=0)) + old * new * shift**2
         self.deviation, self.count = variance**0.5, total
-        self.mean += (mean - self.mean) * new
+        self.mean += shift * new
         self.sparsity = old * self.sparsity + new * float((x.abs() < NEAR_ZERO).double().mean())
         self.minimum, self.maximum = min(self.minimum, float(x.min())), max(self.maximum, float(x.max()))
         low, high, bins = float(self.edges[0]), float(self.edges[-1]), len(self.histogram)
