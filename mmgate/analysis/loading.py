@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import csv
+import glob
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -27,9 +29,8 @@ from mmgate.train.config_file import merge_options, read_config, type_name
 from mmgate.train.inputs import check_checkpoint, check_data
 from mmgate.train.load_report import load_weights
 
-from .inputs import check_folder, find_images
-
 UNTRAINED = 'untrained'
+IMAGES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.webp')
 
 
 @dataclass(frozen=True)
@@ -221,3 +222,31 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
         for row in listed:
             writer.writerow({k: f'{v:.6g}' if isinstance(v, float) else v for k, v in row.items()})
     return path
+
+
+def check_folder(folder: Path) -> None:
+    """Make a folder, and refuse one that nothing can be written to.
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f'nothing can be written to {folder}: {error}. Give another --out.') from error
+
+
+def find_images(inputs: str) -> list[str]:
+    """Return the images of a file, a URL, a folder or a pattern.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    images = [inputs]
+    if not os.path.isfile(inputs) and '://' not in inputs:
+        found = glob.glob(os.path.join(inputs, '*') if os.path.isdir(inputs) else inputs)
+        images = sorted(path for path in found if path.lower().endswith(IMAGES))
+    if not images:
+        raise ConfigError(f'{inputs} is no image, no folder with images ({" ".join(IMAGES)}) and no pattern of any.')
+    return images

@@ -15,7 +15,7 @@ from mmengine.logging import print_log
 from torch import nn
 
 from mmgate._environment import why_not
-from mmgate.analysis.inputs import check_folder
+from mmgate.analysis.loading import check_folder
 from mmgate.errors import ConfigError
 
 from .capture import MAX_BATCH, Captured, capture, check_torch

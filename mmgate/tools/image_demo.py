@@ -10,7 +10,7 @@ import argparse
 import sys
 from typing import Any
 
-from mmgate.analysis.inputs import find_images
+from mmgate.analysis.loading import find_images
 from mmgate.checkpoints.loading import add_trust_option
 from mmgate.train import cli
 from mmgate.train.config_file import read_config

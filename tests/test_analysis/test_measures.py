@@ -10,17 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmgate.analysis.probes.cka import _same_places
+from mmgate.analysis.probes.cka import _dependences, _same_places
 from mmgate.analysis.probes.measures import (
     alignment,
     dependence_of,
-    dependences,
     effective_rank,
     key_shares,
     matrix_rank,
     products,
     roll_back,
-    rollout,
 )
 
 
@@ -28,47 +26,50 @@ def attention(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64).softmax(-1)
 
 
-def test_rollout_is_the_product_from_last_to_first() -> None:
-    first, last = attention(6, 6), attention(6, 6)
-    identity = torch.eye(6, dtype=torch.float64)
-    torch.testing.assert_close(rollout([first, last]), (0.5 * (last + identity)) @ (0.5 * (first + identity)))
-    assert torch.equal(rollout([identity] * 3), identity)
-
-
-def test_roll_back_is_a_row_of_the_rollout() -> None:
-    maps = [attention(6, 6) for _ in range(3)]
-    relevance = torch.rand(2, 3, dtype=torch.float64)
-    expected = relevance.flatten() @ rollout(maps)
+def test_rows_of_the_rollout_are_those_of_its_matrices() -> None:
+    """The product from the last layer to the first, each with a half of the identity; any number of rows."""
+    maps, relevance = [attention(6, 6) for _ in range(3)], torch.rand(2, 6, dtype=torch.float64)
+    first, middle, last = (0.5 * (weights + torch.eye(6, dtype=torch.float64)) for weights in maps)
+    expected = relevance @ last @ middle @ first
     for weights in reversed(maps):
         relevance = roll_back(relevance, weights)
-    torch.testing.assert_close(relevance.flatten(), expected)
+    torch.testing.assert_close(relevance, expected)
 
 
 @pytest.mark.parametrize('shift', [0, 1], ids=['plain', 'shifted'])
 @pytest.mark.parametrize('size', [(4, 6), (3, 5)], ids=['whole windows', 'padded'])
 def test_roll_back_through_identical_windows(size: tuple[int, int], shift: int) -> None:
     """Windows that attend to themselves change nothing; what they attend to each other stays in them."""
-    relevance = torch.rand(size)
+    relevance = torch.rand(size).flatten()
     own = torch.eye(4).expand(6, 4, 4)
     torch.testing.assert_close(roll_back(relevance, own, (*size, 2, shift)), relevance)
+    torch.testing.assert_close(roll_back(relevance, own, (*size, 2, 2, shift)), relevance)
     one = torch.zeros(4, 6)
     one[1, 1] = 1  # the first window holds it, or with the shift the one from (1, 1) to (2, 2)
-    found = roll_back(one, torch.full((6, 4, 4), 0.25), (4, 6, 2, shift))
+    found = roll_back(one.flatten(), torch.full((6, 4, 4), 0.25), (4, 6, 2, shift))
     expected = torch.zeros(4, 6)
     expected[shift : shift + 2, shift : shift + 2] = 0.125
     expected[1, 1] += 0.5
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(found, expected.flatten())
+
+
+def test_roll_back_goes_from_queries_to_keys() -> None:
+    """In windows as without: all attend to the first token of their window."""
+    weights = torch.zeros(2, 2, 2)
+    weights[..., 0] = 1
+    found = roll_back(torch.tensor([0.1, 0.2, 0.3, 0.4]), weights, (1, 4, 1, 2, 0), residual=0.0)
+    torch.testing.assert_close(found, torch.tensor([0.3, 0.0, 0.7, 0.0]))
 
 
 def test_roll_back_through_reduced_keys_keeps_the_sum() -> None:
     relevance = torch.rand(5, 7, dtype=torch.float64)
-    found = roll_back(relevance, attention(35, 6), (5, 7, 2))  # 2 x 3 keys; the last row and column have none
+    found = roll_back(relevance.flatten(), attention(35, 6), (5, 7, 2)).view(5, 7)
     torch.testing.assert_close(found.sum(), relevance.sum())
-    torch.testing.assert_close(found[:, -1], relevance[:, -1] / 2)
+    torch.testing.assert_close(found[:, -1], relevance[:, -1] / 2)  # 2 x 3 keys; the last row and column have none
 
 
 def cka(x: Tensor, y: Tensor) -> float:
-    return float(alignment(np.array(dependences(x, y))))
+    return float(alignment(np.array(_dependences((x, None), (y, None)))))
 
 
 def test_cka_of_itself_is_one_whatever_the_rotation_and_scale() -> None:
@@ -81,12 +82,11 @@ def test_cka_of_itself_is_one_whatever_the_rotation_and_scale() -> None:
 def test_cka_is_computed_by_pairs_of_rows() -> None:
     """Against the definition of the unbiased dependence: the mean over all quadruples of different rows."""
     x, y = torch.randn(6, 2, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
-    kernels = [z @ z.T for z in (x, y)]
+    one, other = (z @ z.T for z in (x, y))
 
     def mean(value: Any, rows: int) -> float:
         return float(np.mean([value(*chosen) for chosen in permutations(range(6), rows)]))
 
-    one, other = kernels
     expected = (
         mean(lambda i, j: one[i, j] * other[i, j], 2)
         + mean(lambda i, j, k, m: one[i, j] * other[k, m], 4)
@@ -99,6 +99,8 @@ def test_queries_of_two_maps_lie_at_the_same_places() -> None:
     assert _same_places(4, (2, 2), 16, (4, 4)).tolist() == [5, 7, 13, 15]
     assert _same_places(3, None, 9, (3, 3)).tolist() == [1, 4, 7]
     assert _same_places(4, (2, 2), 4, (4, 1)).tolist() == [0, 1, 2, 3]
+    x, y = torch.randn(4, 3), torch.randn(16, 3)
+    assert cka(x, y) == pytest.approx(cka(y, x)) == pytest.approx(cka(x, y[[2, 6, 10, 14]]))
 
 
 @pytest.mark.parametrize('rank', [1, 3, 8])

@@ -14,7 +14,7 @@ from mmengine.config import Config
 from shapes import write_shapes
 
 import mmgate  # noqa: F401
-from mmgate.analysis.loading import UNTRAINED, class_names, load_models, parser, picture_names, tell_apart
+from mmgate.analysis.loading import UNTRAINED, class_names, load_models, parser, picture_names
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
@@ -39,20 +39,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def draw(name: str, root: Path, out: Path, *options: str, config: str = 'detr') -> int:
     return cli.main(tool(name).main, [str(root / f'{config}.py'), UNTRAINED, *options, '--out', str(out)])
-
-
-@pytest.mark.parametrize(
-    ('one', 'other', 'labels'),
-    [
-        ('work/seed0/epoch_5.pth', 'work/seed1/epoch_5.pth', ('seed0/epoch_5', 'seed1/epoch_5')),
-        ('work/epoch_4.pth', 'work/epoch_5.pth', ('epoch_4', 'epoch_5')),
-        ('a/b/last.pth', 'c/d/best.pth', ('a/b/last', 'c/d/best')),
-        ('last.pth', 'work/last.pth', ('last', 'work/last')),
-        ('last.pth', 'last.pth', ('first', 'second')),
-    ],
-)
-def test_checkpoints_of_one_config_are_told_apart(one: str, other: str, labels: tuple[str, str]) -> None:
-    assert tell_apart(one, other) == labels
 
 
 @pytest.mark.parametrize(
@@ -125,7 +111,6 @@ def test_images_are_not_flipped_and_true_boxes_lie_on_them(root: Path, tmp_path:
     ('name', 'options', 'message'),
     [
         ('plot_gates', ['--out', 'file'], 'nothing can be written to file'),
-        ('plot_gates', ['--device', 'tpu'], '--device tpu: give cpu or cuda'),
         ('plot_gates', ['--max-images', '0'], '0: give 1 or more'),
         ('plot_gates', ['--images', 'nowhere'], 'nowhere is no image, no folder with images'),
         ('plot_sampling_points', ['--top-k', '0'], '0: give 1 or more'),

@@ -12,9 +12,9 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
 
 import mmgate
-from mmgate.analysis.probes.measures import rollout
-from mmgate.analysis.probes.query_relevance import add_levels, query_relevance, query_rollout, record_decoder
+from mmgate.analysis.probes.query_relevance import add_levels, query_relevance, query_rollout
 from mmgate.analysis.probes.recording import predicted
+from mmgate.analysis.probes.relevance import record_maps
 from mmgate.analysis.report.flops import empty_sample
 from mmgate.errors import ConfigError
 
@@ -27,23 +27,17 @@ def attention(*shape: int) -> Tensor:
 
 def test_it_is_the_rollout_of_queries_and_image_in_one_sequence() -> None:
     """Self- and cross-attention over two levels, written out as square maps whose image rows are the identity."""
-    steps = [
-        (COARSE, attention(Q, COARSE)),
-        (None, attention(Q, Q)),
-        (FINE, attention(Q, FINE)),
-        (None, attention(Q, Q)),
-    ]
-    whole = []
+    shapes = ((COARSE, COARSE), (None, Q), (FINE, FINE), (None, Q))
+    steps = [(memory, attention(Q, keys)) for memory, keys in shapes]
+    identity = torch.eye(Q + COARSE + FINE, dtype=torch.float64)
+    expected = identity
     for memory, weights in steps:
-        square = torch.eye(Q + COARSE + FINE, dtype=torch.float64)
-        start = {None: 0, COARSE: Q, FINE: Q + COARSE}[memory]
+        square, start = identity.clone(), {None: 0, COARSE: Q, FINE: Q + COARSE}[memory]
         square[:Q] = 0
         square[:Q, start : start + weights.shape[1]] = weights
-        whole.append(square)
-    expected = rollout(whole)[:Q]
-    own, image = query_rollout(steps)
-    torch.testing.assert_close(torch.cat([own, image[COARSE], image[FINE]], 1), expected)
-    torch.testing.assert_close(expected.sum(1), torch.ones(Q, dtype=torch.float64))
+        expected = 0.5 * (square + identity) @ expected
+    image = query_rollout(steps, [2, 0])
+    torch.testing.assert_close(torch.cat([image[COARSE], image[FINE]], 1), expected[[2, 0], Q:])
 
 
 def test_levels_add_up_with_their_shares() -> None:
@@ -83,7 +77,7 @@ def test_queries_of_detrs(config: str, gated: bool) -> None:
     if gated:
         mmgate.swap_attention(model, dict(path=['encoder.**', 'decoder.**'], type='PLuGMultiheadAttention'))
     size, queries = (64, 96), [5, 2]
-    with record_decoder(model) as found, torch.no_grad():
+    with record_maps(model) as found, torch.no_grad():
         model(torch.randn(1, 3, *size), [empty_sample(False, size)], mode='predict')
     result = query_relevance(found, size, queries)
     scores, boxes = predicted(found)

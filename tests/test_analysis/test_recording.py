@@ -107,9 +107,8 @@ def test_masked_weights_of_mmcvs_attention(batch_first: bool) -> None:
 
 
 def test_refusal_names_what_there_is() -> None:
-    with pytest.raises(
-        ConfigError, match=r'agent maps needs a model with agent tokens; ModuleDict has.*sampling points \(1'
-    ):
+    message = r'agent maps needs a model with agent tokens .*; ModuleDict has.*sampling points .* in 1 modules, first a'
+    with pytest.raises(ConfigError, match=message):
         require(deformable(False)[0], ['agents'], 'A picture of agent maps')
     with pytest.raises(ValueError, match='speed cannot be recorded; there are gate, '):
         record(nn.Linear(1, 1), ['speed']).__enter__()

@@ -70,19 +70,11 @@ def test_a_query_is_that_of_the_pixel_on_its_level(pixel: Any, level: int, query
         query_at(layers, 'layer', sample, (120, 50))
 
 
-@pytest.mark.parametrize('ratio', [(1.0, 1.0), (0.5, 0.75)], ids=['alone', 'in a larger batch'])
-def test_an_encoder_is_told_from_a_decoder_of_as_many_queries(ratio: tuple[float, float]) -> None:
-    centres = [
-        torch.tensor([((x + 0.5) / width, (y + 0.5) / height) for y in range(height) for x in range(width)])
-        for height, width in SHAPES.tolist()
-    ]
-    points = (torch.cat(centres) * torch.tensor(ratio))[None, :, None]
-
-    def readings(reference_points: torch.Tensor) -> dict[str, dict[str, Any]]:
-        return kept(reference_points=reference_points, spatial_shapes=SHAPES, locations=torch.zeros(1, 30, 1, 2, 1, 2))
-
-    assert encoder_layers(readings(points)) == ['layer'] and not decoder_layers(readings(points))
-    assert decoder_layers(readings(torch.rand(1, 30, 1, 2))) == ['layer']
+def test_an_encoder_has_as_many_queries_as_its_levels_have_pixels() -> None:
+    for queries, layers_of in ((30, encoder_layers), (29, decoder_layers)):
+        points = torch.rand(1, queries, 1, 2)
+        layers = kept(reference_points=points, spatial_shapes=SHAPES, locations=torch.zeros(1, queries, 1, 2, 1, 2))
+        assert layers_of(layers) == ['layer'] and len(encoder_layers(layers) + decoder_layers(layers)) == 1
 
 
 def test_best_queries_are_those_of_the_best_class() -> None:

@@ -7,7 +7,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.figures.maps import draw_matrices
 from mmgate.analysis.loading import load_models, parser, write_csv
 from mmgate.analysis.probes.cka import attention_cka, query_cka
-from mmgate.analysis.probes.recording import has_class_token
+from mmgate.analysis.probes.recording import class_token_owners
 from mmgate.train import cli
 
 SAMPLES = dict(images=attention_cka, queries=query_cka)
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> None:
     options.add_argument('--samples', choices=list(SAMPLES), help=over)
     args = options.parse_args(argv)
     models = load_models(args, ['attention'], 'A picture of CKA', whole=True)
-    alike = all(has_class_token(loaded.model) for loaded in models)
+    alike = all(class_token_owners(loaded.model) for loaded in models)
     samples = args.samples or ('images' if alike else 'queries')
     found = [(loaded.name, *SAMPLES[samples](loaded.model, loaded.inputs(args))) for loaded in models]
     out = draw_matrices(found, Path(args.out) / 'cka.png', label=f'CKA over {samples}')

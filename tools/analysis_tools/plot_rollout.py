@@ -12,9 +12,9 @@ import mmgate  # noqa: F401
 from mmgate.analysis.figures.maps import crop_to_image, draw_maps
 from mmgate.analysis.figures.queries import draw_queries
 from mmgate.analysis.loading import LoadedModel, load_models, parser, picture_names, positive, write_csv
-from mmgate.analysis.probes.query_relevance import decoder_steps, query_relevance, record_decoder
+from mmgate.analysis.probes.query_relevance import decoder_steps, query_relevance
 from mmgate.analysis.probes.recording import best_queries, predict
-from mmgate.analysis.probes.relevance import head_maps, relevance_map
+from mmgate.analysis.probes.relevance import head_maps, padded_size, record_maps, relevance_map
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 
@@ -64,9 +64,9 @@ def _computed(model: Any, batch: dict[str, Any], args: argparse.Namespace) -> tu
     if args.part == 'heads':
         _, maps, sample = head_maps(model, batch, args.layer)
         return sample, maps
-    with record_decoder(model) as found:
+    with record_maps(model) as found:
         sample = predict(model, batch)
-    size = tuple(sample.get('batch_input_shape') or sample.img_shape[:2])
+    size = padded_size(sample)
     args.part = args.part or _part(found, size)
     if args.part == 'image':
         return sample, relevance_map(found, size).numpy()

@@ -89,7 +89,7 @@ def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: 
     for axis, (title, paths, values) in zip(axes[0], models, strict=True):
         drawn = show_map(axis, values, cmap=SEQUENTIAL, vmin=0, vmax=1)
         numbers = range(len(paths))
-        labels = [name if name == f'{n}' else f'{name}  {n}' for n, name in zip(numbers, layer_labels(paths), strict=True)]
+        labels = [name if name == f'{n}' else f'{name}  {n}' for n, name in enumerate(layer_labels(paths))]
         axis.set_xticks(numbers, numbers, fontsize=6)
         axis.set_yticks(numbers, labels, fontsize=6)
         axis.set(title=wrap(title, round(LINE * 0.55)), xlabel='layer')

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmgate.analysis.probes.measures import roll_back
-from mmgate.analysis.probes.recording import PREDICTIONS, Recording, predicted, record
-from mmgate.analysis.probes.relevance import factors, head_mean, reduce_attention
+from mmgate.analysis.probes.recording import Recording, predicted
+from mmgate.analysis.probes.relevance import factors
 from mmgate.errors import ConfigError
 
 _DECODER = re.compile(r'(^|\.)(transformer_)?decoder\.layers\.\d+\.(self|cross)_attn(\.|$)')
@@ -70,24 +69,20 @@ def query_rollout(steps: Sequence[Step], queries: Sequence[int]) -> dict[int, Te
     return image
 
 
-def record_decoder(model: nn.Module) -> AbstractContextManager[Recording]:
-    """Record attention, averaged over heads, where it lies, and what the head says of each query."""
-    names = ('attention', 'geometry', 'map_size', PREDICTIONS)
-    return record(model, names, accumulate=reduce_attention(head_mean))
-
-
 def decoder_steps(layers: Recording) -> list[Step]:
     """Return the steps of a decoder whose queries attend to all tokens of an image; empty if there is none.
 
     Levels are told apart by their number of tokens, which is what stands for the memory.
     """
     steps: list[Step] = []
-    for path, readings in layers.items():  # in the order in which they ran
-        place = _DECODER.search(path)
-        if place and 'attention' in readings:
-            weights = readings['attention'].last[0]
-            steps.append((None if place[3] == 'self' else weights.shape[-1], weights))
+    for path, weights in _maps(layers, _DECODER):  # in the order in which they ran
+        steps.append((None if '.self_attn' in path else weights.shape[-1], weights))
     return steps if any(memory is not None for memory, _ in steps) else []
+
+
+def _maps(layers: Recording, pattern: re.Pattern[str]) -> list[tuple[str, Tensor]]:
+    found = [(path, of['attention']) for path, of in layers.items() if 'attention' in of and pattern.search(path)]
+    return [(path, maps.last[0]) for path, maps in found]
 
 
 def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[int]) -> list[Query]:
@@ -97,7 +92,7 @@ def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[
     recorded, DETR's, is rolled back through; deformable encoders and what lies below are not looked into.
 
     Args:
-        layers: Of :func:`record_decoder`, of one image.
+        layers: Of :func:`~mmgate.analysis.probes.relevance.record_maps`, of one image.
         size: Height and width of the padded input.
         queries: Their numbers.
 
@@ -110,11 +105,10 @@ def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[
     count = steps[0][1].shape[0]
     if any(not 0 <= query < count for query in queries):
         raise ConfigError(f'the queries {", ".join(map(str, queries))} have to lie in 0 to {count - 1}.')
-    maps = [of['attention'].last[0] for path, of in layers.items() if 'attention' in of and _ENCODER.search(path)]
     by_shape = {}
     for tokens, relevance in query_rollout(steps, queries).items():
-        for weights in reversed([x for x in maps if x.shape == (tokens, tokens)]):
-            relevance = roll_back(relevance, weights)
+        for _, weights in reversed(_maps(layers, _ENCODER)):
+            relevance = roll_back(relevance, weights) if weights.shape == (tokens, tokens) else relevance
         by_shape[_shape(layers, tokens, size)] = relevance
     relevances = add_levels(by_shape)
     relevances = relevances / relevances.sum((1, 2), keepdim=True).clamp(min=1e-12)  # what is left are learnt queries

@@ -27,13 +27,13 @@ from . import whole_maps  # noqa: F401  (registers)
 
 ACTIVATION, PREDICTIONS = 'activation', 'predictions'
 HEADS = ('panoptic_head', 'decode_head', 'bbox_head')  # that say what each query predicts
-# readings in words, and the tools that draw them
+# readings in words, with the tools that draw them
 DRAWN = {
-    'attention': ('attention weights', 'plot_rollout.py, plot_cka.py, plot_attention_sink.py'),
-    'locations': ('sampling points', 'plot_sampling_points.py'),
-    'kv': ('a map K^T V (linear attention)', 'plot_kv_rank.py'),
-    'agents': ('agent tokens', 'plot_agents.py'),
-    **dict.fromkeys(GATES, ('gates', 'plot_gates.py')),
+    'attention': 'attention weights (plot_rollout.py, plot_cka.py, plot_attention_sink.py)',
+    'locations': 'sampling points (plot_sampling_points.py)',
+    'kv': 'a map K^T V of linear attention (plot_kv_rank.py)',
+    'agents': 'agent tokens (plot_agents.py)',
+    **dict.fromkeys(GATES, 'gates (plot_gates.py)'),
 }
 _ATTENTION = re.compile(r'(Attention|Attn|MSA)$')
 Recording = dict[str, dict[str, Any]]  # path of the module: name of the reading: what took its tensors
@@ -181,16 +181,14 @@ def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
         purpose: What they are needed for, as the subject of the message.
     """
     has, wanted = readable(model), tuple(names)
-    if any(name in has for name in wanted):
-        return
-    seen = {DRAWN[name][0]: paths for name, paths in has.items() if name in DRAWN}
-    listed = '; '.join(f'{what} ({len(paths)} modules, first {paths[0]})' for what, paths in seen.items())
-    tools = sorted({DRAWN[name][1] for name in has if name in DRAWN})
-    raise ConfigError(
-        f'{purpose} needs a model with {" or ".join(dict.fromkeys(DRAWN[name][0] for name in wanted))}; '
-        f'{type(model).__name__} has {listed or "no attention that can be read"}. '
-        + (f'What can draw it: {", ".join(tools)}.' if tools else 'list_attention.py lists the attention of a config.')
-    )
+    if not any(name in has for name in wanted):
+        needed = ' or '.join(dict.fromkeys(DRAWN[name] for name in wanted))
+        seen = {DRAWN[name]: paths for name, paths in has.items() if name in DRAWN}
+        listed = '; '.join(f'{what} in {len(paths)} modules, first {paths[0]}' for what, paths in seen.items())
+        raise ConfigError(
+            f'{purpose} needs a model with {needed}; {type(model).__name__} has '
+            f'{listed or "no attention that can be read; list_attention.py lists the attention of a config"}.'
+        )
 
 
 def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
@@ -202,22 +200,20 @@ def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
             the last have the token: T2T-ViT's first attentions run before it joins.
     """
     found: dict[str, int] = {}
-    for owner, module in _with_class_token(model):
+    for owner, module in class_token_owners(model).items():
         inside = [path for path in keys if path.startswith(f'{owner}.' if owner else '')]
         count = getattr(module, 'num_extra_tokens', 1)
         found.update({path: count for path in inside if keys[path] == keys[inside[-1]]})
     return found
 
 
-def has_class_token(model: nn.Module) -> bool:
-    """Whether a class token stands before the image's tokens somewhere in the model."""
-    return any(True for _ in _with_class_token(model))
-
-
-def _with_class_token(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for path, module in model.named_modules():
-        if getattr(module, 'cls_token', None) is not None and getattr(module, 'with_cls_token', True):
-            yield path, module
+def class_token_owners(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the parts of a model, by path, where a class token joins the image's tokens."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if getattr(module, 'cls_token', None) is not None and getattr(module, 'with_cls_token', True)
+    }
 
 
 def _readable(model: nn.Module) -> Iterator[tuple[str, str, Probe, tuple[str, ...]]]:

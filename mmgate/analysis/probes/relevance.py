@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.measures import roll_back, row_shares
-from mmgate.analysis.probes.recording import Recording, class_tokens, nearest, predict, record
+from mmgate.analysis.probes.recording import PREDICTIONS, Recording, class_tokens, nearest, predict, record
 from mmgate.analysis.probes.statistics import Kept
 from mmgate.errors import ConfigError
 
@@ -30,14 +30,10 @@ def query_rows(weights: Tensor) -> Tensor:
     return torch.stack([weights[:, :, 0], weights.mean(2)]).float()
 
 
-def reduce_attention(reduce: Callable[[Tensor], Tensor]) -> Callable[[str, str], Kept]:
-    """Return what :func:`~mmgate.analysis.probes.recording.record` takes to keep attention weights reduced."""
-    return lambda path, name: Kept(reduce) if name == 'attention' else Kept()
-
-
 def record_maps(model: nn.Module, reduce: Callable[[Tensor], Tensor] = head_mean) -> AbstractContextManager[Recording]:
-    """Return a context that records attention, head means by default, and where windows and reductions lie."""
-    return record(model, ('attention', 'geometry'), accumulate=reduce_attention(reduce))
+    """Return a context that records attention, head means by default, where it lies, and what a head predicts."""
+    names = ('attention', 'geometry', 'map_size', PREDICTIONS)
+    return record(model, names, accumulate=lambda path, name: Kept(reduce) if name == 'attention' else Kept())
 
 
 def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from mmgate.analysis.probes.attention import POINTS
-from mmgate.analysis.probes.measures import pixel_centres
 from mmgate.analysis.probes.recording import PREDICTIONS, Recording, best_queries, record
 from mmgate.analysis.probes.relevance import padded_size
 from mmgate.errors import ConfigError
@@ -56,8 +55,8 @@ class ImageSample:
     Attributes:
         img_path: The image on disk.
         ori_shape: Its height and width.
-        img_shape: Those of what the model got of it, padding left out.
-        batch_input_shape: Those of what the model got, padding included.
+        img_shape: Of what the model got of it, without padding.
+        batch_input_shape: With padding.
     """
 
     img_path: str
@@ -176,18 +175,16 @@ def chosen_points(
 
 
 def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: int = 96) -> np.ndarray | None:
-    """Return a Gaussian kernel density of points on a grid over an image of ``(height, width)``.
+    """Return a Gaussian kernel density of points ``(steps, steps)`` on a grid over an image of ``(height, width)``.
 
-    Returns:
-        ``(steps, steps)``, or None where there is no spread to estimate, as in points on one line.
+    None where there is no spread to estimate, as in points on one line.
     """
     from scipy.stats import gaussian_kde
 
+    points, shares = xy.reshape(-1, 2).T, weights.ravel().clip(min=0) + 1e-12
     try:
         # Scott's width of as many points as there are: of their effective number it would grow as weights concentrate
-        kernel = gaussian_kde(
-            xy.reshape(-1, 2).T, lambda kde: kde.n ** (-1 / 6), weights=weights.ravel().clip(min=0) + 1e-12
-        )
+        kernel = gaussian_kde(points, lambda kde: kde.n ** (-1 / 6), weights=shares)
     except (np.linalg.LinAlgError, ValueError):
         return None
     x, y = np.meshgrid(np.linspace(0, size[1], steps), np.linspace(0, size[0], steps))
@@ -222,12 +219,5 @@ def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Any], steps
 
 
 def _is_encoder(readings: dict[str, Any]) -> bool:
-    """Return whether the reference points of a layer are the centres of the levels' pixels, one after the other."""
-    shapes, points = (readings[name].last for name in ('spatial_shapes', 'reference_points'))
-    points = points[0, :, 0, :2].double()
-    if len(points) != int(shapes.prod(-1).sum()):
-        return False
-    areas = shapes.prod(-1).tolist()
-    levels = zip(points.split(areas), pixel_centres(shapes.tolist()).double().split(areas), strict=True)
-    # an image that is smaller than its batch moves those of a level by one factor each way
-    return all(torch.allclose(found / found[-1], centres / centres[-1], atol=1e-3) for found, centres in levels)
+    """Return whether a layer has as many queries as its levels have pixels."""
+    return readings['reference_points'].last.shape[1] == int(readings['spatial_shapes'].last.prod(-1).sum())
