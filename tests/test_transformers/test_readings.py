@@ -15,7 +15,7 @@ from hub_models import build, feed, largest_difference, outputs
 import mmgate
 from mmgate.analysis.probes.gates import gate_statistics
 from mmgate.analysis.probes.recording import readable, record
-from mmgate.analysis.probes.sampling import ImageSample, chosen_points, decoder_layers, encoder_layers, record_sampling
+from mmgate.analysis.probes.sampling import ImageSample, chosen_points, layers_of, record_sampling
 
 PLUG = 'PLuGMultiScaleDeformableAttention'
 
@@ -33,8 +33,8 @@ def test_sampling_points(name: str, gated: bool) -> None:
     assert len(layers) == (4 if name == 'deformable_detr' else 2)
     assert ('gate' in recording[layers[0]]) == gated
     if name == 'deformable_detr':
-        assert (len(encoder_layers(recording)), len(decoder_layers(recording))) == (2, 2)
-        for path, weights in zip(encoder_layers(recording), expected.encoder_attentions, strict=True):
+        assert [len(layers_of(recording, part)) for part in ('encoder', 'decoder')] == [2, 2]
+        for path, weights in zip(layers_of(recording, 'encoder'), expected.encoder_attentions, strict=True):
             torch.testing.assert_close(recording[path]['weights'].last, weights, rtol=1e-4, atol=1e-6)
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from mmgate.analysis.probes.attention import POINTS
@@ -76,14 +75,15 @@ def record_sampling(model: nn.Module) -> AbstractContextManager[Recording]:
     return record(model, (*POINTS, PREDICTIONS))
 
 
-def encoder_layers(layers: Recording) -> list[str]:
-    """Return the paths of the deformable layers whose queries are the pixels of the levels."""
-    return [path for path, readings in layers.items() if 'locations' in readings and _is_encoder(readings)]
-
-
-def decoder_layers(layers: Recording) -> list[str]:
-    """Return the paths of the deformable layers whose queries are objects."""
-    return [path for path, readings in layers.items() if 'locations' in readings and not _is_encoder(readings)]
+def layers_of(layers: Recording, part: str) -> list[str]:
+    """Return the paths of the deformable layers of ``'encoder'``, with a query for each pixel, or ``'decoder'``."""
+    found = []
+    for path, readings in layers.items():
+        if 'locations' in readings:
+            pixels = int(readings['spatial_shapes'].last.prod(-1).sum())
+            if (readings['locations'].last.shape[1] == pixels) == (part == 'encoder'):
+                found.append(path)
+    return found
 
 
 def to_image(xy: np.ndarray, sample: Any) -> np.ndarray:
@@ -97,22 +97,16 @@ def query_at(layers: Recording, path: str, sample: Any, pixel: Any = None, level
     """Return the query of an encoder's layer at a pixel ``(x, y)`` of the image on disk (default: its middle).
 
     Raises:
-        ConfigError: There is no such level, or the pixel lies outside of the image.
+        ConfigError: The pixel lies outside of the image.
     """
     height, width = sample.ori_shape[:2]
     x, y = pixel or (width / 2, height / 2)
     if not (0 <= x < width and 0 <= y < height):
         raise ConfigError(f'the pixel ({x:g}, {y:g}) lies outside of the image of {width} x {height}.')
     sizes = layers[path]['spatial_shapes'].last.tolist()
-    _check_level(level, len(sizes))
     rows, columns = sizes[level]
     x, y = np.array([x, y]) / to_image(np.ones(2), sample)  # 0 to 1 over the padded batch
     return sum(h * w for h, w in sizes[:level]) + int(y * rows) * columns + int(x * columns)
-
-
-def _check_level(level: int, count: int) -> None:
-    if not 0 <= level < count:
-        raise ConfigError(f'level {level} does not exist; the model has levels 0 to {count - 1}.')
 
 
 def chosen_points(
@@ -144,9 +138,8 @@ def chosen_points(
     Raises:
         ConfigError: There is no such part, layer, query, level or pixel.
     """
-    by_part = dict(decoder=decoder_layers(layers), encoder=encoder_layers(layers))
-    part = part or ('encoder' if pixel or not by_part['decoder'] else 'decoder')
-    paths = by_part[part]
+    part = part or ('encoder' if pixel or not layers_of(layers, 'decoder') else 'decoder')
+    paths = layers_of(layers, part)
     if not paths:
         raise ConfigError(f'--part {part}: the model has deformable attention in its other part only.')
     if not -len(paths) <= layer < len(paths):
@@ -156,21 +149,19 @@ def chosen_points(
         raise ConfigError('--pixel chooses a query of the encoder; give --part encoder.')
     readings = {name: found.last for name, found in layers[path].items()}
     _, count, _, level_count, *_ = readings['locations'].shape
-    levels: Sequence[int] = range(level_count)
+    if level is not None and not 0 <= level < level_count:
+        raise ConfigError(f'level {level} does not exist; the model has levels 0 to {level_count - 1}.')
+    levels = list(range(level_count)) if level is None or is_encoder else [level]
     if is_encoder:
         chosen = np.array([query_at(layers, path, sample, pixel, level or 0)])
     else:
         chosen = np.asarray(queries or best_queries(layers, image, top_k))
-        if level is not None:
-            _check_level(level, level_count)
-            levels = [level]
     if chosen.max() >= count:
         raise ConfigError(f'query {chosen.max()} does not exist in {path}, which has {count}.')
     locations, weights, reference = (
-        readings[name][image][torch.from_numpy(chosen)].double().numpy()
-        for name in ('locations', 'weights', 'reference_points')
+        readings[name][image, chosen].double().numpy() for name in ('locations', 'weights', 'reference_points')
     )
-    xy, of_levels = to_image(locations[:, :, list(levels)], sample), weights[:, :, list(levels)]
+    xy, of_levels = to_image(locations[:, :, levels], sample), weights[:, :, levels]
     return SamplingPoints(path, xy, of_levels, to_image(reference[:, 0, :2], sample), chosen, levels, is_encoder)
 
 
@@ -216,8 +207,3 @@ def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Any], steps
     if estimated is None:
         raise ConfigError(f'{len(together)} sampling points of no spread have no density.')
     return estimated
-
-
-def _is_encoder(readings: dict[str, Any]) -> bool:
-    """Return whether a layer has as many queries as its levels have pixels."""
-    return readings['reference_points'].last.shape[1] == int(readings['spatial_shapes'].last.prod(-1).sum())
