@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -23,9 +24,9 @@ import mmgate
 from mmgate import layers
 from mmgate.analysis.probes.measures import effective_rank
 from mmgate.analysis.probes.recording import readable, record
+from mmgate.analysis.probes.whole_maps import _KEYS
 from mmgate.layers.linear import LinearAttention
 from mmgate.layers.stripes import merge_stripes, split_stripes
-from mmgate.ops import linear_attention as ops
 
 C, HEADS = 16, 2
 GATES: dict[str, dict[str, Any]] = {
@@ -33,8 +34,6 @@ GATES: dict[str, dict[str, Any]] = {
     'sdpa': dict(type='SDPAGatedMultiheadAttention'),
     'dgsa': dict(type='DifferentialGatedMultiheadAttention', residual='none'),
 }
-
-
 UNREAD = [('bidirectional', None), ('sam', None)]
 
 
@@ -49,22 +48,9 @@ def conditional(cross: bool) -> dict[str, Any]:
     return given
 
 
-def pretrain_vit() -> nn.Module:
-    from mmpretrain.models.utils.attention import MultiheadAttention as Tokens
-
-    return Tokens(C, HEADS, attn_drop=0.5, proj_drop=0.5)
-
-
-def swin_v2() -> nn.Module:
-    from mmpretrain.models.utils.attention import WindowMSAV2
-
-    return WindowMSAV2(C, (2, 3), HEADS, attn_drop=0.5, proj_drop=0.5)
-
-
-def sam() -> nn.Module:
-    from mmpretrain.models.backbones.vit_sam import Attention
-
-    return Attention(C, HEADS, use_rel_pos=True, input_size=(2, 3))
+def of_mmpretrain(path: str) -> Any:
+    module, _, name = f'mmpretrain.models.{path}'.rpartition('.')
+    return getattr(import_module(module), name)
 
 
 DROP = dict(attn_drop_rate=0.5, proj_drop_rate=0.5)
@@ -103,9 +89,21 @@ HOSTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], li
         lambda: dict(vision=x(2, 9, 16), lang=x(2, 5, 24)),
         [(2, 9, 5), (2, 5, 9)],
     ),
-    'pretrain_vit': (pretrain_vit, lambda: dict(x=x(2, 7, C)), [(2, 7, 7)]),
-    'swin_v2': (swin_v2, lambda: dict(x=x(4, 6, C)), [(4, 6, 6)]),
-    'sam': (sam, lambda: dict(x=x(2, 2, 3, C)), [(2, 6, 6)]),
+    'pretrain_vit': (
+        lambda: of_mmpretrain('utils.attention.MultiheadAttention')(C, HEADS, attn_drop=0.5, proj_drop=0.5),
+        lambda: dict(x=x(2, 7, C)),
+        [(2, 7, 7)],
+    ),
+    'swin_v2': (
+        lambda: of_mmpretrain('utils.attention.WindowMSAV2')(C, (2, 3), HEADS, attn_drop=0.5, proj_drop=0.5),
+        lambda: dict(x=x(4, 6, C)),
+        [(4, 6, 6)],
+    ),
+    'sam': (
+        lambda: of_mmpretrain('backbones.vit_sam.Attention')(C, HEADS, use_rel_pos=True, input_size=(2, 3)),
+        lambda: dict(x=x(2, 2, 3, C)),
+        [(2, 6, 6)],
+    ),
 }
 PRETRAIN = ('pretrain_vit', 'swin_v2', 'sam')
 EVERY_HOST = [pytest.param(name, marks=needs_mmpretrain if name in PRETRAIN else ()) for name in HOSTS]
@@ -186,17 +184,8 @@ def test_an_identity_gate_leaves_the_hosts_weights(host: str) -> None:
         torch.testing.assert_close(maps[1], maps[0], rtol=1e-4, atol=1e-5)
 
 
-LINEAR: dict[str, dict[str, Any]] = {
-    'EfficientAttention': {},
-    'LinearAngularAttention': {},
-    'EnhancedLinearAttention': {},
-    'FocusedLinearAttention': dict(map_size=(2, 3)),
-    'PolaFormerAttention': dict(map_size=(2, 3)),
-    'InLineAttention': {},
-    'MLLAAttention': {},
-    'RALAAttention': {},
-    'SAGAAttention': dict(map_size=(2, 3)),
-}
+WITH_POSITIONS = ('FocusedLinearAttention', 'PolaFormerAttention', 'SAGAAttention')
+LINEAR = {name: dict(map_size=(2, 3)) if name in WITH_POSITIONS else {} for name in (*_KEYS, 'PolaFormerAttention')}
 
 
 def test_the_table_of_linear_attentions_is_whole() -> None:
@@ -213,30 +202,23 @@ def test_the_map_of_keys_and_values(kind: str, class_token: bool, monkeypatch: p
     layer = getattr(layers, kind)(C, HEADS, class_token=class_token, **LINEAR[kind])
     for parameter in layer.parameters():
         nn.init.normal_(parameter, std=0.3)
-    model = Holder(layer)
-    tokens = 16 + class_token
-    given = dict(x=x(2, tokens, C), **({} if class_token else dict(hw_shape=(2, 8))))
+    model, used = Holder(layer), list[Tensor]()
+    given = dict(x=x(2, 16 + class_token, C), **({} if class_token else dict(hw_shape=(2, 8))))
     with record(model, ['kv', 'gate_out']) as recording, torch.no_grad():
         model(**given)
     kv = recording['attn']['kv'].tensors[0]
-    used = []
 
     def noted(k: Tensor, v: Tensor) -> Tensor:
         used.append((k.transpose(-1, -2) @ v) / k.shape[-2])
         return used[-1]
 
-    monkeypatch.setattr(ops, 'key_value_map', noted)
+    for operators in ('linear_attention', 'gated_linear_attention'):
+        monkeypatch.setattr(import_module(f'mmgate.ops.{operators}'), 'key_value_map', noted)
     with torch.no_grad():
         model(**given)
         k, v = (layer.split_heads(t) for t in layer.qkv(given['x']).chunk(3, -1)[1:])
     if kind == 'EfficientAttention':
         used = [k.softmax(-2).transpose(-1, -2) @ v]
-    elif kind == 'SAGAAttention':
-        encoded = k + layer.split_heads(
-            layer.behind_class_token(layer._resized_encoding((4, 4) if class_token else (2, 8)))
-        )
-        gate_k, gate_v = (layer.split_heads(g(given['x']).sigmoid()) for g in (layer.gate_k, layer.gate_v))
-        used = [(encoded * gate_k).transpose(-1, -2) @ (v * gate_v) / tokens]
     elif kind == 'PolaFormerAttention':  # the queries' two halves change places for the second half of the values
         used = [torch.cat([used[0], used[1].roll(C // HEADS, -2)], -1)]
     torch.testing.assert_close(kv, used[0])
@@ -254,21 +236,17 @@ def test_maps_of_powers_are_not_narrowed(kind: str) -> None:
     assert kv.dtype is torch.float32 and kv.isfinite().all() and kv.ne(0).any()
 
 
-AGENTS = [
-    {},
-    dict(window=4),
-    dict(window=5),
-    dict(window=10),
-    dict(class_token=True),
-    dict(bias=False),
-    dict(agents='static'),
-]
+AGENTS = [{}, *(dict(window=side) for side in (4, 5, 10)), dict(shifted=True, window=4), dict(class_token=True)]
+AGENTS += [dict(bias=False), dict(agents='static'), dict(broadcast_scale=0.5)]
 
 
 @pytest.mark.parametrize('options', AGENTS, ids=str)
 def test_agents_in_every_form(options: dict[str, Any]) -> None:
     """The two softmaxes' product gives the layer's output; the agents' maps sum to 1."""
-    layer = layers.AgentAttention(C, HEADS, map_size=(8, 12), agent_num=4, dwc=False, **options)
+    shifted = options.get('shifted', False)
+    given = {name: value for name, value in options.items() if name != 'shifted'}
+    layer = layers.AgentAttention(C, HEADS, map_size=(8, 12), agent_num=4, dwc=False, **given)
+    layer.shifted = shifted
     model, extra = Holder(layer).eval(), layer.class_tokens
     hw = (8, 8) if extra else (8, 12)
     given = dict(x=x(2, hw[0] * hw[1] + extra, C), **({} if extra else dict(hw_shape=hw)))
@@ -277,12 +255,17 @@ def test_agents_in_every_form(options: dict[str, Any]) -> None:
         value = layer.qkv(given['x']).chunk(3, -1)[2]
     readings = {name: found.tensors[0] for name, found in recording['attn'].items()}
     attention, maps = readings['attention'], readings['agents']
-    windows = tuple(readings['geometry'].tolist()[2:4]) if 'geometry' in readings and len(attention) > 2 else None
-    value = value if windows is None else split_stripes(value, hw, windows)
-    mixed = (attention @ layer.split_heads(value)).transpose(1, 2).flatten(2)
-    out = layer.proj(mixed if windows is None else merge_stripes(mixed, hw, windows))
-    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
     assert maps.shape == (2, HEADS, 4, *hw) and ('geometry' in readings) == (not extra)
+    if len(attention) > 2:
+        _, _, *window, shift = readings['geometry'].tolist()
+        assert shift == (window[0] // 2 if shifted else 0)
+        value = split_stripes(value.unflatten(1, hw).roll((-shift, -shift), (1, 2)).flatten(1, 2), hw, tuple(window))
+    mixed = (attention @ layer.split_heads(value)).transpose(1, 2).flatten(2)
+    if len(attention) > 2:
+        mixed = merge_stripes(mixed, hw, tuple(window)).unflatten(1, hw).roll((shift, shift), (1, 2)).flatten(1, 2)
+    torch.testing.assert_close(layer.proj(mixed), expected, rtol=1e-4, atol=1e-5)
     if not extra and options.get('window') not in (5, 10):  # the rest lies on the class token or on padding
         shares = maps.sum((-1, -2))
         torch.testing.assert_close(shares, torch.full_like(shares, max(len(attention) // 2, 1)))
+    if shifted:  # the first window lies two rows down and two columns right
+        assert maps[0, 0, 0, 2:6, 2:6].sum() == pytest.approx(1, abs=1e-5)
