@@ -112,10 +112,11 @@ class SamplingPointsHook(Hook):
 
     def before_val_epoch(self, runner: Any) -> None:
         """Begin again with the first image."""
-        self._left = 0 if runner.rank else self.images
-        if 'locations' not in readable(own_model(runner.model)):
-            runner.logger.warning(f'SamplingPointsHook: {type(own_model(runner.model)).__name__} samples no points.')
-            self._left = 0
+        model = own_model(runner.model)
+        samples = 'locations' in readable(model)
+        self._left = self.images if samples and not runner.rank else 0
+        if not samples:
+            runner.logger.warning(f'SamplingPointsHook: {type(model).__name__} samples no points.')
 
     def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Record while there are images to draw."""

@@ -14,13 +14,8 @@ from mmgate.errors import ConfigError
 def agent_maps(model: nn.Module, batch: dict[str, Any], layer: int = 0) -> tuple[str, np.ndarray, Any]:
     """Return a layer's path, the attention of its agents ``(n, h, w)``, heads averaged, and the image's data sample.
 
-    Args:
-        model: With agent attention.
-        batch: Of one image.
-        layer: Which of the agent attentions.
-
     Raises:
-        ConfigError: There is no such layer.
+        ConfigError: There is no such layer, of the agent attentions.
 
     Source: Agent attention, Fig. 9.
     """

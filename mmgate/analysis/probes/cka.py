@@ -27,10 +27,6 @@ def attention_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[
     of blocks of 1024 images are summed up before their ratio is taken, so that a data set of any size fits; up to
     three images that are left over do not count.
 
-    Args:
-        model: In evaluation mode.
-        batches: Of one image each, all of one size.
-
     Raises:
         ConfigError: There are fewer than four images, or images of different sizes.
 

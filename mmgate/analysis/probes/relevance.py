@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -37,14 +37,10 @@ def record_maps(model: nn.Module, reduce: Callable[[Tensor], Tensor] = head_mean
 
 
 def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
-    """Return the relevance of the input's places ``(h, w)`` to the mean of the last layer's tokens; its sum is 1.
-
-    Args:
-        recording: Of :func:`record_maps`, of one image.
-        size: Height and width of the padded image, whose aspect tells the map of plain attention.
+    """Return the relevance of the places of one image ``(h, w)`` to the mean of the last layer's tokens; its sum is 1.
 
     With a class token it is the relevance to that token. Self-attention over the image alone counts: of the backbone,
-    if it has any, else of the encoder.
+    if it has any, else of the encoder. The aspect of ``size``, the padded image's, tells the map of plain attention.
 
     Raises:
         ConfigError: There is no self-attention over the image.
@@ -89,14 +85,10 @@ def attended(model: nn.Module, recording: Recording) -> dict[str, Tensor]:
 
 
 def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple[str, np.ndarray, Any]:
-    """Return a layer's path, what each of its heads attends to ``(H, h, w)``, and the image's data sample.
+    """Return a layer's path, what each of its heads attends to ``(H, h, w)``, and the data sample of the batch's image.
 
     Maps are those of the class token, else the mean of the queries'. M-DGSA's are signed: below 0 they inhibit.
-
-    Args:
-        model: With self-attention over the image.
-        batch: Of one image.
-        layer: Which of these attentions, in the order in which they run.
+    ``layer`` counts the self-attentions over the image as they run.
 
     Raises:
         ConfigError: There is no such layer, or nobody knows where its tokens lie.
@@ -110,22 +102,17 @@ def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple
         raise ConfigError(f'--layer {layer}: {type(model).__name__} has {len(geometries)} attentions over an image.')
     path = list(geometries)[layer]
     rows, geometry = attended(model, recording)[path], geometries[path]
-    if geometry is not None:
-        return path, _on_map(rows, geometry).numpy(), sample
-    shape = factors(rows.shape[-1], padded_size(sample))
-    if shape is None or len(rows) > 1:
-        raise ConfigError(f'{path} attends to {rows.shape[-1]} tokens of which nobody knows where they are.')
-    return path, rows[0].unflatten(-1, shape).numpy(), sample
-
-
-def _on_map(rows: Tensor, geometry: Sequence[int]) -> Tensor:
-    """Return rows ``(B nW, H, M)`` of windows, or of reduced keys, as maps ``(H, h, w)``."""
+    if geometry is None:
+        shape = factors(rows.shape[-1], padded_size(sample))
+        if shape is None or len(rows) > 1:
+            raise ConfigError(f'{path} attends to {rows.shape[-1]} tokens of which nobody knows where they are.')
+        return path, rows[0].unflatten(-1, shape).numpy(), sample
     in_windows, tokens = len(geometry) >= 4, geometry[0] * geometry[1]
     queries = rows.shape[-1] if in_windows else tokens
-    maps = rows.transpose(0, 1)[:, :, None].expand(-1, -1, queries, -1)  # (H, B nW, N, M)
+    maps = rows.transpose(0, 1)[:, :, None].expand(-1, -1, queries, -1)  # (H, B nW, N, M): all queries alike
     even = torch.full((tokens,), 1 / queries)
     back = [roll_back(even, x if in_windows else x[0], geometry, residual=0.0) for x in maps]
-    return torch.stack(back).view(-1, *geometry[:2])
+    return path, torch.stack(back).view(-1, *geometry[:2]).numpy(), sample
 
 
 def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...] | None]]:
@@ -134,8 +121,7 @@ def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...]
     for path, readings in recording.items():
         if 'attention' in readings:
             geometry = nearest(recording, path, 'geometry')
-            place = None if geometry is None else tuple(geometry.last.tolist())
-            found.append((path, readings['attention'].last, place))
+            found.append((path, readings['attention'].last, geometry and tuple(geometry.last.tolist())))
     return found
 
 

@@ -26,7 +26,7 @@ class SamplingPoints:
         weights: ``(q, H, L, P)``.
         reference: ``(q, 2)``, pixels: the reference point, or the centre of the reference box.
         queries: Which queries, ``(q,)``.
-        levels: Which levels, ``(L,)``; 0 is the finest.
+        levels: Which levels; 0 is the finest.
         is_encoder: Whether the queries are the pixels of the levels.
     """
 
@@ -35,7 +35,7 @@ class SamplingPoints:
     weights: np.ndarray
     reference: np.ndarray
     queries: np.ndarray
-    levels: Sequence[int]
+    levels: list[int]
     is_encoder: bool
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -183,27 +183,19 @@ def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: i
 
 
 def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Any], steps: int = 96) -> np.ndarray:
-    """Return the density of the points on the finest level over a set of images, ``(steps, steps)``.
+    """Return the density of the points on the finest level over a set of images, a grid ``(steps, steps)``.
 
     Every point counts alike, whatever its weight; places are shares of the images' heights and widths, so that images
     of any size come together, and 1 is an even density.
-
-    Args:
-        points: Of the best queries of each image.
-        samples: The images' data samples.
-        steps: Of the grid.
 
     Raises:
         ConfigError: The points have no spread to estimate a density from.
 
     Source: PLuG, appendix G and Fig. 9, there of one image.
     """
-    shares = [
-        found.xy[:, :, list(found.levels).index(0)].reshape(-1, 2) / np.array(sample.ori_shape[1::-1])
-        for found, sample in zip(points, samples, strict=True)
-    ]
-    together = np.concatenate(shares)
-    estimated = density(together, np.ones(len(together)), (1, 1), steps)
+    finest = [found.xy[:, :, found.levels.index(0)].reshape(-1, 2) for found in points]
+    shares = np.concatenate([xy / sample.ori_shape[1::-1] for xy, sample in zip(finest, samples, strict=True)])
+    estimated = density(shares, np.ones(len(shares)), (1, 1), steps)
     if estimated is None:
-        raise ConfigError(f'{len(together)} sampling points of no spread have no density.')
+        raise ConfigError(f'{len(shares)} sampling points of no spread have no density.')
     return estimated
