@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import mmgate
 from mmgate.analysis.figures.maps import draw_maps
-from mmgate.analysis.probes.attention import Readings, probes
+from mmgate.analysis.probes.attention import reads
 from mmgate.analysis.probes.cka import attention_cka, query_cka
 from mmgate.analysis.probes.recording import class_tokens
 from mmgate.analysis.probes.relevance import head_maps, head_mean, record_maps, relevance_map
@@ -42,14 +42,9 @@ class Placed(Given):
     """Likewise, and where it lies."""
 
 
-@probes(f'{__name__.split(".")[0]}.Given', reads=('attention',))
-def given(module: Any, image: int) -> Readings:
-    return dict(attention=lambda: module.weights[image])
-
-
-@probes(f'{__name__.split(".")[0]}.Placed', reads=('attention', 'geometry'))
-def placed(module: Any, image: int) -> Readings:
-    return dict(attention=lambda: module.weights[image], geometry=lambda: torch.tensor(module.geometry))
+for kind in ('Given', 'Placed'):
+    places = {'geometry': lambda module, given: torch.tensor(module.geometry)} if kind == 'Placed' else {}
+    reads(f'{__name__.split(".")[0]}.{kind}', attention=lambda module, given: module.weights[given['image']], **places)
 
 
 class Layer(nn.Module):

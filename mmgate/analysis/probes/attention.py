@@ -1,6 +1,6 @@
 """What can be read off an attention module's inputs: gates, attention weights, sampling locations, maps.
 
-A probe computes them anew from what the module was called with, so that no forward code knows of it and nothing is
+They are computed anew from what the module was called with, so that no forward code knows of it and nothing is
 computed that is not asked for. Classes are found by package and name, so that no mm package has to be imported.
 whole_maps.py and hosts.py have those of attentions over whole maps and of hosts that attend by themselves.
 """
@@ -17,11 +17,9 @@ from torch import Tensor, nn
 
 from mmgate.hosts.hosted import HostedDeformableAttention, sampled
 from mmgate.hosts.window import GatedWindowMSA
-from mmgate.layers import MultiScaleDeformableAttention
 from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
 
-Readings = Mapping[str, Callable[[], Tensor]]  # names of what can be read, each computed when called
-Probe = Callable[..., Readings]
+Read = Callable[[Any, dict[str, Any]], Tensor]  # of a module and the arguments of a call, by their names
 GATES = ('gate', 'gate_k', 'gate_v', 'gate_out')
 PLACES = ('geometry', 'map_size')  # where attention lies, read beside it
 POINTS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'gate')  # of deformable attention
@@ -30,29 +28,21 @@ OF_TRANSFORMERS = (
     *('DeformableDetr', 'RTDetr', 'RTDetrV2', 'GroundingDino', 'MMGroundingDino', 'LwDetr', 'RfDetr'),
     *('Mask2FormerPixelDecoderEncoder', 'OneFormerPixelDecoderEncoder'),
 )
-_PROBES: dict[str, tuple[Probe, tuple[str, ...]]] = {}
+_READS: dict[str, dict[str, Read]] = {}
 
 
-def probes(*classes: str, reads: tuple[str, ...]) -> Callable[[Probe], Probe]:
-    """Register ``probe(module, **bound arguments of its forward)`` for classes named ``'package.Class'``.
-
-    ``reads`` are the names that it may return, of :data:`NAMES`.
-    """
-
-    def register(probe: Probe) -> Probe:
-        _PROBES.update({name: (probe, reads) for name in classes})
-        return probe
-
-    return register
+def reads(*classes: str, **how: Read) -> None:
+    """Say how readings, named as in :data:`NAMES`, of classes named ``'package.Class'`` are computed."""
+    _READS.update({name: how for name in classes})
 
 
-def probe_for(module: nn.Module) -> tuple[Probe, tuple[str, ...]] | None:
-    """Return the probe of a module's class or of the nearest of its bases, and what it reads; None if there is none."""
+def reads_of(module: nn.Module) -> dict[str, Read]:
+    """Return what can be read of a module, as its class or the nearest of its bases says."""
     for base in type(module).__mro__:
-        found = _PROBES.get(f'{base.__module__.split(".")[0]}.{base.__name__}')
+        found = _READS.get(f'{base.__module__.split(".")[0]}.{base.__name__}')
         if found is not None:
-            return found[0], tuple(name for name in found[1] if _has(module, name))
-    return None
+            return {name: how for name, how in found.items() if _has(module, name)}
+    return {}
 
 
 def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,67 +108,68 @@ def handed(module: Any, method: str, host: Any, given: Mapping[str, Any]) -> tup
     return noted[-1]
 
 
-def _points(module: Any, gate: Any, query: Tensor, sample: Any, points: Tensor, shapes: Tensor) -> Readings:
-    """Return sampling locations ``(B, Q, H, L, P, 2)``, weights ``(B, Q, H, L, P)``, and the gate that broadcasts.
-
-    Locations are (x, y), 0 to 1 over a level, padding included; ``sample`` returns offsets and logits.
-    """
-    gated = isinstance(gate, MultiScaleDeformableAttention)
-    return dict(
-        locations=lambda: offset_locations(sample()[0], points, shapes),
-        weights=lambda: attention_weights(sample()[1], **(gate.gating(query) if gated else {})),
-        reference_points=lambda: points,
-        spatial_shapes=lambda: shapes,
-        gate=lambda: gate.read_gate('gate', query),
-    )
+Sampled = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # query, offsets, logits, reference points, shapes of levels
 
 
-@probes('mmcv.MultiScaleDeformableAttention', 'mmgate.MultiScaleDeformableAttention', reads=POINTS)
-def deformable(module: Any, **given: Any) -> Readings:
-    """Read points, weights and gate of mmcv's deformable attention and ours."""
+def _of_mmcv(module: Any, given: dict[str, Any]) -> Sampled:
     query, position = given['query'], given.get('query_pos')
     query = query if position is None else query + position
     query = query if module.batch_first else query.transpose(0, 1)
     sizes = (module.num_heads, module.num_levels, module.num_points)
-
-    def sample() -> tuple[Tensor, Tensor]:
-        offsets = module.sampling_offsets(query).unflatten(-1, (*sizes, 2))
-        return offsets, module.attention_weights(query).unflatten(-1, sizes)
-
-    return _points(module, module, query, sample, given['reference_points'], given['spatial_shapes'])
+    offsets, logits = module.sampling_offsets(query), module.attention_weights(query)
+    places = (given['reference_points'], given['spatial_shapes'])
+    return query, offsets.unflatten(-1, (*sizes, 2)), logits.unflatten(-1, sizes), *places
 
 
-@probes(
-    'mmgate.HostedDeformableAttention',
-    *(f'transformers.{name}MultiscaleDeformableAttention' for name in OF_TRANSFORMERS),
-    reads=POINTS,
-)
-def of_transformers(module: Any, **given: Any) -> Readings:
-    """Read the same of transformers' detectors, where reference points and boxes are those of all levels."""
+def _of_transformers(module: Any, given: dict[str, Any]) -> Sampled:
     query, position = given['hidden_states'], given.get('position_embeddings')
     query = query if position is None else query + position
     shapes = given.get('spatial_shapes')
     shapes = torch.tensor(given['spatial_shapes_list']) if shapes is None else shapes
     number = module.n_points[0] if isinstance(module.n_points, (list, tuple)) else module.n_points
-    points = given['reference_points'].expand(-1, -1, module.n_levels, -1)
-    return _points(module, gate_of(module), query, lambda: sampled(module, query, number, points), points, shapes)
+    points = given['reference_points'].expand(-1, -1, module.n_levels, -1)  # which are those of all levels
+    return query, *sampled(module, query, number, points), points, shapes
 
 
-@probes('torch.MultiheadAttention', reads=('attention',))
-def torch_attention(module: Any, **given: Any) -> Readings:
-    """Read the attention weights ``(B, H, N, M)`` of torch's module, which mmcv's and PVT's hold."""
+def _deformable(sample: Callable[[Any, dict[str, Any]], Sampled]) -> dict[str, Read]:
+    """Return how locations ``(B, Q, H, L, P, 2)``, weights ``(B, Q, H, L, P)`` and a gate that broadcasts are read.
 
-    def attention() -> Tensor:
-        with without_dropout(module):
-            return module.forward(**{**given, 'need_weights': True, 'average_attn_weights': False})[1]
+    Locations are (x, y), 0 to 1 over a level, padding included.
+    """
 
-    return dict(attention=attention)
+    def weights(module: Any, given: dict[str, Any]) -> Tensor:
+        (query, _, logits, *_), gate = sample(module, given), gate_of(module)
+        return attention_weights(logits, **(gate.gating(query) if hasattr(gate, 'gating') else {}))
+
+    def locations(module: Any, given: dict[str, Any]) -> Tensor:
+        _, offsets, _, points, shapes = sample(module, given)
+        return offset_locations(offsets, points, shapes)
+
+    return dict(
+        locations=locations,
+        weights=weights,
+        reference_points=lambda module, given: sample(module, given)[3],
+        spatial_shapes=lambda module, given: sample(module, given)[4],
+        gate=lambda module, given: gate_of(module).read_gate('gate', sample(module, given)[0]),
+    )
 
 
-@probes('mmgate.DenseAttention', reads=('gate', 'attention'))
-def dense(module: Any, **given: Any) -> Readings:
-    """Read attention weights ``(B, H, N, M)`` and gate of a gated dense attention."""
+def _torch_attention(module: Any, given: dict[str, Any]) -> Tensor:
+    """Return the attention weights ``(B, H, N, M)`` of torch's module, which mmcv's and PVT's hold."""
+    with without_dropout(module):
+        return module.forward(**{**given, 'need_weights': True, 'average_attn_weights': False})[1]
+
+
+def _dense_gate(module: Any, given: dict[str, Any]) -> Tensor:
     inputs = [given[name] for name in ('query', 'key', 'value')]
-    inputs = inputs if module.batch_first else [x.transpose(0, 1) for x in inputs]
-    attention = torch_attention(module, **given)['attention']
-    return dict(attention=attention, gate=lambda: module.read_gate('gate', *inputs))
+    return module.read_gate('gate', *(inputs if module.batch_first else [x.transpose(0, 1) for x in inputs]))
+
+
+reads('mmcv.MultiScaleDeformableAttention', 'mmgate.MultiScaleDeformableAttention', **_deformable(_of_mmcv))
+reads(
+    'mmgate.HostedDeformableAttention',
+    *(f'transformers.{name}MultiscaleDeformableAttention' for name in OF_TRANSFORMERS),
+    **_deformable(_of_transformers),
+)
+reads('torch.MultiheadAttention', attention=_torch_attention)
+reads('mmgate.DenseAttention', attention=_torch_attention, gate=_dense_gate)

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import GATES, NAMES, PLACES, Probe, bind, is_alone, probe_for
-from mmgate.analysis.probes.hosts import gate_in_host
+from mmgate.analysis.probes.attention import GATES, NAMES, PLACES, Read, bind, is_alone, reads_of
+from mmgate.analysis.probes.hosts import attention_in, gate_in
 from mmgate.analysis.probes.statistics import Kept
 from mmgate.errors import ConfigError
 from mmgate.hosts.hosted import HostedDeformableAttention
@@ -88,12 +88,12 @@ def record(
 
     modules, readings = dict(model.named_modules()), list(_readable(model))
     reads: list[tuple[str, str, Any]] = []  # path of the reading, of the module whose call shows it, how it is read
-    for path, called, probe, has in readings:
-        chosen = [name for name in has if name in wanted]
+    for path, called, has in readings:
+        chosen = {name: how for name, how in has.items() if name in wanted}
         if chosen:
-            reads.append((path, called, partial(_probed, probe, chosen)))
+            reads.append((path, called, partial(_of_inputs, chosen)))
     if ACTIVATION in wanted:
-        layers = dict.fromkeys(_layer(model, path) for path, _, _, has in readings if not set(has) <= set(PLACES))
+        layers = dict.fromkeys(_layer(model, path) for path, _, has in readings if not set(has) <= set(PLACES))
         reads += [(path, path, _activation) for path in layers]
     if PREDICTIONS in wanted:
         reads += [(path, path, _scores_and_places) for path in HEADS if path in modules]
@@ -109,11 +109,11 @@ def record(
             handle.remove()
 
 
-def _probed(
-    probe: Probe, names: Sequence[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+def _of_inputs(
+    chosen: Mapping[str, Read], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> dict[str, Tensor]:
-    readings = probe(module, **bind(module, args, kwargs))
-    return {name: readings[name]() for name in names}
+    given = bind(module, args, kwargs)
+    return {name: how(module, given) for name, how in chosen.items()}
 
 
 def _activation(layer: Any, args: Any, kwargs: Any, output: Any) -> dict[str, Tensor]:
@@ -166,7 +166,7 @@ def predict(model: Any, batch: dict[str, Any]) -> Any:
 def readable(model: nn.Module) -> dict[str, list[str]]:
     """Return, by name of a reading, the paths of the modules that have it."""
     found: dict[str, list[str]] = {}
-    for path, _, _, names in _readable(model):
+    for path, _, names in _readable(model):
         for name in names:
             found.setdefault(name, []).append(path)
     return found
@@ -216,20 +216,20 @@ def class_token_owners(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _readable(model: nn.Module) -> Iterator[tuple[str, str, Probe, tuple[str, ...]]]:
-    """Yield the path of what can be read, that of the module whose call shows it, the probe, and what it reads."""
+def _readable(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Read]]]:
+    """Yield the path of what can be read, that of the module whose call shows it, and how it is read."""
     for path, module in model.named_modules():
-        found = probe_for(module)
+        found = reads_of(module)
         host_path, _, name = path.rpartition('.')
         host: Any = model.get_submodule(host_path) if path else None
         # read where its windows or its points are; XCiT has no map of tokens to look at
         by_host = isinstance(host, (GatedWindowMSA, HostedDeformableAttention)) or getattr(host, 'over_channels', False)
-        if found is None or not found[1] or by_host:
+        if not found or by_host:
             continue
         if is_alone(module):
-            yield path, host_path, partial(gate_in_host, name), found[1]
+            yield path, host_path, dict(attention=partial(attention_in, name), gate=partial(gate_in, name))
         else:
-            yield path, path, *found
+            yield path, path, found
 
 
 def _layer(model: nn.Module, path: str) -> str:
