@@ -84,8 +84,6 @@ def test_queries_of_detrs(config: str, gated: bool) -> None:
     for number, query in zip(queries, result, strict=True):
         assert query.number == number and query.score == pytest.approx(float(scores[0, number].max()))
         assert query.relevance.shape == (2, 3) and query.relevance.sum() == pytest.approx(1)
-        assert query.mask is None and query.box is not None
-        x, y, width, height = boxes[0, number].tolist()
-        np.testing.assert_allclose(query.box, [x - width / 2, y - height / 2, x + width / 2, y + height / 2])
+        np.testing.assert_array_equal(query.place, boxes[0, number])
     with pytest.raises(ConfigError, match='the queries 8 have to lie in 0 to 7'):
         query_relevance(found, size, [8])

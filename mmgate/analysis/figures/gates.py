@@ -8,18 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mmgate.analysis.figures.style import (
-    COLOURS,
-    DIVERGING,
-    LINE,
-    colour_bar,
-    layer_labels,
-    legend,
-    panels,
-    save,
-    show_map,
-    wrap,
-)
+from mmgate.analysis.figures import style
 from mmgate.analysis.probes.gates import LayerGate, mean_map
 
 BARS = 40  # of a histogram
@@ -40,9 +29,9 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     used = _used([gate for _, gates in models for gate in gates])
     tallest = max(len(gates) for _, gates in models)
     columns = 3 if any(maps) else 2  # gates of channels, as SAGA's, have no map
-    figure, axes = panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9))
+    figure, axes = style.panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9))
     for (title, gates), found, (*lefts, middle, right) in zip(models, maps, axes, strict=True):
-        title = wrap(title, LINE // columns)
+        title = style.wrap(title, style.LINE // columns)
         _draw_layers(middle, gates)
         middle.set_title('by layer' if lefts else f'{title}\nby layer')
         _draw_histogram(right, gates, used)
@@ -62,13 +51,13 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     notes = {title: ' '.join(dict.fromkeys(MEANINGS[gate.unchanged] for gate in gates)) for title, gates in models}
     if len(set(notes.values())) > 1:
         notes = {title: f'{title}: {note}' for title, note in notes.items()}
-    legend(figure, note='\n'.join(dict.fromkeys(notes.values())))
-    return save(figure, out)
+    style.legend(figure, note='\n'.join(dict.fromkeys(notes.values())))
+    return style.save(figure, out)
 
 
 def _draw_map(figure: Any, axis: Any, coefficients: np.ndarray, kind: str, limit: float) -> None:
-    style: dict[str, Any] = dict(cmap=DIVERGING, vmin=-limit, vmax=limit, interpolation='nearest', aspect='auto')
-    colour_bar(figure, show_map(axis, coefficients, **style), axis, shrink=0.9)
+    look: dict[str, Any] = dict(cmap=style.DIVERGING, vmin=-limit, vmax=limit, interpolation='nearest', aspect='auto')
+    style.colour_bar(figure, style.show_map(axis, coefficients, **look), axis, shrink=0.9)
     across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[kind]
     axis.set(xlabel=across, ylabel=down, xticks=[], yticks=[])
     if kind != 'pairs':
@@ -79,8 +68,8 @@ def _draw_layers(axis: Any, gates: Sequence[LayerGate]) -> None:
     places = np.arange(len(gates))
     means, spreads = ([getattr(gate.statistics, name) for gate in gates] for name in ('mean', 'deviation'))
     axis.axvline(0, color='0.6', linewidth=0.8)
-    axis.errorbar(means, places, xerr=spreads, fmt='o', color=COLOURS[0], markersize=3.5, capsize=2, linewidth=1)
-    labels = layer_labels([gate.path for gate in gates])
+    axis.errorbar(means, places, xerr=spreads, fmt='o', color=style.COLOURS[0], markersize=3.5, capsize=2, linewidth=1)
+    labels = style.layer_labels([gate.path for gate in gates])
     names = [f'{label} {gate.name[5:]}'.strip() for label, gate in zip(labels, gates, strict=True)]
     axis.set_yticks(places, names, fontsize=6)
     axis.set(xlabel='gate, mean ± std', ylabel='layer', ylim=(len(gates) - 0.4, -0.6))
@@ -95,8 +84,8 @@ def _draw_histogram(axis: Any, gates: Sequence[LayerGate], used: tuple[float, fl
         of_name = [gate.statistics.histogram for gate in gates if gate.name == name]
         shares = np.mean([counts / max(counts.sum(), 1) for counts in of_name], axis=0)
         summed = np.add.reduceat(shares, range(0, len(shares), step))
-        style = dict(color=COLOURS[number], alpha=0.7, fill=number == 0, label=name, linewidth=1.2)
-        axis.stairs(summed, np.append(edges[:-1:step], edges[-1]), **style)
+        look = dict(color=style.COLOURS[number], alpha=0.7, fill=number == 0, label=name, linewidth=1.2)
+        axis.stairs(summed, np.append(edges[:-1:step], edges[-1]), **look)
     if len({gate.name for gate in gates}) > 1:
         axis.legend(fontsize=7)
     axis.axvline(0, color='0.6', linewidth=0.8)

@@ -8,22 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mmgate.analysis.figures.style import (
-    COLOURS,
-    DIVERGING,
-    LINE,
-    SEQUENTIAL,
-    WIDTH,
-    colour_bar,
-    layer_axis,
-    layer_labels,
-    legend,
-    panels,
-    read_image,
-    save,
-    show_map,
-    wrap,
-)
+from mmgate.analysis.figures import style
 from mmgate.analysis.probes.relevance import padded_size
 
 
@@ -42,10 +27,10 @@ def draw_maps(
         columns: Of panels, the image's among them.
         label: What the values are.
     """
-    picture = seen_part(read_image(sample.img_path), sample)
+    picture = seen_part(style.read_image(sample.img_path), sample)
     height, width = picture.shape[:2]
     rows = -(-(len(maps) + 1) // columns)
-    figure, axes = panels(rows, columns, height=WIDTH / columns * height / width * 0.88 + 0.3)
+    figure, axes = style.panels(rows, columns, height=style.WIDTH / columns * height / width * 0.88 + 0.3)
     shown = [
         (axis, title, values / max(float(np.abs(values).mean()), 1e-12))
         for axis, (title, values) in zip(axes.flat[1:], maps, strict=False)
@@ -53,18 +38,18 @@ def draw_maps(
     ]
     high = max(2.0, *(float(np.abs(values).max()) for *_, values in shown))
     signed = any(float(values.min()) < 0 for *_, values in shown)
-    scale = dict(cmap=DIVERGING, vmin=-high, vmax=high) if signed else dict(cmap='magma', vmin=0, vmax=high)
+    scale = dict(cmap=style.DIVERGING, vmin=-high, vmax=high) if signed else dict(cmap='magma', vmin=0, vmax=high)
     for axis in axes.flat:
         axis.set_axis_off()
     axes.flat[0].imshow(picture)
     axes.flat[0].set_title('image')
     for axis, title, values in shown:
-        drawn = show_map(axis, values, picture, alpha=0.65, **scale)
-        axis.set_title(wrap(title, round(LINE / columns)))
+        drawn = style.show_map(axis, values, picture, alpha=0.65, **scale)
+        axis.set_title(style.wrap(title, round(style.LINE / columns)))
     of_what = f'{label},\ntimes its mean{" size; blue inhibits" if signed else ""}'
-    bar = colour_bar(figure, drawn, axes, of_what, fraction=0.03)
+    bar = style.colour_bar(figure, drawn, axes, of_what, fraction=0.03)
     bar.ax.set_facecolor('0.5')  # seen through its colours, as the image is
-    return save(figure, out)
+    return style.save(figure, out)
 
 
 def seen_part(picture: np.ndarray, sample: Any) -> np.ndarray:
@@ -85,16 +70,16 @@ def crop_to_image(values: np.ndarray, sample: Any) -> np.ndarray:
 
 def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: Path, *, label: str) -> Path:
     """Draw matrices over layers, 0 to 1, a panel each, side by side; return the path."""
-    figure, axes = panels(1, len(models), height=2.9, width=3.6 * len(models) + 0.6)
+    figure, axes = style.panels(1, len(models), height=2.9, width=3.6 * len(models) + 0.6)
     for axis, (title, paths, values) in zip(axes[0], models, strict=True):
-        drawn = show_map(axis, values, cmap=SEQUENTIAL, vmin=0, vmax=1)
+        drawn = style.show_map(axis, values, cmap=style.SEQUENTIAL, vmin=0, vmax=1)
         numbers = range(len(paths))
-        labels = [name if name == f'{n}' else f'{name}  {n}' for n, name in enumerate(layer_labels(paths))]
+        labels = [name if name == f'{n}' else f'{name}  {n}' for n, name in enumerate(style.layer_labels(paths))]
         axis.set_xticks(numbers, numbers, fontsize=6)
         axis.set_yticks(numbers, labels, fontsize=6)
-        axis.set(title=wrap(title, round(LINE * 0.55)), xlabel='layer')
-    colour_bar(figure, drawn, axes, label)
-    return save(figure, out)
+        axis.set(title=style.wrap(title, round(style.LINE * 0.55)), xlabel='layer')
+    style.colour_bar(figure, drawn, axes, label)
+    return style.save(figure, out)
 
 
 def draw_ranks(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> Path:
@@ -102,20 +87,20 @@ def draw_ranks(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path
 
     The most that a rank can be is a dotted line, or, where it lies far above, a word.
     """
-    figure, (axes,) = panels(1, 2, height=3.0)
+    figure, (axes,) = style.panels(1, 2, height=3.0)
     most = sorted({row['channels'] for _, rows in models for row in rows})
     for axis, kind in zip(axes, ('matrix_rank', 'effective_rank'), strict=True):
         near = most[0] < 3 * max(row[kind] + row[f'{kind}_std'] for _, rows in models for row in rows)
         for number, (name, rows) in enumerate(models):
-            colour, places = COLOURS[number % len(COLOURS)], range(len(rows))
+            colour, places = style.COLOURS[number % len(style.COLOURS)], range(len(rows))
             means, spreads = ([row[key] for row in rows] for key in (kind, f'{kind}_std'))
-            style = dict(color=colour, marker='os^D'[number % 4], markersize=4, capsize=2, linewidth=1.2)
-            axis.errorbar(places, means, yerr=spreads, label=name, **style)
+            look = dict(color=colour, marker='os^D'[number % 4], markersize=4, capsize=2, linewidth=1.2)
+            axis.errorbar(places, means, yerr=spreads, label=name, **look)
             if near:
                 ceiling = [row['channels'] for row in rows]
                 axis.step(places, ceiling, where='mid', color=colour, linewidth=0.8, linestyle=':')
         what = 'dotted: the most, d' if near else f'of at most {", ".join(map(str, most))}'
         axis.set(ylabel=f'{kind.replace("_", " ")} of $K^T V$\n({what})', ylim=(0, None))
-        layer_axis(axis)
-    legend(figure, axes[0].get_legend_handles_labels()[0], columns=1 if len(models) < 4 else 2)
-    return save(figure, out)
+        style.layer_axis(axis)
+    style.legend(figure, axes[0].get_legend_handles_labels()[0], columns=1 if len(models) < 4 else 2)
+    return style.save(figure, out)

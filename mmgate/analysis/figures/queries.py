@@ -8,18 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mmgate.analysis.figures import style
 from mmgate.analysis.figures.maps import crop_to_image
-from mmgate.analysis.figures.style import (
-    COLOURS,
-    WIDTH,
-    add_box,
-    class_name,
-    colour_bar,
-    panels,
-    read_image,
-    save,
-    show_map,
-)
 from mmgate.analysis.probes.query_relevance import Query
 
 LEAST_COLUMNS = 3  # fewer queries do not fill a page
@@ -37,10 +27,10 @@ def draw_queries(
         classes: The names of each model's classes, as far as they are known.
         out: PNG to write.
     """
-    image = read_image(models[0][1].img_path)
+    image = style.read_image(models[0][1].img_path)
     height_to_width = image.shape[0] / image.shape[1]
     columns = max(LEAST_COLUMNS, *(len(queries) for _, _, queries in models))
-    figure, axes = panels(2 * len(models), columns, height=(WIDTH - 0.6) / columns * height_to_width + 0.3)
+    figure, axes = style.panels(2 * len(models), columns, height=(style.WIDTH - 0.6) / columns * height_to_width + 0.3)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[], frame_on=False)
     for number, ((title, sample, queries), names) in enumerate(zip(models, classes, strict=True)):
@@ -48,27 +38,29 @@ def draw_queries(
             axes[2 * number, 0].set_ylabel(title, y=-0.1)  # along both rows
         for column, query in enumerate(queries):
             above, below = axes[2 * number, column], axes[2 * number + 1, column]
-            said = f'{class_name(query.label, names)} {query.score:.2f}'
+            said = f'{style.class_name(query.label, names)} {query.score:.2f}'
             above.set_title(said if query.label >= 0 else f'query {query.number}')
             _prediction(above, image, query, sample)
             below.set_title(f'query {query.number}')
             relevance = crop_to_image(query.relevance, sample)
             share = relevance / max(float(relevance.max()), 1e-12)
-            drawn = show_map(below, share, image, cmap='magma', alpha=0.7, vmin=0, vmax=1)
-    colour_bar(figure, drawn, axes, "relevance,\nof the panel's largest", shrink=0.5, fraction=0.03)
-    return save(figure, out)
+            drawn = style.show_map(below, share, image, cmap='magma', alpha=0.7, vmin=0, vmax=1)
+    style.colour_bar(figure, drawn, axes, "relevance,\nof the panel's largest", shrink=0.5, fraction=0.03)
+    return style.save(figure, out)
 
 
 def _prediction(axis: Any, image: np.ndarray, query: Query, sample: Any) -> None:
     height, width = image.shape[:2]
     axis.imshow(image, extent=(0, width, height, 0))
-    if query.mask is not None:
-        mask = crop_to_image(query.mask, sample)
+    if query.place is not None and query.place.ndim == 2:
+        mask = crop_to_image(query.place, sample)
         rows, columns = mask.shape
         x, y = (np.arange(columns) + 0.5) * width / columns, (np.arange(rows) + 0.5) * height / rows
         if mask.min() < 0 < mask.max():
             axis.contour(x, y, mask, levels=[0], colors=['white'], linewidths=2.2)
-            axis.contour(x, y, mask, levels=[0], colors=[COLOURS[5]], linewidths=1.2)
-    elif query.box is not None:
-        add_box(axis, query.box * np.array([width, height] * 2), edgecolor=COLOURS[5], linewidth=1.4)
+            axis.contour(x, y, mask, levels=[0], colors=[style.COLOURS[5]], linewidths=1.2)
+    elif query.place is not None:
+        x, y, across, down = query.place * np.array([width, height] * 2)
+        corners = (x - across / 2, y - down / 2, x + across / 2, y + down / 2)
+        style.add_box(axis, corners, edgecolor=style.COLOURS[5], linewidth=1.4)
     axis.set(xlim=(0, width), ylim=(height, 0))

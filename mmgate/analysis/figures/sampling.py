@@ -8,20 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from mmgate.analysis.figures import style
 from mmgate.analysis.figures.boxes import PREDICTED, THRESHOLD, draw_boxes, label_boxes
-from mmgate.analysis.figures.style import (
-    COLOURS,
-    SEQUENTIAL,
-    WIDTH,
-    colour_bar,
-    legend,
-    panels,
-    read_image,
-    save,
-    short,
-    show_map,
-    wrap,
-)
 from mmgate.analysis.probes.sampling import SamplingPoints, density
 
 CONTOURS = np.array([0.1, 0.3, 0.5, 0.7, 0.9])  # shares of the highest density
@@ -45,11 +33,11 @@ def draw_sampling(
     Returns:
         The picture ``(h, w, 3)``, RGB.
     """
-    image = read_image(drawn[0][2].img_path)
+    image = style.read_image(drawn[0][2].img_path)
     height, width = image.shape[:2]
-    across = WIDTH if len(drawn) > 1 else 4.6
+    across = style.WIDTH if len(drawn) > 1 else 4.6
     of_rest = 1.15  # titles, legend
-    figure, (axes,) = panels(1, len(drawn), height=across / len(drawn) * height / width + of_rest, width=across)
+    figure, (axes,) = style.panels(1, len(drawn), height=across / len(drawn) * height / width + of_rest, width=across)
     # one scale of sizes for all panels, so that they can be compared
     largest = max(max(float(points.weights.max()) for _, points, _ in drawn), 1e-12)
     panel_boxes = []
@@ -57,7 +45,7 @@ def draw_sampling(
         _draw_points(axis, image, points, largest)
         panel_boxes.append(draw_boxes(axis, sample, threshold))
         where = 'encoder' if points.is_encoder else 'decoder'
-        axis.set_title(f'{title}\n{where}: {short(points.path)}'.strip())
+        axis.set_title(f'{title}\n{where}: {style.short(points.path)}'.strip())
         axis.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
     _legend(figure, drawn, largest, panel_boxes)
     figure.draw_without_rendering()  # the layout decides which labels would hide one another, and is kept
@@ -65,7 +53,7 @@ def draw_sampling(
     for axis, (_, found), names in zip(axes, panel_boxes, classes or [()] * len(drawn), strict=True):
         label_boxes(axis, found, names, (height, width))
     if out is not None:
-        save(figure, out)
+        style.save(figure, out)
     figure.canvas.draw()
     return np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()
 
@@ -78,13 +66,13 @@ def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, image
         out: PNG to write.
         images: How many there were.
     """
-    figure, (axes,) = panels(1, len(models), height=3.2, width=3.2 * len(models) + 0.6)
+    figure, (axes,) = style.panels(1, len(models), height=3.2, width=3.2 * len(models) + 0.6)
     high = max(float(values.max()) for _, values in models)
     for axis, (title, values) in zip(axes, models, strict=True):
-        drawn = show_map(axis, values, cmap=SEQUENTIAL, vmin=0, vmax=high, extent=(0, 1, 1, 0))
-        axis.set(title=wrap(title, 34), xlabel="share of the image's width", ylabel='of its height')
-    colour_bar(figure, drawn, axes, f'density of points on the finest level,\n{images} images; 1: even')
-    return save(figure, out)
+        drawn = style.show_map(axis, values, cmap=style.SEQUENTIAL, vmin=0, vmax=high, extent=(0, 1, 1, 0))
+        axis.set(title=style.wrap(title, 34), xlabel="share of the image's width", ylabel='of its height')
+    style.colour_bar(figure, drawn, axes, f'density of points on the finest level,\n{images} images; 1: even')
+    return style.save(figure, out)
 
 
 def _draw_points(axis: Any, image: np.ndarray, points: SamplingPoints, largest: float) -> None:
@@ -102,8 +90,8 @@ def _draw_points(axis: Any, image: np.ndarray, points: SamplingPoints, largest: 
     for place, level in reversed([*enumerate(points.levels)]):  # fine levels on top: their points spread less
         xy, weights = points.xy[:, :, place].reshape(-1, 2), points.weights[:, :, place].ravel()
         sizes = 2 + 40 * weights.clip(min=0) / largest
-        style = dict(color=COLOURS[level % len(COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85)
-        axis.scatter(*xy.T, s=sizes, **style)
+        look = dict(color=style.COLOURS[level % len(style.COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85)
+        axis.scatter(*xy.T, s=sizes, **look)
     axis.scatter(*points.reference.T, s=60, marker='P', color='white', edgecolors='black', linewidths=0.9, zorder=5)
 
 
@@ -111,11 +99,12 @@ def _legend(figure: Any, drawn: Sequence[tuple[str, SamplingPoints, Any]], large
     from matplotlib.lines import Line2D
 
     def dot(label: str, colour: str, size: float, marker: str = 'o', edge: str = 'white') -> Any:
-        style: dict[str, Any] = dict(marker=marker, color=colour, markeredgecolor=edge, markersize=size)
-        return Line2D([], [], linestyle='', label=label, **style)
+        look: dict[str, Any] = dict(marker=marker, color=colour, markeredgecolor=edge, markersize=size)
+        return Line2D([], [], linestyle='', label=label, **look)
 
     levels = sorted({level for _, points, _ in drawn for level in points.levels})
-    entries = [dot(f'on level {n}{"" if n else ", the finest"}', COLOURS[n % len(COLOURS)], 6) for n in levels]
+    colours = style.COLOURS
+    entries = [dot(f'on level {n}{"" if n else ", the finest"}', colours[n % len(colours)], 6) for n in levels]
     entries.append(dot(f'size: weight, largest here {largest:.2f}', 'grey', 42**0.5))
     entries.append(dot("query's reference point", 'white', 7, 'P', 'black'))
     entries.append(Line2D([], [], color='black', linewidth=0.6, label='density of the weights'))
@@ -125,4 +114,4 @@ def _legend(figure: Any, drawn: Sequence[tuple[str, SamplingPoints, Any]], large
         entries.append(Line2D([], [], color='black', linestyle='--', label='true box'))
     ends = f'{CONTOURS.min():.0%} to {CONTOURS.max():.0%}'
     note = f'Each dot is a point that a query looks at. Lines: {ends} of the highest density of the weights.'
-    legend(figure, entries, note=note, columns=3)
+    style.legend(figure, entries, note=note, columns=3)

@@ -31,16 +31,15 @@ class Query:
         label: Its best class; -1 without a head.
         score: Of that class.
         relevance: Of the padded input's places, ``(h, w)``; its sum is 1.
-        mask: Logits over the padded input, ``(h, w)``, more than 0 inside; or None.
-        box: ``(x, y, x, y)``, 0 to 1 over the image, or None.
+        place: Logits of a mask over the padded input, ``(h, w)``, more than 0 inside, or a box ``(x, y, w, h)``, 0 to 1
+            over the image, of its centre and size; None without a head.
     """
 
     number: int
     label: int
     score: float
     relevance: np.ndarray
-    mask: np.ndarray | None
-    box: np.ndarray | None
+    place: np.ndarray | None
 
 
 def query_rollout(steps: Sequence[Step], queries: Sequence[int]) -> dict[int, Tensor]:
@@ -116,11 +115,10 @@ def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[
     found = []
     for number, relevance in zip(queries, relevances.numpy(), strict=True):
         if head is None:
-            found.append(Query(number, -1, 0.0, relevance, None, None))
-            continue
-        (score, label), place = head[0][0, number].max(-1), head[1][0, number]
-        mask, box = (place.numpy(), None) if place.dim() == 2 else (None, _corners(place))
-        found.append(Query(number, int(label), float(score), relevance, mask, box))
+            found.append(Query(number, -1, 0.0, relevance, None))
+        else:
+            score, label = head[0][0, number].max(-1)
+            found.append(Query(number, int(label), float(score), relevance, head[1][0, number].numpy()))
     return found
 
 
@@ -142,8 +140,3 @@ def _shape(layers: Recording, tokens: int, size: tuple[int, int]) -> tuple[int, 
     if found is None:
         raise ConfigError(f'{tokens} tokens make no map of the shape of a {size[0]} x {size[1]} image.')
     return found
-
-
-def _corners(box: Tensor) -> np.ndarray:
-    x, y, width, height = box.double().tolist()
-    return np.array([x - width / 2, y - height / 2, x + width / 2, y + height / 2])
