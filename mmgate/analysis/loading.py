@@ -76,10 +76,6 @@ class LoadedModel:
         dataset = DATASETS.build(data)
         return [lambda n=n: dataset[n] for n in range(min(args.max_images, len(dataset)))]
 
-    def classes(self) -> tuple[str, ...]:
-        """Return the names of the classes of the config's test data; none if it says nothing."""
-        return class_names(self.cfg)
-
 
 def _still(pipeline: Sequence[Any]) -> list[Any]:
     """Return a copy of a pipeline that flips nothing, and whose boxes lie on the image as it is on disk."""
@@ -132,14 +128,13 @@ def positive(text: str) -> int:
 def load_models(
     args: argparse.Namespace, readings: Sequence[str], purpose: str, *, whole: bool = False
 ) -> list[LoadedModel]:
-    """Return the models that a command line names, one or two.
+    """Return the models that a command line of :func:`parser` names, one or two.
 
     Args:
-        args: Of :func:`parser`.
+        args: The command line.
         readings: What there has to be in every model, see :func:`mmgate.analysis.probes.recording.require`.
         purpose: What for, likewise.
-        whole: Whether the picture is of one forward pass over the whole image: models that slide a window over it are
-            told not to.
+        whole: Whether models that slide a window over an image are told not to.
 
     Raises:
         ConfigError: A config, a checkpoint or the folder for pictures cannot be used, or a model has none of the
@@ -171,7 +166,7 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool
     """Return a config's model with a checkpoint's weights, on ``device``, in eval mode.
 
     Args:
-        cfg: Of the model.
+        cfg: The config.
         checkpoint: File, address, or ``'untrained'``.
         device: Such as ``'cpu'``.
         whole: Whether the checkpoint has to fill every parameter.

@@ -11,7 +11,7 @@ import numpy as np
 import mmgate  # noqa: F401
 from mmgate.analysis.figures.maps import crop_to_image, draw_maps
 from mmgate.analysis.figures.queries import draw_queries
-from mmgate.analysis.loading import LoadedModel, load_models, parser, picture_names, positive, write_csv
+from mmgate.analysis.loading import LoadedModel, class_names, load_models, parser, picture_names, positive, write_csv
 from mmgate.analysis.probes.query_relevance import decoder_steps, query_relevance
 from mmgate.analysis.probes.recording import best_queries, predict
 from mmgate.analysis.probes.relevance import head_maps, padded_size, record_maps, relevance_map
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
         out = Path(args.out) / f'{"heads" if args.part == "heads" else "rollout"}_{names[image]}.png'
         drawn = [(loaded.name, sample, computed) for loaded, sample, computed in drawn_by]
         if args.part == 'queries':
-            draw_queries(drawn, [loaded.classes() for loaded, *_ in drawn_by], out)
+            draw_queries(drawn, [class_names(loaded.cfg) for loaded, *_ in drawn_by], out)
         else:
             columns, maps = _panels(drawn)
             label = 'attention' if args.part == 'heads' else 'relevance'

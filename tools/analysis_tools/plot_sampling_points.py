@@ -9,7 +9,7 @@ import numpy as np
 
 import mmgate  # noqa: F401
 from mmgate.analysis.figures.sampling import THRESHOLD, draw_densities, draw_sampling
-from mmgate.analysis.loading import load_models, parser, picture_names, positive, write_csv
+from mmgate.analysis.loading import class_names, load_models, parser, picture_names, positive, write_csv
 from mmgate.analysis.probes.recording import predict
 from mmgate.analysis.probes.sampling import SamplingPoints, chosen_points, mean_density, record_sampling
 from mmgate.errors import ConfigError
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     classes = {}
     chosen = {name: getattr(args, name) for name in ('part', 'layer', 'top_k', 'queries', 'pixel', 'level')}
     for loaded in load_models(args, ['locations'], 'A picture of sampling points', whole=True):
-        classes[loaded.name] = loaded.classes()
+        classes[loaded.name] = class_names(loaded.cfg)
         for batch in loaded.inputs(args):
             with record_sampling(loaded.model) as recording:
                 sample = predict(loaded.model, batch)

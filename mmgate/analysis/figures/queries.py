@@ -20,10 +20,8 @@ def draw_queries(
 ) -> Path:
     """Draw two rows a model, predictions above relevances, a column a query; return the path.
 
-    The outline is that of the query's mask, or its box.
-
     Args:
-        models: Their names, the data sample of one image, and the queries.
+        models: Their names, the data sample of one image, and the queries; of a query its mask or box is outlined.
         classes: The names of each model's classes, as far as they are known.
         out: PNG to write.
     """

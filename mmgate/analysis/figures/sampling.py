@@ -59,13 +59,7 @@ def draw_sampling(
 
 
 def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, images: int) -> Path:
-    """Draw densities ``(steps, steps)`` of points over images, a panel each, on one scale; return the path.
-
-    Args:
-        models: Their names and :func:`~mmgate.analysis.probes.sampling.mean_density`.
-        out: PNG to write.
-        images: How many there were.
-    """
+    """Draw each model's :func:`~mmgate.analysis.probes.sampling.mean_density` on one scale; return the path."""
     figure, (axes,) = style.panels(1, len(models), height=3.2, width=3.2 * len(models) + 0.6)
     high = max(float(values.max()) for _, values in models)
     for axis, (title, values) in zip(axes, models, strict=True):

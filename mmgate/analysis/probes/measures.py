@@ -50,8 +50,7 @@ def _windows_back(relevance: Tensor, weights: Tensor, window: tuple[int, int], s
 
 def row_shares(weights: Tensor) -> Tensor:
     """Return absolute weights, each row summing to 1: signed maps (M-DGSA) count by their size."""
-    sizes = weights.abs()
-    return sizes / sizes.sum(-1, keepdim=True).clamp(min=1e-12)
+    return F.normalize(weights, p=1, dim=-1).abs()
 
 
 def pixel_centres(levels: Sequence[tuple[int, int]]) -> Tensor:

@@ -173,13 +173,7 @@ def readable(model: nn.Module) -> dict[str, list[str]]:
 
 
 def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
-    """Raise ConfigError unless the model has one of ``names``, with what it has.
-
-    Args:
-        model: The model.
-        names: Readings, any of which is enough.
-        purpose: What they are needed for, as the subject of the message.
-    """
+    """Raise ConfigError, with what the model has, unless it has one of the readings that ``purpose`` needs."""
     has, wanted = readable(model), tuple(names)
     if not any(name in has for name in wanted):
         needed = ' or '.join(dict.fromkeys(DRAWN[name] for name in wanted))
@@ -194,10 +188,8 @@ def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
 def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
     """Return, by path, how many tokens stand before those of the image: a class token, DeiT's distillation token, too.
 
-    Args:
-        model: The model; a class token is its ``cls_token``, or that of a part.
-        keys: The number of keys of the attentions, by path, in the order in which they run. Only those with as many as
-            the last have the token: T2T-ViT's first attentions run before it joins.
+    ``keys`` are the numbers of keys of the attentions, by path, as they run. Only those with as many as the last have
+    the token: T2T-ViT's first attentions run before it joins.
     """
     found: dict[str, int] = {}
     for owner, module in class_token_owners(model).items():

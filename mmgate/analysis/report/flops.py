@@ -58,11 +58,6 @@ def count_config(cfg: Config, height: int, width: int) -> Complexity:
     Nothing is computed where the model runs on the meta device, which most do. A segmentor's auxiliary heads, which
     serve training alone, are left out. A two-stage detector's box heads see 1000 proposals and its
     mask heads 100, whatever its untrained RPN would find; the sampling of RoIAlign is not counted.
-
-    Args:
-        cfg: The config; only ``model`` and ``default_scope`` are read.
-        height: Of the image, in pixels.
-        width: Of the image, in pixels.
     """
     image = torch.zeros(1, 3, height, width)
     try:
