@@ -5,15 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import tool
 from mmengine.config import Config
 from mmengine.hub import get_config
 
@@ -48,12 +46,6 @@ def test_transformers(config: str, path: str, gates: set[str]) -> None:
     assert bool(MAP & gates) == bool(MAP & set(row.gates)) and bool(DENSE & gates) == bool(DENSE & set(row.gates))
 
 
-def test_points_at_the_wrapper() -> None:
-    rows = attention('mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py')
-    assert rows['decoder.layers.0.self_attn'].inside is None
-    assert rows['decoder.layers.0.self_attn.attn'].inside == 'decoder.layers.0.self_attn'
-
-
 def test_windows_take_gates_that_the_block_does_not() -> None:
     rows = attention('mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py')
     windows = rows['backbone.stages.0.blocks.0.attn.w_msa']
@@ -70,7 +62,7 @@ def test_takes_no_memory() -> None:
     'config, message',
     [
         (dict(default_scope='mmdet'), 'has no model'),
-        (dict(model=dict(type='RetinaNet', backbone=dict(type='nosuch.Net'))), 'needs nosuch, which is not installed'),
+        (dict(model=dict(type='RetinaNet', backbone=dict(type='nosuch.Net'))), 'cannot be built: .*nosuch.Net'),
         (dict(model=dict(type='RetinaNet', backbone=None, neck=1)), "cannot be built: .*'bbox_head'"),
         (dict(model=dict(type='NoSuchNet')), 'cannot be built: .*NoSuchNet'),
     ],
@@ -81,11 +73,9 @@ def test_refuses(config: dict, message: str) -> None:
         build_structure(Config(config))
 
 
-def test_command_line() -> None:
-    tool = str(ROOT / 'tools/analysis_tools/list_attention.py')
-    config = 'mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py'
-    result = subprocess.run([sys.executable, '-W', 'ignore', tool, config], capture_output=True, text=True, timeout=120)
-    rows = {line.split()[0]: line for line in result.stdout.splitlines()}
+def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    tool('list_attention').main(['mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py'])
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert rows['encoder.layers.0.self_attn'].endswith('PLuGMultiScaleDeformableAttention')
     assert 'num_levels=4' in rows['encoder.layers.0.self_attn']
     assert 'PLuGMultiheadAttention, SDPAGatedMultiheadAttention' in rows['decoder.layers.0.self_attn']

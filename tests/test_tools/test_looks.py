@@ -55,9 +55,12 @@ def test_an_identity_gate_is_zero(model: str, configs: dict[str, str], tmp_path:
     assert rows and {float(row[key]) for row in rows for key in ('mean', 'std', 'minimum', 'maximum')} == {0}
 
 
-def test_gates_of_saga_start_around_a_half(configs: dict[str, str], tmp_path: Path) -> None:
-    means = {row['gate']: float(row['mean']) for row in draw('plot_gates', configs['saga'], tmp_path)}
+def test_gates_and_ranks_of_saga(configs: dict[str, str], tmp_path: Path) -> None:
+    """Gates start around a half, ranks stay below the channels."""
+    means = {row['gate']: float(row['mean']) for row in draw('plot_gates', configs['saga'], tmp_path / 'gates')}
     assert means['gate_k'] == pytest.approx(0.5, abs=0.05) and means['gate_out'] == pytest.approx(0, abs=0.1)
+    for row in draw('plot_kv_rank', configs['saga'], tmp_path / 'rank'):
+        assert 1 <= float(row['effective_rank']) <= float(row['matrix_rank']) <= float(row['channels'])
 
 
 def test_sinks_lie_above_uniform(configs: dict[str, str], tmp_path: Path) -> None:
@@ -106,6 +109,7 @@ def test_relevance_of_each_query_sums_to_one(configs: dict[str, str], tmp_path: 
     """Mask2Former's queries, beside a model of the same kind, on the finest of its levels."""
     config = configs['mask2former']
     rows = draw('plot_rollout', config, tmp_path, '--queries', '3', '0', '--against', config, UNTRAINED)
+    assert {row['model'] for row in rows} == {'mask2former (first)', 'mask2former (second)'}
     assert {row['query'] for row in rows} == {'0', '3'} and len(rows) == 2 * 2 * 8 * 8
     assert sum(float(row['relevance']) for row in rows) == pytest.approx(4, abs=1e-3)
     assert all(0 <= int(row['label']) < 6 and 0 < float(row['score']) < 1 for row in rows)
@@ -126,12 +130,6 @@ def test_rollout_takes_no_queries_for_an_image(
 def test_agents_have_their_maps(configs: dict[str, str], tmp_path: Path) -> None:
     rows = draw('plot_agents', configs['agent'], tmp_path)
     assert [int(row['agent']) for row in rows] == list(range(9)) and all(0 < float(row['largest']) <= 1 for row in rows)
-
-
-def test_rank_stays_below_the_channels(configs: dict[str, str], tmp_path: Path) -> None:
-    rows = draw('plot_kv_rank', configs['saga'], tmp_path)
-    for row in rows:
-        assert 1 <= float(row['effective_rank']) <= float(row['matrix_rank']) <= float(row['channels'])
 
 
 def test_cka_of_a_layer_with_itself_is_one(configs: dict[str, str], tmp_path: Path) -> None:
