@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,13 @@ class LoadedModel:
             others = [step for step in steps if not type_name(step).startswith('Load')]
             run = Compose([*(loads or [dict(type='LoadImageFromFile')]), *others])
             paths = [path for given in args.images for path in find_images(given)]
-            return [lambda n=n, path=path: run(dict(img_path=path, img_id=n)) for n, path in enumerate(paths)]
+            return [partial(run, dict(img_path=path, img_id=number)) for number, path in enumerate(paths)]
         check_data(self.cfg, [args.split])
         data = deepcopy(loader.dataset)
         own = _innermost(data)
         own.pipeline = _still((tests if args.split == 'train' else own).pipeline)  # no random crops in a picture
         dataset = DATASETS.build(data)
-        return [lambda n=n: dataset[n] for n in range(min(args.max_images, len(dataset)))]
+        return [partial(dataset.__getitem__, number) for number in range(min(args.max_images, len(dataset)))]
 
 
 def _still(pipeline: Sequence[Any]) -> list[Any]:
