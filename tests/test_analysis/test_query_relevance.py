@@ -12,9 +12,8 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
 
 import mmgate
-from mmgate.analysis.probes.query_relevance import add_levels, query_relevance, query_rollout
 from mmgate.analysis.probes.recording import predicted
-from mmgate.analysis.probes.relevance import record_maps
+from mmgate.analysis.probes.relevance import add_levels, query_relevance, query_rollout, record_maps
 from mmgate.analysis.report.flops import empty_sample
 from mmgate.errors import ConfigError
 

@@ -144,10 +144,7 @@ def test_hooks_write_to_the_visualizer(demo: str, tmp_path: Path) -> None:
     cfg.train_dataloader.update(num_workers=0, persistent_workers=False)
     cfg.val_dataloader.update(num_workers=0, persistent_workers=False, batch_size=1)
     cfg.train_dataloader.dataset.filter_cfg = None
-    cfg.custom_hooks = [
-        dict(type='mmgate.GateStatisticsHook', interval=1),
-        dict(type='mmgate.SamplingPointsHook', images=2),
-    ]
+    cfg.custom_hooks = [dict(type='mmgate.GateStatisticsHook', interval=1), dict(type='mmgate.SamplingPointsHook')]
     cfg.launcher, cfg.experiment_name, cfg.visualizer.name = 'none', 'hooks', 'hooks'  # instances are global
     runner = build_runner(cfg)
     runner.train()

@@ -12,9 +12,15 @@ import mmgate  # noqa: F401
 from mmgate.analysis.figures.maps import crop_to_image, draw_maps
 from mmgate.analysis.figures.queries import draw_queries
 from mmgate.analysis.loading import LoadedModel, class_names, load_models, parser, picture_names, positive, write_csv
-from mmgate.analysis.probes.query_relevance import decoder_steps, query_relevance
 from mmgate.analysis.probes.recording import best_queries, predict
-from mmgate.analysis.probes.relevance import head_maps, padded_size, record_maps, relevance_map
+from mmgate.analysis.probes.relevance import (
+    decoder_steps,
+    head_maps,
+    padded_size,
+    query_relevance,
+    record_maps,
+    relevance_map,
+)
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 

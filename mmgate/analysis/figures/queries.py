@@ -10,7 +10,7 @@ import numpy as np
 
 from mmgate.analysis.figures import style
 from mmgate.analysis.figures.maps import crop_to_image
-from mmgate.analysis.probes.query_relevance import Query
+from mmgate.analysis.probes.relevance import Query
 
 LEAST_COLUMNS = 3  # fewer queries do not fill a page
 
