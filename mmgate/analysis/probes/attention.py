@@ -19,7 +19,8 @@ from mmgate.hosts.hosted import HostedDeformableAttention, sampled
 from mmgate.hosts.window import GatedWindowMSA
 from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
 
-Read = Callable[[Any, dict[str, Any]], Tensor]  # of a module and the arguments of a call, by their names
+Given = dict[str, Any]  # the arguments of a call, by their names
+Read = Callable[[Any, Given], Tensor]
 GATES = ('gate', 'gate_k', 'gate_v', 'gate_out')
 PLACES = ('geometry', 'map_size')  # where attention lies, read beside it
 POINTS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'gate')  # of deformable attention
@@ -111,7 +112,7 @@ def handed(module: Any, method: str, host: Any, given: Mapping[str, Any]) -> tup
 Sampled = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # query, offsets, logits, reference points, shapes of levels
 
 
-def _of_mmcv(module: Any, given: dict[str, Any]) -> Sampled:
+def _of_mmcv(module: Any, given: Given) -> Sampled:
     query, position = given['query'], given.get('query_pos')
     query = query if position is None else query + position
     query = query if module.batch_first else query.transpose(0, 1)
@@ -121,7 +122,7 @@ def _of_mmcv(module: Any, given: dict[str, Any]) -> Sampled:
     return query, offsets.unflatten(-1, (*sizes, 2)), logits.unflatten(-1, sizes), *places
 
 
-def _of_transformers(module: Any, given: dict[str, Any]) -> Sampled:
+def _of_transformers(module: Any, given: Given) -> Sampled:
     query, position = given['hidden_states'], given.get('position_embeddings')
     query = query if position is None else query + position
     shapes = given.get('spatial_shapes')
@@ -131,17 +132,17 @@ def _of_transformers(module: Any, given: dict[str, Any]) -> Sampled:
     return query, *sampled(module, query, number, points), points, shapes
 
 
-def _deformable(sample: Callable[[Any, dict[str, Any]], Sampled]) -> dict[str, Read]:
+def _deformable(sample: Callable[[Any, Given], Sampled]) -> dict[str, Read]:
     """Return how locations ``(B, Q, H, L, P, 2)``, weights ``(B, Q, H, L, P)`` and a gate that broadcasts are read.
 
     Locations are (x, y), 0 to 1 over a level, padding included.
     """
 
-    def weights(module: Any, given: dict[str, Any]) -> Tensor:
+    def weights(module: Any, given: Given) -> Tensor:
         (query, _, logits, *_), gate = sample(module, given), gate_of(module)
         return attention_weights(logits, **(gate.gating(query) if hasattr(gate, 'gating') else {}))
 
-    def locations(module: Any, given: dict[str, Any]) -> Tensor:
+    def locations(module: Any, given: Given) -> Tensor:
         _, offsets, _, points, shapes = sample(module, given)
         return offset_locations(offsets, points, shapes)
 
@@ -154,13 +155,13 @@ def _deformable(sample: Callable[[Any, dict[str, Any]], Sampled]) -> dict[str, R
     )
 
 
-def _torch_attention(module: Any, given: dict[str, Any]) -> Tensor:
+def _torch_attention(module: Any, given: Given) -> Tensor:
     """Return the attention weights ``(B, H, N, M)`` of torch's module, which mmcv's and PVT's hold."""
     with without_dropout(module):
         return module.forward(**{**given, 'need_weights': True, 'average_attn_weights': False})[1]
 
 
-def _dense_gate(module: Any, given: dict[str, Any]) -> Tensor:
+def _dense_gate(module: Any, given: Given) -> Tensor:
     inputs = [given[name] for name in ('query', 'key', 'value')]
     return module.read_gate('gate', *(inputs if module.batch_first else [x.transpose(0, 1) for x in inputs]))
 

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmgate.analysis.probes.attention import Read, handed, reads
-
-Given = dict[str, Any]
+from mmgate.analysis.probes.attention import Given, Read, handed, reads
 
 
 def attention_in(name: str, host: Any, given: Given) -> Tensor:

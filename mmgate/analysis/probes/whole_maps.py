@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmgate.analysis.probes.attention import GATES, Read, handed, reads
+from mmgate.analysis.probes.attention import GATES, Given, Read, handed, reads
 from mmgate.layers.stripes import merge_stripes
 from mmgate.ops.linear_attention import (
     EPS,
@@ -19,7 +19,6 @@ from mmgate.ops.linear_attention import (
     rank_augmented_keys,
 )
 
-Given = dict[str, Any]
 Size = tuple[int, int]
 
 
