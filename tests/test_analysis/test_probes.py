@@ -61,7 +61,11 @@ HOSTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], li
         lambda: dict(query=x(2, 5, C), key=x(2, 7, C), value=x(2, 7, C)),
         [(2, 5, 7)],
     ),
-    'mmcv': (lambda: MultiheadAttention(C, HEADS, 0.5), lambda: dict(query=x(5, 2, C)), [(2, 5, 5)]),
+    'mmcv': (
+        lambda: MultiheadAttention(C, HEADS, 0.5),
+        lambda: dict(query=x(5, 2, C), key_padding_mask=torch.arange(5)[None] >= torch.tensor([[5], [3]])),
+        [(2, 5, 5)],
+    ),
     **{
         kind.__name__: (
             lambda kind=kind: kind(C, HEADS, sr_ratio=2),
@@ -75,7 +79,11 @@ HOSTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], li
         lambda: dict(x=x(2, 35, C), hw_shape=(5, 7)),
         [(8, 16, 16)],
     ),
-    'swin': (lambda: WindowMSA(C, HEADS, (2, 3), True, None, 0.5, 0.5), lambda: dict(x=x(4, 6, C)), [(4, 6, 6)]),
+    'swin': (
+        lambda: WindowMSA(C, HEADS, (2, 3), True, None, 0.5, 0.5),
+        lambda: dict(x=x(4, 6, C), mask=-100.0 * x(2, 6, 6).gt(1)),
+        [(4, 6, 6)],
+    ),
     'beit': (lambda: BEiTAttention(C, HEADS, (2, 3), **DROP), lambda: dict(x=x(2, 7, C)), [(2, 7, 7)]),
     'mae': (lambda: MAEAttention(C, HEADS, (2, 3), **DROP), lambda: dict(x=x(2, 7, C)), [(2, 7, 7)]),
     'conditional_self': (lambda: ConditionalAttention(C, HEADS, 0.5, 0.5), lambda: conditional(False), [(2, 5, 5)]),
@@ -182,6 +190,8 @@ def test_an_identity_gate_leaves_the_hosts_weights(host: str) -> None:
         torch.testing.assert_close(weights.sum(-1), torch.ones(weights.shape[:-1]))
     if (host, None) not in UNREAD:
         torch.testing.assert_close(maps[1], maps[0], rtol=1e-4, atol=1e-5)
+    if host == 'mmcv':
+        assert not maps[0][0][1, ..., 3:].any()  # padding
 
 
 WITH_POSITIONS = ('FocusedLinearAttention', 'PolaFormerAttention', 'SAGAAttention')
