@@ -12,7 +12,7 @@ from mmgate.errors import ConfigError, OptionError
 from mmgate.registry import MODELS
 from mmgate.swap import Rules, parse_rules, swap_attention
 
-from .files import gates_content, load_gates, save_gates
+from .files import gates_content, load_gates, put_gates, save_gates
 from .parts import gate_parameters
 from .removal import gates_disabled, restore_attention
 from .training import TRAINS, train_only_gates
@@ -69,8 +69,8 @@ def Gated(
         names = swap_attention(model, rules)
         log(f'mmgate: replaced {len(names)} attention modules of {type(model).__name__}')
     if gates is not None:
-        names = load_gates(model, gates)
-        log(f'mmgate: loaded {len(names)} tensors of gates from {gates}')
+        content = put_gates(model, gates)
+        log(f'mmgate: loaded {len(content.tensors)} tensors of gates from {gates}')
     if train != 'all':
         train_only_gates(model, train)
     return model
