@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.init import GateInit, random_stream
 
 INITIALISERS = 'mmengine.model.weight_init'  # whose functions an init_cfg applies to every module
@@ -229,7 +230,7 @@ def _hand_over(source: nn.Module, target: nn.Module, names: Sequence[tuple[str, 
     tensors = dict(_tensors(source))
     for name, other in names:
         if name not in tensors:
-            raise ValueError(
+            raise ConfigError(
                 f'{name} of {type(source).__name__} is gone, which {type(target).__name__} held as {other}; '
                 'initialise, save or restore before parameters are wrapped or parametrized, or take that off first '
                 '(torch.nn.utils.parametrize.remove_parametrizations).'

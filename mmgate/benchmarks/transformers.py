@@ -11,7 +11,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,28 +41,9 @@ MODELS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """What was found for a model.
-
-    Attributes:
-        name: Of the model.
-        layers: How many of its attentions are ours.
-        errors: Largest difference of outputs over the largest output, of a layer on the same inputs and of the model.
-        layer_times: Milliseconds of the layer that takes longest, theirs and ours.
-        model_times: Milliseconds of the model, theirs and ours.
-    """
-
-    name: str
-    layers: int
-    errors: tuple[float, float]
-    layer_times: tuple[float, float]
-    model_times: tuple[float, float]
-
-
 @torch.inference_mode()
-def measure(name: str, rounds: int) -> Row:
-    """Build a model, swap its deformable attention, and compare.
+def measure(name: str, rounds: int) -> str:
+    """Build a model, swap its deformable attention, compare, and return the row of the table.
 
     Args:
         name: One of :data:`MODELS`.
@@ -84,15 +64,22 @@ def measure(name: str, rounds: int) -> Row:
     swapped = swap_attention(model, dict(RULE, path=list(theirs)))
     ours = {path: model.get_submodule(path) for path in calls}
     layer_error = max(_error([ours[path](**call)[0]], [theirs[path](**call)[0]]) for path, call in calls.items())
-    errors = layer_error, _error(_outputs(model(**fed)), expected)
+    model_error = _error(_outputs(model(**fed)), expected)
     slowest = max(calls, key=lambda path: calls[path]['hidden_states'].numel())
-    layer_times = _pairs(lambda: theirs[slowest](**calls[slowest]), lambda: ours[slowest](**calls[slowest]), rounds)
 
     def vanilla() -> None:
         with gates_disabled(model):
             model(**fed)
 
-    return Row(name, len(swapped), errors, layer_times, _pairs(vanilla, lambda: model(**fed), rounds))
+    speeds = [
+        f'{before:.0f} ms, {after:.0f} ms | {before / after:.2f}x'
+        for before, after in (
+            _pairs(lambda: theirs[slowest](**calls[slowest]), lambda: ours[slowest](**calls[slowest]), rounds),
+            _pairs(vanilla, lambda: model(**fed), rounds),
+        )
+    ]
+    size = f'{image[0]} x {image[1]} | {len(swapped)}'
+    return f'| {name} | {size} | {layer_error:.0e} | {model_error:.0e} | {" | ".join(speeds)} |'
 
 
 def build(kind: str, options: dict[str, Any]) -> nn.Module:
@@ -151,24 +138,12 @@ def _pairs(theirs: Callable[[], Any], ours: Callable[[], Any], rounds: int) -> t
     return 1e3 * median(times[0]), 1e3 * median(times[1])
 
 
-def markdown(rows: Sequence[Row], rounds: int) -> str:
+def markdown(rows: Sequence[str], rounds: int) -> str:
     """Return the table, and in what it was measured."""
-    lines = [
-        '| model | image | layers | layer error | model error | slowest layer: theirs, ours | '
-        '| model: theirs, ours | |',
-        '|---|---|---|---|---|---|---|---|---|',
-    ]
-    for row in rows:
-        speeds = [
-            f'{theirs:.0f} ms, {ours:.0f} ms | {theirs / ours:.2f}x'
-            for theirs, ours in (row.layer_times, row.model_times)
-        ]
-        found = [f'{error:.0e}' for error in row.errors] + speeds
-        height, width = MODELS[row.name][1]
-        lines.append(f'| {row.name} | {height} x {width} | {row.layers} | {" | ".join(found)} |')
+    head = 'model | image | layers | layer error | model error | slowest layer: theirs, ours | | model: theirs, ours | '
     where = f'{platform.machine()}, {torch.get_num_threads()} thread(s), torch {torch.__version__}'
     end = f'transformers {transformers.__version__}; float32, batch 1, medians of {rounds} pairs, CPU time'
-    return '\n'.join([*lines, '', f'{where}, {end}.', ''])
+    return '\n'.join([f'| {head}|', '|---|---|---|---|---|---|---|---|---|', *rows, '', f'{where}, {end}.', ''])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -186,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
     rows = []
     for name in args.models:
         rows.append(measure(name, args.rounds))
-        print(markdown(rows[-1:], args.rounds).splitlines()[2], file=sys.stderr, flush=True)
+        print(rows[-1], file=sys.stderr, flush=True)
         if args.file:  # at once, so that an interrupted run leaves what it found
             table = markdown(rows, args.rounds)
             args.file.write_text(text.split(BEGIN)[0] + BEGIN + table + END + text.split(END)[1])

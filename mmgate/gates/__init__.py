@@ -63,7 +63,14 @@ def Gated(
         raise OptionError('mmgate.Gated needs attention (a rule or a list of rules) or gates (a file of gates).')
     rules = None if attention is None else parse_rules(attention)
     if isinstance(host, str) and MODELS.get(host) is None:
-        raise ConfigError(f'host={host!r} is not registered.{_near_host(host)}')
+        scope, _, name = host.rpartition('.')
+        registry = MODELS._search_child(scope) or MODELS.root._search_child(scope) or MODELS.root
+        near = [f'{scope}.{other}'.lstrip('.') for other in difflib.get_close_matches(name, registry.module_dict, n=1)]
+        hint = f' Did you mean {near[0]!r}?' if near else ''
+        raise ConfigError(
+            f'host={host!r} is not registered.{hint} Give the name with its scope, such as mmdet.DeformableDETR, and '
+            'import what registers it.'
+        )
     model = MODELS.build(dict(type=host, **host_cfg))
     if rules is not None:
         names = swap_attention(model, rules)
@@ -74,13 +81,3 @@ def Gated(
     if train != 'all':
         train_only_gates(model, train)
     return model
-
-
-def _near_host(host: str) -> str:
-    scope, _, name = host.rpartition('.')
-    registry = MODELS._search_child(scope) or MODELS.root._search_child(scope) if scope else MODELS.root
-    known = [] if registry is None else list(registry.module_dict)
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f' Did you mean {".".join([scope, near[0]] if scope else near)!r}?'
-    return ' Give the name with its scope, such as mmdet.DeformableDETR, and import what registers it.'
