@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmgate._environment import log
 from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write_gates
@@ -108,7 +108,7 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
         for prefix, module in added.items():
             for rule in wanted[prefix]:  # one by one: a later call of swap_attention may have met gates of an earlier
                 swap_attention(module, rule)
-        _fill(model, content)
+        _fill(model, content.tensors)
     except (RuntimeError, TypeError, ValueError) as error:
         restore(added)
         raise ConfigError(f'the gates of {path} do not fit: {error}') from error
@@ -116,7 +116,7 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     vars(model).update(gates_file=os.fspath(path), gates_file_hook=hook)
     if content.also:
         initialise_gates_last(model, ())
-        vars(model)['after_init_weights'] = partial(model.load_state_dict, content.also, strict=False)
+        vars(model)['after_init_weights'] = partial(_fill, model, content.also)
     return content
 
 
@@ -150,8 +150,8 @@ def _named(kind: str | type[nn.Module]) -> str:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, content: GatesFile) -> None:
-    left, unknown = dict(content.tensors), []
+def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    left, unknown = dict(tensors), []
     for path, swap in swaps_by_path(model).items():
         inside = {name.removeprefix(f'{path}.'): left.pop(name) for name in list(left) if name.startswith(f'{path}.')}
         unknown += [f'{path}.{name}' for name in swap.gate.load_state_dict(inside, strict=False).unexpected_keys]
