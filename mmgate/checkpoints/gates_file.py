@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class GatesFile:
     rules: dict[str, list[dict[str, Any]]]
     shapes: dict[str, list[int]]
     trained: str
-    values: dict[str, list[Any]] = field(default_factory=dict)
+    values: dict[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
     def also(self) -> dict[str, Tensor]:
@@ -70,11 +70,11 @@ class GatesFile:
     def warn_of_other_values(self, path: str | os.PathLike[str], state: Mapping[str, Tensor]) -> None:
         """Warn if tensors of ``state`` are others than beside the gates; of another dtype they are not compared."""
         found = {name: checksum(state[name]) for name in self.values if name in state and not state[name].is_meta}
-        found = {name: (dtype, value) for name, (dtype, value) in found.items() if dtype == self.values[name][0]}
-        other = [name for name, value in found.items() if value != tuple(self.values[name])]
+        alike = [name for name, (dtype, _) in found.items() if dtype == self.values[name][0]]
+        other = [name for name in alike if found[name] != tuple(self.values[name])]
         if other:
             log(
-                f'{path} holds gates that were trained beside other values: {len(other)} of {len(found)} tensors that '
+                f'{path} holds gates that were trained beside other values: {len(other)} of {len(alike)} tensors that '
                 f'were compared differ ({", ".join(other[:3])}). Load the vanilla checkpoint that they were trained '
                 'with; of a model that was fine-tuned since, test whether they still fit.',
                 logging.WARNING,
@@ -91,20 +91,17 @@ def write_gates(path: str | os.PathLike[str], content: GatesFile) -> None:
     """Write a file of gates; a file of that name is replaced when the new one is whole.
 
     Raises:
-        ConfigError: A rule holds what JSON cannot, or the file cannot be written.
+        ConfigError: The file cannot be written.
     """
     from safetensors.torch import save
 
     described = {key: value for key, value in vars(content).items() if key != 'tensors'}
-    try:
-        meta = json.dumps(dict(described, version=VERSION))
-    except TypeError as error:
-        raise ConfigError(f'the rules of the gates cannot be written into {path}: {error}.') from error
+    meta = {KEY: json.dumps(dict(described, version=VERSION))}
     target = Path(path)
     beside = target.with_name(f'.{target.name}.{os.getpid()}')
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in content.tensors.items()}
     try:
-        beside.write_bytes(save(tensors, metadata={KEY: meta}))
+        beside.write_bytes(save(tensors, metadata=meta))
         os.replace(beside, target)
     except OSError as error:
         beside.unlink(missing_ok=True)

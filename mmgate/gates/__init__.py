@@ -10,7 +10,7 @@ from torch import nn
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.registry import MODELS
-from mmgate.swap import Rules, parse_rules, swap_attention
+from mmgate.swap import Rules, swap_attention
 
 from .files import gates_content, load_gates, put_gates, save_gates
 from .parts import gate_parameters
@@ -61,7 +61,6 @@ def Gated(
     """
     if attention is None and gates is None:
         raise OptionError('mmgate.Gated needs attention (a rule or a list of rules) or gates (a file of gates).')
-    rules = None if attention is None else parse_rules(attention)
     if isinstance(host, str) and MODELS.get(host) is None:
         scope, _, name = host.rpartition('.')
         registry = MODELS._search_child(scope) or MODELS.root._search_child(scope) or MODELS.root
@@ -72,8 +71,8 @@ def Gated(
             'import what registers it.'
         )
     model = MODELS.build(dict(type=host, **host_cfg))
-    if rules is not None:
-        names = swap_attention(model, rules)
+    if attention is not None:
+        names = swap_attention(model, attention)
         log(f'mmgate: replaced {len(names)} attention modules of {type(model).__name__}')
     if gates is not None:
         content = put_gates(model, gates)
