@@ -46,8 +46,8 @@ def gated(host: str, seed: int = 0, **options: Any) -> nn.Module:
     return model
 
 
-def vanilla(host: str, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
+def vanilla(host: str) -> nn.Module:
+    torch.manual_seed(0)
     model = MODELS.build(copy.deepcopy(config(host)))
     model.init_weights()
     return model

@@ -139,25 +139,21 @@ def test_rows_that_may_attend_to_nothing_get_zeros() -> None:
         module(torch.randn(2, 5, 32), attention_mask=torch.ones(2, 5))
 
 
-@pytest.mark.parametrize('name, options, words', [
-    ('d_fine', dict(decoder_n_points=[4, 4, 2]), r'DFine\w+ has \[4, 4, 2\]'),
-    ('deimv2', dict(decoder_n_points=[4, 4, 2]), r'Deimv2\w+ has \[4, 4, 2\]'),
-    ('rt_detr_v2', dict(decoder_method='discrete'), "decoder_method='discrete'"),
+@pytest.mark.parametrize('name, options, kind, words', [
+    ('d_fine', dict(decoder_n_points=[4, 4, 2]), PLUG['type'], r'DFine\w+ has \[4, 4, 2\]'),
+    ('rt_detr_v2', dict(decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
+    ('dinov3', {}, 'DifferentialMultiheadAttention', 'rotates their halves together'),
 ])  # fmt: skip
-def test_what_deformable_gates_refuse(name: str, options: dict[str, Any], words: str) -> None:
-    model = build(name, **options)
+def test_what_gates_refuse(name: str, options: dict[str, Any], kind: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        mmgate.swap_attention(model, dict(PLUG, path='model.decoder.layers.*.encoder_attn'))
+        mmgate.swap_attention(build(name, **options), dict(path='**', type=kind))
 
 
-def test_two_streams_do_not_fit_rotated_heads() -> None:
-    model = build('dinov3')
-    with pytest.raises(ValueError, match='rotates their halves together'):
-        mmgate.swap_attention(model, dict(path='model.layer.0.attention', type='DifferentialMultiheadAttention'))
-    assert mmgate.swap_attention(build('vit'), dict(path='**', type='DifferentialMultiheadAttention'))
-
-
-@pytest.mark.parametrize('name, kind', [('deformable_detr', PLUG['type']), ('swin', 'PLuGMultiheadAttention')])
+@pytest.mark.parametrize('name, kind', [
+    ('deformable_detr', PLUG['type']),
+    ('swin', 'PLuGMultiheadAttention'),
+    ('vit', 'DifferentialMultiheadAttention'),
+])  # fmt: skip
 def test_copies_and_pickles(name: str, kind: str) -> None:
     model, fed = build(name), feed(name)
     mmgate.swap_attention(model, dict(path='**', type=kind))
