@@ -63,9 +63,9 @@ def Gated(
         raise OptionError('mmgate.Gated needs attention (a rule or a list of rules) or gates (a file of gates).')
     if isinstance(host, str) and MODELS.get(host) is None:
         scope, _, name = host.rpartition('.')
-        registry = MODELS._search_child(scope) or MODELS.root._search_child(scope) or MODELS.root
-        near = [f'{scope}.{other}'.lstrip('.') for other in difflib.get_close_matches(name, registry.module_dict, n=1)]
-        hint = f' Did you mean {near[0]!r}?' if near else ''
+        registry = MODELS._search_child(scope) or MODELS.root._search_child(scope) if scope else MODELS.root
+        near = difflib.get_close_matches(name, registry.module_dict if registry else (), n=1)
+        hint = f' Did you mean {".".join([scope, near[0]] if scope else near)!r}?' if near else ''
         raise ConfigError(
             f'host={host!r} is not registered.{hint} Give the name with its scope, such as mmdet.DeformableDETR, and '
             'import what registers it.'

@@ -20,9 +20,8 @@ def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         own = dict(swap.gate.named_parameters(remove_duplicate=False))
         buffers = dict(swap.gate.named_buffers(remove_duplicate=False))
         for name in shared - own.keys() - buffers.keys():  # parametrized since; what is in its place is no gate either
-            parent, dot, leaf = name.rpartition('.')
-            inside = f'{parent}.' if dot else (leaf, f'parametrizations.{leaf}.')
-            shared |= {part for part in own if part.startswith(inside)}
+            parent, dot, _ = name.rpartition('.')
+            shared |= {part for part in own if part.startswith(f'{parent}{dot}')}
         added |= {id(own[name]) for name in own.keys() - shared} - {id(own[name]) for name in own.keys() & shared}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in added}
 
