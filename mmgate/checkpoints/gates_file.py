@@ -84,7 +84,7 @@ class GatesFile:
 def checksum(tensor: Tensor) -> tuple[str, int]:
     """Return the dtype of a tensor and a checksum of its values."""
     values = tensor.detach().cpu().contiguous().reshape(-1)
-    return str(tensor.dtype), crc32(values.view(torch.uint8).numpy())
+    return str(tensor.dtype), crc32(values.view(torch.uint8).numpy().data)
 
 
 def write_gates(path: str | os.PathLike[str], content: GatesFile) -> None:
