@@ -74,16 +74,10 @@ class MultiScaleDeformableAttention(nn.Module):
         attention_weights: Tensor,
         im2col_step: int,
     ) -> Tensor:
-        """Return ``(B, Q, H d)``.
+        """Return ``(B, Q, H d)``; the arguments are transformers'.
 
-        Args:
-            value: ``(B, S, H, d)``.
-            value_spatial_shapes: ``(L, 2)`` as (height, width).
-            value_spatial_shapes_list: The same; not used.
-            level_start_index: ``(L,)``.
-            sampling_locations: ``(B, Q, H, L, P, 2)`` as (x, y), 0 to 1 over a level.
-            attention_weights: ``(B, Q, H, L, P)``.
-            im2col_step: Of the CUDA kernel; not used.
+        Value ``(B, S, H, d)``, shapes ``(L, 2)`` as (height, width), starts ``(L,)``, locations ``(B, Q, H, L, P, 2)``
+        as (x, y) in 0 to 1, weights ``(B, Q, H, L, P)``; the list and the step of the CUDA kernel are not used.
         """
         return cpu.sample(value, value_spatial_shapes, level_start_index, sampling_locations, attention_weights)
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.init import GateInit, random_stream
 
 INITIALISERS = 'mmengine.model.weight_init'  # whose functions an init_cfg applies to every module
@@ -147,6 +148,8 @@ def _init_weights(model: Any) -> None:
     for swap in () if again else swaps:  # mmengine initialises once
         init_gate(swap.name, swap.gate)
         swap.call_init_weights()
+    if not again and 'after_init_weights' in vars(model):  # a file of gates also filled what the host has just drawn
+        vars(model)['after_init_weights']()
 
 
 def _apply(model: Any, function: Callable[[nn.Module], None]) -> nn.Module:
@@ -227,9 +230,10 @@ def _hand_over(source: nn.Module, target: nn.Module, names: Sequence[tuple[str, 
     tensors = dict(_tensors(source))
     for name, other in names:
         if name not in tensors:
-            raise ValueError(
-                f'{name} of {type(source).__name__} is gone, which {type(target).__name__} held as {other}; initialise '
-                'or restore before parameters are wrapped or parametrized.'
+            raise ConfigError(
+                f'{name} of {type(source).__name__} is gone, which {type(target).__name__} held as {other}; '
+                'initialise, save or restore before parameters are wrapped or parametrized, or take that off first '
+                '(torch.nn.utils.parametrize.remove_parametrizations).'
             )
         parent, _, leaf = other.rpartition('.')
         holder = target.get_submodule(parent)

@@ -12,6 +12,7 @@ import pytest
 import torch
 import zoo
 from mmengine.registry import MODELS, init_default_scope
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from zoo import ZOO
@@ -45,8 +46,8 @@ def gated(host: str, seed: int = 0, **options: Any) -> nn.Module:
     return model
 
 
-def vanilla(host: str, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
+def vanilla(host: str) -> nn.Module:
+    torch.manual_seed(0)
     model = MODELS.build(copy.deepcopy(config(host)))
     model.init_weights()
     return model
@@ -72,13 +73,20 @@ def outputs(model: nn.Module, host: str) -> list[Tensor]:
         return zoo.tensors(zoo.forward(model.eval(), zoo.batch(cfg), 'tensor'))
 
 
+@pytest.fixture
+def warned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr('mmgate.checkpoints.gates_file.log', lambda text, level: said.append(text))
+    return said
+
+
 def snapshot(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.parametrize('trained', ['gates', 'attention'])
 @pytest.mark.parametrize('host', HOSTS)
-def test_a_file_holds_what_was_trained(host: str, trained: str, tmp_path: Path) -> None:
+def test_a_file_holds_what_was_trained(host: str, trained: str, tmp_path: Path, warned: list[str]) -> None:
     """The rest is equal bit for bit, weight decay and batch norms included; the file gates a vanilla model."""
     model = gated(host, train=trained)
     plain, before = vanilla(host), snapshot(model)
@@ -94,12 +102,17 @@ def test_a_file_holds_what_was_trained(host: str, trained: str, tmp_path: Path) 
     also = renamed | chosen & set(plain.state_dict()) if trained == 'attention' else set()
     assert set(load_file(file)) == gates | also
     from_file = gated(host, attention=None, gates=str(file))
+    with mmgate.gates_disabled(from_file):
+        kept = from_file.state_dict()
+    kept.update(from_file.state_dict())
+    assert all(torch.equal(kept[name], tensor) for name, tensor in load_file(file).items())  # no initialisation drew it
     from_file.load_state_dict(plain.state_dict(), strict=False)  # a vanilla checkpoint, after the gates
     for other in (from_file, gated(host, seed=1)):
         if other is not from_file:
             other.load_state_dict(plain.state_dict(), strict=False)
             mmgate.load_gates(other, file)
         torch.testing.assert_close(outputs(other, host), expected, rtol=0, atol=0)
+    assert not warned
     with mmgate.gates_disabled(model):
         without = outputs(model, host)
     torch.testing.assert_close(outputs(model, host), expected, rtol=0, atol=0)
@@ -115,55 +128,27 @@ def test_a_file_holds_what_was_trained(host: str, trained: str, tmp_path: Path) 
 def test_training_modes() -> None:
     """Frozen batch norms and dropouts rest while the gates train; the model itself knows that it trains."""
     model = gated('retinanet_pvt', train='gates')
-    plain = vanilla('retinanet_pvt')
-    copied = copy.deepcopy(model)
-    for one in (model, copied):
+    for one in (model, copy.deepcopy(model)):
         one.train()
-        attention = {id(part) for swap in one.backbone.modules() for part in swap.modules()}
-        assert one.training and one.bbox_head.training and attention
-        resting = [m for m in one.modules() if isinstance(m, (nn.BatchNorm2d, nn.Dropout)) and m.training]
-        inside = [m for name, m in one.named_modules() if '.attn.' in name and isinstance(m, nn.Dropout)]
-        assert all(any(module is other for other in inside) for module in resting)
+        assert one.training and one.bbox_head.training
+        working = [n for n, m in one.named_modules() if isinstance(m, (nn.BatchNorm2d, nn.Dropout)) and m.training]
+        assert working and all('.attn.' in name for name in working)
     mmgate.train_only_gates(model, 'all')
-    assert all(p.requires_grad for p in model.parameters())
     model.train()
-    assert all(module.training for module in model.modules())
-    assert {n: p.requires_grad for n, p in plain.named_parameters()}.items() <= {
-        n: p.requires_grad for n, p in model.named_parameters()
-    }.items()
+    assert all(p.requires_grad for p in model.parameters()) and all(module.training for module in model.modules())
 
 
-def test_what_was_frozen_before_stays_so() -> None:
+def test_what_lies_before_the_gates_rests_and_what_was_frozen_stays_so() -> None:
     model = gated('deformable_detr')
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     assert frozen  # the first stage of the ResNet
     mmgate.train_only_gates(model)
-    mmgate.restore_attention(model)
-    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == frozen
-
-
-def test_the_graph_begins_at_the_first_gate() -> None:
-    model = gated('deformable_detr', train='gates')
     levels: list[Tensor] = []
     model.neck.register_forward_hook(lambda module, args, out: levels.extend(out))
     train(model, 'deformable_detr', steps=1)
     assert levels and not any(level.requires_grad for level in levels)
-
-
-def test_a_swapped_backbone_has_its_rules_in_the_file(tmp_path: Path) -> None:
-    """Gates below the model: on a vanilla backbone of the same tensors they are placed by the file."""
-    cfg = copy.deepcopy(config('retinanet_pvt'))
-    torch.manual_seed(0)
-    model = MODELS.build(copy.deepcopy(cfg))
-    mmgate.swap_attention(model.backbone, RULES['retinanet_pvt'][0] | dict(path='**'))
-    model.init_weights()
-    for parameter in mmgate.gate_parameters(model).values():
-        nn.init.normal_(parameter, std=0.1)
-    mmgate.save_gates(model, tmp_path / 'g.safetensors')
-    other = MODELS.build(cfg)
-    other.load_state_dict({n: t for n, t in model.state_dict().items() if n in other.state_dict()})
-    mmgate.load_gates(other, tmp_path / 'g.safetensors')
-    torch.testing.assert_close(outputs(other, 'retinanet_pvt'), outputs(model, 'retinanet_pvt'), rtol=0, atol=0)
+    mmgate.restore_attention(model)
+    assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == frozen
 
 
 @pytest.fixture(scope='module')
@@ -173,29 +158,20 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield path
 
 
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def _foreign(path: Path) -> None:
-    save_file({'a': torch.zeros(1)}, path)
-
-
 def _described(path: Path, **changes: Any) -> None:
-    from safetensors import safe_open
-
     with safe_open(path, framework='pt') as opened:
-        meta = json.loads(opened.metadata()['mmgate.gates'])
+        meta = {**json.loads(opened.metadata()['mmgate.gates']), **changes}
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    save_file(tensors, path, metadata={'mmgate.gates': json.dumps({**meta, **changes})})
+    described = {key: value for key, value in meta.items() if value is not None}
+    save_file(tensors, path, metadata={'mmgate.gates': json.dumps(described)})
 
 
 @pytest.mark.parametrize(
     ('spoil', 'message'),
     [
         (Path.unlink, 'no such file'),
-        (_cut, 'cannot be read as a file of gates'),
-        (_foreign, 'no file of gates'),
+        (lambda path: path.write_bytes(path.read_bytes()[:-100]), 'cannot be read as a file of gates'),
+        (lambda path: save_file({'a': torch.zeros(1)}, path), 'no file of gates'),
         (lambda path: _described(path, version=7), 'version 7'),
         (lambda path: _described(path, rules='x', more=1), 'damaged'),
         (lambda path: _described(path, gates=['x.gml.weight']), 'tensors are missing'),
@@ -276,13 +252,13 @@ def test_equal_rules_are_told_as_equal(tmp_path: Path) -> None:
     assert all(torch.equal(p, added[name]) for name, p in mmgate.gate_parameters(again).items())
 
 
-def test_two_calls_are_replayed_one_after_the_other(tmp_path: Path) -> None:
+def test_calls_are_replayed_one_after_the_other(tmp_path: Path) -> None:
     rules = [dict(PLUG, path='0.attn'), dict(path='**', type='mmgate.SDPAGatedMultiheadAttention')]
     model, file, x = layers(rules), tmp_path / 'g.safetensors', torch.randn(1, 3, 16)
-    mmgate.save_gates(model, file)
-    other = layers(())
-    mmgate.load_gates(other, file)
-    torch.testing.assert_close(other(x), model(x))
+    for saved, other in ((model, layers(())), (nn.Sequential(model), nn.Sequential(layers(())))):
+        mmgate.save_gates(saved, file)  # the second is a model that was swapped in a part
+        mmgate.load_gates(other, file)
+        torch.testing.assert_close(other(x), saved(x))
 
 
 def test_what_a_model_becomes_while_gates_are_disabled() -> None:
@@ -320,6 +296,37 @@ def test_what_trains_is_saved_wherever_it_was_said(wrap: Any, tmp_path: Path) ->
     model[0].requires_grad_(False)
     mmgate.save_gates(model, file)
     assert set(load_file(file)) == {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_other_vanilla_values_are_warned_of(tmp_path: Path, warned: list[str]) -> None:
+    """Of the model and of a checkpoint that comes later; not of another dtype, nor by files that hold no checksums."""
+    plain, other, file = layers(()), layers(()), tmp_path / 'g.safetensors'
+    nn.init.zeros_(other[1].attn.out_proj.weight)
+    mmgate.save_gates(layers(), file)
+    mmgate.load_gates(layers(()), file)
+    mmgate.load_gates(copy.deepcopy(other).half(), file)
+    assert not warned
+    model = copy.deepcopy(other)
+    mmgate.load_gates(model, file)
+    assert '1 of 8 tensors that were compared differ (1.attn.out_proj.weight)' in warned.pop()
+    model = copy.deepcopy(model)
+    for state, warnings in ((plain, 0), (other, 1), (model, 0)):  # the last has the gates
+        model.load_state_dict(state.state_dict(), strict=False)
+        assert len(warned) == warnings
+        warned.clear()
+    _described(file, values=None)
+    mmgate.load_gates(other, file)
+    assert not warned
+
+
+@pytest.mark.parametrize('norm', [nn.utils.weight_norm, nn.utils.parametrizations.orthogonal])
+def test_parametrized_projections(norm: Any, tmp_path: Path) -> None:
+    model = layers()
+    names = list(mmgate.gate_parameters(model))
+    norm(model[0].attn.out_proj)
+    assert list(mmgate.gate_parameters(model)) == names
+    with pytest.raises(ConfigError, match='remove_parametrizations'):
+        mmgate.save_gates(model, tmp_path / 'g.safetensors')
 
 
 def test_shared_projections_are_no_gates() -> None:

@@ -11,7 +11,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,13 +20,13 @@ import transformers
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.gates import gates_disabled
 from mmgate.swap import swap_attention
 
 BEGIN, END = '<!-- benchmarks.transformers begins -->\n', '<!-- benchmarks.transformers ends -->\n'
 RULE = dict(type='MultiScaleDeformableAttention')
 SIZE = (480, 640)
-# by the name of a model: what its config and class are called, its images where they have a size of their own, and
-# what the config is given
+# by the name of a model: what its config and class are called, the size of its images, and what the config is given
 MODELS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
     'Deformable DETR R50': ('DeformableDetr', SIZE, dict(with_box_refine=True)),
     'RT-DETR R50': ('RTDetr', (640, 640), {}),
@@ -35,36 +34,16 @@ MODELS: dict[str, tuple[str, tuple[int, int], dict[str, Any]]] = {
     'D-FINE': ('DFine', (640, 640), dict(decoder_n_points=4)),
     'DEIMv2': ('Deimv2', (640, 640), dict(decoder_n_points=4)),
     'LW-DETR': ('LwDetr', (640, 640), dict(projector_scale_factors=[1.0])),
+    'RF-DETR': ('RfDetr', (560, 560), {}),
+    'Grounding DINO': ('GroundingDino', SIZE, {}),
     'Mask2Former': ('Mask2Former', SIZE, {}),
     'OneFormer': ('OneFormer', SIZE, dict(is_training=False)),
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    """What was found for a model.
-
-    Attributes:
-        name: Of the model.
-        image: Height and width.
-        layers: How many of its attentions are ours.
-        layer_error: Largest difference of a layer's outputs on the same inputs, over the largest output.
-        model_error: Largest difference of the model's outputs, over the largest output.
-        layer_times: Milliseconds of the layer that takes longest, theirs and ours.
-        model_times: Milliseconds of the model, theirs and ours.
-    """
-
-    name: str
-    image: tuple[int, int]
-    layers: int
-    layer_error: float
-    model_error: float
-    layer_times: tuple[float, float]
-    model_times: tuple[float, float]
-
-
-def measure(name: str, rounds: int) -> Row:
-    """Build a model, swap its deformable attention, and compare.
+@torch.inference_mode()
+def measure(name: str, rounds: int) -> str:
+    """Build a model, swap its deformable attention, compare, and return the row of the table.
 
     Args:
         name: One of :data:`MODELS`.
@@ -74,32 +53,33 @@ def measure(name: str, rounds: int) -> Row:
     torch.manual_seed(0)
     model = build(kind, options)
     fed = _feed(kind, image)
+    theirs = {path: module for path, module in model.named_modules() if hasattr(module, 'sampling_offsets')}
     calls: dict[str, dict[str, Any]] = {}
-    samplers = {path: module for path, module in model.named_modules() if hasattr(module, 'sampling_offsets')}
-    with torch.inference_mode():
-        handles = [
-            module.register_forward_pre_hook(_noting(calls, path), with_kwargs=True)
-            for path, module in samplers.items()
-        ]
-        expected = _outputs(model(**fed))
-        for handle in handles:
-            handle.remove()
-        theirs = {path: model.get_submodule(path) for path in calls}
-        outputs = {path: theirs[path](**calls[path])[0] for path in calls}
-        slowest = max(calls, key=lambda path: calls[path]['hidden_states'].numel())
-        swapped = swap_attention(model, dict(RULE, path=list(samplers)))
-        ours = {path: model.get_submodule(path) for path in calls}
-        layer_error = max(_error([ours[path](**calls[path])[0]], [outputs[path]]) for path in calls)
-        layer_times = _pairs(lambda: theirs[slowest](**calls[slowest]), lambda: ours[slowest](**calls[slowest]), rounds)
-        model_error = _error(_outputs(model(**fed)), expected)
+    handles = [
+        module.register_forward_pre_hook(_noting(calls, path), with_kwargs=True) for path, module in theirs.items()
+    ]
+    expected = _outputs(model(**fed))
+    for handle in handles:
+        handle.remove()
+    swapped = swap_attention(model, dict(RULE, path=list(theirs)))
+    ours = {path: model.get_submodule(path) for path in calls}
+    layer_error = max(_error([ours[path](**call)[0]], [theirs[path](**call)[0]]) for path, call in calls.items())
+    model_error = _error(_outputs(model(**fed)), expected)
+    slowest = max(calls, key=lambda path: calls[path]['hidden_states'].numel())
 
-        def run(modules: dict[str, nn.Module]) -> None:
-            for path, module in modules.items():
-                model.set_submodule(path, module)
+    def vanilla() -> None:
+        with gates_disabled(model):
             model(**fed)
 
-        model_times = _pairs(lambda: run(theirs), lambda: run(ours), rounds)
-    return Row(name, image, len(swapped), layer_error, model_error, layer_times, model_times)
+    speeds = [
+        f'{before:.0f} ms, {after:.0f} ms | {before / after:.2f}x'
+        for before, after in (
+            _pairs(lambda: theirs[slowest](**calls[slowest]), lambda: ours[slowest](**calls[slowest]), rounds),
+            _pairs(vanilla, lambda: model(**fed), rounds),
+        )
+    ]
+    size = f'{image[0]} x {image[1]} | {len(swapped)}'
+    return f'| {name} | {size} | {layer_error:.0e} | {model_error:.0e} | {" | ".join(speeds)} |'
 
 
 def build(kind: str, options: dict[str, Any]) -> nn.Module:
@@ -121,6 +101,8 @@ def _feed(kind: str, image: tuple[int, int]) -> dict[str, Tensor]:
     fed = dict(pixel_values=torch.rand(1, 3, *image))
     if kind == 'OneFormer':
         fed.update(task_inputs=torch.ones(1, 77, dtype=torch.long))
+    if kind == 'GroundingDino':  # [CLS] a cat. [SEP]
+        fed.update(input_ids=torch.tensor([[101, 1037, 4937, 1012, 102]]))
     return fed
 
 
@@ -156,24 +138,12 @@ def _pairs(theirs: Callable[[], Any], ours: Callable[[], Any], rounds: int) -> t
     return 1e3 * median(times[0]), 1e3 * median(times[1])
 
 
-def markdown(rows: Sequence[Row], rounds: int) -> str:
+def markdown(rows: Sequence[str], rounds: int) -> str:
     """Return the table, and in what it was measured."""
-    lines = [
-        '| model | image | layers | layer error | model error | slowest layer: theirs, ours | '
-        '| model: theirs, ours | |',
-        '|---|---|---|---|---|---|---|---|---|',
-    ]
-    for row in rows:
-        speeds = [
-            f'{theirs:.0f} ms, {ours:.0f} ms | {theirs / ours:.2f}x'
-            for theirs, ours in (row.layer_times, row.model_times)
-        ]
-        errors = f'{row.layer_error:.0e} | {row.model_error:.0e}'
-        size = f'{row.image[0]} x {row.image[1]}'
-        lines.append(f'| {row.name} | {size} | {row.layers} | {errors} | {" | ".join(speeds)} |')
+    head = 'model | image | layers | layer error | model error | slowest layer: theirs, ours | | model: theirs, ours | '
     where = f'{platform.machine()}, {torch.get_num_threads()} thread(s), torch {torch.__version__}'
     end = f'transformers {transformers.__version__}; float32, batch 1, medians of {rounds} pairs, CPU time'
-    return '\n'.join([*lines, '', f'{where}, {end}.', ''])
+    return '\n'.join([f'| {head}|', '|---|---|---|---|---|---|---|---|---|', *rows, '', f'{where}, {end}.', ''])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -191,7 +161,7 @@ def main(argv: Sequence[str]) -> int:
     rows = []
     for name in args.models:
         rows.append(measure(name, args.rounds))
-        print(markdown(rows[-1:], args.rounds).splitlines()[2], file=sys.stderr, flush=True)
+        print(rows[-1], file=sys.stderr, flush=True)
         if args.file:  # at once, so that an interrupted run leaves what it found
             table = markdown(rows, args.rounds)
             args.file.write_text(text.split(BEGIN)[0] + BEGIN + table + END + text.split(END)[1])

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import torch
 from torch import Tensor
 
+from mmgate._environment import log
 from mmgate.errors import ConfigError
 
 KEY, VERSION = 'mmgate.gates', 1
@@ -28,6 +32,7 @@ class GatesFile:
             :func:`mmgate.swap_attention`.
         shapes: By name, the shape of every tensor of the vanilla model.
         trained: ``'gates'``, ``'attention'`` or ``'all'``, see :func:`mmgate.train_only_gates`.
+        values: Checksums of some of the vanilla model's tensors; none in files that were written before there were any.
     """
 
     tensors: dict[str, Tensor]
@@ -36,6 +41,12 @@ class GatesFile:
     rules: dict[str, list[dict[str, Any]]]
     shapes: dict[str, list[int]]
     trained: str
+    values: dict[str, Sequence[Any]] = field(default_factory=dict)
+
+    @property
+    def also(self) -> dict[str, Tensor]:
+        """Return what was trained with the gates."""
+        return {name: tensor for name, tensor in self.tensors.items() if name not in self.gates}
 
     def refuse_other(self, path: str, host: str, shapes: Mapping[str, list[int]]) -> None:
         """Refuse a vanilla model of other tensors than those beside which the gates were trained.
@@ -56,25 +67,41 @@ class GatesFile:
                 f'{"; ".join(different[:3])}{more}. Give the config and the checkpoint that they were trained with.'
             )
 
+    def warn_of_other_values(self, path: str | os.PathLike[str], state: Mapping[str, Tensor]) -> None:
+        """Warn if tensors of ``state`` are others than beside the gates; of another dtype they are not compared."""
+        found = {name: checksum(state[name]) for name in self.values if name in state and not state[name].is_meta}
+        alike = [name for name, (dtype, _) in found.items() if dtype == self.values[name][0]]
+        other = [name for name in alike if found[name] != tuple(self.values[name])]
+        if other:
+            log(
+                f'{path} holds gates that were trained beside other values: {len(other)} of {len(alike)} tensors that '
+                f'were compared differ ({", ".join(other[:3])}). Load the vanilla checkpoint that they were trained '
+                'with; of a model that was fine-tuned since, test whether they still fit.',
+                logging.WARNING,
+            )
+
+
+def checksum(tensor: Tensor) -> tuple[str, int]:
+    """Return the dtype of a tensor and a checksum of its values."""
+    values = tensor.detach().cpu().contiguous().reshape(-1)
+    return str(tensor.dtype), crc32(values.view(torch.uint8).numpy().data)
+
 
 def write_gates(path: str | os.PathLike[str], content: GatesFile) -> None:
     """Write a file of gates; a file of that name is replaced when the new one is whole.
 
     Raises:
-        ConfigError: A rule holds what JSON cannot, or the file cannot be written.
+        ConfigError: The file cannot be written.
     """
     from safetensors.torch import save
 
     described = {key: value for key, value in vars(content).items() if key != 'tensors'}
-    try:
-        meta = json.dumps(dict(described, version=VERSION))
-    except TypeError as error:
-        raise ConfigError(f'the rules of the gates cannot be written into {path}: {error}.') from error
+    meta = {KEY: json.dumps(dict(described, version=VERSION))}
     target = Path(path)
     beside = target.with_name(f'.{target.name}.{os.getpid()}')
     tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in content.tensors.items()}
     try:
-        beside.write_bytes(save(tensors, metadata={KEY: meta}))
+        beside.write_bytes(save(tensors, metadata=meta))
         os.replace(beside, target)
     except OSError as error:
         beside.unlink(missing_ok=True)

@@ -10,9 +10,9 @@ from torch import nn
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.registry import MODELS
-from mmgate.swap import Rules, parse_rules, swap_attention
+from mmgate.swap import Rules, swap_attention
 
-from .files import gates_content, load_gates, save_gates
+from .files import gates_content, load_gates, put_gates, save_gates
 from .parts import gate_parameters
 from .removal import gates_disabled, restore_attention
 from .training import TRAINS, train_only_gates
@@ -61,26 +61,22 @@ def Gated(
     """
     if attention is None and gates is None:
         raise OptionError('mmgate.Gated needs attention (a rule or a list of rules) or gates (a file of gates).')
-    rules = None if attention is None else parse_rules(attention)
     if isinstance(host, str) and MODELS.get(host) is None:
-        raise ConfigError(f'host={host!r} is not registered.{_near_host(host)}')
+        scope, _, name = host.rpartition('.')
+        registry = MODELS._search_child(scope) or MODELS.root._search_child(scope) if scope else MODELS.root
+        near = difflib.get_close_matches(name, registry.module_dict if registry else (), n=1)
+        hint = f' Did you mean {".".join([scope, near[0]] if scope else near)!r}?' if near else ''
+        raise ConfigError(
+            f'host={host!r} is not registered.{hint} Give the name with its scope, such as mmdet.DeformableDETR, and '
+            'import what registers it.'
+        )
     model = MODELS.build(dict(type=host, **host_cfg))
-    if rules is not None:
-        names = swap_attention(model, rules)
+    if attention is not None:
+        names = swap_attention(model, attention)
         log(f'mmgate: replaced {len(names)} attention modules of {type(model).__name__}')
     if gates is not None:
-        names = load_gates(model, gates)
-        log(f'mmgate: loaded {len(names)} tensors of gates from {gates}')
+        content = put_gates(model, gates)
+        log(f'mmgate: loaded {len(content.tensors)} tensors of gates from {gates}')
     if train != 'all':
         train_only_gates(model, train)
     return model
-
-
-def _near_host(host: str) -> str:
-    scope, _, name = host.rpartition('.')
-    registry = MODELS._search_child(scope) or MODELS.root._search_child(scope) if scope else MODELS.root
-    known = [] if registry is None else list(registry.module_dict)
-    near = difflib.get_close_matches(name, known, n=1)
-    if near:
-        return f' Did you mean {".".join([scope, near[0]] if scope else near)!r}?'
-    return ' Give the name with its scope, such as mmdet.DeformableDETR, and import what registers it.'

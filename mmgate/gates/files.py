@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from mmgate._environment import log
-from mmgate.checkpoints.gates_file import GatesFile, read_gates, write_gates
+from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write_gates
 from mmgate.errors import ConfigError
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
+from mmgate.weight_init import initialise_gates_last
 
 from .parts import gate_parameters, innermost, swaps_by_path
 from .removal import forget_trained, gates_disabled, restore
@@ -27,23 +28,19 @@ Rule = dict[str, Any]
 def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Write the gates of a model, and what :func:`train_only_gates` trained with them, into a safetensors file.
 
-    Beside the tensors it holds the rules that placed the gates and the names and shapes of the vanilla model's tensors.
+    Beside the tensors it holds the rules that placed the gates, the names and shapes of the vanilla model's tensors,
+    and checksums of some.
 
     Raises:
         ConfigError: The file cannot be written, a rule has an option that JSON cannot hold, or a rule's type is a class
             without a registered name.
-        ValueError: The model has no gates.
+        ValueError: The model has no gates, or what they share with the vanilla model is parametrized.
     """
     write_gates(path, gates_content(model))
 
 
 def gates_content(model: nn.Module) -> GatesFile:
-    """Return what :func:`save_gates` writes.
-
-    Raises:
-        ConfigError: A rule has an option that JSON cannot hold, or its type is a class without a registered name.
-        ValueError: The model has no gates.
-    """
+    """Return what :func:`save_gates` writes; it raises the same."""
     model = innermost(model)
     rules = _rules(model)
     with gates_disabled(model):
@@ -57,25 +54,38 @@ def gates_content(model: nn.Module) -> GatesFile:
     trained = [vars(module).get('trained_with_gates') for module in model.modules()]
     train = next((mode for mode in trained if mode), 'all')
     also = {name: t for name, t in vanilla.items() if train != 'all' and t.requires_grad and name not in gates}
+    beside = {name: t for name, t in vanilla.items() if name not in gates}
+    kept = [n for n, t in beside.items() if isinstance(t, nn.Parameter) and n not in also and state.get(n) is t]
     return GatesFile(
         tensors={**{name: state[name] for name in gates}, **also},
         gates=gates,
         host=type(model).__name__,
         rules=rules,
-        shapes={name: list(tensor.shape) for name, tensor in vanilla.items() if name not in gates},
+        shapes={name: list(tensor.shape) for name, tensor in beside.items()},
         trained=train,
+        # of a few, from the head down: backbones often are the same
+        values={name: checksum(vanilla[name]) for name in kept[:: -max(1, len(kept) // 8)]},
     )
 
 
 def load_gates(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
     """Put the gates of a file into a model, vanilla or with the same gates, and return the names of what was loaded.
 
-    What was trained beside the gates stays as the file has it when a checkpoint without gates is loaded afterwards.
+    What was trained beside the gates stays as the file has it when the model is initialised or a checkpoint without
+    gates is loaded afterwards. A model, and a checkpoint loaded afterwards, of other values than the vanilla model
+    beside which the gates were trained is warned of.
 
     Raises:
         ConfigError: The file is none of gates, damaged, or its gates belong to a model of other tensors or are placed
             by other rules than the model's. A model without gates is then as it was.
     """
+    content = put_gates(model, path)
+    content.warn_of_other_values(path, innermost(model).state_dict())
+    return list(content.tensors)
+
+
+def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
+    """Do as :func:`load_gates`, for a model whose values are yet to come."""
     content = read_gates(path)
     model = innermost(model)
     with gates_disabled(model):
@@ -83,9 +93,13 @@ def load_gates(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
         shapes = {name: list(t.shape) for name, t in model.state_dict().items() if name not in own}
     content.refuse_other(os.fspath(path), type(model).__name__, shapes)
     there, wanted = _rules(model), {prefix: list(map(_described, rules)) for prefix, rules in content.rules.items()}
-    for prefix in there:
-        if there[prefix] != wanted.get(prefix):
-            raise _other_rules(path, prefix, wanted.get(prefix), there[prefix])
+    for prefix, placed in there.items():
+        if placed != wanted.get(prefix):
+            raise ConfigError(
+                f'{path} holds gates that {wanted.get(prefix) or "no rules"} placed in {prefix or "the model"}; here '
+                f'it is {placed}. Leave `attention` away, then the rules come from the file; a backbone that brings '
+                'its own gates has to be built as it was.'
+            )
     if content.host != type(model).__name__:
         log(f'{path} holds gates of a {content.host}, this is a {type(model).__name__}', logging.WARNING)
     forget_trained(model)
@@ -94,16 +108,16 @@ def load_gates(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
         for prefix, module in added.items():
             for rule in wanted[prefix]:  # one by one: a later call of swap_attention may have met gates of an earlier
                 swap_attention(module, rule)
-        _fill(model, content)
+        _fill(model, content.tensors)
     except (RuntimeError, TypeError, ValueError) as error:
         restore(added)
         raise ConfigError(f'the gates of {path} do not fit: {error}') from error
-    vars(model)['gates_file'] = os.fspath(path)  # for what is said of a vanilla checkpoint that is loaded
-    also = {name: tensor for name, tensor in content.tensors.items() if name not in content.gates}
-    if also:
-        hook = partial(_keep_trained, also, content.gates)
-        vars(model)['trained_from_file'] = model._register_load_state_dict_pre_hook(hook)
-    return list(content.tensors)
+    hook = model._register_load_state_dict_pre_hook(partial(_meet_checkpoint, path, content))
+    vars(model).update(gates_file=os.fspath(path), gates_file_hook=hook)
+    if content.also:
+        initialise_gates_last(model, ())
+        vars(model)['after_init_weights'] = partial(_fill, model, content.also)
+    return content
 
 
 def _rules(model: nn.Module) -> dict[str, list[Rule]]:
@@ -136,8 +150,8 @@ def _named(kind: str | type[nn.Module]) -> str:
 
 
 @torch.no_grad()
-def _fill(model: nn.Module, content: GatesFile) -> None:
-    left, unknown = dict(content.tensors), []
+def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    left, unknown = dict(tensors), []
     for path, swap in swaps_by_path(model).items():
         inside = {name.removeprefix(f'{path}.'): left.pop(name) for name in list(left) if name.startswith(f'{path}.')}
         unknown += [f'{path}.{name}' for name in swap.gate.load_state_dict(inside, strict=False).unexpected_keys]
@@ -148,16 +162,9 @@ def _fill(model: nn.Module, content: GatesFile) -> None:
         raise ConfigError(f'the model has no {", ".join(unknown[:3])}')
 
 
-def _keep_trained(also: dict[str, Tensor], gates: list[str], state: dict[str, Any], prefix: str, *_: Any) -> None:
-    if not any(f'{prefix}{name}' in state for name in gates):  # else it is a checkpoint of the gated model
-        for name, tensor in also.items():
-            if f'{prefix}{name}' in state:
-                state[f'{prefix}{name}'] = tensor
-
-
-def _other_rules(path: Any, prefix: str, rules: Any, there: Any) -> ConfigError:
-    return ConfigError(
-        f'{path} holds gates that {rules or "no rules"} placed in {prefix or "the model"}; here it is {there}. '
-        'Leave `attention` away, then the rules come from the file; a backbone that brings its own gates has to be '
-        'built as it was.'
-    )
+def _meet_checkpoint(path: Any, content: GatesFile, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let a vanilla checkpoint leave alone what was trained beside the gates; one of the gated model fills all."""
+    here = {key.removeprefix(prefix): key for key in state if key.startswith(prefix)}
+    if here.keys().isdisjoint(content.gates):
+        content.warn_of_other_values(path, {name: state[key] for name, key in here.items()})
+        state.update({here[name]: tensor for name, tensor in content.also.items() if name in here})

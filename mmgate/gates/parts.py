@@ -18,6 +18,10 @@ def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     for swap in swaps_by_path(model).values():  # a gate of someone's own may declare nothing
         shared = {ours for _, ours in swap.shared}
         own = dict(swap.gate.named_parameters(remove_duplicate=False))
+        buffers = dict(swap.gate.named_buffers(remove_duplicate=False))
+        for name in shared - own.keys() - buffers.keys():  # parametrized since; what is in its place is no gate either
+            parent, dot, _ = name.rpartition('.')
+            shared |= {part for part in own if part.startswith(f'{parent}{dot}')}
         added |= {id(own[name]) for name in own.keys() - shared} - {id(own[name]) for name in own.keys() & shared}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in added}
 

@@ -62,7 +62,8 @@ def restore(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def forget_trained(model: nn.Module) -> None:
-    """Let a checkpoint that is loaded from now on fill what a file of gates had filled."""
-    handle = vars(model).pop('trained_from_file', None)
+    """Let a checkpoint that is loaded, or an initialisation, from now on fill what a file of gates had filled."""
+    vars(model).pop('after_init_weights', None)
+    handle = vars(model).pop('gates_file_hook', None)
     if handle is not None:
         handle.remove()

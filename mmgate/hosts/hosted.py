@@ -65,12 +65,12 @@ class HostedDeformableAttention(Shell):
         level_start_index: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Attend from queries to the levels of ``encoder_hidden_states``.
+        """Attend from queries ``(B, Q, C)`` to the levels of ``encoder_hidden_states``, ``(B, S, C)`` side by side.
 
         Args:
-            hidden_states: Queries ``(B, Q, C)``.
+            hidden_states: The queries.
             attention_mask: ``(B, S)`` bool, False where there is padding; in Mask2Former and OneFormer True.
-            encoder_hidden_states: ``(B, S, C)``, the levels one after the other.
+            encoder_hidden_states: The levels.
             position_embeddings: Added to the queries.
             reference_points: ``(B, Q, L|1, 2)`` as (x, y), or ``(B, Q, L|1, 4)`` as (x, y, w, h), in 0 to 1.
             spatial_shapes: ``(L, 2)`` as (height, width).
@@ -94,29 +94,17 @@ class HostedDeformableAttention(Shell):
             level_start_index = areas.cumsum(0) - areas
         offsets, logits = sampled(self, query, self.gate.num_points, reference_points)
         gating = self.gate.gating(query)
-        output = ms_deform_attn(
-            value,
-            spatial_shapes,
-            level_start_index,
-            offsets,
-            logits,
-            reference_points=reference_points,
-            backend=self.gate.backend,
-            **gating,
-        )
+        levels, options = (spatial_shapes, level_start_index), dict(gating, backend=self.gate.backend)
+        output = ms_deform_attn(value, *levels, offsets, logits, reference_points=reference_points, **options)
         weights = attention_weights(logits, **gating)
         output = self.output_proj(output) if hasattr(self, 'output_proj') else output
         return output, weights.flatten(3) if hasattr(self, 'offset_scale') else weights
 
 
 def sampled(module: Any, query: Tensor, points: int, reference_points: Tensor) -> tuple[Tensor, Tensor]:
-    """Return offsets ``(B, Q, H, L, P, 2)`` and logits ``(B, Q, H, L, P)`` of a deformable attention of transformers'.
+    """Return offsets ``(B, Q, H, L, P, 2)`` and logits ``(B, Q, H, L, P)`` of a host's module, gated or not.
 
-    Args:
-        module: The host's, with a gate or without.
-        query: ``(B, Q, C)``, with its position.
-        points: P.
-        reference_points: ``(B, Q, L|1, 2 or 4)``.
+    ``query (B, Q, C)`` has its position; P is ``points``; ``reference_points`` are ``(B, Q, L|1, 2 or 4)``.
     """
     sizes = (module.n_heads, module.n_levels, points)
     offsets = module.sampling_offsets(query).unflatten(-1, (*sizes, 2))

@@ -14,7 +14,7 @@ from mmgate.hosts.core import attend_in_host, copy_as, without_projections
 from mmgate.hosts.hosted import HostedDeformableAttention, Shell, subclass
 from mmgate.hosts.table import adapts, full_name
 from mmgate.layers import MultiScaleDeformableAttention
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
+from mmgate.layers.base.dense import GatedMultiheadAttention, Inputs
 from mmgate.ops.masks import merge_masks
 
 NAME = 'mmgate'  # of the attention implementation
@@ -73,8 +73,7 @@ class HostedInterfaceAttention(Shell):
 
     def noted_inputs(self: Any) -> Inputs:
         """Return what the projections of query, key and value have read in this call."""
-        query, key, value = (getattr(self, name).noted_input for name in READ)
-        return query, key, value
+        return self.q_proj.noted_input, self.k_proj.noted_input, self.v_proj.noted_input
 
 
 def note_input(projection: Any, args: tuple[Tensor, ...]) -> None:
@@ -92,20 +91,11 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with the module's gate, or as ``'sdpa'`` does where it has none.
+    """Attend with the module's gate, or as ``'sdpa'`` does where it has none; transformers' interface.
 
-    Args:
-        module: The host's.
-        query: ``(B, H, N, d)``.
-        key: ``(B, H, M, d)``.
-        value: ``(B, H, M, d)``.
-        attention_mask: Broadcastable to ``(B, H, N, M)``: bool, of which False masks, or numbers to be added.
-        scaling: Of the logits; ``1 / sqrt(d)`` by default.
-        dropout: Of the weights; a gate has that of its host's constructor.
-        **kwargs: Of the interface.
-
-    Returns:
-        The heads ``(B, N, H, d)``, and None for the weights.
+    Query ``(B, H, N, d)``, key and value ``(B, H, M, d)``, and a mask broadcastable to ``(B, H, N, M)``, bool (False
+    masks) or added, become heads ``(B, N, H, d)``, and None for the weights. A gate drops what its host's constructor
+    was told to.
 
     Raises:
         ValueError: A mask of another implementation (flash or flex attention).
@@ -136,11 +126,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)  # without it a model of this i
 
 @adapts(GatedMultiheadAttention, *HOSTS)
 def interface_attention(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> HostedInterfaceAttention:
-    """Return a copy of the host that holds a gate and has its attention computed by it.
-
-    Raises:
-        ValueError: The gate does not fit the host.
-    """
+    """Return a copy of the host that holds a gate and has its attention computed by it."""
     widths = dict(zip(('qdim', 'kdim', 'vdim'), (getattr(host, name).in_features for name in READ), strict=True))
     dropout = host.attention_dropout if hasattr(host, 'attention_dropout') else host.dropout
     channels = host.q_proj.out_features
@@ -149,7 +135,11 @@ def interface_attention(gate: type[GatedMultiheadAttention], host: Any, /, **opt
         raise ValueError(
             f'{gate.__name__} splits heads into two streams, but {type(host).__name__} rotates their halves together.'
         )
-    _refuse_finish(gate, core, host.o_proj)
+    if core.finishes and host.o_proj.out_features != channels:
+        raise ValueError(
+            f'{gate.__name__} acts behind an output projection as wide as the heads, but this one goes from {channels} '
+            f'to {host.o_proj.out_features} channels.'
+        )
     gated = copy_as(subclass(HostedInterfaceAttention, type(host)), host, gate=without_projections(core))
     gated.config._attn_implementation = NAME  # the module's own copy: the model's others attend as before
     for name in READ:
@@ -171,18 +161,9 @@ class HostedMask2FormerAttention(Shell):
         key_value_position_embeddings: Tensor | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend.
+        """Attend from ``(N, B, C)`` to ``(M, B, C)``, or to itself, with a mask ``(B H, N, M)`` added to the logits.
 
-        Args:
-            hidden_states: ``(N, B, C)``, as all of the following.
-            attention_mask: ``(B H, N, M)``, added to the logits.
-            position_embeddings: Added to the queries, and in self-attention to the keys.
-            key_value_states: ``(M, B, C)``; those of the queries by default.
-            key_value_position_embeddings: Added to the keys of a cross-attention.
-            output_attentions: Whether to return the weights.
-
-        Returns:
-            ``(N, B, C)``, and the weights ``(B, H, N, M)`` or None.
+        Positions are added to queries, and to keys. Returns ``(N, B, C)``, and the weights ``(B, H, N, M)`` or None.
         """
         value = hidden_states if key_value_states is None else key_value_states
         positions = position_embeddings if key_value_states is None else key_value_position_embeddings
@@ -207,23 +188,11 @@ def mask2former_attention(
     return copy_as(subclass(HostedMask2FormerAttention, type(host)), host, gate=without_projections(core))
 
 
-def _refuse_finish(gate: type[nn.Module], core: DenseAttention, output: nn.Linear) -> None:
-    if core.finishes and output.out_features != output.in_features:
-        raise ValueError(
-            f'{gate.__name__} acts behind an output projection as wide as the heads, but this one goes from '
-            f'{output.in_features} to {output.out_features} channels.'
-        )
-
-
 @adapts(MultiScaleDeformableAttention, *DEFORMABLE_HOSTS)
 def deformable_attention(
     gate: type[MultiScaleDeformableAttention], host: Any, /, **options: Any
 ) -> HostedDeformableAttention:
-    """Return a copy of the host that holds a gate.
-
-    Raises:
-        ValueError: Levels of different numbers of points, or samples of the nearest pixel.
-    """
+    """Return a copy of the host that holds a gate."""
     points = set(host.n_points) if isinstance(host.n_points, (list, tuple)) else {host.n_points}
     if len(points) > 1:
         raise ValueError(

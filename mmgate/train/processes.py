@@ -6,7 +6,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 from mmengine._strategy import FSDPStrategy as MMEngineFSDPStrategy
 from mmengine.config import Config
 from mmengine.device import get_device
@@ -48,7 +47,7 @@ class FSDPStrategy(MMEngineFSDPStrategy):
         """Build the wrapper; its gradients are clipped by their norm over all shards, not by each shard's own."""
         built = super().build_optim_wrapper(optim_wrapper, model)
         if isinstance(model, FullyShardedDataParallel) and getattr(built, 'grad_name', None) == 'grad_norm':
-            built.clip_func = partial(_clip_shards, model)
+            built._clip_grad = partial(_clip_shards, model, built)
         return built
 
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -78,8 +77,10 @@ class FSDPStrategy(MMEngineFSDPStrategy):
             self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=False)
 
 
-def _clip_shards(model: FullyShardedDataParallel, _: list[nn.Parameter], **kwargs: float) -> torch.Tensor:
-    return model.clip_grad_norm_(**kwargs)
+def _clip_shards(model: FullyShardedDataParallel, optim_wrapper: Any) -> None:
+    """Clip, as mmengine does not, also in a process whose shard has no gradients: the others wait for its part."""
+    norm = model.clip_grad_norm_(**optim_wrapper.clip_grad_kwargs)
+    optim_wrapper.message_hub.update_scalar(f'train/{optim_wrapper.grad_name}', float(norm))
 
 
 def prepare_processes(cfg: Config) -> None:

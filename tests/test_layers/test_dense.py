@@ -234,7 +234,8 @@ def test_parameter_counts() -> None:
 )
 def test_drop_in_for_mmcv(cls: type, batch_first: bool) -> None:
     identity = {PLuGMultiheadAttention: {}, SDPAGatedMultiheadAttention: dict(init='identity', act='silu')}.get(cls)
-    vanilla = randomise(MultiheadAttention(C, H, batch_first=batch_first))
+    # mmcv writes a model's `dropout` into the default of those that come after it
+    vanilla = randomise(MultiheadAttention(C, H, batch_first=batch_first)).eval()
     gated = cls(C, H, batch_first=batch_first, **(identity or {}))
     keys = gated.load_state_dict(vanilla.state_dict(), strict=False)
     assert not keys.unexpected_keys and keys.missing_keys

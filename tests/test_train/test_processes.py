@@ -83,7 +83,7 @@ optim_wrapper = dict(
 param_scheduler = dict(type='MultiStepLR', milestones=[3], end=4)
 train_cfg = dict(by_epoch=True, max_epochs=4)
 randomness = dict(seed=1)
-env_cfg = dict(dist_cfg=dict(backend='nccl'))
+env_cfg = dict(dist_cfg=dict(backend='nccl', timeout=100))  # a process that waits for nothing is an error
 """
 # the gates alone train, and are averaged
 GATES_ALONE = """
@@ -161,7 +161,7 @@ def torchrun(folder: Path, script: str, *arguments: str) -> subprocess.Completed
     environment = {**os.environ, 'PYTHONPATH': f'{ROOT}:{folder}', 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}
     command = ['-W', 'ignore', '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', script, *arguments]
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
 
 

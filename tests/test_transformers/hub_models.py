@@ -29,12 +29,30 @@ HGNET = dict(
 )
 
 
-def _build(model: str, config: str, **options: Any) -> nn.Module:
-    return getattr(transformers, model)(getattr(transformers, config)(**options))
+MASKS = dict(
+    hidden_dim=32, encoder_feedforward_dim=32, dim_feedforward=32, encoder_layers=2, decoder_layers=3, num_queries=8
+)
+TEXT = dict(
+    text_encoder_width=32,
+    text_encoder_context_length=8,
+    text_encoder_num_layers=1,
+    text_encoder_vocab_size=64,
+    text_encoder_proj_layers=1,
+    task_seq_len=8,
+)
 
 
-def _resnet(*stages: str) -> Any:
-    return transformers.ResNetConfig(**STAGES, out_features=list(stages))
+def _build(kind: str, task: str = 'ObjectDetection', **options: Any) -> nn.Module:
+    config = getattr(transformers, f'{kind}Config')(**options)
+    return getattr(transformers, f'{kind}For{task}' if task else f'{kind}Model')(config)
+
+
+def _heads(*parts: str) -> dict[str, int]:
+    return {f'{part}_attention_heads': HEADS for part in parts}
+
+
+def _resnet(*stages: str, kind: Any = transformers.ResNetConfig) -> Any:
+    return kind(**STAGES, out_features=list(stages))
 
 
 def _swin(first: int) -> Any:
@@ -43,126 +61,83 @@ def _swin(first: int) -> Any:
     return transformers.SwinConfig(**sizes, out_features=stages)
 
 
-def _bert() -> Any:
-    return transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=HEADS, intermediate_size=32, vocab_size=2048
-    )
-
-
-def deformable_detr(**options: Any) -> nn.Module:
-    sizes = dict(DETECTOR, encoder_layers=2, encoder_ffn_dim=32)
-    heads = dict(encoder_attention_heads=HEADS, decoder_attention_heads=HEADS)
-    backbone = _resnet('stage2', 'stage3', 'stage4')
-    config = dict(sizes, **heads, backbone_config=backbone, num_feature_levels=4, with_box_refine=True, **options)
-    return _build('DeformableDetrForObjectDetection', 'DeformableDetrConfig', **config)
-
-
-def detr() -> nn.Module:
-    sizes = dict(DETECTOR, encoder_layers=2, encoder_ffn_dim=32, backbone_config=_resnet('stage4'))
-    heads = dict(encoder_attention_heads=HEADS, decoder_attention_heads=HEADS)
-    return _build('DetrForObjectDetection', 'DetrConfig', **sizes, **heads)
+def _detr(kind: str, *stages: str, **options: Any) -> nn.Module:
+    sizes = dict(DETECTOR, encoder_layers=2, encoder_ffn_dim=32, backbone_config=_resnet(*stages))
+    return _build(kind, **sizes, **_heads('encoder', 'decoder'), **options)
 
 
 def _real_time(name: str, **options: Any) -> nn.Module:
     stages = ['stage2', 'stage3', 'stage4']
     if name.startswith('RT'):
-        backbone: Any = transformers.RTDetrResNetConfig(**STAGES, out_features=stages)
+        backbone: Any = _resnet(*stages, kind=transformers.RTDetrResNetConfig)
     else:
         backbone = transformers.HGNetV2Config(**HGNET, out_features=stages)
-    sizes = dict(
-        DETECTOR,
-        backbone_config=backbone,
-        encoder_hidden_dim=32,
-        encoder_in_channels=[16, 16, 32],
-        decoder_in_channels=[32, 32, 32],
-        encoder_ffn_dim=32,
-        encoder_attention_heads=HEADS,
-        decoder_attention_heads=HEADS,
-        num_denoising=0,
-    )
-    return _build(f'{name}ForObjectDetection', f'{name}Config', **{**sizes, **options})
+    widths = dict(encoder_hidden_dim=32, encoder_in_channels=[16, 16, 32], decoder_in_channels=[32, 32, 32])
+    sizes = dict(DETECTOR, backbone_config=backbone, encoder_ffn_dim=32, num_denoising=0, **widths)
+    return _build(name, **{**sizes, **_heads('encoder', 'decoder'), **options})
 
 
 def _grounding(name: str) -> nn.Module:
-    sizes = dict(DETECTOR, encoder_layers=1, encoder_ffn_dim=32, max_text_len=16)
-    sizes.pop('num_labels')
-    heads = dict(encoder_attention_heads=HEADS, decoder_attention_heads=HEADS)
-    parts = dict(backbone_config=_swin(2), text_config=_bert())
-    return _build(f'{name}ForObjectDetection', f'{name}Config', **sizes, **heads, **parts)
+    sizes = {key: value for key, value in DETECTOR.items() if key != 'num_labels'}
+    text = transformers.BertConfig(**VIT | dict(num_hidden_layers=1), vocab_size=2048)
+    parts = dict(backbone_config=_swin(2), text_config=text, max_text_len=16)
+    return _build(name, **sizes, **parts, **_heads('encoder', 'decoder'), encoder_layers=1, encoder_ffn_dim=32)
 
 
-def mask2former() -> nn.Module:
-    sizes = dict(feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_feedforward_dim=32, dim_feedforward=32)
-    numbers = dict(encoder_layers=2, decoder_layers=3, num_attention_heads=HEADS, num_queries=8, num_labels=3)
-    config = dict(sizes, **numbers, backbone_config=_swin(1))
-    return _build('Mask2FormerForUniversalSegmentation', 'Mask2FormerConfig', **config)
-
-
-def oneformer() -> nn.Module:
-    sizes = dict(conv_dim=32, mask_dim=32, hidden_dim=32, encoder_feedforward_dim=32, dim_feedforward=32)
-    numbers = dict(encoder_layers=2, decoder_layers=3, num_attention_heads=HEADS, num_queries=8, num_labels=3)
-    text = dict(text_encoder_width=32, text_encoder_context_length=8, text_encoder_num_layers=1)
-    text.update(text_encoder_vocab_size=64, text_encoder_proj_layers=1, task_seq_len=8, use_task_norm=True)
-    config = dict(sizes, **numbers, **text, backbone_config=_swin(1), is_training=False)
-    return _build('OneFormerForUniversalSegmentation', 'OneFormerConfig', **config)
+def _masks(name: str, **options: Any) -> nn.Module:
+    numbers = dict(MASKS, num_attention_heads=HEADS, num_labels=3, backbone_config=_swin(1))
+    return _build(name, 'UniversalSegmentation', **numbers, **options)
 
 
 def _windowed(name: str, backbone: Any, **options: Any) -> nn.Module:
-    heads = dict(decoder_self_attention_heads=HEADS, decoder_cross_attention_heads=HEADS, group_detr=1)
-    config = dict(DETECTOR, **heads, backbone_config=backbone, **options)
-    return _build(f'{name}ForObjectDetection', f'{name}Config', **config)
-
-
-def lw_detr() -> nn.Module:
-    sizes = dict(image_size=64, pretrain_image_size=64, patch_size=16, num_windows=4, window_block_indices=[0])
+    heads = dict(_heads('decoder_self', 'decoder_cross'), group_detr=1)
     vit = {key: value for key, value in VIT.items() if key != 'intermediate_size'}
-    backbone = transformers.LwDetrViTConfig(**vit, **sizes, out_indices=[1, 2])
-    return _windowed('LwDetr', backbone, projector_scale_factors=[2.0, 0.5])
+    return _build(name, **DETECTOR, **heads, backbone_config=backbone(**vit, out_indices=[1, 2]), **options)
 
 
-def rf_detr() -> nn.Module:
+def _lw_detr_vit(**options: Any) -> Any:
+    sizes = dict(image_size=64, pretrain_image_size=64, patch_size=16, num_windows=4, window_block_indices=[0])
+    return transformers.LwDetrViTConfig(**options, **sizes)
+
+
+def _rf_detr_vit(**options: Any) -> Any:
     from transformers.models.rf_detr.configuration_rf_detr import RfDetrDinov2Config
 
-    vit = {key: value for key, value in VIT.items() if key != 'intermediate_size'}
-    backbone = RfDetrDinov2Config(**vit, image_size=56, patch_size=14, num_windows=2, out_indices=[1, 2])
-    return _windowed('RfDetr', backbone)
+    return RfDetrDinov2Config(**options, image_size=56, patch_size=14, num_windows=2)
 
 
 def _vit(name: str) -> nn.Module:
-    return _build(f'{name}Model', f'{name}Config', **VIT, image_size=32, patch_size=8)
+    return _build(name, '', **VIT, image_size=32, patch_size=8)
 
 
+_mask2former = partial(_masks, 'Mask2Former', feature_size=32, mask_feature_size=32)
 DEFORMABLE: dict[str, Callable[..., nn.Module]] = {
-    'deformable_detr': deformable_detr,
+    'deformable_detr': partial(
+        _detr, 'DeformableDetr', 'stage2', 'stage3', 'stage4', num_feature_levels=4, with_box_refine=True
+    ),
     'rt_detr': partial(_real_time, 'RTDetr'),
     'rt_detr_v2': partial(_real_time, 'RTDetrV2'),
     'd_fine': partial(_real_time, 'DFine'),
     'deimv2': partial(_real_time, 'Deimv2'),
     'grounding_dino': partial(_grounding, 'GroundingDino'),
     'mm_grounding_dino': partial(_grounding, 'MMGroundingDino'),
-    'mask2former': mask2former,
-    'oneformer': oneformer,
-    'lw_detr': lw_detr,
-    'rf_detr': rf_detr,
+    'mask2former': _mask2former,
+    'oneformer': partial(_masks, 'OneFormer', conv_dim=32, mask_dim=32, use_task_norm=True, is_training=False, **TEXT),
+    'lw_detr': partial(_windowed, 'LwDetr', _lw_detr_vit, projector_scale_factors=[2.0, 0.5]),
+    'rf_detr': partial(_windowed, 'RfDetr', _rf_detr_vit),
 }
+SWIN = dict(image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4)
+SEGFORMER = dict(hidden_sizes=[16, 16, 32, 32], num_attention_heads=[1, 2, 4, 4], depths=[1, 1, 1, 1])
 DENSE: dict[str, Callable[..., nn.Module]] = {
     'vit': partial(_vit, 'ViT'),
     'deit': partial(_vit, 'DeiT'),
     'dinov2': partial(_vit, 'Dinov2'),
     'dinov2_with_registers': partial(_vit, 'Dinov2WithRegisters'),
     'dinov3': partial(_vit, 'DINOv3ViT'),
-    'swin': lambda: transformers.SwinModel(
-        transformers.SwinConfig(
-            image_size=32, patch_size=2, embed_dim=16, depths=[2, 2], num_heads=[2, 4], window_size=4
-        )
-    ),
-    'segformer': lambda: transformers.SegformerModel(
-        transformers.SegformerConfig(
-            hidden_sizes=[16, 16, 32, 32], num_attention_heads=[1, 2, 4, 4], depths=[1, 1, 1, 1]
-        )
-    ),
-    'detr': detr,
-    'mask2former': mask2former,
+    'swin': partial(_build, 'Swin', '', **SWIN),
+    'segformer': partial(_build, 'Segformer', '', **SEGFORMER),
+    'detr': partial(_detr, 'Detr', 'stage4'),
+    'mask2former': _mask2former,
     **{name: DEFORMABLE[name] for name in ('deformable_detr', 'rt_detr', 'rt_detr_v2', 'd_fine', 'deimv2', 'rf_detr')},
 }
 

@@ -23,27 +23,22 @@ CLASS = transformers.DeformableDetrForObjectDetection
 
 
 def test_a_vanilla_checkpoint_misses_the_gates_alone(tmp_path: Path) -> None:
+    """They start as in a swap."""
     vanilla, fed = build('deformable_detr'), feed('deformable_detr')
     vanilla.save_pretrained(tmp_path)
+    torch.manual_seed(7)
     model, info = from_pretrained(CLASS, tmp_path, RULES, output_loading_info=True)
+    loaded = mmgate.gate_parameters(model)
     assert type(model) is CLASS and not model.training
-    assert set(info['missing_keys']) == set(mmgate.gate_parameters(model))
+    assert set(info['missing_keys']) == set(loaded)
     assert not info['unexpected_keys'] and not info['mismatched_keys']
     expected = outputs(vanilla, fed)
     assert largest_difference(expected, outputs(model, fed)) < 1e-5
     mmgate.restore_attention(model)
     assert largest_difference(expected, outputs(model, fed)) == 0
-
-
-def test_gates_start_as_in_a_swap(tmp_path: Path) -> None:
-    vanilla = build('deformable_detr')
-    vanilla.save_pretrained(tmp_path)
     torch.manual_seed(7)
     mmgate.swap_attention(vanilla, RULES)
-    torch.manual_seed(7)
-    loaded = mmgate.gate_parameters(from_pretrained(CLASS, tmp_path, RULES))
-    for name, parameter in mmgate.gate_parameters(vanilla).items():
-        assert torch.equal(parameter, loaded[name]), name
+    assert all(torch.equal(p, loaded[name]) for name, p in mmgate.gate_parameters(vanilla).items())
 
 
 def test_a_gated_checkpoint_comes_back(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ def _merge(checkpoint: str, gates: str, out: str) -> int:
     state = copy(whole.get('state_dict', whole))  # with the versions of modules that state dicts carry
     shapes = {name: list(tensor.shape) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     content.refuse_other(gates, checkpoint, shapes)
+    content.warn_of_other_values(gates, state)
     state.update(content.tensors)
     beside = f'{out}.part'
     torch.save(dict(state_dict=state, meta=whole.get('meta', {})), beside)
