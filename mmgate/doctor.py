@@ -23,12 +23,6 @@ from mmgate.benchmarks.calibration import DTYPES, compare, keep
 from mmgate.ops import backend as choice
 
 PACKAGES = ('torch', 'triton', 'mmgate', 'mmengine', 'mmcv', 'mmdet', 'mmseg', 'numpy')
-DISTRIBUTIONS = {  # of packages that are installed under other names, the forks' first
-    'mmengine': ('onedl-mmengine',),
-    'mmcv': ('onedl-mmcv',),
-    'mmdet': ('onedl-mmdetection',),
-    'mmseg': ('onedl-mmsegmentation', 'mmsegmentation'),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,27 +55,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _packages() -> dict[str, str | None]:
+    """Return versions, with the distribution where it has another name than the package."""
     found: dict[str, str | None] = {}
+    distributions = importlib.metadata.packages_distributions()
     for name in PACKAGES:
-        found[name] = None
-        for distribution in (name, *DISTRIBUTIONS.get(name, ())):
-            try:
-                version = importlib.metadata.version(distribution)
-            except importlib.metadata.PackageNotFoundError:
-                continue
-            found[name] = version if distribution == name else f'{version} ({distribution})'
-    found['cuda'] = torch.version.cuda or torch.version.hip
-    return found
+        distribution = distributions.get(name, [name])[0]
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            version = None
+        found[name] = version if distribution == name else f'{version} ({distribution})'
+    return found | dict(cuda=torch.version.cuda or torch.version.hip)
 
 
 def _accelerator() -> str:
-    if torch.cuda.is_available():
-        return 'cuda'
-    for name in ('xpu', 'mps'):
-        module = getattr(torch, name, None) or getattr(torch.backends, name, None)
-        if module is not None and module.is_available():
-            return name
-    return 'cpu'
+    if hasattr(torch, 'accelerator') and torch.accelerator.is_available():  # torch 2.6
+        return str(torch.accelerator.current_accelerator())
+    return 'cuda' if torch.cuda.is_available() else 'cpu'
 
 
 def page(report: dict[str, Any], timed: bool) -> str:

@@ -10,7 +10,7 @@ import torch
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from .ops import MODES, Row, interleaved
+from .measure import MODES, Row, interleaved
 
 BACKBONES: dict[str, dict[str, Any]] = {
     'PVT-T': dict(type='mmdet.PyramidVisionTransformer', num_layers=[2, 2, 2, 2]),
@@ -50,13 +50,7 @@ SUITES = {
 
 
 def benchmark_backbones(suite: str, sizes: Sequence[int], **options: Any) -> Iterator[Row]:
-    """Measure a suite of backbones on square images; the first of the suite is the peer.
-
-    Args:
-        suite: A key of :data:`SUITES`.
-        sizes: Sides of the images, in pixels.
-        options: Of :func:`benchmark_models`.
-    """
+    """Measure a suite of :data:`SUITES`, whose first is the peer; ``options`` are :func:`benchmark_models`'."""
     builds = {name: partial(_build, name) for name in SUITES[suite]}
     yield from benchmark_models(f'backbones {suite}', builds, sizes, **options)
 
@@ -72,17 +66,9 @@ def benchmark_models(
     device: str = 'cpu',
     autocast: bool = False,
 ) -> Iterator[Row]:
-    """Measure backbones on square images; the first is the peer.
+    """Measure backbones on square images, so many pixels a side, a ``batch`` at a time; the first is the peer.
 
-    Args:
-        op: Name of what is measured.
-        builds: By name, what returns a model that takes images and returns maps.
-        sizes: Sides of the images, in pixels.
-        batch: Images at a time.
-        repetitions: Measurements a row is the median of, after one that warms up.
-        modes: ``'forward'``, ``'forward+backward'`` or both.
-        device: Where to measure.
-        autocast: Under ``torch.autocast`` to bfloat16, as mixed precision trains.
+    The ``builds`` return models that take images and return maps. Autocast is to bfloat16, as mixed precision trains.
     """
     for mode in modes:  # forward first: what training leaves in the heap would count as memory of a later row
         for size in sizes:

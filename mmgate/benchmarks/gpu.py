@@ -1,9 +1,9 @@
 """All that there is to measure on a GPU, in one command: ``python -m mmgate.benchmarks.gpu --out DIR`` or ``make gpu``.
 
-Tests of the kernels, compute-sanitizer, calibration, the operators beside their peers, the kernels' switches, training
-steps: each step is a process with a time limit, results are written as they come, and the table at the end says what
-could not run. It needs torch, triton, numpy and pytest; what needs more says so. ``--device cpu --tiny`` tries it
-without a GPU.
+Tests of the kernels, compute-sanitizer, calibration, the operators beside their peers, the kernels launched otherwise,
+training steps: each step is a process with a time limit, results are written as they come, and the table at the end
+says what could not run. It needs torch, triton, numpy and pytest; what needs more says so. ``--device cpu --tiny``
+tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, fields, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
-from mmgate.ops import ms_deform_attn
+from mmgate._environment import why_not
+from mmgate.layers import MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention
 from mmgate.ops.backend import machine
 
-from . import ops_cuda
-from .ops import Row, interleaved
-from .switches import plug_switches, sampler_switches
+from . import ops
+from .measure import Row, interleaved, write_csv
 
 ROOT = Path(__file__).parents[2]
 OPS = ('ms_deform_attn', 'plug_attention')
@@ -66,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == 'cuda' and not torch.cuda.is_available():
         parser.error('torch sees no CUDA device; --device cpu --tiny tries the command without one')
     if args.step:
-        _write_rows(ROWS[args.step](args.device, args.tiny), args.out)
+        write_csv(ROWS[args.step](args.device, args.tiny), args.out, append=True)
         return 0
     if args.device == 'cpu':
         os.environ.setdefault('TRITON_INTERPRET', '1')  # in which alone the kernels run there
@@ -108,16 +107,16 @@ def _run(command: list[str] | str, limit: int, log: Path, alone: bool) -> str:
     return 'done' if done.returncode == 0 else f'failed with {done.returncode}, see {log.name}'
 
 
-def _python(*arguments: str) -> list[str]:
-    return [sys.executable, *arguments]
+def _in_checkout(path: str, command: list[str]) -> list[str] | str:
+    """Return the command, a Python's arguments, or why it cannot run where a file of the checkout is not."""
+    found = (ROOT / path).is_file()
+    return [sys.executable, *command] if found else f'{path} is in the checkout, which this is not'
 
 
 def _tests(op: str, args: argparse.Namespace, _: Path) -> list[str] | str:
     path = f'tests/test_ops/test_{op}_triton.py'
-    if not (ROOT / path).is_file():
-        return 'the tests are in the checkout, which this is not'
     marks = ['-m', 'gpu'] if args.device == 'cuda' else ['-k', f'interpreter and {SMALL_TESTS}']
-    return _python('-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', *marks, path)
+    return _in_checkout(path, ['-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', *marks, path])
 
 
 def _sanitizer(tool: str, args: argparse.Namespace, csv_file: Path) -> list[str] | str:
@@ -132,126 +131,79 @@ def _sanitizer(tool: str, args: argparse.Namespace, csv_file: Path) -> list[str]
 
 def _calibrate(args: argparse.Namespace, _: Path) -> list[str]:
     options = ['--sizes', 'tiny'] if args.tiny else ['--dtype', 'float32', 'bfloat16']
-    return _python('-m', 'mmgate.doctor', '--calibrate', '--device', args.device, '--limit', '30', *options)
+    command = ['-m', 'mmgate.doctor', '--calibrate', '--device', args.device, '--limit', '30', *options]
+    return [sys.executable, *command]
 
 
-def _measure(step: str, args: argparse.Namespace, csv_file: Path) -> list[str]:
-    tiny = ['--tiny'] if args.tiny else []
-    return _python(
-        '-m', 'mmgate.benchmarks.gpu', '--step', step, '--device', args.device, '--out', str(csv_file.resolve()), *tiny
-    )
+def _measure(command: list[str], args: argparse.Namespace, csv_file: Path) -> list[str] | str:
+    """Return the command of a step that appends to the CSV; the first of ``command`` is a file, or ``-m``."""
+    options = ['--device', args.device, '--out', str(csv_file.resolve()), *(['--tiny'] if args.tiny else [])]
+    path = 'mmgate/benchmarks/gpu.py' if command[0] == '-m' else command[0]
+    return _in_checkout(path, [*command, *options])
 
 
 def _train(peer: str, ours: str, args: argparse.Namespace, csv_file: Path) -> list[str] | str:
-    from mmgate._environment import why_not
-
     missing = why_not('mmengine') or why_not('mmdet')
-    if missing or not (ROOT / ours).is_file():
-        return missing or f'{ours} is in the checkout, which this is not'
     small = ['--size', '64', '96', '--batch', '1', '--repetitions', '1'] if args.tiny else ['--repetitions', '5']
     out = csv_file.with_suffix(f'.{Path(ours).stem}.csv').resolve()
-    tool = 'tools/analysis_tools/benchmark_training.py'
-    return _python(tool, '--peer', peer, '--ours', ours, '--device', args.device, '--out', str(out), *small)
+    options = ['--peer', peer, '--ours', ours, '--device', args.device, '--out', str(out), *small]
+    return missing or _in_checkout(ours, ['tools/analysis_tools/benchmark_training.py', *options])
 
 
 def sampler_rows(device: str, tiny: bool) -> Iterator[Row]:
     """Yield the sampler beside its peers, in float32 and bfloat16, of an encoder and two decoders."""
-    if tiny:
-        queries: dict[str, tuple[int | None, int]] = {'encoder': (None, 2), 'decoder': (3, 4)}
-        return ops_cuda.benchmark_ms_deform_attn(1, device=device, queries=queries, **TINY)
-    return ops_cuda.benchmark_ms_deform_attn(device=device)
+    small: dict[str, Any] = dict(repetitions=1, queries={'encoder': (None, 2), 'decoder': (3, 4)}, **TINY)
+    return ops.benchmark_ms_deform_attn(device=device, **(small if tiny else {}))
 
 
 def plug_rows(device: str, tiny: bool) -> Iterator[Row]:
     """Yield dense PLuG beside the eager form, FlexAttention over a gate formed before, and ungated fused attention."""
     cases = [(4096, torch.bfloat16), (4096, torch.float32), (1024, torch.bfloat16), (16384, torch.bfloat16)]
     for tokens, dtype in [(16, torch.float32)] if tiny else cases:  # what matters most comes before time is up
-        options: dict[str, Any] = dict(device=device, tokens=[tokens], dtype=dtype)
-        for row in ops_cuda.benchmark_plug_attention(1 if tiny else 10, **options):
-            yield replace(row, x=f'{row.x} {dtype}'.replace('torch.', ''))
-
-
-def switch_rows(op: str, device: str, tiny: bool) -> Iterator[Row]:
-    """Yield an operator's kernels launched otherwise, beside the usual launch."""
-    if op == OPS[0]:
-        return sampler_switches(device, repetitions=1, **TINY) if tiny else sampler_switches(device)
-    return plug_switches(device, 16, 2, torch.float32, repetitions=1) if tiny else plug_switches(device)
-
-
-class _Encoder(nn.Module):
-    """Layers of a deformable encoder by torch alone, with the gate of PLuG or without."""
-
-    def __init__(self, layers: int, width: int, levels: int, gated: bool) -> None:
-        super().__init__()
-        count = width // 32 * levels * 4  # sampling points of a query
-        sizes = dict(value=width, offsets=2 * count, logits=count, out=width, **({'gate': count} if gated else {}))
-        self.layers = nn.ModuleList(
-            nn.ModuleDict({name: nn.Linear(width, size) for name, size in sizes.items()}) for _ in range(layers)
-        )
-
-    def forward(self, x: Tensor, shapes: Tensor, starts: Tensor, reference: Tensor, backend: str) -> Tensor:
-        batch, tokens, width = x.shape
-        axes = (batch, tokens, width // 32, len(shapes), 4)
-        layer: Any
-        for layer in self.layers:
-            parts = {name: linear(x) for name, linear in layer.items() if name != 'out'}
-            gate = parts['gate'].view(axes).tanh() if 'gate' in parts else None
-            value, offsets = parts['value'].view(*axes[:3], 32), parts['offsets'].view(*axes, 2)
-            inputs = (value, shapes, starts, offsets, parts['logits'].view(axes), gate)
-            x = x + layer['out'](ms_deform_attn(*inputs, reference_points=reference, backend=backend))
-        return x
+        yield from ops.benchmark_plug_attention(1 if tiny else 10, device=device, tokens=[tokens], dtype=dtype)
 
 
 def step_rows(device: str, tiny: bool) -> Iterator[Row]:
     """Yield training steps (AdamW) of a deformable encoder's layers, ungated by grid_sample and gated by others."""
-    levels, width, layers = (TINY['levels'], 32, 1) if tiny else (ops_cuda.LEVELS, 256, 6)
-    (_, shapes, starts, *_), reference = ops_cuda.sampler_inputs(levels, 2, None, 2, device, heads=2)
+    levels, width, count = (TINY['levels'], 32, 1) if tiny else (ops.LEVELS, 256, 6)
+    (_, shapes, starts, *_), reference = ops.sampler_inputs(levels, 2, None, 2, device, heads=2)
+    maps = dict(reference_points=reference, spatial_shapes=shapes, level_start_index=starts)
+    gated, ungated = PLuGMultiScaleDeformableAttention, MultiScaleDeformableAttention
+    kinds = [('ungated', ungated, 'grid_sample'), *(('gated', gated, x) for x in ('auto', 'grid_sample', 'triton'))]
     x = torch.randn(2, reference.shape[1], width, device=device)
     runs = {}
-    for name, gated, backend in (
-        ('ungated, grid_sample', False, 'grid_sample'),
-        *((f'gated, {backend}', True, backend) for backend in ('auto', 'grid_sample', 'triton')),
-    ):
-        model = _Encoder(layers, width, len(levels), gated).to(device)
-        optimizer = torch.optim.AdamW(model.parameters())
+    for name, kind, backend in kinds:
+        options: dict[str, Any] = dict(num_levels=len(levels), batch_first=True, backend=backend)
+        layers = nn.ModuleList(kind(width, width // 32, **options) for _ in range(count)).to(device)
+        optimizer = AdamW(layers.parameters())
 
-        def step(x: Tensor, model: nn.Module = model, optimizer: Any = optimizer, backend: str = backend) -> Tensor:
+        def step(x: Tensor, layers: nn.ModuleList = layers, optimizer: Any = optimizer) -> Tensor:
             optimizer.zero_grad()
-            loss = model(x, shapes, starts, reference, backend).square().mean()
+            for layer in layers:
+                x = layer(x, **maps)
+            loss = x.square().mean()
             loss.backward()
             optimizer.step()
             return loss
 
-        runs[name] = step
-    yield from interleaved('training', runs, f'{layers} layers', [x], 'step', 1 if tiny else 10)
+        runs[f'{name}, {backend}'] = step
+    yield from interleaved('training', runs, f'{count} layers', [x], 'step', 1 if tiny else 10)
 
 
-ROWS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
-    'sampler': sampler_rows,
-    'plug': plug_rows,
-    'sampler-switches': partial(switch_rows, OPS[0]),
-    'plug-switches': partial(switch_rows, OPS[1]),
-    'step': step_rows,
-}
+ROWS: dict[str, Callable[[str, bool], Iterator[Row]]] = {'sampler': sampler_rows, 'plug': plug_rows, 'step': step_rows}
+OURS, SWITCHES = ['-m', 'mmgate.benchmarks.gpu', '--step'], ['tools/dev/kernels/switches.py']
 STEPS: dict[str, tuple[int, Any]] = {  # seconds, and what makes the command
     'sampler-tests': (65, partial(_tests, OPS[0])),
     'plug-tests': (40, partial(_tests, OPS[1])),
     **{tool: (25, partial(_sanitizer, tool)) for tool in ('memcheck', 'racecheck')},
     'calibration': (72, _calibrate),
-    **{step: (limit, partial(_measure, step)) for step, limit in zip(ROWS, (40, 60, 33, 33, 15), strict=True)},
+    'sampler': (40, partial(_measure, [*OURS, 'sampler'])),
+    'plug': (60, partial(_measure, [*OURS, 'plug'])),
+    'sampler-switches': (33, partial(_measure, [*SWITCHES, OPS[0]])),
+    'plug-switches': (33, partial(_measure, [*SWITCHES, OPS[1]])),
+    'step': (15, partial(_measure, [*OURS, 'step'])),
     **{f'training-{i}': (22, partial(_train, *configs)) for i, configs in enumerate(CONFIGS, 1)},
 }  # 474 seconds at most
-
-
-def _write_rows(rows: Iterator[Row], path: Path) -> None:
-    """Append rows as they come."""
-    for row in rows:
-        new = not path.exists()
-        with path.open('a', newline='') as file:
-            writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-            if new:
-                writer.writeheader()
-            writer.writerow(asdict(row))
 
 
 def _page(where: str, told: list[tuple[str, str, float]], csv_file: Path) -> str:
@@ -262,12 +214,10 @@ def _page(where: str, told: list[tuple[str, str, float]], csv_file: Path) -> str
         lines += ['', '## Calibration', '', '```', calibration.read_text().strip(), '```']
     lines += ['', '## Times and memory', '', '| operator | input | mode | provider | metric | median | peer / ours |']
     lines += ['|---|---|---|---|---|---|---|']
-    for path in [csv_file, *sorted(csv_file.parent.glob(f'{csv_file.stem}.*.csv'))]:
-        with path.open() if path.exists() else open(os.devnull) as file:
-            for row in islice(csv.DictReader(file), 10_000):
-                keys = ('op', 'x', 'mode', 'provider', 'metric')
-                figures = f'{row["y_50"]} {row["unit"]} | {row["ratio_to_peer"]}'
-                lines.append(f'| {" | ".join(row[key] for key in keys)} | {figures} |')
+    for path in filter(Path.exists, [csv_file, *sorted(csv_file.parent.glob(f'{csv_file.stem}.*.csv'))]):
+        for row in csv.DictReader(path.read_text().splitlines()):
+            keys = ' | '.join(row[key] for key in ('op', 'x', 'mode', 'provider', 'metric'))
+            lines.append(f'| {keys} | {row["y_50"]} {row["unit"]} | {row["ratio_to_peer"]} |')
     missing = [f'- {step}: {words}' for step, words, _ in told if words != 'done']
     for step, _, _ in told:
         log = csv_file.with_suffix(f'.{step}.log')

@@ -1,96 +1,92 @@
-"""Time and peak memory of operators, ours and the peers', from one run."""
+"""Operators and gated layers beside their peers.
+
+Not run on a GPU by us yet; the plumbing is tried on the CPU in Triton's interpreter.
+"""
 
 from __future__ import annotations
 
-import csv
-import ctypes
-import os
-import platform
-import statistics
-import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.measures import pixel_centres
-from mmgate.ops import ms_deform_attn
+from mmgate.layers.gml import GatingModulation
+from mmgate.ops import ms_deform_attn, plug_attention
+from mmgate.ops.ms_deform_attn import attention_weights, grid_sample, offset_locations
 
-LEVELS = {  # x: (levels, batch)
+from .measure import MODES, Providers, Row, environment, interleaved, row_of, saved_bytes
+
+CPU_LEVELS = {  # x: (levels, batch)
     '16x16-2x2_b8': ([(16, 16), (8, 8), (4, 4), (2, 2)], 8),
     '800x1072_b1': ([(100, 134), (50, 67), (25, 34), (13, 17)], 1),
 }
-TOKENS = (1024, 4096)
-MODES = ('forward', 'forward+backward')
-Within = Callable[[], AbstractContextManager[Any]]
-LEAD = 20_000_000  # cycles that a GPU waits before a measurement, about 10 ms
+LEVELS = [(100, 167), (50, 84), (25, 42), (13, 21)]  # of an image of 800 x 1333
+# name: (queries, None for one a pixel; columns of the reference points: 2 for points, 4 for boxes)
+QUERIES: dict[str, tuple[int | None, int]] = dict(encoder_b2=(None, 2), decoder300_b2=(300, 2), decoder900_b2=(900, 4))
+TOKENS = {'cpu': (1024, 4096), 'cuda': (256, 1024, 4096, 16384)}
+EAGER_UP_TO = 4096  # tokens; its maps fill a GPU beyond
 
 
-@dataclass(frozen=True)
-class Row:
-    """One measurement: percentiles over repetitions of ``metric`` in ``unit``, and the peer's over ours.
+def sampler_inputs(
+    levels: list[tuple[int, int]],
+    batch: int,
+    queries: int | None,
+    columns: int,
+    device: str,
+    *,
+    heads: int = 8,
+    dim: int = 32,
+    points: int = 4,
+) -> tuple[list[Tensor], Tensor]:
+    """Return value, shapes, starts, offsets, logits and gate of an encoder's or a decoder's layer, and its reference.
 
-    The latter is the median over pairs of repetitions that were measured one after the other, so that what else the
-    machine does hits both alike.
+    An encoder has a query at every pixel of every level, a decoder so many at random. The reference points need no
+    gradient, as in an encoder and in a decoder that refines boxes. Offsets spread over two pixels of their level from
+    points, over the boxes' size from boxes (4 ``columns``) a tenth of the image.
     """
-
-    op: str
-    provider: str
-    mode: str
-    metric: str
-    unit: str
-    x: str
-    y_50: float
-    y_20: float
-    y_80: float
-    ratio_to_peer: float
-    device: str
-    version: str
-
-
-def _mmcv(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor) -> Tensor:
-    from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
-
-    weights = logits.flatten(-2).softmax(-1).view(logits.shape)
-    return multi_scale_deformable_attn_pytorch(value, shapes, locations, weights)
-
-
-def _ours(backend: str) -> Callable[..., Tensor]:
-    return lambda *inputs: ms_deform_attn(*inputs, backend=backend)
-
-
-def deformable_inputs(
-    levels: list[tuple[int, int]], batch: int, heads: int = 8, dim: int = 32, points: int = 4
-) -> list[Tensor]:
-    """Encoder-like inputs: a query at every pixel of every level, sampling around itself."""
     generator = torch.Generator().manual_seed(0)
     shapes = torch.tensor(levels)
     areas = shapes.prod(1)
-    tokens, count = int(areas.sum()), len(levels)
-    reference = pixel_centres(levels)
-    offsets = 2 * torch.randn(batch, tokens, heads, count, points, 2, generator=generator) / shapes.flip(-1)[:, None]
-    return [
+    tokens = int(areas.sum())
+    samples = (batch, min(queries or tokens, tokens), heads, len(levels), points)
+    if queries is None:
+        centres = pixel_centres(levels).expand(batch, -1, -1)
+    else:
+        centres = torch.rand(*samples[:2], 2, generator=generator)
+    if columns == 4:
+        centres = torch.cat([centres, torch.full_like(centres, 0.1)], -1)
+    inputs = [
         torch.randn(batch, tokens, heads, dim, generator=generator),
         shapes,
         areas.cumsum(0) - areas,
-        reference[:, None, None, None] + offsets,
-        torch.randn(batch, tokens, heads, count, points, generator=generator),
+        2 * torch.randn(*samples, 2, generator=generator),
+        torch.randn(samples, generator=generator),
+        0.3 * torch.randn(*samples[:4], 1, generator=generator),
     ]
+    reference = centres[:, :, None].expand(-1, -1, len(levels), -1).contiguous()
+    return [x.to(device) for x in inputs], reference.to(device)
 
 
-def benchmark_ms_deform_attn(repetitions: int = 7) -> Iterator[Row]:
-    """Measure the CPU backends beside mmcv's grid_sample fallback."""
-    providers: dict[str, Callable[..., Tensor]] = {'mmcv': _mmcv, 'torch': _ours('torch'), 'cpu': _ours('cpu')}
+def _mmcv_fallback(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor) -> Tensor:
+    from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
+
+    return multi_scale_deformable_attn_pytorch(value, shapes, locations, attention_weights(logits))
+
+
+def benchmark_ms_deform_attn_on_cpu(repetitions: int = 7) -> Iterator[Row]:
+    """Measure the CPU backends beside mmcv's grid_sample fallback, all from locations and logits."""
+    providers: dict[str, Callable[..., Tensor]] = {'mmcv': _mmcv_fallback}
+    providers |= {name: partial(ms_deform_attn, backend=name) for name in ('torch', 'cpu')}
     providers['cpu, compiled'] = providers['cpu']
-    compiles = {name: sampler_compiled(name == 'cpu, compiled') for name in providers}
-    cases = {x: deformable_inputs(levels, batch) for x, (levels, batch) in LEVELS.items()}
-    return _benchmark('ms_deform_attn', providers, cases, repetitions, compiles)
+    compiles = {name: partial(environment, MMGATE_CPU_COMPILE=str(int('compiled' in name))) for name in providers}
+    for x, (levels, batch) in CPU_LEVELS.items():
+        (value, shapes, start, offsets, logits, _), reference = sampler_inputs(levels, batch, None, 2, 'cpu')
+        inputs = [value, shapes, start, offset_locations(offsets, reference, shapes), logits]
+        for mode in MODES:
+            yield from interleaved('ms_deform_attn', providers, x, inputs, mode, repetitions, compiles)
 
 
 def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
@@ -100,211 +96,129 @@ def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
     def run(layer: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda x: layer(x, x, x, need_weights=False)[0]
 
-    layers: dict[str, nn.Module] = {
-        'plain SDPA': nn.MultiheadAttention(256, 8, batch_first=True),
-        'SDPA gate': SDPAGatedAttention(256, 8, batch_first=True),
-        'M-DGSA': DifferentialGatedAttention(256, 8, batch_first=True),
+    providers = {
+        'plain SDPA': run(nn.MultiheadAttention(256, 8, batch_first=True)),
+        'SDPA gate': run(SDPAGatedAttention(256, 8, batch_first=True)),
+        'M-DGSA': run(DifferentialGatedAttention(256, 8, batch_first=True)),
     }
-    providers = {name: run(layer) for name, layer in layers.items()}
-    cases = {f'N{tokens}': [torch.randn(2, tokens, 256)] for tokens in TOKENS}
-    return _benchmark('gated_layers', providers, cases, repetitions)
-
-
-def _benchmark(
-    op: str,
-    providers: Mapping[str, Callable[..., Tensor]],
-    cases: Mapping[str, list[Tensor]],
-    repetitions: int,
-    within: Mapping[str, Within] | None = None,
-) -> Iterator[Row]:
-    """Yield rows for every input and mode, the first provider being the peer."""
-    for x, inputs in cases.items():
+    for tokens in TOKENS['cpu']:
+        x = torch.randn(2, tokens, 256)
         for mode in MODES:
-            yield from interleaved(op, providers, x, inputs, mode, repetitions, within)
+            yield from interleaved('gated_layers', providers, f'N{tokens}', [x], mode, repetitions)
 
 
-def sampler_compiled(compiled: bool) -> Within:
-    """Return a context in which the CPU's sampler runs compiled, or as it is."""
-    return partial(environment, 'MMGATE_CPU_COMPILE', str(int(compiled)))
+def _glue(inputs: tuple[Tensor, ...], reference: Tensor) -> tuple[Tensor, ...]:
+    """What precedes another's sampler: gate, softmax and locations, each a pass over memory."""
+    value, shapes, start, offsets, logits, gate = inputs
+    return value, shapes, start, offset_locations(offsets, reference, shapes), attention_weights(logits, gate)
 
 
-@contextmanager
-def environment(variable: str, value: str) -> Iterator[None]:
-    """Set an environment variable, and set it back."""
-    before = os.environ.get(variable)
-    os.environ[variable] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[variable]
-        else:
-            os.environ[variable] = before
+def _mmcv(*inputs: Tensor, reference: Tensor) -> Tensor:
+    from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttnFunction
+
+    return MultiScaleDeformableAttnFunction.apply(*_glue(inputs, reference), 64)
 
 
-def interleaved(
-    op: str,
-    providers: Mapping[str, Callable[..., Tensor]],
-    x: str,
-    inputs: list[Tensor],
-    mode: str,
-    repetitions: int,
-    within: Mapping[str, Within] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
+def _mmcv_half(value: Tensor, *inputs: Tensor, reference: Tensor) -> Tensor:
+    return _mmcv(value.half(), *inputs, reference=reference).float()  # it takes locations and weights to half, too
+
+
+def _grid_sample(*inputs: Tensor, reference: Tensor) -> Tensor:
+    return grid_sample.sample(*_glue(inputs, reference))
+
+
+def _attend(*inputs: Tensor, reference: Tensor) -> Tensor:
+    return ms_deform_attn(*inputs, reference_points=reference, backend='triton')
+
+
+def _ungated(*inputs: Tensor, reference: Tensor) -> Tensor:
+    return _attend(*inputs[:-1], reference=reference)
+
+
+def _in_bfloat16(*inputs: Tensor, reference: Tensor) -> Tensor:
+    """All in bfloat16 that linear layers give under autocast: values, offsets, logits and gate."""
+    rounded = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
+    return _attend(*rounded, reference=reference).float()
+
+
+def benchmark_ms_deform_attn(
+    repetitions: int = 20,
+    *,
+    device: str = 'cuda',
+    levels: list[tuple[int, int]] = LEVELS,
+    queries: dict[str, tuple[int | None, int]] = QUERIES,
+    batch: int = 2,
+    **sizes: int,
 ) -> Iterator[Row]:
-    """Yield time and peak memory of every provider; their repetitions alternate, so that noise hits all alike.
+    """Measure the Triton kernel beside mmcv's operator (the peer, where there is one) and grid_sample.
 
-    What does not run is left out, and a warning says why.
-
-    Args:
-        op: Name of what is measured.
-        providers: By name; the first that runs is the peer.
-        x: Name of the input.
-        inputs: Arguments of a provider.
-        mode: One of :data:`MODES`, or ``'step'`` for what goes backward by itself.
-        repetitions: Measurements after one that warms up.
-        within: Makes a context in which a provider runs, forward and backward.
-        clock: What tells the seconds on a CPU.
-
-    Raises:
-        RuntimeError: None of them runs.
+    All start from offsets, logits and gate. Yields time, peak memory and the bytes kept for the backward pass.
     """
-    runs = dict(providers)
-    times: dict[str, list[float]] = {name: [] for name in providers}
-    memory: dict[str, list[float]] = {name: [] for name in providers}
-    for repetition in range(repetitions + 1):
-        for name, run in list(runs.items()):
-            try:
-                with (within or {}).get(name, nullcontext)():
-                    seconds, peak = measure(run, inputs, mode, clock)
-            except Exception as error:  # a kernel that does not compile, no memory, a package that is missing
-                if repetition:
-                    raise
-                reason = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
-                warnings.warn(f'{name} is left out, {mode}: {reason}', stacklevel=2)
-                del runs[name]
-                continue
-            if repetition:  # the first one warms up and compiles
-                times[name].append(seconds * 1e3)
-                memory[name].append(peak / 2**20)
-    if not runs:
-        raise RuntimeError(f'{op}: none of {", ".join(providers)} runs here on {x}, {mode}.')
-    peer = next(iter(runs))
-    for metric, unit, values in (('time', 'ms', times), ('peak memory', 'MiB', memory)):
-        for name in runs:
-            yield row_of(op, name, mode, metric, unit, x, values[name], values[peer], inputs[0].device)
+    runs: dict[str, Callable[..., Tensor]] = {'mmcv': _mmcv, 'mmcv, half': _mmcv_half, 'grid_sample': _grid_sample}
+    runs |= {'triton': _attend, 'triton, ungated': _ungated, 'triton, bfloat16': _in_bfloat16}
+    for x, (count, columns) in queries.items():
+        inputs, reference = sampler_inputs(levels, batch, count, columns, device, **sizes)
+        providers = {name: partial(run, reference=reference) for name, run in runs.items()}
+        yield from _measured('ms_deform_attn', providers, x, inputs, repetitions)
 
 
-def measure(
-    run: Callable[..., Tensor], inputs: list[Tensor], mode: str, clock: Callable[[], float] = time.perf_counter
-) -> tuple[float, float]:
-    """Return seconds and bytes of peak memory over idle of one call, on the device of the inputs; see interleaved."""
-    return _measure_cuda(run, inputs, mode) if inputs[0].is_cuda else _measure(run, inputs, mode, clock)
+def _flex(gml: GatingModulation) -> Callable[..., Tensor]:
+    """FlexAttention with the gate's map formed beforehand, which is what its score_mod can take."""
+    compiled: Any = None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, gate_q: Tensor, gate_k: Tensor) -> Tensor:
+        nonlocal compiled
+        if compiled is None:
+            from torch.nn.attention.flex_attention import flex_attention
+
+            torch.compiler.reset()  # beyond eight sizes it would not be compiled, and slow
+            compiled = torch.compile(flex_attention, dynamic=False)
+        gate = gml(gate_q @ gate_k.transpose(-1, -2) / gate_q.shape[-1] ** 0.5)[:, 0]  # (B, N, M)
+
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            return score * (1 + gate[b, i, j])
+
+        return compiled(q, k, v, score_mod=score_mod)
+
+    return run
 
 
-def _leaves(inputs: list[Tensor], mode: str) -> list[Tensor]:
-    return [x.clone().requires_grad_(mode == MODES[1]) if x.is_floating_point() else x for x in inputs]
+def benchmark_plug_attention(
+    repetitions: int = 20,
+    *,
+    device: str = 'cuda',
+    tokens: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> Iterator[Row]:
+    """Measure PLuG's backends beside the eager formulation (the peer), FlexAttention and ungated fused attention.
+
+    The eager formulation holds the N x N maps, FlexAttention that of the gate; on a CPU it has no backward pass. Heads
+    are 8 of 32 channels that share a gate, of an image in float32 on a CPU, of two in bfloat16 on a GPU.
+    """
+    on_cpu = torch.device(device).type == 'cpu'
+    batch, dtype = 1 if on_cpu else 2, dtype or (torch.float32 if on_cpu else torch.bfloat16)
+    gml = GatingModulation('product', activation='tanh', init='paper').to(device)
+
+    def run(backend: str) -> Callable[..., Tensor]:
+        return lambda q, k, v, gate_q, gate_k: plug_attention(q, k, v, gate_q, gate_k, gml, backend=backend)
+
+    for count in tokens or TOKENS['cpu' if on_cpu else 'cuda']:
+        providers = {'eager': run('torch')} if count <= EAGER_UP_TO else {}
+        providers |= {'chunked': run('chunked'), 'triton': run('triton'), 'FlexAttention and a map': _flex(gml)}
+        providers['ungated SDPA'] = lambda q, k, v, *_: torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        inputs = [torch.randn(batch, heads, count, 32, device=device, dtype=dtype) for heads in (8, 8, 8, 1, 1)]
+        yield from _measured('plug_attention', providers, f'N{count} {str(dtype)[6:]}', inputs, repetitions)
 
 
-def _call(run: Callable[..., Tensor], leaves: list[Tensor], mode: str) -> None:
-    with torch.set_grad_enabled(mode != 'forward'):
-        output = run(*leaves)
-    if mode == MODES[1]:
-        output.backward(torch.ones_like(output))
-
-
-def _measure_cuda(run: Callable[..., Tensor], inputs: list[Tensor], mode: str) -> tuple[float, float]:
-    leaves = _leaves(inputs, mode)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    idle = torch.cuda.memory_allocated()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if mode in MODES:  # what is timed is kernels, which the CPU queues meanwhile, and not how fast it does
-        torch.cuda._sleep(LEAD)
-    start.record()
-    _call(run, leaves, mode)
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3, torch.cuda.max_memory_allocated() - idle
-
-
-def saved_bytes(run: Callable[..., Tensor], inputs: list[Tensor]) -> int:
-    """Return the bytes that a forward pass keeps for the backward pass, inputs included, each storage once."""
-    storages: dict[int, int] = {}
-
-    def pack(x: Tensor) -> Tensor:
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        run(*_leaves(inputs, 'forward+backward'))
-    return sum(storages.values())
-
-
-def _measure(
-    run: Callable[..., Tensor], inputs: list[Tensor], mode: str, clock: Callable[[], float]
-) -> tuple[float, float]:
-    leaves = _leaves(inputs, mode)
-    ctypes.CDLL('libc.so.6').malloc_trim(0)  # what an earlier call freed must not hide what this one takes
-    Path('/proc/self/clear_refs').write_text('5')  # resets the high-water mark
-    idle = _status('VmRSS')
-    start = clock()
-    _call(run, leaves, mode)
-    seconds = clock() - start
-    return seconds, max(0, _status('VmHWM') - idle)
-
-
-def _status(key: str) -> int:
-    for line in Path('/proc/self/status').read_text().splitlines():
-        if line.startswith(key + ':'):
-            return int(line.split()[1]) * 1024
-    raise OSError(f'/proc/self/status has no {key}; memory is measured on Linux only.')
-
-
-def row_of(
-    op: str,
-    provider: str,
-    mode: str,
-    metric: str,
-    unit: str,
-    x: str,
-    values: list[float],
-    peer: list[float],
-    device: torch.device,
-) -> Row:
-    """Return a row of percentiles over ``values``."""
-    middle = statistics.median(values)
-    low, high = (torch.tensor(values).quantile(q).item() for q in (0.2, 0.8))
-    return Row(
-        op=op,
-        provider=provider,
-        mode=mode,
-        metric=metric,
-        unit=unit,
-        x=x,
-        y_50=round(middle, 3),
-        y_20=round(low, 3),
-        y_80=round(high, 3),
-        ratio_to_peer=round(statistics.median(p / max(y, 1e-9) for p, y in zip(peer, values, strict=True)), 3),
-        device=torch.cuda.get_device_name(device)
-        if device.type == 'cuda'
-        else f'{platform.machine()} CPU, {torch.get_num_threads()} threads',
-        version=f'torch {torch.__version__}',
-    )
-
-
-def throughput(row: Row, batch: int) -> Row:
-    """Return a row of time as one of images a second."""
-    low, middle, high = (round(1e3 * batch / y, 3) for y in (row.y_80, row.y_50, row.y_20))
-    ratio = round(1 / max(row.ratio_to_peer, 1e-3), 3)
-    row = replace(row, metric='throughput', unit='images/s', ratio_to_peer=ratio)
-    return replace(row, y_20=low, y_50=middle, y_80=high)
-
-
-def write_csv(rows: list[Row], path: str | Path) -> None:
-    """Write rows under the column names that every benchmark here shares."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, 'w', newline='') as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
+def _measured(op: str, providers: Providers, x: str, inputs: list[Tensor], repetitions: int) -> Iterator[Row]:
+    """Yield time and peak memory of what runs in a mode, and the bytes that are kept for the backward pass."""
+    names: dict[str, None] = {}
+    for mode in MODES:
+        names = {}
+        for row in interleaved(op, providers, x, inputs, mode, repetitions):
+            names[row.provider] = None
+            yield row
+    kept = {name: saved_bytes(providers[name], inputs) / 2**20 for name in names}
+    for name, megabytes in kept.items():
+        key = (op, name, MODES[1], 'saved', 'MiB', x)
+        yield row_of(key, [megabytes], [next(iter(kept.values()))], inputs[0].device)

@@ -5,24 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import HOOKS, MODELS, init_default_scope
-from mmengine.structures import InstanceData, PixelData
+from mmengine.structures import PixelData
 from torch import Tensor
 
 import mmgate
 from mmgate.analysis.report.flops import empty_sample
 from mmgate.train.config_file import mappings, read_config
 
-from .ops import Row, environment, interleaved, sampler_compiled, throughput
+from .measure import Row, environment, interleaved, throughput
 
 OBJECTS = 10  # annotated objects an image
 Step = Callable[[Tensor], Tensor]
@@ -72,7 +72,7 @@ def benchmark_training(
 
     Args:
         peer: Config that ours is compared with, a file or ``package::path``.
-        ours: Config measured once with each backend.
+        ours: Config measured once with each of the ``backends``.
         op: Operator of ours whose backend varies.
         backends: Their names.
         speedups: Of :data:`SPEEDUPS`, each measured alone, or ``'all'`` for all of them together.
@@ -81,62 +81,29 @@ def benchmark_training(
         repetitions: Steps a row is the median of, after one that warms up.
         device: Where to train.
         amp: Mixed precision in bfloat16.
-        processor_time: Count the seconds of all threads on the processor in the place of those on the clock, for a CPU
-            that does other things beside.
+        processor_time: Count the processor's seconds, of all threads, for a CPU that does other things beside.
         train: What of ours trains, see :func:`mmgate.train_only_gates`.
-
-    Yields:
-        Rows of time, peak memory (over weights and optimiser state) and images a second.
     """
     names = [Path(path.partition('::')[2] or path).stem for path in (peer, ours)]
     runs: dict[str, Step] = {names[0]: _step(peer, size, batch, device, amp)}
     step = _step(ours, size, batch, device, amp, train=train)
+    plain, compiled = (dict(MMGATE_CPU_COMPILE=flag) for flag in '01')  # of the CPU's sampler
+    variables = {names[0]: plain}
     for backend in backends:
-        runs[f'{names[1]}, {backend}'] = _with_backend(step, f'MMGATE_{op.upper()}', backend)
-    compiled: set[str] = set()
+        name = f'{names[1]}, {backend}'
+        runs[name], variables[name] = step, {**plain, f'MMGATE_{op.upper()}': backend}
     for speedup in speedups:
         name = f'{names[1]}, {speedup}'
         changes = list(SPEEDUPS) if speedup == 'all' else [speedup]
         runs[name] = _step(ours, size, batch, device, amp, changes, train)
-        compiled |= {name} if 'sampler' in changes else set()
-    x = f'{size[0]}x{size[1]}_b{batch}'
+        variables[name] = compiled if 'sampler' in changes else plain
+    within = {name: partial(environment, **values) for name, values in variables.items()}
+    x, start = f'{size[0]}x{size[1]}_b{batch}', [torch.zeros((), device=device)]
     clock = time.process_time if processor_time else time.perf_counter
-    start = [torch.zeros((), device=device)]
-    within = {name: sampler_compiled(name in compiled) for name in runs}
     for row in interleaved('training', runs, x, start, 'step', repetitions, within, clock):
         yield row
         if row.metric == 'time':
             yield throughput(row, batch)
-
-
-def profile_training(
-    path: str,
-    *,
-    speedups: Sequence[str] = (),
-    size: tuple[int, int] = (800, 1333),
-    batch: int = 2,
-    device: str = 'cuda',
-    amp: bool = False,
-    lines: int = 25,
-) -> str:
-    """Return torch's table of the operators of a config's training step, the longest first.
-
-    Args:
-        path: The config, a file or ``package::path``.
-        speedups: Of :data:`SPEEDUPS`, applied together.
-        size: Height and width of the images.
-        batch: Images a step.
-        device: Where to train.
-        amp: Mixed precision in bfloat16.
-        lines: Operators listed.
-    """
-    step, x = _step(path, size, batch, device, amp, speedups), torch.zeros((), device=device)
-    with sampler_compiled('sampler' in speedups)():
-        step(x)
-        with torch.profiler.profile() as profiler:
-            step(x)
-    key = 'self_cpu_time_total' if device == 'cpu' else 'self_cuda_time_total'
-    return profiler.key_averages().table(sort_by=key, row_limit=lines, max_name_column_width=50)
 
 
 def _step(
@@ -171,19 +138,7 @@ def _step(
             built.before_run(run)
             built.before_train(run)
 
-    def step(_: Tensor) -> Tensor:
-        losses = model.train_step(deepcopy(data), optimizer)
-        return losses['loss']
-
-    return step
-
-
-def _with_backend(step: Step, variable: str, backend: str) -> Step:
-    def run(x: Tensor) -> Tensor:
-        with environment(variable, backend):
-            return step(x)
-
-    return run
+    return lambda _: model.train_step(deepcopy(data), optimizer)['loss']
 
 
 def _drop_pretrained(model: Any) -> None:
@@ -200,35 +155,18 @@ def random_batch(cfg: Config, size: tuple[int, int], batch: int) -> dict[str, An
 
     A segmentor gets a map of classes in blocks of 32 pixels, a detector boxes with their masks.
     """
-    height, width = size
     keys = ('num_classes', 'num_things_classes')  # Mask2Former of mmdet has the latter
     classes = min(entry[key] for _, entry in mappings(cfg.model) for key in keys if entry.get(key) is not None)
-    generator = np.random.default_rng(0)
-    inputs = [torch.from_numpy(generator.integers(0, 256, (3, height, width), np.uint8)) for _ in range(batch)]
-    segments = cfg.get('default_scope') == 'mmseg'
-    samples = [empty_sample(segments, size) for _ in range(batch)]
+    if cfg.get('default_scope') != 'mmseg':
+        from mmdet.testing import demo_mm_inputs
+
+        options: dict[str, Any] = dict(num_items=[OBJECTS] * batch, num_classes=classes, with_mask=True)
+        return demo_mm_inputs(batch, (3, *size), **options)
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randint(256, (3, *size), generator=generator, dtype=torch.uint8) for _ in range(batch)]
+    samples = [empty_sample(True, size) for _ in range(batch)]
     for sample in samples:
-        if segments:
-            blocks = generator.integers(0, classes, (1, -(-height // 32), -(-width // 32)))
-            labels = torch.from_numpy(blocks.repeat(32, 1).repeat(32, 2)[:, :height, :width])
-            sample.gt_sem_seg = PixelData(data=labels)
-        else:
-            sample.gt_instances = _random_objects(generator, size, classes)
-            sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
+        blocks = torch.randint(classes, (1, -(-size[0] // 32), -(-size[1] // 32)), generator=generator)
+        labels = blocks.repeat_interleave(32, 1).repeat_interleave(32, 2)
+        sample.gt_sem_seg = PixelData(data=labels[:, : size[0], : size[1]])
     return dict(inputs=inputs, data_samples=samples)
-
-
-def _random_objects(generator: np.random.Generator, size: tuple[int, int], classes: int) -> InstanceData:
-    from mmdet.structures.mask import BitmapMasks
-
-    height, width = size
-    corners = np.sort(generator.random((OBJECTS, 2, 2)), 1) * (width, height)
-    boxes = np.concatenate([corners[:, 0], corners[:, 1] + 2], 1).clip(0, (width, height, width, height))
-    masks = np.zeros((OBJECTS, height, width), np.uint8)
-    for mask, (left, top, right, bottom) in zip(masks, boxes.astype(int), strict=True):
-        mask[top:bottom, left:right] = 1
-    return InstanceData(
-        bboxes=torch.from_numpy(boxes).float(),
-        labels=torch.from_numpy(generator.integers(0, classes, OBJECTS)),
-        masks=BitmapMasks(masks, height, width),
-    )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmgate.errors import ConfigError
 
-from .nms import class_offsets, nms
+from .operators import keep
 
 
 class Boxes(NamedTuple):
@@ -39,13 +39,11 @@ def candidates(
         cfg: The head's ``test_cfg``.
     """
     proposes = isinstance(head, RPNHead)
-    priors = head.prior_generator.grid_priors(
-        [level.shape[-2:] for level in scores], dtype=scores[0].dtype, device=scores[0].device
-    )
+    options = dict(dtype=scores[0].dtype, device=scores[0].device)
+    priors = head.prior_generator.grid_priors([level.shape[-2:] for level in scores], **options)
     found = []
     for number, (logits, delta, prior) in enumerate(zip(scores, deltas, priors, strict=True)):
-        channels = head.cls_out_channels
-        logits = logits.permute(0, 2, 3, 1).reshape(logits.shape[0], -1, channels)
+        logits = logits.permute(0, 2, 3, 1).reshape(logits.shape[0], -1, head.cls_out_channels)
         score = logits.sigmoid() if head.use_sigmoid_cls else logits.softmax(-1)[..., :-1]
         classes = score.shape[-1]
         score = score.flatten(1)
@@ -81,25 +79,22 @@ def cut(boxes: Tensor, sizes: Tensor) -> Tensor:
 
 
 def best(found: Boxes, cfg: Mapping[str, Any], count: int) -> Boxes:
-    """Return the ``count`` best boxes after non-maximum suppression, class by class unless ``cfg`` says otherwise.
-
-    Args:
-        found: What there is.
-        cfg: mmdet's ``nms``: type, iou_threshold, class_agnostic.
-        count: ``max_per_img``.
+    """Return the ``count`` best boxes after non-maximum suppression by ``cfg``, mmdet's ``nms``.
 
     Raises:
         ConfigError: Another kind of suppression, which ONNX has no operator for.
     """
-    unknown = set(cfg) - {'type', 'iou_threshold', 'class_agnostic', 'split_thr'}
-    if cfg.get('type', 'nms') != 'nms' or unknown:
+    known = {'type', 'iou_threshold', 'class_agnostic', 'split_thr'}
+    if cfg.get('type', 'nms') != 'nms' or set(cfg) - known:
         raise ConfigError(
             f"nms={dict(cfg)} cannot be exported: ONNX has the operator of dict(type='nms', iou_threshold=...) alone. "
             'Set that in test_cfg by --cfg-options.'
         )
     boxes, scores, labels = found
-    apart = boxes if cfg.get('class_agnostic') else class_offsets(boxes, labels)
-    index, scores = nms(apart, scores, cfg['iou_threshold'], count)
+    places = labels.to(boxes.dtype) * (boxes.flatten(1).amax(1, keepdim=True) + 1)
+    apart = boxes if cfg.get('class_agnostic') else boxes + places[..., None]  # as mmcv's batched_nms
+    kept = torch.where(keep(apart, scores, cfg['iou_threshold']), scores, -1.0)
+    scores, index = F.pad(kept, (0, count), value=-1.0).topk(count)
     index = index.clamp(max=boxes.shape[1] - 1)  # where there are fewer boxes than places
     empty = scores <= 0
     boxes = boxes.gather(1, index[..., None].expand(-1, -1, 4)).masked_fill(empty[..., None], 0.0)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from mmengine.structures import InstanceData
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmgate.errors import ConfigError
 
@@ -18,9 +18,9 @@ from .network import Network
 
 MARGIN = 1e-3  # of scores: what lies closer to the threshold may be found by one alone
 TIE = 1e-5  # of the largest logit: classes that are as close are told apart by rounding alone
-# How far results may be apart: corners in pixels of the original image, scores, the share of the pixels of a class, an
-# instance or a mask that are another's.
-TOLERATED = dict(pixels=0.1, score=1e-3, share=1e-3)
+# How far results may be apart: corners of boxes in pixels of the original image, scores, the share of the pixels of a
+# class, an instance or a mask that are another's.
+TOLERATED = {'corners': 0.1, 'scores': 1e-3, 'shares of pixels': 1e-3}
 LEAST_AREA = 1000  # pixels that a share is of at least, so that one at the edge of a small object is no difference
 
 
@@ -29,82 +29,63 @@ class Differences:
     """The largest differences over all images, and how much was compared.
 
     Attributes:
+        what: What was compared, in words.
         images: Batches and images in them are counted as images.
         detections: Detections of PyTorch's that were looked for.
         missing: Detections that one of the two found alone.
-        pixels: Of corners of boxes; infinite where a number is none.
-        score: Of detections.
-        share: Of pixels that are another's.
-        what: What was compared, in words.
+        largest: By the names of :data:`TOLERATED`; infinite where a number is none.
     """
 
+    what: str = ''
     images: int = 0
     detections: int = 0
     missing: list[str] = field(default_factory=list)
-    pixels: float = 0.0
-    score: float = 0.0
-    share: float = 0.0
-    what: str = ''
+    largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOLERATED, 0.0))
 
     def tolerated(self) -> bool:
         """Return whether all of it can be tolerated."""
-        return not self.missing and all(getattr(self, name) <= most for name, most in TOLERATED.items())
+        return not self.missing and all(self.largest[name] <= most for name, most in TOLERATED.items())
 
     def note(self, name: str, difference: float) -> None:
         """Keep a difference if it is the largest of its kind."""
-        setattr(self, name, max(getattr(self, name), difference if math.isfinite(difference) else math.inf))
+        self.largest[name] = max(self.largest[name], difference if math.isfinite(difference) else math.inf)
 
     def __str__(self) -> str:
-        parts = [self.what or f'{self.images} images']
-        if self.detections:
-            parts += [f'{self.detections} detections', f'boxes to {self.pixels:.2g} px', f'scores to {self.score:.2g}']
-        parts.append(f'{self.share:.2g} of the pixels differ')
-        return ', '.join(parts + self.missing[:3])
+        parts = [self.what, f'{self.detections} detections'] if self.detections else [self.what]
+        parts += [f'{name} to {largest:.2g}' for name, largest in self.largest.items()]
+        return ', '.join([*parts, *self.missing[:3]])
 
 
-def check_finds_something(model: nn.Module, batches: Iterable[dict[str, Any]], threshold: float) -> None:
-    """Refuse images in which PyTorch finds nothing: any file would be as PyTorch there.
-
-    Args:
-        model: The model.
-        batches: Of a data loader, of real images.
-        threshold: Detections whose score is below it do not count.
+def check_finds_something(model: Any, batches: Iterable[dict[str, Any]], threshold: float) -> None:
+    """Refuse images in which PyTorch finds nothing above a score: any file would be as PyTorch there.
 
     Raises:
         ConfigError: There is no detection, and no map of more than one class.
     """
-    images = 0
     with torch.no_grad():
-        for batch in batches:
-            for result in model.test_step(deepcopy(batch)):  # type: ignore[operator]
-                images += 1
-                found = 'pred_instances' in result and bool((result.pred_instances.scores > threshold).any())
-                if found or any(len(layer.unique()) > 1 for layer in _maps(result)):
-                    return
+        for result in (result for batch in batches for result in model.test_step(deepcopy(batch))):
+            found = 'pred_instances' in result and bool((result.pred_instances.scores > threshold).any())
+            if found or any(len(layer.unique()) > 1 for layer in _maps(result)):
+                return
     raise ConfigError(
-        f'PyTorch finds no detection with a score above {threshold} and no map of two classes in these {images} '
-        'images, so they show nothing. Give images with objects by --images or --split, a trained checkpoint, or a '
-        'lower --score-thr.'
+        f'PyTorch finds no detection with a score above {threshold} and no map of two classes in these images, so they '
+        'show nothing. Give images with objects by --images or --split, a trained checkpoint, or a lower --score-thr.'
     )
 
 
 def compare(
-    model: nn.Module, network: Network, run: Any, batches: Iterable[dict[str, Any]], *, threshold: float = 0.05
+    model: Any, network: Network, run: Any, batches: Iterable[dict[str, Any]], *, threshold: float = 0.05
 ) -> Differences:
     """Test batches by a model and by what was exported from it, through the host's own ``test_step``.
 
-    Args:
-        model: The model in PyTorch, untouched.
-        network: What was exported; its host answers by ``run`` from here on.
-        run: A function of the network's inputs that returns its outputs.
-        batches: Of a data loader, of real images.
-        threshold: Detections whose score is below it are not looked for.
+    From here on the host of ``network`` answers by ``run``, a function of the network's inputs that returns its
+    outputs. Detections whose score is below ``threshold`` are not looked for.
     """
     network.serve(run)
     found = Differences()
     with torch.no_grad():
         for batch in batches:
-            expected = model.test_step(deepcopy(batch))  # type: ignore[operator]
+            expected = model.test_step(deepcopy(batch))
             actual = network.host.test_step(deepcopy(batch))
             for one, other in zip(expected, actual, strict=True):
                 found.images += 1
@@ -132,7 +113,7 @@ def _compare(expected: Any, actual: Any, found: Differences, threshold: float) -
     for one, other in zip(_maps(expected), _maps(actual), strict=True):
         other = _ties_settled(expected, other)
         for label in torch.cat([one.unique(), other.unique()]).unique():
-            found.note('share', _apart(one == label, other == label))
+            found.note('shares of pixels', _apart(one == label, other == label))
     if 'pred_instances' in expected:
         one, other = expected.pred_instances, actual.pred_instances
         found.detections += int((one.scores > threshold).sum())
@@ -141,7 +122,6 @@ def _compare(expected: Any, actual: Any, found: Differences, threshold: float) -
 
 
 def _apart(one: Tensor, other: Tensor) -> float:
-    """Return the share of the pixels of two masks that only one has."""
     return int((one ^ other).sum()) / max(int((one | other).sum()), LEAST_AREA)
 
 
@@ -154,20 +134,11 @@ def _match(these: InstanceData, those: InstanceData, found: Differences, thresho
         if not len(same):
             found.missing.append(f'class {label} is found by {whose} alone')
             continue
-        gaps = _gaps(these, number, those, same)
-        nearest = same[gaps.argmin()]
-        left[nearest] = False
-        found.note('pixels', gaps.min().item())
-        found.note('score', abs(float(these.scores[number] - those.scores[nearest])))
+        gaps = (these.bboxes[number] - those.bboxes[same]).abs().amax(-1)
+        scores = (these.scores[number] - those.scores[same]).abs()
+        nearest = (gaps + 1e-6 * scores).argmin()  # equal boxes of several queries are told apart by their scores
+        left[same[nearest]] = False
+        found.note('corners', gaps[nearest].item())
+        found.note('scores', scores[nearest].item())
         if 'masks' in these:
-            found.note('share', _apart(these.masks[number], those.masks[nearest]))
-
-
-def _gaps(these: InstanceData, number: int, those: InstanceData, same: Tensor) -> Tensor:
-    """Return the largest distance of corners between one detection and each of ``same``; of scores where no boxes are.
-
-    Mask2Former's boxes are not predicted, but those around its masks, and empty masks have none.
-    """
-    gaps = (these.bboxes[number] - those.bboxes[same]).abs().amax(-1)
-    scores = (these.scores[number] - those.scores[same]).abs()
-    return gaps + 1e-6 * scores  # equal boxes of several queries are told apart by their scores
+            found.note('shares of pixels', _apart(these.masks[number], those.masks[same[nearest]]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,24 +10,17 @@ import torch
 import torch.nn.functional as F
 from mmcv.ops import RoIAlign
 from mmdet.models.dense_heads import AnchorHead
-from mmdet.models.detectors import (
-    DINO,
-    DeformableDETR,
-    Mask2Former,
-    MaskFormer,
-    SingleStageDetector,
-    TwoStageDetector,
-)
+from mmdet.models.detectors import DINO, DeformableDETR, Mask2Former, SingleStageDetector, TwoStageDetector
 from mmdet.models.roi_heads import StandardRoIHead
 from mmdet.models.roi_heads.mask_heads import FCNMaskHead
 from mmdet.models.roi_heads.roi_extractors import SingleRoIExtractor
 from mmdet.structures.bbox import bbox_cxcywh_to_xyxy
-from mmengine.structures import BaseDataElement, InstanceData
+from mmengine.structures import InstanceData
 from torch import Tensor, nn
 
 from .boxes import Boxes, best, candidates, cut, decode
 from .network import Network, refuse
-from .roi_align import Align, pyramid_roi_align
+from .operators import roi_align
 
 
 class BoxNetwork(Network):
@@ -39,14 +32,8 @@ class BoxNetwork(Network):
 
     def results(self, outputs: Sequence[Tensor], samples: Any, rescale: bool) -> list[InstanceData]:
         """Return the boxes of each image, and masks in the size of the original if there are."""
-        return [
-            self._result(tuple(output[number] for output in outputs), sample.metainfo, rescale)
-            for number, sample in enumerate(samples)
-        ]
-
-    def settings(self) -> dict[str, Any]:
-        """Return the head's."""
-        return self.host.bbox_head.test_cfg
+        images = zip(*outputs, strict=True)
+        return [self._result(parts, sample.metainfo, rescale) for parts, sample in zip(images, samples, strict=True)]
 
     def _result(self, outputs: tuple[Tensor, ...], meta: dict[str, Any], rescale: bool) -> InstanceData:
         boxes, scores, labels = (output[outputs[1] > 0] for output in outputs[:3])
@@ -58,23 +45,12 @@ class BoxNetwork(Network):
 class QueryNetwork(BoxNetwork):
     """Deformable DETR and DINO; padding is masked as mmdet masks it."""
 
-    def __init__(self, host: nn.Module) -> None:
-        super().__init__(host)
-        if type(host) not in (DeformableDETR, DINO):
-            raise refuse(host, 'of the query-based detectors Deformable DETR and DINO can be')
-
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return boxes, scores and labels of images ``(B, 3, H, W)`` of ``sizes`` ``(B, 2)`` within the padding."""
         logits, boxes = self._queries(images, sizes)
         head = self.host.bbox_head
-        count = head.test_cfg.get('max_per_img', boxes.shape[1])
-        if head.loss_cls.use_sigmoid:
-            scores, index = logits.sigmoid().flatten(1).topk(count)
-            labels, place = index % head.num_classes, index // head.num_classes
-        else:
-            scores, labels = logits.softmax(-1)[..., :-1].max(-1)
-            scores, place = scores.topk(count)
-            labels = labels.gather(1, place)
+        scores, index = logits.sigmoid().flatten(1).topk(head.test_cfg.get('max_per_img', boxes.shape[1]))
+        labels, place = index % head.num_classes, index // head.num_classes
         boxes = bbox_cxcywh_to_xyxy(boxes.gather(1, place[..., None].expand(-1, -1, 4)))
         return cut(boxes * sizes.flip(-1).repeat(1, 2)[:, None].to(boxes.dtype), sizes), scores, labels
 
@@ -87,10 +63,8 @@ class QueryNetwork(BoxNetwork):
         to_encoder, to_decoder = host.pre_transformer(features, [whole] * 2)
         rows, columns = (torch.arange(n, device=images.device) for n in size)
         padding = (rows[:, None] >= sizes[:, :1, None]) | (columns >= sizes[:, 1:, None])  # (B, H, W)
-        masks = [
-            F.interpolate(padding[:, None].to(images.dtype), size=feature.shape[-2:])[:, 0] > 0.5
-            for feature in features
-        ]
+        padding = padding[:, None].to(images.dtype)
+        masks = [F.interpolate(padding, size=feature.shape[-2:])[:, 0] > 0.5 for feature in features]
         positions = [
             (host.positional_encoding(mask).flatten(2) + level[:, None]).transpose(1, 2)
             for mask, level in zip(masks, host.level_embed, strict=True)
@@ -117,26 +91,15 @@ class QueryNetwork(BoxNetwork):
 class AnchorNetwork(BoxNetwork):
     """RetinaNet, and whatever else has the plain head over anchors."""
 
-    def __init__(self, host: nn.Module) -> None:
-        super().__init__(host)
-        head = type(host.bbox_head)
-        own = [name for name in PREDICTIONS if getattr(head, name) is not getattr(AnchorHead, name, None)]
-        if not isinstance(host.bbox_head, AnchorHead) or own:
-            raise refuse(host, f'its {head.__name__} is no plain head over anchors')
-        if host.bbox_head.test_cfg.get('min_bbox_size', -1) > 0:
-            raise refuse(host, 'min_bbox_size is of the original image, whose size a graph does not know')
-
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
         """Return boxes, scores and labels of images ``(B, 3, H, W)`` of ``sizes`` ``(B, 2)`` within the padding."""
         head = self.host.bbox_head
-        maps = head(self.host.extract_feat(images))
-        if len(maps) != 2:
-            raise refuse(self.host, f'{type(head).__name__} weights its scores by a further map')
-        found = candidates(head, maps[0], maps[1], sizes, head.test_cfg)
-        return tuple(best(found, head.test_cfg.nms, head.test_cfg.max_per_img))  # a file knows no class of ours
-
-
-PREDICTIONS = ('predict_by_feat', '_predict_by_feat_single', '_bbox_post_process')  # how a head makes boxes of its maps
+        scores, deltas, *more = head(self.host.extract_feat(images))
+        cfg = head.test_cfg
+        if more or cfg.get('min_bbox_size', -1) > 0:  # of the original image, whose size a graph does not know
+            raise refuse(self.host, f'its {type(head).__name__} weights scores by another map, or has a min_bbox_size')
+        found = candidates(head, scores, deltas, sizes, cfg)
+        return tuple(best(found, cfg.nms, cfg.max_per_img))  # a file knows no class of ours
 
 
 class RoINetwork(BoxNetwork):
@@ -148,24 +111,8 @@ class RoINetwork(BoxNetwork):
 
     def __init__(self, host: nn.Module) -> None:
         super().__init__(host)
-        roi_head = host.roi_head
-        if type(roi_head) is not StandardRoIHead or roi_head.with_shared_head:
-            raise refuse(host, f'of the RoI heads StandardRoIHead can be, not {type(roi_head).__name__}')
-        for extractor in [roi_head.bbox_roi_extractor] + [roi_head.mask_roi_extractor] * roi_head.with_mask:
-            if type(extractor) is not SingleRoIExtractor or not all(map(_averages, extractor.roi_layers)):
-                raise refuse(host, 'of the RoI extractors SingleRoIExtractor with RoIAlign by the mean can be')
-        if roi_head.with_mask:
-            if not isinstance(roi_head.mask_head, FCNMaskHead):
-                raise refuse(host, f'its {type(roi_head.mask_head).__name__} is no FCNMaskHead')
+        if self.host.roi_head.with_mask:
             self.outputs = (*Network.outputs, 'masks')  # type: ignore[misc]
-
-    def classes(self) -> int:
-        """Return the number of classes."""
-        return self.host.roi_head.bbox_head.num_classes
-
-    def settings(self) -> dict[str, Any]:
-        """Return the proposals' and the RoIs'."""
-        return dict(rpn=self.host.rpn_head.test_cfg, rcnn=self.host.roi_head.test_cfg)
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
         """Return boxes, scores and labels, and masks, of images ``(B, 3, H, W)`` of ``sizes`` ``(B, 2)``."""
@@ -173,11 +120,9 @@ class RoINetwork(BoxNetwork):
         features = host.extract_feat(images)
         cfg = host.rpn_head.test_cfg
         scores, deltas = host.rpn_head(features)
-        found = candidates(host.rpn_head, scores, deltas, sizes, cfg)
-        proposals = best(found, cfg.nms, cfg.max_per_img)
-        found = self._classified(features, proposals, sizes)
+        proposals = best(candidates(host.rpn_head, scores, deltas, sizes, cfg), cfg.nms, cfg.max_per_img)
         cfg = roi_head.test_cfg
-        boxes, scores, labels = best(found, cfg.nms, cfg.max_per_img)
+        boxes, scores, labels = best(self._classified(features, proposals, sizes), cfg.nms, cfg.max_per_img)
         if not roi_head.with_mask:
             return boxes, scores, labels
         masks = roi_head.mask_head(self._align(roi_head.mask_roi_extractor, features, boxes)).sigmoid()
@@ -203,19 +148,23 @@ class RoINetwork(BoxNetwork):
         return Boxes(boxes.flatten(1, 2), torch.where(counts, scores, -1.0).flatten(1), labels.flatten(1))
 
     def _align(self, extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor) -> Tensor:
-        """Return the features ``(B * N, C, h, w)`` of boxes ``(B, N, 4)``."""
-        maps, layer = features[: extractor.num_inputs], extractor.roi_layers[0]
-        batch, count = boxes.shape[:2]
-        image = torch.arange(batch, device=boxes.device, dtype=boxes.dtype)[:, None, None].expand(-1, count, -1)
-        rois = torch.cat([image, boxes], -1).flatten(0, 1)
+        """Return the features ``(B * N, C, h, w)`` of boxes ``(B, N, 4)``, each from the level that is its own."""
+        maps = features[: extractor.num_inputs]
+        image = torch.arange(boxes.shape[0], device=boxes.device, dtype=boxes.dtype)[:, None, None]
+        rois = torch.cat([image.expand(-1, boxes.shape[1], -1), boxes], -1).flatten(0, 1)  # (B * N, 5)
         levels = extractor.map_roi_levels(rois, len(maps))
-        height, width = layer.output_size
-        options = Align(height, width, layer.sampling_ratio, layer.aligned)
-        return pyramid_roi_align(maps, rois, levels, [each.spatial_scale for each in extractor.roi_layers], options)
+        found = []
+        for level, (map_, layer) in enumerate(zip(maps, extractor.roi_layers, strict=True)):
+            here = (levels == level).to(rois.dtype)[:, None]
+            # a RoI of no size has no points: its features cost nothing
+            within = torch.cat([rois[:, :1], rois[:, 1:] * here], 1)
+            options = (*layer.output_size, layer.spatial_scale, layer.sampling_ratio, layer.aligned)
+            found.append(roi_align(map_, within, *options) * here[..., None, None])
+        return torch.stack(found).sum(0)
 
     def _result(self, outputs: tuple[Tensor, ...], meta: dict[str, Any], rescale: bool) -> InstanceData:
-        result = super()._result(outputs, meta, rescale=False)
         head = self.host.roi_head
+        result = super()._result(outputs, meta, rescale and not head.with_mask)
         if head.with_mask:
             masks = outputs[3][outputs[1] > 0][:, None]
             if not head.mask_head.class_agnostic:  # mmdet picks the label's
@@ -223,8 +172,6 @@ class RoINetwork(BoxNetwork):
             (result,) = head.mask_head.predict_by_feat(
                 [masks], [result], [meta], rcnn_test_cfg=head.test_cfg, rescale=rescale, activate_map=True
             )  # it rescales the boxes, too
-        elif rescale:
-            result.bboxes /= result.bboxes.new_tensor(meta['scale_factor']).repeat(2)
         return result
 
 
@@ -237,44 +184,44 @@ class MaskNetwork(Network):
     inputs = ('images',)
     outputs = ('classes', 'masks')
 
-    def __init__(self, host: nn.Module) -> None:
-        super().__init__(host)
-        if not isinstance(host, Mask2Former):
-            raise refuse(host, 'of the mask formers Mask2Former can be')
-
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return classes and masks of images ``(B, 3, H, W)``."""
         sample = SimpleNamespace(metainfo=dict(batch_input_shape=images.shape[-2:]))
         return self.host.panoptic_head.predict(self.host.extract_feat(images), [sample])
-
-    def feeds(self, images: Tensor, samples: Sequence[BaseDataElement]) -> tuple[Tensor, ...]:
-        """Return the images; the host masks no padding."""
-        return (images,)
-
-    def classes(self) -> int:
-        """Return the number of classes, things and stuff."""
-        return self.host.panoptic_head.num_classes
 
     def results(self, outputs: Sequence[Tensor], samples: Any, rescale: bool) -> Any:
         """Return the fusion head's results."""
         return self.host.panoptic_fusion_head.predict(*outputs, samples, rescale=rescale)
 
 
-def _averages(layer: nn.Module) -> bool:
-    return type(layer) is RoIAlign and layer.pool_mode == 'avg'
+def _plain_anchors(host: Any) -> bool:
+    head = getattr(host, 'bbox_head', None)
+    names = ('predict_by_feat', '_predict_by_feat_single', '_bbox_post_process')  # which make boxes of a head's maps
+    return isinstance(head, AnchorHead) and all(getattr(type(head), x) is getattr(AnchorHead, x) for x in names)
+
+
+def _plain_rois(host: Any) -> bool:
+    head = host.roi_head
+    if type(head) is not StandardRoIHead or head.with_shared_head:
+        return False
+    extractors = [head.bbox_roi_extractor] + [head.mask_roi_extractor] * head.with_mask
+    layers = [layer for extractor in extractors for layer in extractor.roi_layers]
+    return (
+        all(type(extractor) is SingleRoIExtractor for extractor in extractors)
+        and all(type(layer) is RoIAlign and layer.pool_mode == 'avg' for layer in layers)
+        and (not head.with_mask or isinstance(head.mask_head, FCNMaskHead))
+    )
+
+
+# kinds of hosts, their network, and which of them it can be
+NETWORKS: tuple[tuple[type, type[Network], Callable[[Any], bool]], ...] = (
+    (DeformableDETR, QueryNetwork, lambda host: type(host) in (DeformableDETR, DINO)),
+    (Mask2Former, MaskNetwork, lambda host: True),
+    (TwoStageDetector, RoINetwork, _plain_rois),
+    (SingleStageDetector, AnchorNetwork, _plain_anchors),
+)
 
 
 def detector(host: nn.Module) -> Network | None:
-    """Return the network of a detector, None for what is none.
-
-    Raises:
-        ConfigError: A detector that cannot be exported.
-    """
-    networks: dict[type[nn.Module], type[Network]] = {
-        DeformableDETR: QueryNetwork,
-        MaskFormer: MaskNetwork,
-        TwoStageDetector: RoINetwork,
-        SingleStageDetector: AnchorNetwork,
-    }
-    found = [network for kind, network in networks.items() if isinstance(host, kind)]
-    return found[0](host) if found else None
+    """Return the network of a detector, None for what can have none."""
+    return next((network(host) for kind, network, known in NETWORKS if isinstance(host, kind) and known(host)), None)

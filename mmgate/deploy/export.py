@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import json
 import math
 import os
 import tempfile
@@ -11,22 +11,23 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import torch
 from mmengine.logging import print_log
-from torch import nn
+from torch import Tensor, nn
 
 from mmgate._environment import why_not
-from mmgate.analysis.loading import check_folder
 from mmgate.errors import ConfigError
 
-from .capture import MAX_BATCH, Captured, capture, check_torch
+from .capture import MAX_BATCH, capture
 from .compare import Differences, check_finds_something, compare
 from .network import Network
-from .networks import network
-from .runtime import Exported, write_package, write_program
+from .networks import described, network
+from .runtime import NOTES_FILE, Exported
 
-PACKAGE = 'aot-inductor'
-SUFFIXES = {'onnx': '.onnx', 'torch-export': '.pt2', PACKAGE: '.pt2'}
+SUFFIXES = {'onnx': '.onnx', 'torch-export': '.pt2'}
 NEEDED = ('onnx', 'onnxscript', 'onnxruntime')
+OLDEST = (2, 9)  # torch whose export is up to whole detectors
+DIVISOR = 32  # of sides, where a backbone wants one
 
 
 def check_format(format: str, msda: str = 'gather') -> None:
@@ -35,23 +36,16 @@ def check_format(format: str, msda: str = 'gather') -> None:
     Raises:
         ConfigError: torch is too old, a package is missing, or the format has no plug-ins.
     """
-    check_torch()
+    if tuple(int(part) for part in torch.__version__.split('.')[:2]) < OLDEST:
+        raise ConfigError(
+            f'exporting needs torch {OLDEST[0]}.{OLDEST[1]} or newer, this is {torch.__version__}: export from an '
+            'environment of the maintained forks, which loads the same configs and checkpoints.'
+        )
     missing = [name for name in NEEDED if why_not(name)] if format == 'onnx' else []
     if missing:
         raise ConfigError(f'--format onnx needs {", ".join(missing)}: pip install "mmgate[deploy]".')
     if msda == 'plugin' and format != 'onnx':
         raise ConfigError(f'--msda plugin is a node of TensorRT, for --format onnx alone, not {format}.')
-
-
-def check_writable(path: Path) -> None:
-    """Make the folder of a file, and refuse a path that none can be written to.
-
-    Raises:
-        ConfigError: With the reason.
-    """
-    check_folder(path.parent)
-    if path.is_dir():
-        raise ConfigError(f'{path} is a folder. Give another --out.')
 
 
 def export(
@@ -71,7 +65,7 @@ def export(
         batches: Of a data loader, one real image each. Their values are what is compared; the size of the largest is
             the graph's where the model takes no others.
         path: File to write; folders are made.
-        format: ``'onnx'``, ``'torch-export'`` or ``'aot-inductor'``.
+        format: ``'onnx'`` or ``'torch-export'``.
         msda: One of :data:`mmgate.deploy.sampling.SAMPLERS`. What holds TensorRT's plug-in, which TensorRT alone can
             run, is compared as a graph that differs in these nodes alone.
         fixed_size: Whether not to try for images of any size.
@@ -84,71 +78,65 @@ def export(
         ConfigError: The model cannot be exported, the images show nothing, or the file differs.
     """
     check_format(format, msda)
-    check_writable(path)
-    check_finds_something(model, batches, threshold)
-    options: dict[str, Any] = dict(format=format, msda=msda, fixed_size=fixed_size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    net = network(model)
+    largest = max(batches, key=lambda batch: math.prod(batch['inputs'][0].shape))
+    inputs, problem = net.preprocess(largest), None
+    tried = (1, DIVISOR, 0) if not any(side % DIVISOR for side in inputs[0].shape[-2:]) else (1, 0)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix='.export-') as folder:
+        check_finds_something(model, batches, threshold)
         new = Path(folder) / path.name
-        while True:
-            captured = write(model, batches, new, **options)
-            print_log(f'{path.name} takes {captured.takes}, up to {MAX_BATCH} at a time', logger='current')
+        compared = new.with_name(f'compared-{path.name}')
+        for divisor in (0,) if fixed_size else tried:
             try:
-                found = _compared(model, batches, new, options, threshold)
-                break
-            except Exception as error:  # whatever a runtime stumbles over
-                if not captured.divisor:
-                    raise
-                print_log(f'the graph of any size does not hold, one size is written: {error}', logger='current')
-                options['fixed_size'] = True
-        os.replace(new, path)
-    return found
+                takes = write(net, inputs, new, format=format, msda=msda, divisor=divisor)
+                if msda == 'plugin':
+                    write(net, inputs, compared, format=format, msda='gather', divisor=divisor)
+                found = _compared(model, batches, compared if msda == 'plugin' else new, threshold)
+            except Exception as error:  # whatever exporters and runtimes stumble over
+                problem, said = error, f'{type(error).__name__}: {error}'.split('\n')[0]
+                sides = {0: 'one size', 1: 'any size'}.get(divisor, f'sides that {divisor} divides')
+                print_log(f'not to be written for images of {sides}: {said}', logger='current')
+                continue
+            print_log(f'{path.name} takes {takes}, up to {MAX_BATCH} at a time', logger='current')
+            os.replace(new, path)
+            return found
+    raise ConfigError(f'{type(model).__name__} cannot be exported: {said}') from problem
 
 
-def _compared(
-    model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, options: dict[str, Any], threshold: float
-) -> Differences:
-    runs = path
-    if options['msda'] == 'plugin':
-        runs = path.with_name(f'gather-{path.name}')
-        write(model, batches, runs, **{**options, 'msda': 'gather'})
-    run, net = Exported(runs, trusted=True), network(model)
+def _compared(model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, threshold: float) -> Differences:
+    run, net = Exported(path, trusted=True), network(model)
     taken, what = _taken(net, batches, run)
     found = compare(model, net, run, taken, threshold=threshold)
-    found.what = what if runs == path else f"{what}, by rows gathered in the place of the plug-in's nodes"
+    found.what = what
     if not found.tolerated():
         raise ConfigError(f'the exported model differs from PyTorch and is not kept: {found}.')
     return found
 
 
-def write(
-    model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, *, format: str, msda: str, fixed_size: bool
-) -> Captured:
-    """Write a model to ``path`` and return what was written; arguments as :func:`export`."""
-    net = network(model)
-    largest = max(batches, key=lambda batch: math.prod(batch['inputs'][0].shape))
-    graph = 'torch-export' if format == PACKAGE else format
-    captured = capture(net, net.preprocess(largest), format=graph, msda=msda, fixed_size=fixed_size)
-    notes: dict[str, Any] = dict(inputs=net.inputs, outputs=net.outputs, msda=msda, **net.holds())
-    notes.update(divisor=captured.divisor, least=captured.least, size=captured.size, takes=captured.takes)
+def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, msda: str, divisor: int) -> str:
+    """Write a network to ``path`` and return which images it takes; arguments as :func:`.capture.capture`."""
+    program, taken = capture(net, inputs, divisor, msda)
+    notes = dict(model=described(net.host), inputs=net.inputs, outputs=net.outputs, msda=msda, **taken)
     if format == 'onnx':
         from .onnx_file import write_onnx
 
-        write_onnx(captured.program, net, path, notes)
+        write_onnx(program, net, path, notes)
     else:
-        (write_package if format == PACKAGE else write_program)(captured.program, path, notes)
-    return captured
+        torch.export.save(program, path, extra_files={NOTES_FILE: json.dumps(notes)})
+    return taken['takes']
 
 
 def _part(batch: dict[str, Any], divisor: int, least: int) -> dict[str, Any]:
     """Return a batch with about three quarters of its image each way, and another shape."""
     part = deepcopy(batch)
-    for number, (image, sample) in enumerate(zip(part['inputs'], part['data_samples'], strict=True)):
-        height, width = (
-            max(int(side * share) // divisor * divisor, least)
-            for side, share in zip(image.shape[1:], (0.75, 0.8), strict=True)
-        )
-        part['inputs'][number] = image[:, :height, :width]
-        sample.set_metainfo(dict(img_shape=(height, width), ori_shape=(height, width), scale_factor=(1.0, 1.0)))
+    (image,), (sample,) = part['inputs'], part['data_samples']
+    height, width = (
+        max(int(side * share) // divisor * divisor, least)
+        for side, share in zip(image.shape[1:], (0.75, 0.8), strict=True)
+    )
+    part['inputs'] = [image[:, :height, :width]]
+    sample.set_metainfo(dict(img_shape=(height, width), ori_shape=(height, width), scale_factor=(1.0, 1.0)))
     return part
 
 
@@ -159,13 +147,6 @@ def _taken(net: Network, batches: Sequence[dict[str, Any]], run: Exported) -> tu
     """
     taken = [(size, batch) for batch in batches if run.takes(*(size := net.preprocess(batch)[0].shape[-2:]))]
     listed, words = [batch for _, batch in taken], [f'{len(taken)} of {len(batches)} images']
-    if len(taken) < len(batches):
-        print_log(
-            f'{len(batches) - len(taken)} of {len(batches)} images are of sizes that the file does not take: '
-            f'it takes {run.notes["takes"]}',
-            logger='current',
-            level=logging.WARNING,
-        )
     if run.notes['divisor']:
         listed.append(_part(taken[0][1], run.notes['divisor'], run.notes['least']))
         words.append('part of one')

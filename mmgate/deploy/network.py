@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar
@@ -33,48 +32,19 @@ class Network(nn.Module):
         self.host: Any = host
 
     def feeds(self, images: Tensor, samples: Sequence[BaseDataElement]) -> tuple[Tensor, ...]:
-        """Return the inputs of a batch.
+        """Return the :attr:`inputs` of a batch.
 
         Args:
             images: ``(B, 3, H, W)``, normalised and padded by the host's data preprocessor.
             samples: The host's data samples, whose ``img_shape`` is the image's size without the padding.
         """
         shapes = [sample.metainfo['img_shape'][:2] for sample in samples]
-        return images, torch.tensor(shapes, dtype=torch.int64, device=images.device)
+        return (images, torch.tensor(shapes, dtype=torch.int64, device=images.device))[: len(self.inputs)]
 
     def preprocess(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return the inputs of a batch of a data loader: images, or a :meth:`window` of them."""
+        """Return the inputs of a batch of a data loader."""
         data = self.host.data_preprocessor(deepcopy(batch), False)
-        images, *more = self.feeds(data['inputs'], data['data_samples'])
-        height, width = self.window(images.shape[-2:])
-        return (images[..., :height, :width], *more)
-
-    def window(self, size: Sequence[int]) -> tuple[int, int]:
-        """Return the height and width of what the host feeds its network of an image of ``size``."""
-        return size[0], size[1]
-
-    def holds(self) -> dict[str, Any]:
-        """Return what of its config a file holds or relies on, in numbers and words.
-
-        Returns:
-            ``model``, the host's type; ``classes``, how many; ``preprocessing``, which stays outside and has to be the
-            same; ``test_cfg``, as far as it is in the graph.
-        """
-        found = self.host.data_preprocessor
-        reverses = getattr(found, 'channel_conversion', getattr(found, '_channel_conversion', False))
-        preprocessing = {name: getattr(found, name, None) for name in ('mean', 'std')} | dict(reverses=bool(reverses))
-        model = type(self.host).__name__
-        held = dict(model=model, classes=self.classes(), preprocessing=preprocessing, test_cfg=self.settings())
-        plain = json.dumps(held, default=lambda x: x.flatten().tolist() if isinstance(x, Tensor) else repr(x))
-        return json.loads(plain)  # as a file's notes are read back
-
-    def classes(self) -> int:
-        """Return the number of classes."""
-        return self.host.bbox_head.num_classes
-
-    def settings(self) -> dict[str, Any]:
-        """Return what of the host's ``test_cfg`` is in the graph."""
-        return {}
+        return self.feeds(data['inputs'], data['data_samples'])
 
     def serve(self, run: Any) -> None:
         """Let ``run``, a function of :attr:`inputs` that returns :attr:`outputs`, answer for the host's network.
@@ -92,7 +62,7 @@ class Network(nn.Module):
 
     def results(self, outputs: Sequence[Tensor], samples: Any, rescale: bool) -> Any:
         """Return the host's results of a batch from the network's outputs, in pixels of the original images."""
-        raise TypeError(f'{type(self).__name__} has no results; use a subclass.')
+        raise NotImplementedError
 
 
 def refuse(host: nn.Module, reason: str) -> ConfigError:

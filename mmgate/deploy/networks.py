@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-import logging
 from copy import deepcopy
 from typing import Any
 
 from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention
-from mmengine.logging import print_log
 from torch import nn
 
 from mmgate._environment import available
@@ -17,12 +14,6 @@ from mmgate.layers.base.deformable import MultiScaleDeformableAttention
 from mmgate.swap import swap_attention
 
 from .network import Network, refuse
-
-# a host package, the module here that knows it, and the module's function that tells a model's network
-FAMILIES = (
-    ('mmdet', 'detectors', 'detector'),
-    ('mmseg', 'segmentors', 'segmentor'),
-)
 
 
 def network(model: nn.Module) -> Network:
@@ -42,35 +33,33 @@ def network(model: nn.Module) -> Network:
 
 
 def serve(model: nn.Module, run: Any) -> None:
-    """Let ``run``, a function from the inputs of a model's network to its outputs, answer for the model.
-
-    A config whose images are prepared otherwise than the file's were, or whose test_cfg is another, is a warning: the
-    file's test_cfg holds.
+    """Let a :class:`mmgate.deploy.runtime.Exported` file answer for a model's network.
 
     Raises:
-        ConfigError: The model has no network, or another one than ``run`` was written from.
+        ConfigError: The model has no network, or the file was written from a model of another type or other classes.
     """
-    net = _around(model)
-    own = net.holds()
-    if (run.notes['model'], run.notes['classes']) != (own['model'], own['classes']):
-        raise ConfigError(
-            f'{run.path} holds a {run.notes["model"]} of {run.notes["classes"]} classes; the config describes a '
-            f'{own["model"]} of {own["classes"]}. Give the config it was made of.'
-        )
-    for part, consequence in (('preprocessing', 'its images are not as it expects'), ('test_cfg', "the file's holds")):
-        if run.notes[part] != own[part]:
-            print_log(
-                f"{run.path} was written with {part} {run.notes[part]}, the config's is {own[part]}: {consequence}.",
-                logger='current',
-                level=logging.WARNING,
-            )
-    net.serve(run)
+    own, written = described(model), run.notes['model']
+    if written != own:
+        raise ConfigError(f'{run.path} holds {written}, the config describes {own}. Give the config it was made of.')
+    _around(model).serve(run)
+
+
+def described(model: nn.Module) -> str:
+    """Return a model's type and how many classes its heads tell apart, in words."""
+    counts = [getattr(module, 'num_classes', None) for module in model.modules()]
+    return f'a {type(model).__name__} of {max(count for count in counts if isinstance(count, int))} classes'
 
 
 def _around(host: nn.Module) -> Network:
-    for package, module, function in FAMILIES:
-        if available(package):
-            found = getattr(importlib.import_module(f'mmgate.deploy.{module}'), function)(host)
-            if found is not None:
-                return found.eval()
-    raise refuse(host, 'it is none of the detectors and segmentors')
+    found: Network | None = None
+    if available('mmdet'):
+        from .detectors import detector
+
+        found = detector(host)
+    if found is None and available('mmseg'):
+        from .segmentors import segmentor
+
+        found = segmentor(host)
+    if found is None:
+        raise refuse(host, 'it is none of the detectors and segmentors that can be')
+    return found.eval()

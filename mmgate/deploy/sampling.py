@@ -61,7 +61,7 @@ def grid(
 ) -> Tensor:
     """Sample each level by ``grid_sample``; arguments as :func:`gather`. Levels lie one after the other."""
     areas = [height * width for height, width in spatial_shapes.tolist()]
-    starts = Sizes([sum(areas[:level]) for level in range(len(areas))])
+    starts: Any = Sizes([sum(areas[:level]) for level in range(len(areas))])
     return grid_sample.sample(value, spatial_shapes, starts, sampling_locations, weights)
 
 

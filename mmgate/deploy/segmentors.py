@@ -9,7 +9,7 @@ from mmengine.structures import BaseDataElement
 from mmseg.models.segmentors import EncoderDecoder
 from torch import Tensor, nn
 
-from .network import Network, refuse
+from .network import Network
 
 
 class _Size(tuple):
@@ -34,18 +34,10 @@ class SegmentationNetwork(Network):
         return (self.host.encode_decode(images, [dict(img_shape=size, pad_shape=size, ori_shape=size)]),)
 
     def feeds(self, images: Tensor, samples: Sequence[BaseDataElement]) -> tuple[Tensor, ...]:
-        """Return the images, in whose padding a segmentor finds classes as anywhere else."""
-        return (images,)
-
-    def window(self, size: Sequence[int]) -> tuple[int, int]:
-        """Return the size of the windows that the host slides over an image, or the image's."""
+        """Return the images, padded as they are, or where the host slides windows over them their first one."""
         cfg = self.host.test_cfg
-        crop = cfg['crop_size'] if cfg.get('mode') == 'slide' else size
-        return min(crop[0], size[0]), min(crop[1], size[1])
-
-    def classes(self) -> int:
-        """Return the number of classes."""
-        return self.host.num_classes
+        height, width = cfg['crop_size'] if cfg.get('mode') == 'slide' else images.shape[-2:]
+        return (images[..., :height, :width],)
 
     def serve(self, run: Any) -> None:
         """Let ``run`` return the logits of whole images, or of windows, as the host's ``test_cfg`` says."""
@@ -53,13 +45,5 @@ class SegmentationNetwork(Network):
 
 
 def segmentor(host: nn.Module) -> Network | None:
-    """Return the network of a segmentor, None for what is none.
-
-    Raises:
-        ConfigError: A segmentor that cannot be exported.
-    """
-    if not isinstance(host, EncoderDecoder):
-        return None
-    if type(host) is not EncoderDecoder:
-        raise refuse(host, 'of the segmentors EncoderDecoder can be')
-    return SegmentationNetwork(host)
+    """Return the network of a segmentor, None for what can have none."""
+    return SegmentationNetwork(host) if type(host) is EncoderDecoder else None

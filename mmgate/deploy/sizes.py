@@ -13,46 +13,25 @@ import torch
 from torch import Tensor
 
 
-class Sizes(Tensor):
-    """An integer tensor of sizes that keeps its numbers: a tensor to operators, numbers to who indexes or unpacks it.
+class Sizes:
+    """Sizes that are numbers to who indexes or unpacks them and else an int64 tensor, to torch's functions, too.
 
     Args:
         numbers: Of one axis, or rows of them; they may be symbolic.
     """
 
-    numbers: list[Any]
-
-    @staticmethod
-    def __new__(cls: type[Sizes], numbers: Sequence[Any]) -> Sizes:
-        """Make an empty tensor, which nothing reads."""
-        made = Tensor._make_wrapper_subclass(cls, (0,), dtype=torch.int64)
-        made.numbers = list(numbers)
-        return made
-
     def __init__(self, numbers: Sequence[Any]) -> None:
-        super().__init__()
+        self.numbers = list(numbers)
 
     @property
     def tensor(self) -> Tensor:
-        """The sizes as an int64 tensor of the graph."""
+        """The sizes as a tensor of the graph."""
         if isinstance(self.numbers[0], list):
             return torch.stack([Sizes(row).tensor for row in self.numbers])
         return torch.stack([torch.scalar_tensor(number, dtype=torch.int64) for number in self.numbers])
 
-    def tolist(self) -> list[Any]:
-        """Return the numbers."""
-        return self.numbers
-
-    def to(self, *_: Any) -> Sizes:  # type: ignore[override]
-        """Return the sizes as they are, whatever device they are asked for on: a graph is written on one."""
-        return self
-
-    def view(self, *shape: int) -> Any:  # type: ignore[override]
-        """Return the rows of ``view(-1, n)``; any other shape is the tensor's."""
-        if len(shape) == 2 and shape[0] == -1:
-            width = shape[1]
-            return Sizes([self.numbers[i : i + width] for i in range(0, len(self.numbers), width)])
-        return self.tensor.view(*shape)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -65,8 +44,20 @@ class Sizes(Tensor):
             return self.numbers[index]
         return Sizes(self.numbers[index]) if isinstance(index, slice) else self.tensor[index]
 
-    def __mul__(self, other: Any) -> Any:
-        return self.tensor * other
+    def tolist(self) -> list[Any]:
+        """Return the numbers."""
+        return self.numbers
+
+    def to(self, *_: Any) -> Sizes:
+        """Return the sizes as they are: a graph is written on one device."""
+        return self
+
+    def view(self, *shape: int) -> Any:
+        """Return the rows of ``view(-1, n)``; any other shape is the tensor's."""
+        if len(shape) == 2 and shape[0] == -1:
+            width = shape[1]
+            return Sizes([self.numbers[i : i + width] for i in range(0, len(self.numbers), width)])
+        return self.tensor.view(*shape)
 
     @classmethod
     def __torch_function__(
@@ -75,15 +66,7 @@ class Sizes(Tensor):
         """Join sizes, and let any other function have the tensor."""
         if function is torch.cat and all(isinstance(part, Sizes) for part in args[0]):
             return Sizes([number for part in args[0] for number in part])
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*(_plain(arg) for arg in args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Refuse: no operator is given the tensor itself."""
-        raise TypeError(f'{function} is not done with {cls.__name__}; it has a plain tensor')
+        return function(*(_plain(arg) for arg in args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
 
 
 def _plain(argument: Any) -> Any:

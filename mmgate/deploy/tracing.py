@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -18,28 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmgate._environment import available
-from mmgate.ops.library import is_compiling
 
 from .sizes import Sizes
-
-HOSTS = ('mmdet', 'mmseg')
-_format: ContextVar[str] = ContextVar('format', default='torch-export')
-
-
-def writes_onnx() -> bool:
-    """Return whether a graph is being written whose operators will be ONNX's; torch's own programs lack some."""
-    return _format.get() == 'onnx'
-
-
-def repeat(goes_on: Callable[..., Tensor], take: Callable[..., Any], state: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return what steps make of a state while ``goes_on``: a loop of the graph where one is written, else Python's."""
-    if is_compiling():
-        from torch._higher_order_ops.while_loop import while_loop
-
-        return while_loop(goes_on, take, state)
-    while goes_on(*state):
-        state = take(*state)
-    return state
 
 
 def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> list[Tensor]:
@@ -72,29 +51,19 @@ def window_reverse(self: Any, windows: Tensor, H: Any, W: Any) -> Tensor:
     return rows.transpose(2, 3).reshape(-1, H, W, windows.shape[-1])
 
 
-def upsample(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """Return a forward of mmseg's ``Upsample`` that multiplies sides by a whole factor as whole numbers."""
-
-    def whole(self: Any, x: Tensor) -> Tensor:
-        factor = self.scale_factor
-        if self.size or not isinstance(factor, float) or not factor.is_integer():
-            return forward(self, x)
-        size = [side * int(factor) for side in x.shape[-2:]]
-        return F.interpolate(x, size, None, self.mode, self.align_corners)
-
-    return whole
+def upsample(self: Any, x: Tensor) -> Tensor:
+    """Return what mmseg's ``Upsample`` returns, sides multiplied as whole numbers where the factor is one."""
+    size, factor = self.size, self.scale_factor
+    if not size:
+        size = [side * int(factor) if factor.is_integer() else int(side * factor) for side in x.shape[-2:]]
+    return F.interpolate(x, size, None, self.mode, self.align_corners)
 
 
 def linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor:
     """Return what :func:`torch.linspace` returns, which takes no symbolic number of steps."""
-    if isinstance(steps, int):
-        return _linspace(start, end, steps, **options)
     last = torch.scalar_tensor(steps - 1, **options).clamp(min=1)  # one step alone is the start
     span = torch.scalar_tensor(end, **options) - start
     return start + torch.arange(steps, **options) * (span / last)
-
-
-_linspace = torch.linspace
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
@@ -104,25 +73,24 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     # mmdet asks it for the sizes of its levels, and makes grids of what it finds
     yield torch, '_shape_as_tensor', lambda tensor: Sizes(tensor.shape)
     yield torch, 'linspace', linspace
-    for host in filter(available, HOSTS):
+    for host in filter(available, ('mmdet', 'mmseg')):
         swin = importlib.import_module(f'{host}.models.backbones.swin')
         yield swin.ShiftWindowMSA, 'window_reverse', window_reverse
     if available('mmseg'):
         from mmseg.models.utils import Upsample
 
-        yield Upsample, 'forward', upsample(Upsample.forward)
+        yield Upsample, 'forward', upsample
 
 
 @contextmanager
-def traceable(format: str, *more: tuple[Any, str, Any]) -> Iterator[None]:
-    """Let a host be traced for a graph of ``format``, ``'onnx'`` or ``'torch-export'``, with ``more`` replaced."""
+def traceable(*more: tuple[Any, str, Any]) -> Iterator[None]:
+    """Let a host be traced, with ``more`` replaced."""
     from torch.fx.experimental import _config as symbols
 
     with ExitStack() as stack:
         for owner, name, value in [*replacements(), *more]:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
-        stack.callback(_format.reset, _format.set(format))
         stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
         torch.backends.mha.set_fastpath_enabled(False)
         stack.enter_context(torch.no_grad())

@@ -7,6 +7,7 @@ import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import cv2
 import pytest
@@ -16,36 +17,36 @@ from mmcv.ops import multi_scale_deform_attn
 from mmengine.hub import get_config
 from torch import Tensor
 
-from mmgate.benchmarks import ops, ops_cuda, training
+from mmgate.benchmarks import measure, ops, training
 from mmgate.benchmarks.backbones import benchmark_backbones
-from mmgate.benchmarks.plots import draw_bars, draw_curves
+from mmgate.benchmarks.plots import draw_curves
 from mmgate.benchmarks.training import benchmark_training, random_batch
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import plug_attention
 from mmgate.ops.ms_deform_attn import triton as sampler
 
 
-def test_benchmark_measures_every_provider(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(ops, 'LEVELS', {'tiny': ([(4, 4), (2, 2)], 2)})
-    monkeypatch.setenv('MMGATE_CPU_COMPILE', '0')  # restored afterwards
-    rows = list(ops.benchmark_ms_deform_attn(repetitions=2))
-    assert {(r.provider, r.mode, r.metric) for r in rows} == {
-        (provider, mode, metric)
-        for provider in ('mmcv', 'torch', 'cpu', 'cpu, compiled')
-        for mode in ops.MODES
-        for metric in ('time', 'peak memory')
-    }
-    assert all(r.y_20 <= r.y_50 <= r.y_80 for r in rows)
-    ops.write_csv(rows, tmp_path / 'out/bench.csv')
+@pytest.mark.parametrize(
+    'benchmark, providers',
+    [
+        ('ms_deform_attn_on_cpu', ('mmcv', 'torch', 'cpu', 'cpu, compiled')),
+        ('gated_layers', ('plain SDPA', 'SDPA gate', 'M-DGSA')),
+    ],
+)
+def test_every_provider_is_measured(
+    benchmark: str, providers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
+) -> None:
+    monkeypatch.setattr(ops, 'CPU_LEVELS', {'tiny': ([(4, 4), (2, 2)], 2)})
+    monkeypatch.setattr(ops, 'TOKENS', dict(cpu=(8,)))
+    measured = getattr(ops, f'benchmark_{benchmark}')(repetitions=2)
+    rows = measure.write_csv(measure.told(measured), tmp_path / 'out/bench.csv')
+    keys = [(name, mode, metric) for name in providers for mode in measure.MODES for metric in ('time', 'peak memory')]
+    assert sorted((row.provider, row.mode, row.metric) for row in rows) == sorted(keys)
+    assert all(row.y_20 <= row.y_50 <= row.y_80 for row in rows)
+    assert all(row.ratio_to_peer == 1 for row in rows if (row.provider, row.metric) == (providers[0], 'time'))
     with open(tmp_path / 'out/bench.csv') as file:
-        assert len(list(csv.DictReader(file))) == len(rows)
-
-
-def test_benchmark_of_gated_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, 'TOKENS', (8,))
-    rows = list(ops.benchmark_gated_layers(repetitions=1))
-    assert {row.op for row in rows} == {'gated_layers'}
-    assert all(row.ratio_to_peer == 1 for row in rows if row.provider == 'plain SDPA' and row.metric == 'time')
+        assert [row['provider'] for row in csv.DictReader(file)] == [row.provider for row in rows]
+    assert sum(line.startswith(rows[0].x) for line in capsys.readouterr().out.splitlines()) == len(rows)
 
 
 @pytest.mark.slow  # as it is compiled
@@ -53,18 +54,18 @@ def test_flex_attention_is_a_peer_forward_on_a_cpu() -> None:
     gml = GatingModulation('product', activation='tanh', init='paper')
     inputs = [torch.randn(2, heads, 24, 32) for heads in (4, 4, 4, 1, 1)]
     with torch.no_grad():
-        torch.testing.assert_close(ops_cuda._flex(gml)(*inputs), plug_attention(*inputs, gml), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ops._flex(gml)(*inputs), plug_attention(*inputs, gml), rtol=1e-4, atol=1e-4)
     with pytest.warns(UserWarning, match='map is left out, forward.backward: NotImplementedError'):
-        rows = list(ops_cuda.benchmark_plug_attention(1, device='cpu', tokens=[24]))
+        rows = list(ops.benchmark_plug_attention(1, device='cpu', tokens=[24]))
     modes = {row.mode for row in rows if row.provider == 'FlexAttention and a map'}
-    assert modes == {'forward'} and {row.mode for row in rows if row.provider == 'ungated SDPA'} == set(ops.MODES)
+    assert modes == {'forward'} and {row.mode for row in rows if row.provider == 'ungated SDPA'} == set(measure.MODES)
 
 
 def test_peak_memory_sees_a_temporary() -> None:
     def run(x: torch.Tensor) -> torch.Tensor:
         return torch.ones(32 << 20).sum() + x  # 128 MiB
 
-    _, peak = ops.measure(run, [torch.zeros(())], 'forward')
+    _, peak = measure.measure(run, [torch.zeros(())], 'forward')
     assert 120 < peak / 2**20 < 200
 
 
@@ -72,38 +73,12 @@ def test_what_does_not_run_is_left_out_and_said() -> None:
     def missing(x: Tensor) -> Tensor:
         raise RuntimeError('no such kernel')
 
-    inputs = ('x', [torch.ones(2)], ops.MODES[1], 1)
+    inputs = ('x', [torch.ones(2)], measure.MODES[1], 1)
     with pytest.warns(UserWarning, match='missing is left out, forward.backward: RuntimeError: no such kernel'):
-        rows = list(ops.interleaved('op', dict(missing=missing, plain=torch.square), *inputs))
+        rows = list(measure.interleaved('op', dict(missing=missing, plain=torch.square), *inputs))
     assert {row.provider for row in rows} == {'plain'} and rows[0].ratio_to_peer == 1
     with pytest.raises(RuntimeError, match='op: none of missing runs here on x, forward.backward'):
-        list(ops.interleaved('op', dict(missing=missing), *inputs))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason='the kernels are compiled here; the benchmark itself runs them')
-def test_gpu_benchmarks_in_the_interpreter(tmp_path: Path) -> None:
-    """Their plumbing: every provider is measured and right, and the kernel saves less than the eager form."""
-    pytest.importorskip('triton', minversion='3.2')
-    cases = dict(device='cpu', levels=[(1, 2), (1, 1)], queries={'encoder': (None, 2)}, heads=1)
-    rows = list(ops_cuda.benchmark_ms_deform_attn(1, **cases))
-    names = {'grid_sample', 'triton', 'triton, ungated', 'triton, bfloat16'}
-    assert {r.provider for r in rows} == names
-    assert {r.metric for r in rows} == {'time', 'peak memory', 'saved', 'of bandwidth', 'error'}
-    errors = {r.provider: r.y_50 for r in rows if r.metric == 'error'}
-    assert errors['triton'] < 1 and errors['grid_sample'] < 1 and 100 < errors['triton, bfloat16'] < 10000
-    saved = {r.provider: r.y_50 for r in rows if r.metric == 'saved'}
-    assert saved['triton'] < saved['grid_sample']
-    inputs, reference = ops_cuda.sampler_inputs([(2, 2)], 2, 3, 4, 'cpu')  # of a decoder, from boxes
-    assert ops_cuda._grid_sample(*inputs, reference=reference).shape == (2, 3, 256)
-    dense = list(ops_cuda.benchmark_plug_attention(1, device='cpu', tokens=(24,)))
-    saved = {r.provider: r.y_50 for r in dense if r.metric == 'saved'}
-    assert saved['triton'] < saved['eager']
-    for picture in (
-        draw_bars(rows, tmp_path / 'new/bars.png'),
-        draw_curves(dense, tmp_path / 'curves.png', number=lambda x: int(x[1:]), xlabel='tokens', logarithmic=True),
-    ):
-        assert cv2.imread(str(picture)).std() > 5
+        list(measure.interleaved('op', dict(missing=missing), *inputs))
 
 
 @pytest.mark.parametrize('case, fp32, autocast', [('encoder_b2', 0.9, 0.5), ('decoder900_b2', 1.0, 0.55)])
@@ -117,18 +92,18 @@ def test_bytes_kept_beside_mmcv(case: str, fp32: float, autocast: float, monkeyp
         return value.new_zeros(len(value), weights.shape[1], value.shape[2:].numel())
 
     monkeypatch.setattr(multi_scale_deform_attn, 'ext_module', SimpleNamespace(ms_deform_attn_forward=forward))
-    queries, columns = ops_cuda.QUERIES[case]
-    levels = [(25, 42), (13, 21), (7, 11), (4, 6)] if queries is None else ops_cuda.LEVELS
-    inputs, reference = ops_cuda.sampler_inputs(levels, 2, queries, columns, 'cpu')
-    runs = (ops_cuda._mmcv, ops_cuda._attend, ops_cuda._in_bfloat16)
-    peer, ours, ours_16_bit = (ops.saved_bytes(partial(run, reference=reference), inputs) for run in runs)
+    queries, columns = ops.QUERIES[case]
+    levels = [(25, 42), (13, 21), (7, 11), (4, 6)] if queries is None else ops.LEVELS
+    inputs, reference = ops.sampler_inputs(levels, 2, queries, columns, 'cpu')
+    runs = (ops._mmcv, ops._attend, ops._in_bfloat16)
+    peer, ours, ours_16_bit = (measure.saved_bytes(partial(run, reference=reference), inputs) for run in runs)
     assert ours < fp32 * peer and ours_16_bit < autocast * peer
 
 
 def test_backbone_benchmark_and_curves(tmp_path: Path) -> None:
     rows = list(benchmark_backbones('pvt-t', [32, 64], repetitions=1))
     assert {(r.x, r.mode, r.metric) for r in rows if r.provider == 'SAGA-PVT-T'} == {
-        (x, mode, metric) for x in ('32_b1', '64_b1') for mode in ops.MODES for metric in ('time', 'peak memory')
+        (x, mode, metric) for x in ('32_b1', '64_b1') for mode in measure.MODES for metric in ('time', 'peak memory')
     }
     curves = draw_curves(rows, tmp_path / 'curves.png', number=lambda x: int(x[:2]), xlabel='side')
     assert cv2.imread(str(curves)).std() > 5

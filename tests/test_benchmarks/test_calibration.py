@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,19 @@ import torch
 from torch import Tensor
 
 from mmgate.benchmarks import calibration
-from mmgate.benchmarks.calibration import Row, compare, disagreement, exact, judge, keep, outcome, problem
+from mmgate.benchmarks.calibration import Row, compare, disagreement, judge, keep, outcome, problem
 from mmgate.ops import backend as choice
-from mmgate.ops import ms_deform_attn as sampler_function  # noqa: F401  (registers)
 from mmgate.ops.backend import SIZES, Backend, find
 
 CPU = torch.device('cpu')
-OPS = ('ms_deform_attn', 'plug_attention')
+
+
+def package(op: str) -> Any:
+    return sys.modules[f'mmgate.ops.{op}']
+
+
+def reference(op: str, *arguments: Any) -> Tensor:
+    return find(op, choice.OPERATORS[op], 'torch').run(*arguments)
 
 
 @pytest.fixture(autouse=True)
@@ -32,28 +39,18 @@ def _own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 
 def half_of_encoders(value: Tensor, *rest: Any) -> Tensor:
     """Wrong by half wherever queries are tokens, which is where kernels go another way."""
-    output = find('ms_deform_attn', choice.OPERATORS['ms_deform_attn'], 'torch').run(value, *rest)
+    output = reference('ms_deform_attn', value, *rest)
     return output * (0.5 if output.shape[1] == value.shape[1] else 1.0)
 
 
 def half_without_masks(*arguments: Any) -> Tensor:
     """Wrong by half wherever whole blocks need no mask."""
-    output = find('plug_attention', choice.OPERATORS['plug_attention'], 'torch').run(*arguments)
+    output = reference('plug_attention', *arguments)
     return output * (0.5 if arguments[6] is None and not arguments[1].shape[2] % 16 else 1.0)
 
 
-class OtherGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 1.5 * grad
-
-
 def wrong_gradient(query: Tensor, *rest: Any) -> Tensor:
-    return find('plug_attention', choice.OPERATORS['plug_attention'], 'torch').run(OtherGradient.apply(query), *rest)
+    return reference('plug_attention', 1.5 * query - 0.5 * query.detach(), *rest)
 
 
 @pytest.mark.parametrize(
@@ -68,47 +65,44 @@ def wrong_gradient(query: Tensor, *rest: Any) -> Tensor:
     ],
 )
 def test_what_is_wrong_is_out(op: str, run: Any, size: str, out: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(choice.OPERATORS, op, (*choice.OPERATORS[op], Backend('odd', lambda x: None, run)))
-    row = judge(Row(op, 'float32', size, 'odd'), 'tiny', CPU, exact(op, problem(op, size, 'float32', 'tiny', CPU)))
+    odd = (*choice.OPERATORS[op], Backend('odd', lambda x: None, run))
+    monkeypatch.setattr(package(op), 'BACKENDS', odd)
+    expected = outcome(problem(op, size, 'float32', 'tiny', CPU), calibration.REFERENCES[op], wide=True)
+    row = judge(Row(op, 'float32', size, 'odd'), 'tiny', CPU, expected)
     assert (row.out or '').startswith(out or '') and bool(row.out) == bool(out) and bool(row.ms) != bool(out)
 
 
-def test_what_is_no_number_or_missing_disagrees() -> None:
-    right = {'the output': torch.ones(3)}
-    assert 'off by nan' in str(disagreement({'the output': torch.full((3,), float('nan'))}, right, 1.0))
-    assert disagreement({}, right, 1.0) == 'the output is missing'
-    assert disagreement({'the output': torch.tensor([1.0, 1.0, 1.04])}, right, 0.05) is None
+@pytest.mark.parametrize('last, out', [(1.04, ''), (1.06, 'off by 6'), (float('nan'), 'off by nan')])
+def test_what_disagrees(last: float, out: str) -> None:
+    found = disagreement(dict(x=torch.tensor([1.0, 1.0, last])), dict(x=torch.ones(3)), 0.05)
+    assert out in (found or '') and bool(found) is bool(out)
 
 
-@pytest.mark.parametrize('op', OPS)
-def test_the_reference_in_pieces_is_the_reference(op: str) -> None:
+@pytest.mark.parametrize('op', choice.OPERATORS)
+def test_what_backends_are_compared_with_is_the_reference(op: str) -> None:
     for size in SIZES:
-        arguments = problem(op, size, 'float32', 'tiny', CPU)
-        whole = outcome(op, find(op, choice.OPERATORS[op], 'torch').run, arguments)
-        pieces = exact(op, arguments)
-        assert whole.keys() == pieces.keys() and len(whole) >= 5
-        for name, x in whole.items():
-            torch.testing.assert_close(
-                x, pieces[name], rtol=1e-3, atol=1e-3 * float(pieces[name].abs().max()), msg=name
-            )
+        given = problem(op, size, 'float32', 'tiny', CPU)
+        whole, found = (outcome(given, name, wide=True) for name in ('torch', calibration.REFERENCES[op]))
+        assert whole.keys() == found.keys() and len(whole) >= 5 and all(x.any() for x in whole.values())
+        assert disagreement(found, whole, 1e-6) is None
 
 
-@pytest.mark.parametrize('op', OPS)
+@pytest.mark.parametrize('op', choice.OPERATORS)
 def test_problems_are_of_the_sizes_that_calls_ask_for(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At full size, without running anything; an encoder's queries are its tokens, whole blocks have no mask."""
-    package = choice.sys.modules[f'mmgate.ops.{op}']
     asked: list[str] = []
-    monkeypatch.setattr(
-        package, 'run', lambda op, backends, arguments, name, work: asked.append(choice.size_class(*work))
-    )
-    for size in SIZES:
-        arguments = problem(op, size, 'float32', 'full', CPU)
+
+    def note(op: str, backends: Any, arguments: Any, name: str, work: Any) -> None:
+        asked.append(choice.size_class(*work))
         if op == 'ms_deform_attn':
-            package.ms_deform_attn(*arguments[:6], reference_points=arguments[8])
-            assert (arguments[4].shape[1] == arguments[0].shape[1]) is (size == 'large')
+            assert (arguments[4].shape[1] == arguments[0].shape[1]) is (asked[-1] == 'large')
         else:
-            package.plug_attention(*arguments[:7])
-            assert (arguments[6] is None and arguments[0].shape[2] % 128 == 0) is (size != 'small')
+            assert (arguments[6] is None and arguments[0].shape[2] % 128 == 0) is (asked[-1] != 'small')
+
+    monkeypatch.setattr(package(op), 'run', note)
+    for size in SIZES:
+        given = problem(op, size, 'float32', 'full', CPU)
+        given.call(*given.inputs, backend='torch')
     assert asked == list(SIZES)
 
 
@@ -127,37 +121,31 @@ def test_the_fastest_is_kept_where_it_beats_the_order() -> None:
 
 
 BAD = """
-import os, time
-import mmgate.ops.ms_deform_attn
+import os, sys, time
+import mmgate.ops
 from mmgate.ops import backend
 
 def crash(*_): os.abort()
 def hang(*_): time.sleep(100)
 def sticky(*_): raise RuntimeError('illegal address')
-def refuse(*_): raise ValueError('not for this')
 
-kinds = [backend.Backend(f.__name__, lambda x: None, f) for f in (crash, hang, sticky, refuse)]
-torch = backend.find('ms_deform_attn', backend.OPERATORS['ms_deform_attn'], 'torch')
-backend.OPERATORS.clear()
-backend.register('ms_deform_attn', *kinds, torch)
+kinds = [backend.Backend(f.__name__, lambda x: None, f) for f in (crash, hang, sticky)]
+package = sys.modules['mmgate.ops.ms_deform_attn']
+package.BACKENDS = (*kinds, *package.BACKENDS)
 """
 
 
 def test_a_crash_or_a_hang_is_out_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / 'sitecustomize.py').write_text(BAD)
     monkeypatch.setenv('PYTHONPATH', str(tmp_path) + ':' + str(Path(calibration.__file__).parents[2]))
-    kinds = tuple(Backend(x, lambda x: None, lambda x: x) for x in ('crash', 'hang', 'sticky', 'refuse'))
-    torch_backend = find('ms_deform_attn', choice.OPERATORS['ms_deform_attn'], 'torch')
-    monkeypatch.setattr(calibration, 'OPERATORS', {'ms_deform_attn': (*kinds, torch_backend)})
-    rows = list(compare(CPU, ['float32'], 'tiny', limit=20, sizes=('small', 'large')))
-    assert [(row.backend, row.size) for row in rows] == [
-        (name, size) for name in ('crash', 'hang', 'sticky', 'refuse', 'torch') for size in ('small', 'large')
-    ]
-    out = {(row.backend, row.size): row.out or '' for row in rows}
-    assert all('its process ended with -6' in out['crash', size] for size in ('small', 'large'))
-    assert out['hang', 'small'] == 'took longer than 20 s' and out['hang', 'large'] == 'not tried, as it hung before'
-    assert (
-        out['sticky', 'large'] == 'RuntimeError: illegal address'
-        and out['refuse', 'small'] == 'ValueError: not for this'
-    )
+    kinds = [Backend(x, lambda x: None, lambda x: x) for x in ('crash', 'hang', 'sticky')]
+    kinds.append(find('ms_deform_attn', choice.OPERATORS['ms_deform_attn'], 'torch'))
+    monkeypatch.setattr(calibration, 'OPERATORS', {'ms_deform_attn': kinds})
+    rows = list(compare(CPU, ['float32'], 'tiny', limit=30, sizes=('small', 'large')))
+    assert [(row.backend, row.size) for row in rows] == [(x.name, size) for x in kinds for size in ('small', 'large')]
+    out = {(row.backend, row.size): row.out for row in rows}
+    lost = 'not tried, as its process was lost before'
+    assert out['crash', 'small'] == 'its process ended with -6' and out['crash', 'large'] == lost
+    assert out['hang', 'small'] == 'took longer than 30 s' and out['hang', 'large'] == lost
+    assert out['sticky', 'small'] == out['sticky', 'large'] == 'RuntimeError: illegal address'
     assert not out['torch', 'small'] and not out['torch', 'large'] and all(rows[-1].ms.values())

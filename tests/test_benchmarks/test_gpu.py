@@ -10,20 +10,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import switches
 import torch
-from torch import Tensor
 
-from mmgate.benchmarks import gpu, ops_cuda, switches
-from mmgate.ops.ms_deform_attn import triton as fused
-from mmgate.ops.plug_attention import blocks as dense_blocks
-from mmgate.ops.plug_attention import triton as dense
+from mmgate.benchmarks import gpu, ops
+from mmgate.benchmarks.measure import write_csv
 
 
 def test_steps_are_told_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     rows = ['op,x,mode,provider,metric,unit,y_50,ratio_to_peer', 'a,b,c,d,time,ms,7.5,2']
     writes = f"import sys; open(sys.argv[1], 'w').write('\\n'.join({rows}))"
-    python = [sys.executable, '-c']
     partly = "import warnings; warnings.warn('x is left out, forward: because'); raise SystemExit(0)"
+    python = [sys.executable, '-c']
     steps = dict(
         partly=(60, lambda args, file: [*python, partly]),
         written=(60, lambda args, file: [*python, writes, str(file.resolve())]),
@@ -47,13 +45,16 @@ def test_steps_are_told_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert 'hung: failed' in printed and page in printed
 
 
-def test_all_steps_together_end_in_eight_minutes() -> None:
+def test_all_steps_together_end_in_eight_minutes(tmp_path: Path) -> None:
     assert sum(limit for limit, _ in gpu.STEPS.values()) < 480
     assert all((gpu.ROOT / path).is_file() for pair in gpu.CONFIGS for path in pair if '::' not in path)
+    args = SimpleNamespace(device='cpu', tiny=True)
+    commands = {step: command(args, tmp_path / 'x.csv') for step, (_, command) in gpu.STEPS.items()}
+    assert [step for step, words in commands.items() if isinstance(words, str)] == ['memcheck', 'racecheck']
 
 
 @pytest.mark.parametrize(
-    'step, providers', [('step', 4), ('sampler', 4), ('plug', 4), ('sampler-switches', 3), ('plug-switches', 3)]
+    'step, providers', [('step', 4), ('sampler', 4), ('plug', 4), ('ms_deform_attn', 3), ('plug_attention', 3)]
 )
 @pytest.mark.filterwarnings('ignore:.* is left out:UserWarning')
 def test_rows_of_a_step(step: str, providers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,51 +62,22 @@ def test_rows_of_a_step(step: str, providers: int, tmp_path: Path, monkeypatch: 
     pytest.importorskip('triton', minversion='3.2')
     if torch.cuda.is_available():
         pytest.skip('the kernels are compiled here')
-    monkeypatch.setattr(ops_cuda, '_flex', lambda gml: no_compiler)
-    for op in ('SAMPLER', 'PLUG'):
-        monkeypatch.setattr(switches, op, dict(islice(getattr(switches, op).items(), 2)))
-    gpu._write_rows(gpu.ROWS[step]('cpu', True), tmp_path / 'x.csv')
+    monkeypatch.setattr(ops, '_flex', lambda gml: no_compiler)
+    kept = {op: dict(islice(changes.items(), 2)) for op, changes in switches.SWITCHES.items()}
+    monkeypatch.setattr(switches, 'SWITCHES', kept)
+    rows = gpu.ROWS[step]('cpu', True) if step in gpu.ROWS else switches.rows(step, 'cpu', True)
+    for _ in range(2):  # a step appends to what others wrote
+        written = write_csv(rows, tmp_path / 'x.csv', append=True)
+        rows = iter(written)
     with open(tmp_path / 'x.csv') as file:
         rows = list(csv.DictReader(file))
-    assert len({row['provider'] for row in rows}) == providers
-    assert len({tuple(row[key] for key in ('x', 'provider', 'mode', 'metric')) for row in rows}) == len(rows)
+    assert len(rows) == 2 * len(written) and len({row['provider'] for row in rows}) == providers
+    assert len({tuple(row[key] for key in ('x', 'provider', 'mode', 'metric')) for row in rows}) == len(written)
     assert all(float(row['y_50']) > 0 for row in rows if row['metric'] == 'time')
+    saved = {row['provider']: float(row['y_50']) for row in rows if row['metric'] == 'saved'}
+    peer = dict(sampler='grid_sample', plug='eager').get(step)
+    assert bool(saved) is bool(peer) and (not peer or saved['triton'] <= saved[peer])
 
 
 def no_compiler(*inputs: Any) -> Any:
     raise RuntimeError('there is no compiler')
-
-
-@pytest.mark.parametrize('arch', [80, 90])
-def test_every_switch_changes_what_is_launched(arch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for those by which this GPU is launched anyway; and nothing is changed outside of it."""
-    pytest.importorskip('triton', minversion='3.2')
-    launched: list[Any] = []
-
-    def note(kernel: Any, *_: Any, **constants: Any) -> None:
-        launched.append((hasattr(kernel, 'configs'), constants))
-
-    for module in (fused, dense):
-        monkeypatch.setattr(module, 'launch', note)
-        monkeypatch.setattr(module, 'interpreted', lambda: False)
-    for module in (fused.blocks, dense_blocks):
-        monkeypatch.setattr(module, 'interpreted', lambda: False)
-        monkeypatch.setattr(module, 'target_of', lambda device: SimpleNamespace(backend='cuda', arch=arch))
-
-    def constants(run: Any, inputs: list[Tensor]) -> list[Any]:
-        launched.clear()
-        run(*inputs).sum().backward()
-        return list(launched)
-
-    same = []
-    for op, changes in (('ms_deform_attn', switches.SAMPLER), ('plug_attention', switches.PLUG)):
-        monkeypatch.setattr(switches, '_beside', lambda op, run, changes, x, inputs, repetitions: (run, inputs))
-        run, inputs = gpu.switch_rows(op, 'cpu', True)
-        inputs = [x.bfloat16().requires_grad_() if x.is_floating_point() else x for x in inputs]
-        usual = constants(run, inputs)
-        for name, within in changes.items():
-            with within():
-                same += [name] if constants(run, inputs) == usual else []
-        assert constants(run, inputs) == usual
-    pieces = '4 pieces, 1 channel a lane' if arch == 80 else '2 pieces, 4 channels a lane'
-    assert same == [pieces, 'two heads a program']

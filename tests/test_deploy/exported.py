@@ -30,7 +30,12 @@ PIXELS = dict(pixel_decoder=dict(encoder=dict(num_layers=1)), transformer_decode
 MASKS = dict(backbone=RESNET, panoptic_head=dict(in_channels=[8, 16, 32, 64], **PIXELS))
 UNSURE = dict(test_cfg=dict(object_mask_thr=0.02, iou_thr=0.1))  # untrained queries are on the panoptic map too
 RPN = dict(test_cfg=dict(rpn=dict(nms_pre=100, max_per_img=50), rcnn=dict(max_per_img=20)))
-DECODER = 'decode_head.transformer_decoder.layers.*.self_attn'
+SHAPES = 'plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py'
+
+
+def _gated_by(kind: str) -> dict[str, Any]:
+    return dict(attention=dict(_delete_=True, type=kind, path='decode_head.transformer_decoder.layers.*.self_attn'))
+
 
 # name: config below configs/, and what makes it small
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -52,18 +57,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         'plug/dino/plug-dino-4scale_r50_8xb2-12e_coco.py',
         dict(num_queries=30, test_cfg=dict(max_per_img=20), **DETR),
     ),
-    'plug-mask2former': (
-        'plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py',
-        dict(decode_head=dict(transformer_decoder=dict(num_layers=1))),
-    ),
-    'sdpa-gate-mask2former': (
-        'plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py',
-        dict(attention=dict(_delete_=True, type='SDPAGatedMultiheadAttention', path=DECODER)),
-    ),
-    'dgsa-mask2former': (
-        'plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py',
-        dict(attention=dict(_delete_=True, type='DifferentialGatedMultiheadAttention', path=DECODER)),
-    ),
+    'plug-mask2former': (SHAPES, dict(decode_head=dict(transformer_decoder=dict(num_layers=1)))),
+    'sdpa-gate-mask2former': (SHAPES, _gated_by('SDPAGatedMultiheadAttention')),
+    'dgsa-mask2former': (SHAPES, _gated_by('DifferentialGatedMultiheadAttention')),
     'plug-mask2former-instance': ('plug/mask2former/plug-mask2former_r50_8xb2-lsj-50e_coco.py', MASKS),
     'plug-mask2former-panoptic': (
         'plug/mask2former/plug-mask2former_r50_8xb2-lsj-50e_coco-panoptic.py',
@@ -133,20 +129,10 @@ def build(name: str) -> nn.Module:
     return model
 
 
-def batches(
-    name: str, folder: Path, sizes: Sequence[tuple[int, int]] = ((SIZE, SIZE),) * 2, images: Sequence[Path] = ()
-) -> list[dict[str, Any]]:
-    """Return batches of one image each, through the transforms of a family's test pipeline.
-
-    Args:
-        name: Of the family.
-        folder: Where images of shapes are written, once.
-        sizes: Width and height to which each is scaled.
-        images: In the place of shapes.
-    """
-    if not images:
-        write_shapes(folder / 'shapes', num_train=1, num_val=4, size=SIZE)
-        images = sorted((folder / 'shapes/val').glob('*.jpg'))
+def batches(name: str, folder: Path, sizes: Sequence[tuple[int, int]] = ((SIZE, SIZE),) * 2) -> list[dict[str, Any]]:
+    """Return batches of one image of shapes each, scaled to width and height as a family's test pipeline does."""
+    write_shapes(folder / 'shapes', num_train=1, num_val=4, size=SIZE)
+    images = sorted((folder / 'shapes/val').glob('*.jpg'))
     scope = config(name).default_scope
     init_default_scope(scope)
     pack = 'PackDetInputs' if scope == 'mmdet' else 'PackSegInputs'

@@ -1,99 +1,95 @@
-"""What stands for operators that graphs do not have: equal to those, in PyTorch and in graphs of any size."""
+"""What stands for operators that graphs lack, and the ways to write sampling down: equal, in graphs of any size."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+import re
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TORCH
-from mmcv.ops import batched_nms, roi_align
+from exported import exports
+from mmcv.ops import batched_nms
 from mmseg.models.utils import Upsample
 from torch import Tensor, nn
 
-from mmgate.benchmarks.ops import deformable_inputs
-from mmgate.deploy import nms as nms_module
-from mmgate.deploy.nms import class_offsets, nms
-from mmgate.deploy.roi_align import Align, pyramid_roi_align
-from mmgate.deploy.sampling import gather
-from mmgate.deploy.sizes import Sizes
+from mmgate.deploy.boxes import Boxes, best
+from mmgate.deploy.capture import capture
+from mmgate.deploy.network import Network
+from mmgate.deploy.onnx_file import write_onnx
+from mmgate.deploy.operators import keep, roi_align
+from mmgate.deploy.runtime import Exported
+from mmgate.deploy.sampling import PLUGIN, SAMPLERS
 from mmgate.deploy.tracing import adaptive_avg_pool2d, upsample, window_reverse
-from mmgate.ops.ms_deform_attn import reference
+from mmgate.errors import ConfigError
+from mmgate.layers import PLuGMultiScaleDeformableAttention
 
-exports = pytest.mark.skipif(TORCH < (2, 9), reason='whole models are exported by torch 2.9 or newer')
 
-
-def boxes_and_scores(count: int = 60, classes: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+def boxes_and_scores(count: int = 60, classes: int = 3) -> Boxes:
     corner = torch.rand(2, count, 2) * 60
     boxes = torch.cat([corner, corner + 5 + torch.rand(2, count, 2) * 40], -1)
     scores = torch.rand(2, count)
-    return boxes, torch.where(scores > 0.2, scores, -1.0), torch.randint(0, classes, (2, count))
-
-
-def exported(function: Callable[..., Any], inputs: tuple[Tensor, ...], shapes: Any = None) -> Callable[..., Any]:
-    """Return a function as a program of torch.export."""
-
-    class Module(nn.Module):
-        def forward(self, *inputs: Tensor) -> Any:
-            return function(*inputs)
-
-    with torch.no_grad():
-        return torch.export.export(Module(), inputs, dynamic_shapes=shapes, strict=False).module()
+    return Boxes(boxes, torch.where(scores > 0.2, scores, -1.0), torch.randint(0, classes, (2, count)))
 
 
 @pytest.mark.parametrize('count', [10, 80], ids=['fewer than there are', 'more'])
-@pytest.mark.parametrize('graph', [False, pytest.param(True, marks=exports)], ids=['eager', 'graph'])
-def test_nms_is_mmcvs(count: int, graph: bool) -> None:
-    boxes, scores, labels = boxes_and_scores()
-
-    def run(boxes: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
-        return nms(boxes, scores, 0.5, count)
-
-    apart = class_offsets(boxes, labels)
-    index, best = (exported(run, (apart, scores)) if graph else run)(apart, scores)
+@pytest.mark.parametrize('agnostic', [False, True], ids=['by class', 'of all classes'])
+def test_the_best_boxes_are_mmcvs(count: int, agnostic: bool) -> None:
+    found = boxes_and_scores()
+    cfg = dict(type='nms', iou_threshold=0.5, class_agnostic=agnostic)
+    chosen = best(found, cfg, count)
     for image in range(2):
-        there = (scores[image] > 0).nonzero().flatten()
-        _, kept = batched_nms(boxes[image, there], scores[image, there], labels[image, there], dict(iou_threshold=0.5))
+        boxes, scores, labels = (part[image] for part in found)
+        there = (scores > 0).nonzero().flatten()
+        _, kept = batched_nms(boxes[there], scores[there], labels[there], dict(cfg), class_agnostic=agnostic)
         expected = there[kept][:count]
-        found = index[image][best[image] > 0]
-        assert found.tolist() == expected.tolist()
-        assert torch.equal(best[image][best[image] > 0], scores[image, expected])
-        assert best.shape == (2, count) and (best[image][len(found) :] == -1).all()
+        number = len(expected)
+        for part, whole in zip(chosen, (boxes, scores, labels), strict=True):
+            assert torch.equal(part[image, :number], whole[expected])
+        assert chosen.scores.shape == (2, count) and (chosen.scores[image, number:] == -1).all()
+        assert (chosen.labels[image, number:] == -1).all() and not chosen.boxes[image, number:].any()
 
 
-def test_what_nms_keeps_is_what_it_lists() -> None:
-    boxes, scores, _ = boxes_and_scores()
-    index, best = nms(boxes, scores, 0.5, 60)
-    kept = nms_module.keep(boxes, scores, 0.5)
-    assert [k.nonzero().flatten().tolist() for k in kept] == [
-        sorted(i[b > 0].tolist()) for i, b in zip(index, best, strict=True)
-    ]
+def test_another_suppression_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"nms=.*soft_nms.* cannot be exported: ONNX has .*--cfg-options"):
+        best(boxes_and_scores(), dict(type='soft_nms', iou_threshold=0.5), 10)
 
 
-@pytest.mark.parametrize('sampling_ratio', [0, 2])
-@pytest.mark.parametrize('aligned', [True, False], ids=['aligned', 'as of old'])
-@pytest.mark.parametrize('graph', [False, pytest.param(True, marks=exports)], ids=['eager', 'graph'])
-def test_roi_align_is_mmcvs(sampling_ratio: int, aligned: bool, graph: bool) -> None:
-    maps = [torch.randn(2, 5, 24 // s, 32 // s) for s in (1, 2)]
-    scales = (0.25, 0.125)
-    corner = torch.rand(40, 2) * 110 - 10  # some reach beyond the map
-    rois = torch.cat([torch.randint(0, 2, (40, 1)), corner, corner + torch.rand(40, 2) * 70], 1)
-    rois[0, 1:] = 0  # an empty place
-    levels = torch.randint(0, 2, (40,))
-    options = Align(7, 5, sampling_ratio, aligned)
+class Operators(Network):
+    """Both operators, of images whose number and size are open."""
 
-    def run(*inputs: Tensor) -> Tensor:
-        return pyramid_roi_align(inputs[:2], inputs[2], inputs[3], scales, options)
+    inputs = ('images', 'boxes', 'scores', 'rois')
+    outputs = ('kept', 'old', 'aligned')
 
-    inputs = (*maps, rois, levels)
-    output = (exported(run, inputs) if graph else run)(*inputs)
-    for level in range(2):
-        here = levels == level
-        expected = roi_align(maps[level], rois[here], (7, 5), scales[level], sampling_ratio, 'avg', aligned)
-        torch.testing.assert_close(output[here], expected, rtol=1e-4, atol=1e-5)
+    def forward(self, images: Tensor, boxes: Tensor, scores: Tensor, rois: Tensor) -> tuple[Tensor, ...]:
+        aligned = roi_align(images, rois, 7, 5, 0.25, 0, True)
+        return keep(boxes, scores, 0.5).long(), roi_align(images, rois, 7, 5, 0.5, 2, False), aligned
+
+
+@exports
+def test_files_hold_mmcvs_operators(tmp_path: Path) -> None:
+    pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
+
+    def inputs(images: int, rois: int) -> tuple[Tensor, ...]:
+        corner = torch.rand(rois, 2) * 110 - 10  # some reach beyond the map
+        number = torch.randint(0, images, (rois, 1))
+        found = boxes_and_scores()
+        regions = torch.cat([number, corner, corner + torch.rand(rois, 2) * 70], 1)
+        regions[0, 1:] = 0  # an empty place
+        return torch.randn(images, 3, 24, 32), found.boxes[:images], found.scores[:images], regions
+
+    network, batch = Operators(nn.Identity()), torch.export.Dim('batch')
+    shapes = ({0: batch}, {0: batch}, {0: batch}, {0: torch.export.Dim('rois')})
+    program = torch.export.export(network, inputs(2, 40), dynamic_shapes=shapes, strict=False)
+    notes = dict(takes='any', divisor=1, least=1)
+    write_onnx(program, network, tmp_path / 'operators.onnx', notes)
+    run = Exported(tmp_path / 'operators.onnx')
+    for tensors in (inputs(2, 40), inputs(1, 3)):
+        for found, expected in zip(run(*tensors), network(*tensors), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize('size', [1, 3, 6, (2, None), 40], ids=str)
@@ -102,42 +98,103 @@ def test_pooling_is_torchs(size: Any) -> None:
     torch.testing.assert_close(adaptive_avg_pool2d(x, size), F.adaptive_avg_pool2d(x, size))
 
 
-def test_gathering_is_the_reference() -> None:
-    inputs = deformable_inputs([(7, 9), (4, 5), (1, 1)], batch=2)
-    inputs = [x.double() if x.is_floating_point() else x for x in inputs]
-    torch.testing.assert_close(gather(*inputs), reference.sample(*inputs))
-
-
-def test_sizes_are_numbers_to_hosts_and_tensors_to_operators() -> None:
-    rows = [Sizes(torch.zeros(1, 8, 3 + i, 4).shape)[2:].to('cpu') for i in range(2)]
-    sizes = torch.cat(rows).view(-1, 2)
-    expected = torch.tensor([[3, 4], [4, 4]])
-    assert [height * width for height, width in sizes] == [12, 16] and sizes[1][0] == 4 and len(sizes) == 2
-    assert torch.equal(sizes.prod(1), expected.prod(1)) and torch.equal(sizes[:, 0], expected[:, 0])
-    assert torch.equal(torch.ones(2, 2) / sizes, 1 / expected) and tuple(sizes.shape) == (2, 2)
-
-
+@exports
 @pytest.mark.parametrize('host', ['mmdet', 'mmseg'])
-@pytest.mark.parametrize('graph', [False, pytest.param(True, marks=exports)], ids=['eager', 'graph of any batch'])
-def test_windows_are_the_hosts(host: str, graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_any_batch_are_the_hosts(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     swin = importlib.import_module(f'{host}.models.backbones.swin')
     attention = swin.ShiftWindowMSA(8, 2, window_size=3, shift_size=1)
     x = torch.randn(2, 6 * 9, 8)
     expected = attention(x, (6, 9))
-
-    def run(x: Tensor) -> Tensor:
-        return attention(x, (6, 9))
-
     monkeypatch.setattr(swin.ShiftWindowMSA, 'window_reverse', window_reverse)
-    found = exported(run, (x,), (({0: torch.export.Dim('batch')},),)) if graph else run
-    torch.testing.assert_close(found(x), expected)
-    if graph:
-        torch.testing.assert_close(found(torch.cat([x, x])), torch.cat([expected, expected]))
+    torch.testing.assert_close(attention(x, (6, 9)), expected)
+
+    class Module(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return attention(x, (6, 9))
+
+    with torch.no_grad():
+        run = torch.export.export(Module(), (x,), dynamic_shapes=({0: torch.export.Dim('batch')},), strict=False)
+    torch.testing.assert_close(run.module()(torch.cat([x, x])), torch.cat([expected, expected]))
 
 
-@pytest.mark.parametrize('factor', [2, 1.5])
-def test_upsampling_is_mmsegs(factor: Any) -> None:
-    module = Upsample(scale_factor=factor, mode='bilinear', align_corners=False)
+@pytest.mark.parametrize('options', [dict(scale_factor=2), dict(scale_factor=1.5), dict(size=(5, 7))], ids=str)
+def test_upsampling_is_mmsegs(options: dict[str, Any]) -> None:
+    module = Upsample(mode='bilinear', align_corners=False, **options)
     x = torch.randn(1, 2, 6, 8)
-    expected = F.interpolate(x, scale_factor=factor, mode='bilinear', recompute_scale_factor=True)
-    torch.testing.assert_close(upsample(Upsample.forward)(module, x), expected)
+    torch.testing.assert_close(upsample(module, x), module(x))
+
+
+class Levels(Network):
+    """Gated attention over two levels of an image, whose sizes mmdet would read."""
+
+    inputs = ('images',)
+    outputs = ('tokens',)
+
+    def __init__(self) -> None:
+        super().__init__(nn.Identity())
+        self.attention = PLuGMultiScaleDeformableAttention(16, 2, num_levels=2, init='paper')
+        for parameter in self.attention.parameters():
+            nn.init.normal_(parameter, std=0.5)
+
+    def forward(self, images: Tensor) -> tuple[Tensor]:
+        maps = [F.avg_pool2d(images, side) for side in (2, 4)]
+        sizes = torch.cat([torch._shape_as_tensor(map_)[2:] for map_ in maps]).view(-1, 2)
+        starts = torch.cat([sizes.new_zeros(1), sizes.prod(1).cumsum(0)[:-1]])
+        points = torch.cat(
+            [torch.stack([torch.linspace(0.0, 1.0, h * w), torch.linspace(1.0, 0.0, h * w)], -1) for h, w in sizes]
+        )
+        tokens = torch.cat([map_.flatten(2) for map_ in maps], 2).permute(2, 0, 1)  # (S, B, C)
+        reference = points[None, :, None].expand(tokens.shape[1], -1, 2, -1)
+        options = dict(reference_points=reference, spatial_shapes=sizes, level_start_index=starts)
+        return (self.attention(tokens, value=tokens, **options),)
+
+
+@pytest.fixture(scope='module')
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Levels, dict[str, Path]]:
+    pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
+    net, paths = Levels().eval(), {}
+    for name in SAMPLERS:
+        program, taken = capture(net, (torch.randn(2, 16, 16, 24),), 1, name)
+        paths[name] = tmp_path_factory.mktemp('sampled') / f'{name}.onnx'
+        write_onnx(program, net, paths[name], dict(taken, least=1))
+    return net, paths
+
+
+def operators(path: Path) -> Counter[str]:
+    return Counter(node.op_type for node in pytest.importorskip('onnx').load(path).graph.node)
+
+
+@exports
+@pytest.mark.parametrize('name', ['gather', 'grid'])
+def test_computes_what_pytorch_does(name: str, files: Any) -> None:
+    net, paths = files
+    run = Exported(paths[name])
+    for shape in ((2, 16, 16, 24), (1, 16, 36, 8), (3, 16, 4, 4)):
+        images = torch.randn(shape)
+        with torch.no_grad():
+            torch.testing.assert_close(run(images)[0], net(images)[0], rtol=1e-4, atol=1e-5)
+
+
+@exports
+def test_gathering_has_no_grid_sample(files: Any) -> None:
+    found = {name: operators(path) for name, path in files[1].items()}
+    assert found['grid']['GridSample'] == 2  # one a level
+    assert not found['gather']['GridSample'] and not found['plugin']['GridSample']
+
+
+@exports
+def test_the_plugins_node_takes_what_tensorrt_wants(files: Any) -> None:
+    onnx = pytest.importorskip('onnx')
+    model = onnx.load(files[1]['plugin'])
+    (node,) = (node for node in model.graph.node if node.op_type == PLUGIN)
+    assert len(node.input) == 5 and len(node.output) == 1 and not node.attribute
+    kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
+    kinds |= {value.name: value.data_type for value in model.graph.initializer}
+    wanted = [onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.INT32] + [onnx.TensorProto.FLOAT] * 2
+    assert [kinds[name] for name in node.input] == wanted
+
+
+@exports
+def test_onnxruntime_refuses_the_plugin_by_name(files: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f'has nodes {PLUGIN}, which TensorRT alone can run')):
+        Exported(files[1]['plugin'])

@@ -7,7 +7,7 @@ import torch
 from mmengine.logging import MMLogger
 
 from mmgate.benchmarks.backbones import SUITES, benchmark_backbones
-from mmgate.benchmarks.ops import MODES, Row, write_csv
+from mmgate.benchmarks.measure import MODES, told, write_csv
 from mmgate.benchmarks.plots import draw_curves
 
 
@@ -32,19 +32,11 @@ def main() -> None:
         torch.set_num_threads(args.threads)
     MMLogger.get_current_instance().setLevel('ERROR')
     modes = [args.mode] if args.mode else MODES
-    rows: list[Row] = []
-    print(f'{"side":10} {"mode":17} {"metric":16} {"backbone":20} {"median":>10}  ours/peer')
     options = dict(batch=args.batch, repetitions=args.repetitions, modes=modes)
-    for row in benchmark_backbones(args.suite, args.sizes, device=args.device, autocast=args.autocast, **options):
-        rows.append(row)
-        name = f'{row.metric} {row.unit}'
-        print(
-            f'{row.x:10} {row.mode:17} {name:16} {row.provider:20} {row.y_50:10.1f}  {1 / row.ratio_to_peer:6.3f}',
-            flush=True,
-        )
+    rows = benchmark_backbones(args.suite, args.sizes, device=args.device, autocast=args.autocast, **options)
     out = args.out or Path(f'work_dirs/backbones_{args.suite}.csv')
-    write_csv(rows, out)
-    picture = draw_curves(rows, out.with_suffix('.png'), number=megapixels, xlabel='megapixels')
+    written = write_csv(told(rows), out)
+    picture = draw_curves(written, out.with_suffix('.png'), number=megapixels, xlabel='megapixels')
     print(f'written to {out} and {picture}')
 
 

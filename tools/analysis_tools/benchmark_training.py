@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from mmengine.logging import MMLogger
 
-from mmgate.benchmarks.ops import Row, write_csv
-from mmgate.benchmarks.training import SPEEDUPS, benchmark_training, profile_training
+from mmgate.benchmarks.measure import told, write_csv
+from mmgate.benchmarks.training import SPEEDUPS, benchmark_training
 from mmgate.gates import TRAINS
 from mmgate.train import cli
 
@@ -34,7 +34,6 @@ def main(argv: list[str]) -> None:
         help='of ours with the backend that it chooses, one at a time; all of them together: all',
     )
     parser.add_argument('--train', choices=TRAINS, default='all', help='what of ours trains')
-    parser.add_argument('--profile', action='store_true', help="print the profile of ours with all speedups' step, too")
     parser.add_argument('--size', type=int, nargs=2, default=[800, 1333], metavar=('HEIGHT', 'WIDTH'))
     parser.add_argument('--batch', type=int, default=2)
     parser.add_argument('--repetitions', type=int, default=20)
@@ -51,19 +50,10 @@ def main(argv: list[str]) -> None:
     elif args.amp:
         parser.error('--amp is for CUDA, mmengine has it nowhere else here')
     MMLogger.get_current_instance().setLevel('ERROR')
-    setting = dict(size=tuple(args.size), batch=args.batch, amp=args.amp, device=args.device)
-    options = dict(op=args.op, backends=args.backends, speedups=args.speedups, **setting)
-    options.update(processor_time=args.processor_time, train=args.train)
-    rows: list[Row] = []
-    print(f'{"metric":20} {"model":64} {"median":>10} {"20 %":>10} {"80 %":>10}  peer/ours')
-    for row in benchmark_training(args.peer, args.ours, repetitions=args.repetitions, **options):
-        rows.append(row)
-        figures = ' '.join(f'{y:10.2f}' for y in (row.y_50, row.y_20, row.y_80))
-        print(f'{row.metric + " " + row.unit:20} {row.provider:64} {figures}  {row.ratio_to_peer:6.2f}', flush=True)
-    write_csv(rows, args.out)
+    options = dict(op=args.op, backends=args.backends, speedups=args.speedups, size=tuple(args.size), batch=args.batch)
+    options |= dict(amp=args.amp, device=args.device, processor_time=args.processor_time, train=args.train)
+    write_csv(told(benchmark_training(args.peer, args.ours, repetitions=args.repetitions, **options)), args.out)
     print(f'written to {args.out}')
-    if args.profile:
-        print(profile_training(args.ours, speedups=list(SPEEDUPS), **setting))
 
 
 if __name__ == '__main__':

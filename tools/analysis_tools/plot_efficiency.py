@@ -16,7 +16,7 @@ from torch import nn
 
 import mmgate  # noqa: F401
 from mmgate.benchmarks.backbones import benchmark_models
-from mmgate.benchmarks.ops import throughput, write_csv
+from mmgate.benchmarks.measure import throughput, write_csv
 from mmgate.benchmarks.plots import draw_curves
 from mmgate.errors import ConfigError
 from mmgate.train import cli

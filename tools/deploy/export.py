@@ -1,10 +1,50 @@
-"""Write a detector or a segmentor as a file that runs without it: ``python tools/deploy/export.py --help``."""
+"""Write a detector or a segmentor as a file that runs without it, and compare the file with PyTorch on real images."""
 
 import sys
+from pathlib import Path
+
+from mmengine.logging import print_log
 
 import mmgate  # noqa: F401
-from mmgate.deploy.commands import export
+from mmgate.analysis.inputs import check_folder
+from mmgate.deploy.export import SUFFIXES, check_format, export
+from mmgate.deploy.inputs import FOLDER, add_images, config_parser, load_with_images
+from mmgate.deploy.sampling import SAMPLERS
+from mmgate.errors import ConfigError
 from mmgate.train import cli
 
+
+def main(argv: list[str]) -> None:
+    """Parse arguments, export and compare."""
+    parser = config_parser(__doc__)
+    add_images(parser)
+    parser.add_argument('--format', choices=sorted(SUFFIXES), default='onnx', help='(default onnx)')
+    parser.add_argument('--out', help='file to write (default, in work_dirs/deploy: NAME.onnx, NAME.pt2)')
+    parser.add_argument(
+        '--msda',
+        choices=sorted(SAMPLERS),
+        default='gather',
+        help="deformable attention as gathered rows (default), as GridSample, or as a node of TensorRT's plug-in; "
+        'TensorRT compiles GridSample in deformable attention wrongly without a word (NVIDIA/TensorRT issue 4813)',
+    )
+    parser.add_argument(
+        '--fixed-size', action='store_true', help="take images of the first one's size alone, without trying others"
+    )
+    parser.add_argument(
+        '--allow-mismatch', action='store_true', help='export although the checkpoint lacks some of the parameters'
+    )
+    args = parser.parse_args(argv)
+    check_format(args.format, args.msda)
+    suffix = SUFFIXES[args.format]
+    path = Path(args.out or f'{FOLDER}/{Path(args.config).stem}{suffix}')
+    if path.suffix != suffix:
+        raise ConfigError(f'--out {path}: a file of --format {args.format} ends with {suffix}.')
+    check_folder(path.parent)
+    loaded, batches = load_with_images(args, whole=not args.allow_mismatch)
+    options = dict(format=args.format, msda=args.msda, fixed_size=args.fixed_size, threshold=args.score_thr)
+    found = export(loaded.model, batches, path, **options)
+    print_log(f'{path} is as PyTorch: {found}', logger='current')
+
+
 if __name__ == '__main__':
-    sys.exit(cli.main(export))
+    sys.exit(cli.main(main))

@@ -1,10 +1,34 @@
-"""Evaluate an exported file on the config's test data: ``python tools/deploy/test.py CONFIG FILE --help``."""
+"""Evaluate an exported file on the test data of its config, by the config's evaluator."""
 
 import sys
+from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.deploy.commands import test
+from mmgate.checkpoints.loading import add_trust_option
+from mmgate.deploy.inputs import FOLDER, config_parser
+from mmgate.deploy.networks import serve
+from mmgate.deploy.runtime import Exported
 from mmgate.train import cli
+from mmgate.train.config_file import load_config
+from mmgate.train.inputs import check_data
+
+
+def main(argv: list[str]) -> None:
+    """Parse arguments and evaluate."""
+    parser = config_parser(__doc__)
+    parser.add_argument('file', help='.onnx or .pt2 file of tools/deploy/export.py')
+    parser.add_argument('--work-dir', help='folder for logs and metrics (default: work_dirs/deploy/NAME)')
+    add_trust_option(parser)
+    args = parser.parse_args(argv)
+    args.work_dir = args.work_dir or f'{FOLDER}/{Path(args.file).stem}'
+    run = Exported(args.file)
+    args.launcher = 'none'
+    cfg = load_config(args)
+    check_data(cfg, ('test',))
+    runner = cli.build_runner(cfg)
+    serve(runner.model, run)
+    runner.test()
+
 
 if __name__ == '__main__':
-    sys.exit(cli.main(test))
+    sys.exit(cli.main(main))

@@ -1,0 +1,213 @@
+"""Time and peak memory of ours and the peers' from one run, as rows of one CSV schema."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MODES = ('forward', 'forward+backward')
+Providers = Mapping[str, Callable[..., Tensor]]
+Within = Callable[[], AbstractContextManager[Any]]
+Key = tuple[str, str, str, str, str, str]
+LEAD = 20_000_000  # cycles that a GPU waits before a measurement, about 10 ms
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: percentiles over repetitions of ``metric`` in ``unit``, and the peer's over ours.
+
+    The latter is the median over pairs of repetitions that were measured one after the other, so that what else the
+    machine does hits both alike.
+    """
+
+    op: str
+    provider: str
+    mode: str
+    metric: str
+    unit: str
+    x: str
+    y_50: float
+    y_20: float
+    y_80: float
+    ratio_to_peer: float
+    device: str
+    version: str
+
+
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Set environment variables, and set them back."""
+    before = {name: os.environ.pop(name, None) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
+
+
+def interleaved(
+    op: str,
+    providers: Providers,
+    x: str,
+    inputs: list[Tensor],
+    mode: str,
+    repetitions: int,
+    within: Mapping[str, Within] | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[Row]:
+    """Yield time and peak memory of every provider; their repetitions alternate, so that noise hits all alike.
+
+    The first provider that runs is the peer. What does not run is left out, and a warning says why. One repetition more
+    warms up.
+
+    Args:
+        op: Name of what is measured.
+        providers: By name.
+        x: Name of the inputs.
+        inputs: Arguments of a provider.
+        mode: One of :data:`MODES`, or ``'step'`` for what goes backward by itself.
+        repetitions: Measurements of a provider.
+        within: Makes a context in which a provider runs, forward and backward.
+        clock: What tells the seconds on a CPU.
+
+    Raises:
+        RuntimeError: None of them runs.
+    """
+    runs = dict(providers)
+    times: dict[str, list[float]] = {name: [] for name in providers}
+    memory: dict[str, list[float]] = {name: [] for name in providers}
+    for repetition in range(repetitions + 1):
+        for name, run in list(runs.items()):
+            try:
+                with (within or {}).get(name, nullcontext)():
+                    seconds, peak = measure(run, inputs, mode, clock)
+            except Exception as error:  # a kernel that does not compile, no memory, a package that is missing
+                if repetition:
+                    raise
+                reason = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
+                warnings.warn(f'{name} is left out, {mode}: {reason}', stacklevel=2)
+                del runs[name]
+                continue
+            if repetition:  # the first one warms up and compiles
+                times[name].append(seconds * 1e3)
+                memory[name].append(peak / 2**20)
+    if not runs:
+        raise RuntimeError(f'{op}: none of {", ".join(providers)} runs here on {x}, {mode}.')
+    peer = next(iter(runs))
+    for metric, unit, values in (('time', 'ms', times), ('peak memory', 'MiB', memory)):
+        for name in runs:
+            yield row_of((op, name, mode, metric, unit, x), values[name], values[peer], inputs[0].device)
+
+
+def measure(
+    run: Callable[..., Tensor], inputs: list[Tensor], mode: str, clock: Callable[[], float] = time.perf_counter
+) -> tuple[float, float]:
+    """Return seconds and bytes of peak memory over idle of one call, on the device of the inputs; see interleaved."""
+    leaves = _leaves(inputs, mode)
+    if inputs[0].is_cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        idle = torch.cuda.memory_allocated()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if mode in MODES:  # what is timed is kernels, which the CPU queues meanwhile, and not how fast it does
+            torch.cuda._sleep(LEAD)
+        start.record()
+        _call(run, leaves, mode)
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3, torch.cuda.max_memory_allocated() - idle
+    ctypes.CDLL('libc.so.6').malloc_trim(0)  # what an earlier call freed must not hide what this one takes
+    Path('/proc/self/clear_refs').write_text('5')  # resets the high-water mark
+    idle, begin = _status('VmRSS'), clock()
+    _call(run, leaves, mode)
+    seconds = clock() - begin
+    return seconds, max(0, _status('VmHWM') - idle)
+
+
+def _leaves(inputs: list[Tensor], mode: str) -> list[Tensor]:
+    return [x.clone().requires_grad_(mode == MODES[1]) if x.is_floating_point() else x for x in inputs]
+
+
+def _call(run: Callable[..., Tensor], leaves: list[Tensor], mode: str) -> None:
+    with torch.set_grad_enabled(mode != 'forward'):
+        output = run(*leaves)
+    if mode == MODES[1]:
+        output.backward(torch.ones_like(output))
+
+
+def _status(key: str) -> int:
+    lines = Path('/proc/self/status').read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f'{key}:'))
+
+
+def saved_bytes(run: Callable[..., Tensor], inputs: list[Tensor]) -> int:
+    """Return the bytes that a forward pass keeps for the backward pass, inputs included, each storage once."""
+    storages: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run(*_leaves(inputs, 'forward+backward'))
+    return sum(storages.values())
+
+
+def row_of(key: Key, values: list[float], peer: list[float], device: torch.device) -> Row:
+    """Return a row of percentiles over ``values``; the ``key`` is its op, provider, mode, metric, unit and x."""
+    low, middle, high = (torch.tensor(values, dtype=torch.float64).quantile(q).item() for q in (0.2, 0.5, 0.8))
+    ratio = statistics.median(p / max(y, 1e-9) for p, y in zip(peer, values, strict=True))
+    cpu = f'{platform.machine()} CPU, {torch.get_num_threads()} threads'
+    where = torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu
+    rounded = [round(y, 3) for y in (middle, low, high, ratio)]
+    return Row(*key, rounded[0], rounded[1], rounded[2], rounded[3], where, f'torch {torch.__version__}')
+
+
+def throughput(row: Row, batch: int) -> Row:
+    """Return a row of time as one of images a second."""
+    low, middle, high = (round(1e3 * batch / y, 3) for y in (row.y_80, row.y_50, row.y_20))
+    ratio = round(1 / max(row.ratio_to_peer, 1e-3), 3)
+    row = replace(row, metric='throughput', unit='images/s', ratio_to_peer=ratio)
+    return replace(row, y_20=low, y_50=middle, y_80=high)
+
+
+def told(rows: Iterable[Row]) -> Iterator[Row]:
+    """Print rows as a table while they come."""
+    print(f'{"x":14} {"mode":17} {"metric":20} {"provider":32} {"median":>10} {"20 %":>10} {"80 %":>10}  peer/ours')
+    for row in rows:
+        name = f'{row.metric} {row.unit}'
+        figures = ' '.join(f'{y:10.2f}' for y in (row.y_50, row.y_20, row.y_80, row.ratio_to_peer))
+        print(f'{row.x:14} {row.mode:17} {name:20} {row.provider:32} {figures}', flush=True)
+        yield row
+
+
+def write_csv(rows: Iterable[Row], path: str | Path, *, append: bool = False) -> list[Row]:
+    """Write rows as they come, under the column names that every benchmark here shares, and return them."""
+    path, kept = Path(path), []
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not (append and path.exists())
+    with path.open('w' if new else 'a', newline='') as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        if new:
+            writer.writeheader()
+        for row in rows:
+            writer.writerow(asdict(row))
+            file.flush()
+            kept.append(row)
+    return kept

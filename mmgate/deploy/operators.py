@@ -1,0 +1,71 @@
+"""Non-maximum suppression and RoIAlign as operators that a graph holds whole: mmcv's here, ONNX's nodes in a file.
+
+Layout: boxes (B, N, 4) as (x1, y1, x2, y2); scores (B, N), what is not above 0 is no candidate; RoIs (R, 5) as (image,
+x1, y1, x2, y2) in pixels of the image. A program of torch.export needs this module imported where it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mmcv.ops
+import torch
+from torch import Tensor
+
+from mmgate.ops.library import operator
+
+BOOL, INT64 = 9, 7  # onnx.TensorProto's
+
+
+@operator('nms_keep', fake=lambda boxes, scores, *_: torch.empty_like(scores, dtype=torch.bool))
+def keep(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
+    """Return which boxes stay, ``(B, N)`` bool: those of which no better one covers more than ``iou_threshold``."""
+    kept = torch.zeros_like(scores, dtype=torch.bool)
+    for image in range(len(boxes)):
+        there = (scores[image] > 0).nonzero().flatten()
+        _, chosen = mmcv.ops.nms(boxes[image, there], scores[image, there], iou_threshold)
+        kept[image, there[chosen]] = True
+    return kept
+
+
+@operator('roi_align', fake=lambda map_, rois, h, w, *_: map_.new_empty(rois.shape[0], map_.shape[1], h, w))
+def roi_align(
+    map_: Tensor, rois: Tensor, height: int, width: int, scale: float, sampling_ratio: int, aligned: bool
+) -> Tensor:
+    """Return the features ``(R, C, height, width)`` of RoIs from a map ``(B, C, H, W)``; options as mmcv's."""
+    return mmcv.ops.roi_align(map_, rois, (height, width), scale, sampling_ratio, 'avg', aligned)
+
+
+def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Return what ``torch.onnx.export`` writes for the two."""
+    from onnxscript.onnx_opset import opset18
+    from onnxscript.onnx_types import FLOAT
+
+    op: Any = opset18  # its methods are typed for tensors alone, and take numbers
+
+    def nms_keep(boxes: FLOAT, scores: FLOAT, iou_threshold: float) -> Any:
+        every, threshold = op.Constant(value_int=2**31 - 1), op.Constant(value_float=iou_threshold)
+        # (M, 3) as (image, class, box), of scores above the last argument
+        chosen = op.NonMaxSuppression(boxes, op.Unsqueeze(scores, [1]), every, threshold, op.Constant(value_float=0.0))
+        places = op.Gather(chosen, op.Constant(value_ints=[0, 2]), axis=1)  # (M, 2)
+        ones = op.Squeeze(op.Add(op.Mul(op.Slice(places, [0], [1], [1]), 0), 1), [1])  # (M,)
+        nothing = op.Cast(op.Mul(scores, 0.0), to=INT64)
+        return op.Cast(op.ScatterND(nothing, places, ones), to=BOOL)
+
+    def align(
+        map_: FLOAT, rois: FLOAT, height: int, width: int, scale: float, sampling_ratio: int, aligned: bool
+    ) -> Any:
+        boxes, image = op.Slice(rois, [1], [5], [1]), op.Squeeze(op.Slice(rois, [0], [1], [1]), [1])
+        return op.RoiAlign(
+            map_,
+            boxes,
+            op.Cast(image, to=INT64),
+            coordinate_transformation_mode='half_pixel' if aligned else 'output_half_pixel',
+            output_height=height,
+            output_width=width,
+            sampling_ratio=sampling_ratio,
+            spatial_scale=scale,
+        )
+
+    return {torch.ops.mmgate.nms_keep.default: nms_keep, torch.ops.mmgate.roi_align.default: align}

@@ -1,0 +1,104 @@
+"""Time the kernels launched otherwise than they are, one switch at a time, beside the usual launch.
+
+    python tools/dev/kernels/switches.py plug_attention --out switches.csv
+
+``make gpu`` runs it for both operators; ``--device cpu --tiny`` tries it in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mmgate.benchmarks.measure import MODES, Row, Within, environment, interleaved, write_csv
+from mmgate.benchmarks.ops import LEVELS, sampler_inputs
+from mmgate.layers.gml import GatingModulation
+from mmgate.ops import ms_deform_attn, plug_attention
+from mmgate.ops.ms_deform_attn.blocks import Cut
+from mmgate.ops.plug_attention.blocks import Blocks
+from mmgate.ops.triton_backend import launched_otherwise
+
+USUAL = 'as usual'
+
+
+def of_pieces(pieces: int, lane: int) -> Callable[[Cut], Cut]:
+    """Return the change to so many pieces of a row and channels of a lane; forward there are two."""
+    return lambda cut: cut._replace(pieces=pieces, lane=lane) if cut.backward else cut
+
+
+def _otherwise(kind: type, changes: Mapping[str, Callable[[Any], Any]]) -> dict[str, Within]:
+    return {name: partial(launched_otherwise, kind, change) for name, change in changes.items()}
+
+
+SWITCHES: dict[str, dict[str, Within]] = {
+    'ms_deform_attn': {
+        **_otherwise(
+            Cut,
+            {
+                'queries in line': lambda cut: cut._replace(tiled=False),
+                '2 pieces, 4 channels a lane': of_pieces(2, 4),
+                '4 pieces, 1 channel a lane': of_pieces(4, 1),
+                '4 pieces, 4 channels a lane': of_pieces(4, 4),
+                '2 warps': lambda cut: cut._replace(warps=2),
+                '8 warps': lambda cut: cut._replace(warps=8),
+                'twice the queries': lambda cut: cut._replace(times=2),
+            },
+        ),
+        'autotuned': partial(environment, MMGATE_TRITON_AUTOTUNE='1'),
+    },
+    'plug_attention': _otherwise(
+        Blocks,
+        {
+            'one head a program': lambda blocks: blocks._replace(pair=False),
+            'two heads a program': lambda blocks: blocks._replace(pair=True),
+            '32 rows': lambda blocks: blocks._replace(rows=32),
+            '32 columns': lambda blocks: blocks._replace(columns=32),
+            '1 stage': lambda blocks: blocks._replace(stages=1),
+            '8 warps': lambda blocks: blocks._replace(warps=8),
+        },
+    ),
+}
+
+
+def problem(op: str, device: str, tiny: bool) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """Return a call of the operator and its inputs: an encoder's tokens, or 4096 whose 8 heads share a gate."""
+    if op == 'ms_deform_attn':
+        sizes = dict(heads=1, points=1) if tiny else {}
+        inputs, reference = sampler_inputs([(2, 2)] if tiny else LEVELS, 1 if tiny else 2, None, 2, device, **sizes)
+        return partial(ms_deform_attn, reference_points=reference, backend='triton'), inputs
+    tokens, heads, dtype = (16, 2, torch.float32) if tiny else (4096, 8, torch.bfloat16)
+    gml = GatingModulation('product', activation='tanh', init='paper').to(device)
+    inputs = [torch.randn(2, h, tokens, 32, device=device, dtype=dtype) for h in (heads, heads, heads, 1, 1)]
+    return lambda *x: plug_attention(*x, gml, backend='triton'), inputs
+
+
+def rows(op: str, device: str, tiny: bool) -> Iterator[Row]:
+    """Yield the rows of each switch beside the usual launch, so that what is slow or fails costs no other its rows."""
+    run, inputs = problem(op, device, tiny)
+    first = next(iter(SWITCHES[op]))
+    for name, within in SWITCHES[op].items():
+        for mode in MODES:
+            pair, repetitions = {USUAL: run, name: run}, 1 if tiny else 10
+            found = interleaved(op, pair, 'tiny' if tiny else 'full', inputs, mode, repetitions, {name: within})
+            yield from (row for row in found if row.provider == name or name == first)  # the usual launch's come once
+
+
+def main() -> None:
+    """Parse arguments, measure and append to a CSV."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('op', choices=list(SWITCHES))
+    parser.add_argument('--device', default='cuda')
+    parser.add_argument('--tiny', action='store_true', help='sizes for an interpreter')
+    parser.add_argument('--out', type=Path, default=Path('work_dirs/switches.csv'), help='CSV to append to')
+    args = parser.parse_args()
+    write_csv(rows(args.op, args.device, args.tiny), args.out, append=True)
+
+
+if __name__ == '__main__':
+    main()
