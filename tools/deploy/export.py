@@ -6,7 +6,7 @@ from pathlib import Path
 from mmengine.logging import print_log
 
 import mmgate  # noqa: F401
-from mmgate.analysis.inputs import check_folder
+from mmgate.analysis.loading import check_folder
 from mmgate.deploy.export import SUFFIXES, check_format, export
 from mmgate.deploy.inputs import FOLDER, add_images, config_parser, load_with_images
 from mmgate.deploy.sampling import SAMPLERS
