@@ -10,11 +10,9 @@ from mmengine.config import DictAction
 from mmengine.logging import print_log
 
 from mmgate.analysis.loading import LoadedModel, add_inputs, load_model
-from mmgate.checkpoints.loading import add_trust_option
 from mmgate.errors import ConfigError
 from mmgate.train import cli
-from mmgate.train.config_file import load_config, merge_options, read_config
-from mmgate.train.inputs import check_data
+from mmgate.train.config_file import add_trust_option, check_data, load_config, merge_options, read_config
 
 from . import export as exporting
 from .networks import serve

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
-import torch
 from mmengine._strategy import FSDPStrategy as MMEngineFSDPStrategy
 from mmengine.config import Config
 from mmengine.device import get_device
@@ -48,7 +46,7 @@ class FSDPStrategy(MMEngineFSDPStrategy):
         """Build the wrapper; its gradients are clipped by their norm over all shards, not by each shard's own."""
         built = super().build_optim_wrapper(optim_wrapper, model)
         if isinstance(model, FullyShardedDataParallel) and getattr(built, 'grad_name', None) == 'grad_norm':
-            built.clip_func = partial(_clip_shards, model)
+            built.clip_func = lambda parameters, **options: model.clip_grad_norm_(**options)
         return built
 
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -78,10 +76,6 @@ class FSDPStrategy(MMEngineFSDPStrategy):
             self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=False)
 
 
-def _clip_shards(model: FullyShardedDataParallel, _: list[nn.Parameter], **kwargs: float) -> torch.Tensor:
-    return model.clip_grad_norm_(**kwargs)
-
-
 def prepare_processes(cfg: Config) -> None:
     """Make ``cfg`` run in several processes, and connect them over gloo where there is no GPU.
 
@@ -100,21 +94,13 @@ def prepare_processes(cfg: Config) -> None:
                 '--launcher pytorch (tools/dist_train.sh does).'
             )
         return
-    if get_device() == 'cpu':
-        _connect(cfg)
-        _wrap_without_devices(cfg)
-
-
-def _connect(cfg: Config) -> None:
-    if is_distributed():
+    if get_device() != 'cpu':
         return
-    if cfg.launcher != 'pytorch':
-        raise ConfigError(f'--launcher {cfg.launcher} needs GPUs; on a CPU start the processes with torchrun.')
-    timeout = ((cfg.get('env_cfg') or {}).get('dist_cfg') or {}).get('timeout', 1800)  # torch's own for gloo
-    distributed.init_process_group('gloo', timeout=timedelta(seconds=timeout))
-
-
-def _wrap_without_devices(cfg: Config) -> None:
+    if not is_distributed():
+        if cfg.launcher != 'pytorch':
+            raise ConfigError(f'--launcher {cfg.launcher} needs GPUs; on a CPU start the processes with torchrun.')
+        timeout = ((cfg.get('env_cfg') or {}).get('dist_cfg') or {}).get('timeout', 1800)  # torch's own for gloo
+        distributed.init_process_group('gloo', timeout=timedelta(seconds=timeout))
     plain = dict(type='MMDistributedDataParallel', broadcast_buffers=False, device_ids=None)
     if cfg.get('runner_type') == 'FlexibleRunner':
         strategy = cfg.get('strategy') or dict(type='DDPStrategy')
