@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import codecs
 import os
 import pickle
@@ -22,7 +21,7 @@ from test_guarded_pickle import zipped
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.checkpoints.loading import TRUST, UntrustedCheckpoint, add_trust_option
+from mmgate.checkpoints.loading import TRUST, UntrustedCheckpoint
 from mmgate.checkpoints.plain_config import running_part
 from mmgate.errors import ConfigError
 
@@ -240,13 +239,3 @@ def test_a_file_cut_short_is_named(share: float, tmp_path: Path) -> None:
     (tmp_path / 'cut.pth').write_bytes(content[: int(len(content) * share)])
     with pytest.raises(ConfigError, match=r'checkpoint .*cut.pth cannot be read .* cut short'):
         CheckpointLoader.load_checkpoint(str(tmp_path / 'cut.pth'))
-
-
-def test_tools_take_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TRUST, '')  # restored afterwards
-    parser = argparse.ArgumentParser()
-    add_trust_option(parser)
-    parser.parse_args([])
-    assert os.environ[TRUST] == ''
-    parser.parse_args(['--trust-checkpoint'])
-    assert os.environ[TRUST] == '1'

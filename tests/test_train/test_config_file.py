@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from mmdet.datasets import CocoDataset
 from mmengine.config import Config
 from mmengine.runner import Runner
 
+from mmgate.checkpoints.loading import TRUST
 from mmgate.errors import ConfigError
 from mmgate.train import cli, config_file
 from mmgate.train.config_file import check_checkpoint, check_data, check_pretrained, merge_options
@@ -138,3 +141,13 @@ def test_what_is_read_has_to_be_there(dataset: dict, missing: str | None, tmp_pa
     else:
         with pytest.raises(ConfigError, match=f'val_dataloader.*{missing} does not exist'):
             check_data(cfg, ['val'])
+
+
+def test_tools_take_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUST, '')  # restored afterwards
+    parser = argparse.ArgumentParser()
+    config_file.add_trust_option(parser)
+    parser.parse_args([])
+    assert os.environ[TRUST] == ''
+    parser.parse_args(['--trust-checkpoint'])
+    assert os.environ[TRUST] == '1'
