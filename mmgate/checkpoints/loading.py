@@ -86,13 +86,13 @@ def register_safe_loader() -> None:
 
 def _refuse_configs_that_run(checkpoint: Any) -> None:
     """Refuse configs with more than values: mmengine runs their text when it resumes, and in its inferencers."""
-    if not isinstance(checkpoint, dict):
-        return
-    meta, hub = (checkpoint.get(key) or {} for key in ('meta', 'message_hub'))
-    info = hub.get('runtime_info') if isinstance(hub, dict) else None
-    for place in (meta, info):
+
+    def inner(owner: Any, key: str) -> Any:
+        return owner.get(key) if isinstance(owner, dict) else None
+
+    for place in (inner(checkpoint, 'meta'), inner(inner(checkpoint, 'message_hub'), 'runtime_info')):
         for key in ('config', 'cfg'):
-            text = place.get(key) if isinstance(place, dict) else None
+            text = inner(place, key)
             found = running_part(text) if isinstance(text, str) else None
             if found:
                 refuse(f'holds a config, {key}, with {found}')

@@ -45,9 +45,6 @@ def read_checkpoint(source: str) -> Any:
     object is left empty, and no code of the file runs. A web address is downloaded once into torch's cache; mmengine
     reads other schemes (``torchvision://``, ``s3://``, ...) in its own way.
 
-    Args:
-        source: Path, or address with a scheme.
-
     Raises:
         FileNotFoundError: There is no such file.
         ConnectionError: It cannot be downloaded.

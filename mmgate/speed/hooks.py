@@ -60,9 +60,8 @@ class CompileHook(_PathsHook):
 
     mmengine's ``compile=True`` takes in the whole step with losses and matching, whose sizes differ from image to
     image. Here modules are compiled in place, so that checkpoints keep their keys and go on without the hook. The first
-    iterations wait for the compiler, minutes on a CPU; evaluation between epochs has its own forms. A compiled
-    attention takes the first backend of the static order, as nothing is measured within it; ``backend='triton'``, say,
-    in its rule names another. Probes and :class:`GateStatisticsHook` do not see into compiled modules.
+    iterations wait for the compiler, minutes on a CPU; evaluation between epochs has its own forms. Probes and
+    :class:`GateStatisticsHook` do not see into compiled modules.
 
     Args:
         paths: Patterns as those of ``mmgate.Gated``; by default ``'backbone'`` and ``'**encoder.layers.*'``, of which
