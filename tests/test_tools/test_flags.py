@@ -1,4 +1,4 @@
-"""What the flags of the command lines make of a config, and a run that goes on from a file."""
+"""What the flags of the command lines make of a config."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.config import Config
-from shapes import write_shapes
-from test_end_to_end import CONFIG
 
 from mmgate.errors import ConfigError
 from mmgate.train import cli
@@ -136,27 +134,3 @@ def test_predictions_of_a_detector_need_a_pickle(folder: Path, capsys: pytest.Ca
     Path('config.py').write_text(SMALL.format(scope='mmdet', evaluator=METRIC))
     assert cli.main(cli.test, ['config.py', 'x.pth', '--out', 'out.json']) == 2
     assert '--out out.json: predictions are dumped into a .pkl or .pickle file' in capsys.readouterr().err
-
-
-def test_a_run_goes_on_from_a_file_with_a_list_of_evaluators(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another work dir, from the epoch behind the file's."""
-    write_shapes(folder / 'data/shapes', num_train=4, num_val=2, size=64)
-    monkeypatch.setenv('TRITON_INTERPRET', '0')
-    metric = "dict(type='CocoMetric', ann_file='data/shapes/annotations/instances_val.json', metric='bbox')"
-    lists = f'val_evaluator = test_evaluator = [{metric}, {metric[:-1]}, prefix="again")]\n'
-
-    def run(command: str, *argv: str, epochs: int = 2) -> int:
-        Path('config.py').write_text(CONFIG.replace('EPOCHS', str(epochs)) + lists)
-        name = '_'.join(argv[-1:]).replace('/', '_')
-        options = [f'experiment_name={command}{name}', f'visualizer.name={command}{name}']
-        return cli.main(getattr(cli, command), ['config.py', *argv, '--cfg-options', *options])
-
-    assert run('train', '--work-dir', 'first', epochs=1) == 0
-    assert run('train', '--resume', 'first/epoch_1.pth', '--work-dir', 'second') == 0
-    assert not Path('second/epoch_1.pth').exists()
-    meta = torch.load('second/epoch_2.pth', weights_only=False)['meta']
-    assert (meta['epoch'], meta['iter']) == (2, 2 * torch.load('first/epoch_1.pth', weights_only=False)['meta']['iter'])
-    assert 'resumed epoch: 1' in next(Path('second').glob('*/*.log')).read_text()
-    assert run('test', 'second/epoch_2.pth', '--work-dir', 'tested') == 0
-    scores = next(Path('tested').glob('*/*.json')).read_text()
-    assert 'coco/bbox_mAP' in scores and 'again/bbox_mAP' in scores

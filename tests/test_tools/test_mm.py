@@ -11,7 +11,6 @@ import mmseg
 import pytest
 import torch
 from conftest import ROOT
-from mmengine.fileio import dump
 from mmengine.hub import get_config, get_model
 from mmengine.logging import HistoryBuffer
 from mmengine.registry import MODELS, init_default_scope
@@ -52,13 +51,6 @@ DRAWS = pytest.mark.skipif(mmseg.__version__ == '1.2.2', reason='mmseg 1.2.2 han
 def test_browse_dataset(project: Path, tmp_path: Path, config: str) -> None:
     run(project, 'browse_dataset', config, '--not-show', '--output-dir', str(tmp_path))
     assert len(list(tmp_path.rglob('*.*'))) >= 3
-
-
-def test_confusion_matrix(project: Path, tmp_path: Path) -> None:
-    instances = dict(labels=torch.zeros(1).long(), scores=torch.ones(1), bboxes=torch.tensor([[0.0, 0.0, 9.0, 9.0]]))
-    dump([dict(pred_instances=instances)] * 2, tmp_path / 'predictions.pkl')
-    run(project, 'analysis_tools/confusion_matrix.py', DETECTOR, str(tmp_path / 'predictions.pkl'), str(tmp_path))
-    assert (tmp_path / 'confusion_matrix.png').stat().st_size > 0
 
 
 def test_publish_model(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
