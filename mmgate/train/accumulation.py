@@ -10,12 +10,11 @@ from mmengine.config import Config
 
 from mmgate.errors import ConfigError
 
-from .config_file import type_name
+from .config_file import mappings, type_name
 
 # Settings that count iterations: of a loop of iterations, and of schedulers and hooks where by_epoch=False.
 _LOOP_COUNTS = ('max_iters', 'val_interval', 'val_begin', 'dynamic_intervals')
-_SCHEDULER_COUNTS = ('begin', 'end', 'milestones', 'T_max', 'step_size', 'total_steps', 'periods')
-_HOOK_COUNTS = ('interval', 'save_begin')
+_COUNTS = ('begin', 'end', 'milestones', 'T_max', 'step_size', 'total_steps', 'periods', 'interval', 'save_begin')
 _PROCESSES = {'pytorch': 'WORLD_SIZE', 'slurm': 'SLURM_NTASKS', 'mpi': 'OMPI_COMM_WORLD_SIZE'}
 
 
@@ -91,15 +90,11 @@ def _base_batch_size(cfg: Config, flag: str) -> float:
 
 def _stretch(cfg: Config, factor: Fraction) -> list[str]:
     """Multiply what counts iterations by ``factor`` and return the changes as text."""
-    loop, schedulers = cfg.get('train_cfg') or {}, cfg.get('param_scheduler') or []
-    schedulers = schedulers if isinstance(schedulers, list) else [schedulers]
-    counting: list[tuple[str, Any, tuple[str, ...]]] = []
-    counting += [(f'param_scheduler.{number}', one, _SCHEDULER_COUNTS) for number, one in enumerate(schedulers)]
-    counting += [(f'default_hooks.{key}', one, _HOOK_COUNTS) for key, one in (cfg.get('default_hooks') or {}).items()]
-    counting += [(f'custom_hooks.{key}', one, _HOOK_COUNTS) for key, one in enumerate(cfg.get('custom_hooks') or [])]
-    counting = [entry for entry in counting if entry[1] and entry[1].get('by_epoch', True) is False]
-    if type_name(loop).endswith('IterBasedTrainLoop') or loop.get('by_epoch') is False:
-        counting.insert(0, ('train_cfg', loop, _LOOP_COUNTS))
+    loop = cfg.get('train_cfg') or {}
+    iterates = type_name(loop).endswith('IterBasedTrainLoop') or loop.get('by_epoch') is False
+    counting = [('train_cfg', loop, _LOOP_COUNTS)] if iterates else []
+    for part in ('param_scheduler', 'default_hooks', 'custom_hooks'):
+        counting += [(at, one, _COUNTS) for at, one in mappings(cfg.get(part), part) if one.get('by_epoch') is False]
     changes = []
     for where, owner, keys in counting:
         for key in keys:
