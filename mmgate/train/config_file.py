@@ -150,7 +150,7 @@ def _check_files(entry: Mapping[str, Any], where: str) -> None:
         named = {f'data_prefix.{key}': prefix[key] for key in ('img', 'img_path') if prefix.get(key)}
     named = {key: path for key, path in named.items() if path and isinstance(path, str)} or {'data_root': ''}
     for key, name in named.items():
-        path = osp.join(root, name)
+        path = osp.join(root, name) if name else root
         if path and '://' not in path and not osp.exists(path):
             raise ConfigError(
                 f'{where}.{key}: {path} does not exist (looked for {osp.abspath(path)}). Put the data set there, link '

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import needs_mmpretrain
 from mmengine.config import Config
 
 from mmgate.errors import ConfigError
@@ -89,13 +90,12 @@ def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.
     [
         ('mmdet', 'draw', 'test_out_dir', 'DetTTAModel', 'PackDetInputs'),
         ('mmseg', 'draw', None, 'SegTTAModel', 'PackSegInputs'),
-        ('mmpretrain', 'enable', 'out_dir', 'AverageClsScoreTTA', 'Pack'),
+        pytest.param('mmpretrain', 'enable', 'out_dir', 'AverageClsScoreTTA', 'Pack', marks=needs_mmpretrain),
     ],
 )
 def test_painting_and_augmentation(
     folder: Path, monkeypatch: pytest.MonkeyPatch, scope: str, draws: str, where: str | None, model: str, packs: str
 ) -> None:
-    monkeypatch.setattr('mmgate.train.config_file.why_not', lambda package: None)
     cfg = config_of(monkeypatch, 'test', 'x.pth', '--show-dir', 'painted', '--show', '--tta', scope=scope)
     hook = cfg.default_hooks.visualization
     assert hook[draws] is True and (hook.show, hook.wait_time) == (True, 2)

@@ -13,6 +13,7 @@ from mmdet.datasets import CocoDataset
 from mmengine.config import Config
 from mmengine.runner import Runner
 
+from mmgate._environment import available
 from mmgate.checkpoints.loading import TRUST
 from mmgate.errors import ConfigError
 from mmgate.train import cli, config_file
@@ -123,14 +124,14 @@ IMAGES = dict(type='mmpretrain.CustomDataset', data_root='')
         (dict(type='RepeatDataset', dataset=dict(COCO, data_root='no')), 'dataset.dataset.data_root: no'),
         (dict(COCO, data_root='s3://bucket', ann_file='a.json'), None),
         (dict(COCO, ann_file='a.json', backend_args=dict(backend='petrel')), None),
-        (dict(IMAGES, type='ImageNet', split='val'), None),  # knows its folders by the split
+        (dict(IMAGES, type='mmpretrain.ImageNet', split='val'), None),  # knows its folders by the split
         (dict(IMAGES, data_prefix='images'), 'data_prefix: images'),
         (dict(IMAGES, type='mmpretrain.CIFAR10', download=True, data_prefix='cifar'), None),
     ],
 )
 def test_what_is_read_has_to_be_there(dataset: dict, missing: str | None, tmp_path: Path) -> None:
-    if str(dataset['type']).startswith('mmpretrain'):
-        pytest.importorskip('mmpretrain')
+    if str(dataset['type']).startswith('mmpretrain') and not available('mmpretrain'):
+        pytest.skip('needs mmpretrain: the extra "pretrain"')
     (tmp_path / 'a.json').touch()
     dataset = {key: str(tmp_path / 'a.json') if value == 'HERE' else value for key, value in dataset.items()}
     cfg = Config(dict(default_scope='mmdet', val_dataloader=dict(dataset=dataset), val_cfg=dict()))
