@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import torch
 from mmengine._strategy import FSDPStrategy as MMEngineFSDPStrategy
 from mmengine.config import Config
 from mmengine.device import get_device
@@ -46,7 +48,7 @@ class FSDPStrategy(MMEngineFSDPStrategy):
         """Build the wrapper; its gradients are clipped by their norm over all shards, not by each shard's own."""
         built = super().build_optim_wrapper(optim_wrapper, model)
         if isinstance(model, FullyShardedDataParallel) and getattr(built, 'grad_name', None) == 'grad_norm':
-            built.clip_func = lambda parameters, **options: model.clip_grad_norm_(**options)
+            built.clip_func = partial(_clip_shards, model)
         return built
 
     def load_optim_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -74,6 +76,10 @@ class FSDPStrategy(MMEngineFSDPStrategy):
             # torch 2.13 offloads without a copy: on a CPU it frees a shard in use, and both moments of Adam become one
             self.state_dict_config = FullStateDictConfig(offload_to_cpu=False)
             self.optim_state_dict_config = FullOptimStateDictConfig(offload_to_cpu=False)
+
+
+def _clip_shards(model: FullyShardedDataParallel, _: list[nn.Parameter], **kwargs: float) -> torch.Tensor:
+    return model.clip_grad_norm_(**kwargs)
 
 
 def prepare_processes(cfg: Config) -> None:

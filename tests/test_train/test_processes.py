@@ -84,7 +84,7 @@ optim_wrapper = dict(
 param_scheduler = dict(type='MultiStepLR', milestones=[3], end=4)
 train_cfg = dict(by_epoch=True, max_epochs=4)
 randomness = dict(seed=1)
-env_cfg = dict(dist_cfg=dict(backend='nccl'))
+env_cfg = dict(dist_cfg=dict(backend='nccl', timeout=100))  # a process that waits for nothing is an error
 """
 # the gates alone train, and are averaged
 GATES_ALONE = """
@@ -141,7 +141,7 @@ def in_two_processes(folder: Path, *runs: tuple[str, str, list[str], list[str]])
     command = ['-W', 'ignore', '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'runs.py']
     result = subprocess.run(
         [sys.executable, *command, json.dumps(runs)],
-        **dict(cwd=folder, env=environment, capture_output=True, text=True, timeout=500),
+        **dict(cwd=folder, env=environment, capture_output=True, text=True, timeout=300),
     )
     assert result.returncode == 0, result.stderr[-3000:]
 
