@@ -18,7 +18,6 @@ from mmgate.hosts.map_size import map_options
 from mmgate.hosts.table import full_name, gate_names, host_names
 from mmgate.layers.base.dense import DenseAttention
 from mmgate.layers.base.init import GateInit, random_stream
-from mmgate.paths import path_regex
 from mmgate.registry import MODELS
 from mmgate.weight_init import Swap, init_gate, initialise_gates_last
 
@@ -75,6 +74,12 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     return list(replacements)
 
 
+def path_regex(pattern: str) -> re.Pattern[str]:
+    """Return what a pattern over dotted names means: ``*`` anything within one name, ``**`` any number of names."""
+    parts = re.split(r'(\*\*|\*)', pattern)
+    return re.compile(''.join({'**': '.*', '*': '[^.]*'}.get(part, re.escape(part)) for part in parts))
+
+
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield name and module of every attention in ``model``: what a gate can replace, or what is called so."""
     for name, module in model.named_modules(remove_duplicate=False):
@@ -83,11 +88,7 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
-    """Return rules as a list.
-
-    Raises:
-        TypeError: They are malformed.
-    """
+    """Return rules as a list, or raise OptionError: they are malformed."""
     listed = [rules] if isinstance(rules, Mapping) else rules
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
         raise OptionError(f'attention must be a rule dict(path=..., type=...) or a list of them, got {rules!r}.')

@@ -156,48 +156,47 @@ PVT_FILE = DEFAULTS._replace(warm_up_lr=1e-6, min_lr=1e-5, warm_up=5, clip=None)
 CSWIN_FILE = PVT_FILE._replace(warm_up=20, ema=0.99984)
 # LeapLabTHU/Agent-Attention, agent_transformer/cfgs and README; facebookresearch/deit, main.py and datasets.py
 AUTHORS: dict[str, Theirs] = {
-    'agent/classification/agent-deit-t_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.0),
-    'agent/classification/agent-deit-s_8xb128-300e_in1k': DEFAULTS,
-    'agent/classification/agent-deit-b_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.3),
-    'agent/classification/agent-deit-s_8xb64-300e_in1k-448px': DEFAULTS._replace(test=((512, 512), 448)),
-    'agent/classification/agent-pvt-t_8xb128-300e_in1k': PVT_FILE,
-    'agent/classification/agent-pvt-s_8xb128-300e_in1k': PVT_FILE,
-    'agent/classification/agent-pvt-m_8xb128-300e_in1k': PVT_FILE._replace(drop_path=0.3, clip=1.0),
-    'agent/classification/agent-pvt-l_8xb128-300e_in1k': PVT_FILE._replace(drop_path=0.3, clip=1.0),
-    'agent/classification/agent-pvt-m_8xb64-300e_in1k-256px': PVT_FILE._replace(
-        drop_path=0.3, clip=1.0, test=((292, 292), 256)
-    ),
-    'agent/classification/agent-swin-t_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.2),
-    'agent/classification/agent-swin-s_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.3),
-    'agent/classification/agent-swin-b_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.5),
-    'agent/classification/agent-swin-s_8xb64-300e_in1k-288px': DEFAULTS._replace(
-        drop_path=0.3, test=((288, 288), None)
-    ),
-    'agent/classification/agent-swin-b_8xb32-30e_in1k-384px': Theirs(
-        2e-5, 2e-8, 2e-7, 5, 30, 1e-8, 5.0, 0.5, None, ((384, 384), None)
-    ),
-    'agent/classification/agent-cswin-t_8xb128-300e_in1k': CSWIN_FILE._replace(drop_path=0.2),
-    'agent/classification/agent-cswin-s_8xb128-300e_in1k': CSWIN_FILE._replace(drop_path=0.4),
-    'agent/classification/agent-cswin-b_8xb128-300e_in1k': CSWIN_FILE._replace(drop_path=0.5, weight_decay=0.1),
-    'agent/classification/agent-cswin-b_8xb32-30e_in1k-384px': Theirs(  # 20 epochs and 10 of cool-down
+    'agent-deit-t_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.0),
+    'agent-deit-s_8xb128-300e_in1k': DEFAULTS,
+    'agent-deit-b_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.3),
+    'agent-deit-s_8xb64-300e_in1k-448px': DEFAULTS._replace(test=((512, 512), 448)),
+    'agent-pvt-t_8xb128-300e_in1k': PVT_FILE,
+    'agent-pvt-s_8xb128-300e_in1k': PVT_FILE,
+    'agent-pvt-m_8xb128-300e_in1k': PVT_FILE._replace(drop_path=0.3, clip=1.0),
+    'agent-pvt-l_8xb128-300e_in1k': PVT_FILE._replace(drop_path=0.3, clip=1.0),
+    'agent-pvt-m_8xb64-300e_in1k-256px': PVT_FILE._replace(drop_path=0.3, clip=1.0, test=((292, 292), 256)),
+    'agent-swin-t_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.2),
+    'agent-swin-s_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.3),
+    'agent-swin-b_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.5),
+    'agent-swin-s_8xb64-300e_in1k-288px': DEFAULTS._replace(drop_path=0.3, test=((288, 288), None)),
+    'agent-swin-b_8xb32-30e_in1k-384px': Theirs(2e-5, 2e-8, 2e-7, 5, 30, 1e-8, 5.0, 0.5, None, ((384, 384), None)),
+    'agent-cswin-t_8xb128-300e_in1k': CSWIN_FILE._replace(drop_path=0.2),
+    'agent-cswin-s_8xb128-300e_in1k': CSWIN_FILE._replace(drop_path=0.4),
+    'agent-cswin-b_8xb128-300e_in1k': CSWIN_FILE._replace(drop_path=0.5, weight_decay=0.1),
+    'agent-cswin-b_8xb32-30e_in1k-384px': Theirs(  # 20 epochs and 10 of cool-down
         5e-6, 5e-6, 5e-7, 0, 30, 1e-8, None, 0.7, 0.9998, ((438, 438), 384)
     ),
-    'vanilla/classification/deit-t_8xb128-300e_in1k': DEIT,
-    'vanilla/classification/deit-s_8xb128-300e_in1k': DEIT,
-    'plug/classification/plug-deit-t_8xb128-300e_in1k': DEIT,
-    'plug/classification/plug-deit-s_8xb128-300e_in1k': DEIT,
-    'plug/classification/ablations/plug-deit-t-no-residual_8xb128-300e_in1k': DEIT,
-    'linear/classification/flatten-deit-t_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.0),  # Agent's Table 5
-    'linear/classification/flatten-swin-t_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.2),
-    'vanilla/classification/pvt-t_8xb128-300e_in1k': PVT_FILE,  # Agent-PVT-T's partner
+    'deit-t_8xb128-300e_in1k': DEIT,
+    'deit-s_8xb128-300e_in1k': DEIT,
+    'plug-deit-t_8xb128-300e_in1k': DEIT,
+    'plug-deit-s_8xb128-300e_in1k': DEIT,
+    'plug-deit-t-no-residual_8xb128-300e_in1k': DEIT,
+    'flatten-deit-t_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.0),  # Agent's Table 5
+    'flatten-swin-t_8xb128-300e_in1k': DEFAULTS._replace(drop_path=0.2),
+    'pvt-t_8xb128-300e_in1k': PVT_FILE,  # Agent-PVT-T's partner
 }
+FILES = {path.stem: path for path in CONFIGS}
 
 
-@pytest.mark.parametrize('name', AUTHORS, ids=lambda name: name.rpartition('/')[2])
+def config(name: str) -> Config:
+    skip_unless_readable(FILES[name])
+    return Config.fromfile(FILES[name])
+
+
+@pytest.mark.parametrize('name', AUTHORS)
 def test_classifiers_train_as_the_authors(name: str) -> None:
     """Their values, the rates for our images a step, against the config's."""
-    skip_unless_readable(name)
-    cfg, theirs = Config.fromfile(ROOT / f'configs/{name}.py'), AUTHORS[name]
+    cfg, theirs = config(name), AUTHORS[name]
     optim, share = cfg.optim_wrapper, cfg.auto_scale_lr.base_batch_size / 512
     warm_up = [s for s in cfg.param_scheduler if s.type == 'LinearLR']
     (cosine,) = (s for s in cfg.param_scheduler if s.type == 'CosineAnnealingLR')
@@ -228,120 +227,75 @@ def test_classifiers_train_as_the_authors(name: str) -> None:
     assert train['RandomErasing'].erase_prob == 0.25
 
 
-BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')
-CLASS_BIASES = ('ac_bias', 'ca_bias')
+BIASES = {'an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias'}
+CLASS_BIASES = {'ac_bias', 'ca_bias'}
+TABLE, POSITIONS = {'relative_position_bias_table'}, {'position_encoding'}
 
 
 @pytest.mark.parametrize(
-    'name, spared',
+    'name, flat, spared, there',
     [
-        ('agent/classification/agent-swin-t_8xb128-300e_in1k', ('relative_position_bias_table',)),
-        ('agent/classification/agent-deit-t_8xb128-300e_in1k', ('cls_token', 'pos_embed')),
-        ('agent/classification/agent-pvt-t_8xb128-300e_in1k', ()),
-        ('agent/classification/agent-cswin-t_8xb128-300e_in1k', ()),
+        # the ImageNet code spares one dimension, biases and a few names; agent biases, of four and five, decay
+        ('agent-swin-t_8xb128-300e_in1k', True, TABLE, BIASES | TABLE),
+        ('agent-deit-t_8xb128-300e_in1k', True, {'cls_token', 'pos_embed'}, BIASES | CLASS_BIASES),
+        ('agent-pvt-t_8xb128-300e_in1k', True, set(), BIASES),
+        ('agent-cswin-t_8xb128-300e_in1k', True, set(), BIASES),
+        # the public files exempt nothing
+        ('agent-mask-rcnn_pvt-t_1x_coco', False, None, BIASES),
+        ('agent-retinanet_pvt-s_1x_coco', False, None, BIASES),
+        ('agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512', False, None, BIASES),
+        # norms, position tables and agent attention's six biases; all else decays, convolutions' biases included
+        ('agent-mask-rcnn_swin-t_ms-crop-1x_coco', False, BIASES | TABLE, BIASES | TABLE),
+        ('agent-cascade-mask-rcnn_swin-t_ms-crop-3x_coco', False, BIASES | TABLE, BIASES | TABLE),
+        ('agent-upernet_swin-t_8xb2-160k_ade20k-512x512', False, BIASES | TABLE, BIASES | TABLE),
+        ('saga-mask-rcnn_swin-t_ms-crop-1x_coco', False, POSITIONS | TABLE, POSITIONS | TABLE),
+        ('saga-upernet_swin-t_8xb2-160k_ade20k-512x512', False, POSITIONS | TABLE, POSITIONS | TABLE),
     ],
-    ids=lambda value: value.rpartition('/')[2] if isinstance(value, str) else '',
+    ids=lambda value: value if isinstance(value, str) else '',
 )
-def test_what_decays_in_agent_classifiers(name: str, spared: tuple[str, ...]) -> None:
-    """The ImageNet code spares one dimension, biases and a few names; agent biases, of four and five, decay."""
-    skip_unless_readable(name)
-    cfg = Config.fromfile(ROOT / f'configs/{name}.py')
+def test_what_decays(name: str, flat: bool, spared: set[str] | None, there: set[str]) -> None:
+    """What has one dimension, if ``flat``, and ``spared`` do not (beside norms, but in files that exempt nothing)."""
+    cfg = config(name)
     model = build_structure(cfg)
     groups = build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
     decay = {id(parameter): group['weight_decay'] for group in groups for parameter in group['params']}
     found = set()
-    for key, parameter in model.named_parameters():
+    for key, parameter in (model if flat or spared is None else model.backbone).named_parameters():
         leaf = key.rpartition('.')[2]
-        free = parameter.dim() == 1 or leaf == 'bias' or leaf in spared
-        found |= {leaf} & {*BIASES, *CLASS_BIASES}
+        free = (flat and (parameter.dim() == 1 or leaf == 'bias')) or (not flat and spared and 'norm' in key)
+        free = free or leaf in (spared or ())
+        found |= {leaf} & (BIASES | CLASS_BIASES | TABLE | POSITIONS)
         assert decay[id(parameter)] == (0.0 if free else cfg.optim_wrapper.optimizer.weight_decay), key
-    assert found == {*BIASES, *(CLASS_BIASES if 'deit' in name else ())}
+    assert found == there and (flat or cfg.optim_wrapper.get('clip_grad') is None)
 
 
-@pytest.mark.parametrize(
-    'name',
-    [
-        'agent/mask_rcnn/agent-mask-rcnn_pvt-t_1x_coco',
-        'agent/retinanet/agent-retinanet_pvt-s_1x_coco',
-        'agent/semantic_fpn/agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512',
-    ],
-    ids=lambda name: name.rpartition('/')[2],
-)
-def test_everything_decays_in_agent_pvt_detectors(name: str) -> None:
-    """The public files exempt nothing."""
-    cfg = Config.fromfile(ROOT / f'configs/{name}.py')
-    (group,) = build_optim_wrapper(build_structure(cfg), cfg.optim_wrapper).optimizer.param_groups
-    assert group['weight_decay'] == 1e-4 and cfg.optim_wrapper.get('clip_grad') is None
-
-
-@pytest.mark.parametrize(
-    'name',
-    [
-        'agent/mask_rcnn/agent-mask-rcnn_swin-t_ms-crop-1x_coco',
-        'agent/cascade_mask_rcnn/agent-cascade-mask-rcnn_swin-t_ms-crop-3x_coco',
-        'agent/upernet/agent-upernet_swin-t_8xb2-160k_ade20k-512x512',
-        'saga/mask_rcnn/saga-mask-rcnn_swin-t_ms-crop-1x_coco',
-        'saga/upernet/saga-upernet_swin-t_8xb2-160k_ade20k-512x512',
-    ],
-    ids=lambda name: name.rpartition('/')[2],
-)
-def test_what_does_not_decay_in_swin(name: str) -> None:
-    """Norms, position tables and agent attention's six biases; everything else does, convolutions' biases included."""
-    cfg = Config.fromfile(ROOT / f'configs/{name}.py')
-    model = build_structure(cfg)
-    groups = build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
-    decay = {id(parameter): group['weight_decay'] for group in groups for parameter in group['params']}
-    kinds = set()
-    for key, parameter in model.backbone.named_parameters():
-        leaf = key.rpartition('.')[2]
-        table = leaf in (*BIASES, 'relative_position_bias_table', 'position_encoding')
-        spared = table or 'norm' in key
-        kinds |= {leaf} if table else set()
-        assert decay[id(parameter)] == (0.0 if spared else cfg.optim_wrapper.optimizer.weight_decay), key
-    expected = set(BIASES) if name.startswith('agent') else {'position_encoding'}
-    assert kinds == expected | {'relative_position_bias_table'} and cfg.optim_wrapper.get('clip_grad') is None
+MULTI_SCALE = dict(RandomChoice={}, RandomFlip=dict(prob=0.5))
+COCO = dict(Resize=dict(scale=(1333, 800), keep_ratio=True), RandomFlip=dict(prob=0.5))
+ADE = dict(RandomResize=dict(scale=(2048, 512), ratio_range=(0.5, 2.0)), RandomCrop=dict(crop_size=(512, 512)))
 
 
 @pytest.mark.parametrize(
     'name, transforms',
     [
-        (
-            'agent/mask_rcnn/agent-mask-rcnn_pvt-t_1x_coco',
-            dict(Resize=dict(scale=(1333, 800), keep_ratio=True), RandomFlip=dict(prob=0.5)),
-        ),
-        (
-            'agent/retinanet/agent-retinanet_pvt-t_1x_coco',
-            dict(Resize=dict(scale=(1333, 800), keep_ratio=True), RandomFlip=dict(prob=0.5)),
-        ),
-        ('agent/mask_rcnn/agent-mask-rcnn_swin-t_ms-crop-1x_coco', dict(RandomChoice={}, RandomFlip=dict(prob=0.5))),
-        (
-            'saga/cascade_mask_rcnn/saga-cascade-mask-rcnn_swin-t_ms-crop-3x_coco',
-            dict(RandomChoice={}, RandomFlip=dict(prob=0.5)),
-        ),
-        (
-            'agent/semantic_fpn/agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512',
-            dict(RandomResize=dict(scale=(2048, 512), ratio_range=(0.5, 2.0)), RandomCrop=dict(crop_size=(512, 512))),
-        ),
-        (
-            'saga/upernet/saga-upernet_swin-t_8xb2-160k_ade20k-512x512',
-            dict(RandomResize=dict(scale=(2048, 512), ratio_range=(0.5, 2.0)), RandomCrop=dict(crop_size=(512, 512))),
-        ),
+        ('agent-mask-rcnn_pvt-t_1x_coco', COCO),
+        ('agent-retinanet_pvt-t_1x_coco', COCO),
+        ('agent-mask-rcnn_swin-t_ms-crop-1x_coco', MULTI_SCALE),
+        ('saga-cascade-mask-rcnn_swin-t_ms-crop-3x_coco', MULTI_SCALE),
+        ('agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512', ADE),
+        ('saga-upernet_swin-t_8xb2-160k_ade20k-512x512', ADE),
     ],
-    ids=lambda value: value.rpartition('/')[2] if isinstance(value, str) else '',
+    ids=lambda value: value if isinstance(value, str) else '',
 )
 def test_images_are_prepared_as_in_the_paper(name: str, transforms: dict[str, dict[str, Any]]) -> None:
-    pipeline = Config.fromfile(ROOT / f'configs/{name}.py').train_dataloader.dataset.pipeline
-    found = {transform.type: transform for transform in pipeline}
+    cfg = config(name)
+    found = {transform.type: transform for transform in cfg.train_dataloader.dataset.pipeline}
     for kind, options in transforms.items():
         assert {key: found[kind][key] for key in options} == options
-    if 'RandomChoice' in transforms:  # multi-scale; in half of the cases of a crop
+    if transforms is MULTI_SCALE:  # in half of the cases of a crop
         plain, cropped = found['RandomChoice'].transforms
         assert [t.type for t in plain] == ['RandomChoiceResize'] and 'RandomCrop' in [t.type for t in cropped]
-
-
-def test_retinanet_neck() -> None:
-    cfg = Config.fromfile(ROOT / 'configs/agent/retinanet/agent-retinanet_pvt-t_1x_coco.py')
-    assert (cfg.model.neck.start_level, cfg.model.neck.add_extra_convs) == (1, 'on_input')
+    if 'retinanet' in name:
+        assert (cfg.model.neck.start_level, cfg.model.neck.add_extra_convs) == (1, 'on_input')
 
 
 def test_mm_tools_read_configs_that_inherit_mmsegs() -> None:

@@ -2,7 +2,7 @@
 
 import sys
 
-from mmgate.tools.train import main
+from mmgate.train import cli
 
 if __name__ == '__main__':
-    sys.exit(main())
+    sys.exit(cli.main(cli.train))

@@ -24,10 +24,15 @@ from mmengine.utils import track_iter_progress
 from torch import nn
 
 from mmgate.analysis.probes.recording import require
-from mmgate.checkpoints.loading import add_trust_option
 from mmgate.errors import ConfigError
-from mmgate.train.config_file import merge_options, read_config, type_name
-from mmgate.train.inputs import check_checkpoint, check_data
+from mmgate.train.config_file import (
+    add_trust_option,
+    check_checkpoint,
+    check_data,
+    merge_options,
+    read_config,
+    type_name,
+)
 from mmgate.train.load_report import load_weights
 
 UNTRAINED = 'untrained'

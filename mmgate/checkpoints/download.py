@@ -23,28 +23,31 @@ def download(url: str) -> Path:
         ConnectionError: It cannot be downloaded, or not to its end.
     """
     file = _cached(url)
-
-    def fetch() -> None:
-        if not file.is_file():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(url, str(file), progress=get_dist_info()[0] == 0)
-            if _ends_early(file):
-                file.unlink()
-                raise OSError('it ended early')
-            _origin(file).write_text(_address(url))
-
     if get_dist_info()[0] == 0:
         with suppress(OSError, HTTPException):  # raised below, once the others wait no more
-            fetch()
+            _fetch(url, file)
     barrier()
     try:
-        fetch()
+        _fetch(url, file)
     except (OSError, HTTPException) as error:
         raise ConnectionError(
             f'{url} cannot be downloaded ({error}). Download it in another way and give the file, in '
             'init_cfg.checkpoint or load_from.'
         ) from error
     return file
+
+
+def _fetch(url: str, file: Path) -> None:
+    if file.is_file():
+        return
+    file.parent.mkdir(parents=True, exist_ok=True)
+    torch.hub.download_url_to_file(url, str(file), progress=get_dist_info()[0] == 0)
+    with file.open('rb') as opened:
+        ends_early = opened.read(2) == b'PK' and not zipfile.is_zipfile(file)  # torch takes what a server sends
+    if ends_early:
+        file.unlink()
+        raise OSError('it ended early')
+    _origin(file).write_text(_address(url))
 
 
 def _cached(url: str) -> Path:
@@ -68,9 +71,3 @@ def _address(url: str) -> str:
 def _origin(file: Path) -> Path:
     """Return where the hash of a downloaded file's address is noted."""
     return file.with_name(f'{file.name}.address')
-
-
-def _ends_early(file: Path) -> bool:
-    """Return whether a file begins as torch's zip does and does not end as one; torch takes what a server sends."""
-    with file.open('rb') as opened:
-        return opened.read(2) == b'PK' and not zipfile.is_zipfile(file)

@@ -10,6 +10,7 @@ import os
 import pickle
 import tarfile
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from math import prod
 from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
@@ -18,14 +19,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-SLACK = 64 << 20  # bytes that a file may hold more inside than outside: torch does not compress
-_CALLED = {
-    ('collections', 'OrderedDict'),
-    ('torch', 'Size'),
-    ('torch', 'device'),
-    ('torch._utils', '_rebuild_parameter'),
-}
+from .safetensors_file import read_safetensors
 
+SLACK = 64 << 20  # bytes that a file may hold more inside than outside: torch does not compress
 _PythonUnpickler: Any = pickle._Unpickler  # the one in C has no instructions that could be refused
 
 
@@ -50,15 +46,9 @@ class GuardedUnpickler(_PythonUnpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for a name, without importing a module that is not known."""
-        if module == 'torch._utils' and name in _REBUILT:
-            return _REBUILT[name]
-        if (module, name) in _WITH_ATTRIBUTES:
-            return _WITH_ATTRIBUTES[module, name]
         if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if (module, name) in _CALLED:
-            return super().find_class(module, name)
-        return self.find_other(module, name)
+        return _KNOWN[module, name] if (module, name) in _KNOWN else self.find_other(module, name)
 
     def find_other(self, module: str, name: str) -> Any:
         """Return what stands for any other name."""
@@ -98,21 +88,21 @@ class GuardedUnpickler(_PythonUnpickler):
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
 
 
-def load_pickled(
-    path: str | os.PathLike[str], unpickler: type[GuardedUnpickler] | None, map_location: Any = None
-) -> Any:
-    """Return what a file of ``torch.save`` holds.
+def load_file(path: str | os.PathLike[str], unpickler: type[GuardedUnpickler] | None, map_location: Any = None) -> Any:
+    """Return what a file of ``torch.save`` holds, or a ``.safetensors`` file.
 
     Args:
         path: File.
         unpickler: What reads it; None for pickle's own, which runs what the file asks for.
-        map_location: As :func:`torch.load` takes it.
+        map_location: As :func:`torch.load` takes it; what a ``.safetensors`` file holds comes on the CPU.
 
     Raises:
         UnsafeCheckpoint: It asks for what the unpickler refuses, is a TorchScript archive or a zip bomb, or declares
             tensors that it does not hold.
         ValueError: It cannot be read; the message is the reason.
     """
+    if os.fspath(path).endswith('.safetensors'):
+        return read_safetensors(path)
     options: dict[str, Any] = {}
     if unpickler is not None:
         limits = dict(sizes=_checked_members(path), total=os.path.getsize(path))
@@ -177,7 +167,12 @@ def _without_attributes(rebuild: Callable[..., Tensor], kind: Any, arguments: An
     return rebuild(*arguments)
 
 
-_WITH_ATTRIBUTES: dict[tuple[str, str], Any] = {
+_KNOWN: dict[tuple[str, str], Any] = {
+    ('collections', 'OrderedDict'): OrderedDict,
+    ('torch', 'Size'): torch.Size,
     ('torch', 'Tensor'): _Kind,
+    ('torch', 'device'): torch.device,
     ('torch._tensor', '_rebuild_from_type_v2'): _without_attributes,
+    ('torch._utils', '_rebuild_parameter'): torch._utils._rebuild_parameter,
+    **{('torch._utils', name): rebuild for name, rebuild in _REBUILT.items()},
 }

@@ -5,7 +5,6 @@ A pickle may call any function by its name; mmengine falls back to the unsafe wa
 
 from __future__ import annotations
 
-import argparse
 import os
 import os.path as osp
 from typing import Any
@@ -16,9 +15,8 @@ from mmgate.errors import ConfigError, UntrustedCheckpoint
 
 from .allowed import ListedUnpickler
 from .download import download
-from .guarded_pickle import UnsafeCheckpoint, load_pickled, refuse
+from .guarded_pickle import UnsafeCheckpoint, load_file, refuse
 from .plain_config import running_part
-from .safetensors_file import read_safetensors
 
 TRUST = 'MMGATE_TRUST_CHECKPOINT'
 HOW_TO_TRUST = f'If you trust whoever made it, pass --trust-checkpoint, or set {TRUST}=1'
@@ -43,13 +41,9 @@ def load_checkpoint_file(filename: str, map_location: Any = None) -> Any:
     path = osp.expanduser(filename)
     if not osp.isfile(path):
         raise FileNotFoundError(f'{filename} can not be found.')
-    trusted = is_trusted()
     try:
-        if path.endswith('.safetensors'):
-            checkpoint = read_safetensors(path)
-        else:
-            checkpoint = load_pickled(path, None if trusted else ListedUnpickler, map_location)
-        if not trusted:
+        checkpoint = load_file(path, None if is_trusted() else ListedUnpickler, map_location)
+        if not is_trusted():
             _refuse_configs_that_run(checkpoint)
     except UnsafeCheckpoint as error:
         raise UntrustedCheckpoint(
@@ -57,8 +51,6 @@ def load_checkpoint_file(filename: str, map_location: Any = None) -> Any:
             f'made the file, or fill the memory; it was not loaded. {HOW_TO_TRUST}; it is then loaded as pickle does, '
             'code and all.'
         ) from error
-    except ImportError as error:
-        raise ConfigError(str(error)) from error
     except ValueError as error:
         raise ConfigError(
             f'checkpoint {filename} cannot be read ({error}); it may be cut short. Copy it again, delete it if it was '
@@ -86,21 +78,6 @@ def is_trusted() -> bool:
     return os.environ.get(TRUST, '') not in ('', '0')
 
 
-def add_trust_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--trust-checkpoint``, which holds for this process and those that it starts."""
-    parser.add_argument(
-        '--trust-checkpoint',
-        action=_Trust,
-        nargs=0,
-        help='load a checkpoint as pickle does, code and all: only one whose maker you trust',
-    )
-
-
-class _Trust(argparse.Action):
-    def __call__(self, *_: Any) -> None:
-        os.environ[TRUST] = '1'
-
-
 def register_safe_loader() -> None:
     """Let mmengine load files and web addresses by the functions above, in the Runner, ``init_cfg`` and inferencers."""
     CheckpointLoader.register_scheme('', load_checkpoint_file, force=True)
@@ -109,13 +86,13 @@ def register_safe_loader() -> None:
 
 def _refuse_configs_that_run(checkpoint: Any) -> None:
     """Refuse configs with more than values: mmengine runs their text when it resumes, and in its inferencers."""
-    if not isinstance(checkpoint, dict):
-        return
-    meta, hub = (checkpoint.get(key) or {} for key in ('meta', 'message_hub'))
-    info = hub.get('runtime_info') if isinstance(hub, dict) else None
-    for place in (meta, info):
+
+    def inner(owner: Any, key: str) -> Any:
+        return owner.get(key) if isinstance(owner, dict) else None
+
+    for place in (inner(checkpoint, 'meta'), inner(inner(checkpoint, 'message_hub'), 'runtime_info')):
         for key in ('config', 'cfg'):
-            text = place.get(key) if isinstance(place, dict) else None
+            text = inner(place, key)
             found = running_part(text) if isinstance(text, str) else None
             if found:
                 refuse(f'holds a config, {key}, with {found}')

@@ -13,13 +13,10 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return ``dict(state_dict=..., meta=...)`` of a file, on the CPU; ``meta`` is empty if the file has none.
 
     Raises:
-        ImportError: safetensors is not installed.
         ValueError: The file cannot be read; the message is the reason.
     """
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError as error:
-        raise ImportError(f'{path} needs a package that is not installed: pip install safetensors.') from error
+    from safetensors import SafetensorError, safe_open
+
     try:
         with safe_open(os.fspath(path), framework='pt') as file:
             state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118

@@ -12,8 +12,7 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor
 
 from .download import download
-from .guarded_pickle import GuardedUnpickler, UnsafeCheckpoint, load_pickled
-from .safetensors_file import read_safetensors
+from .guarded_pickle import GuardedUnpickler, UnsafeCheckpoint, load_file
 
 State = dict[str, Tensor]
 # the averaged weights first: those are what CSwin's authors, with agents and without, start from and evaluate
@@ -46,13 +45,9 @@ def read_checkpoint(source: str) -> Any:
     object is left empty, and no code of the file runs. A web address is downloaded once into torch's cache; mmengine
     reads other schemes (``torchvision://``, ``s3://``, ...) in its own way.
 
-    Args:
-        source: Path, or address with a scheme.
-
     Raises:
         FileNotFoundError: There is no such file.
         ConnectionError: It cannot be downloaded.
-        ImportError: It is a ``.safetensors`` file, and safetensors is not installed.
         ValueError: It is no checkpoint, cut short, or made to run code or to fill the memory.
     """
     scheme = urlparse(source).scheme if '://' in source else ''
@@ -66,9 +61,7 @@ def read_checkpoint(source: str) -> Any:
         what = 'is a folder' if file.is_dir() else f'does not exist (looked for {file.absolute()})'
         raise FileNotFoundError(f'checkpoint {source} {what}; {TO_DO}.')
     try:
-        if file.suffix == '.safetensors':
-            return read_safetensors(file)
-        return load_pickled(file, _TensorUnpickler, map_location='cpu')
+        return load_file(file, _TensorUnpickler, map_location='cpu')
     except UnsafeCheckpoint as error:
         raise ValueError(f'{file} {error}, which no checkpoint of a training does; it was not loaded.') from error
     except ValueError as error:

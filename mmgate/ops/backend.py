@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mmgate.errors import ConfigError
+
 from .library import is_exporting, is_traced
 
 logger = logging.getLogger('mmgate')
@@ -106,7 +108,7 @@ def candidates(
         reason = asked.why_not(tensor)
         if reason is not None:
             names = ', '.join(b.name for b in backends if b.why_not(tensor) is None)
-            raise ValueError(f'{op}: backend {name!r} cannot run here: {reason}. Usable here: {names}, auto.')
+            raise ConfigError(f'{op}: backend {name!r} cannot run here: {reason}. Usable here: {names}, auto.')
         return [asked], 'as asked for'
     if is_exporting():
         return [backend for backend in backends if backend.plain][:1], 'which runtimes know'

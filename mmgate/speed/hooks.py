@@ -11,11 +11,9 @@ from mmengine.hooks import Hook
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
-from mmgate.paths import modules_at, own_model
+from mmgate.paths import own_model
 from mmgate.registry import HOOKS
-
-COMPILED = ('backbone', '**encoder.layers.*')
-FLOAT32 = ('**reference_points_fc', '**reg_branches.*', '**cls_branches.*', '**sampling_offsets')
+from mmgate.swap import path_regex
 
 
 class _PathsHook(Hook):
@@ -34,16 +32,26 @@ class _PathsHook(Hook):
             raise ConfigError(f'{type(self).__name__}: paths must be a pattern or a list of some, got {paths!r}.')
 
     def modules(self, runner: Any) -> dict[str, nn.Module]:
-        """Return the modules by name.
+        """Return the modules by name; of one and another inside it the outer alone.
 
         Raises:
-            ConfigError: A pattern matches nothing.
+            ConfigError: A pattern matches nothing; the message lists the model's parts.
         """
-        patterns = self.usual if self.paths is None else self.paths
-        try:
-            return modules_at(own_model(runner.model), patterns, each=self.paths is not None)
-        except ValueError as error:
-            raise ConfigError(f'{type(self).__name__}: {error}') from error
+        model = own_model(runner.model)
+        names = {name: module for name, module in model.named_modules() if name}
+        found: dict[str, nn.Module] = {}
+        idle = []
+        for pattern in self.usual if self.paths is None else self.paths:
+            matched = {name: module for name, module in names.items() if path_regex(pattern).fullmatch(name)}
+            found.update(matched)
+            idle += [] if matched else [repr(pattern)]
+        if idle and (self.paths is not None or not found):
+            raise ConfigError(
+                f'{type(self).__name__}: {", ".join(idle)} match{"es" if len(idle) == 1 else ""} no module of '
+                f'{type(model).__name__}; it has {", ".join(name for name, _ in model.named_children())}, and within '
+                f'them, for instance, {", ".join(n for n in names if n.count(".") == 2 and n.endswith(".0"))}.'
+            )
+        return {name: module for name, module in found.items() if not any(name.startswith(f'{o}.') for o in found)}
 
 
 @HOOKS.register_module()
@@ -52,9 +60,8 @@ class CompileHook(_PathsHook):
 
     mmengine's ``compile=True`` takes in the whole step with losses and matching, whose sizes differ from image to
     image. Here modules are compiled in place, so that checkpoints keep their keys and go on without the hook. The first
-    iterations wait for the compiler, minutes on a CPU; evaluation between epochs has its own forms. A compiled
-    attention takes the first backend of the static order, as nothing is measured within it; ``backend='triton'``, say,
-    in its rule names another. Probes and :class:`GateStatisticsHook` do not see into compiled modules.
+    iterations wait for the compiler, minutes on a CPU; evaluation between epochs has its own forms. Probes and
+    :class:`GateStatisticsHook` do not see into compiled modules.
 
     Args:
         paths: Patterns as those of ``mmgate.Gated``; by default ``'backbone'`` and ``'**encoder.layers.*'``, of which
@@ -67,7 +74,7 @@ class CompileHook(_PathsHook):
         ConfigError: ``paths`` is malformed, or a pattern matches nothing (from :meth:`before_train`).
     """
 
-    usual = COMPILED
+    usual = ('backbone', '**encoder.layers.*')
 
     def __init__(
         self,
@@ -93,13 +100,8 @@ class ChannelsLastHook(_PathsHook):
     """Hand images to the backbone with their channels last in memory, where a CPU's convolutions are faster.
 
     Convolutions, norms and activations keep the layout that they are given. Weights stay as they are, in memory and in
-    checkpoints.
-
-    Args:
-        paths: Patterns as those of ``mmgate.Gated``; ``'backbone'`` by default.
-
-    Raises:
-        ConfigError: ``paths`` is malformed, or a pattern matches nothing (from :meth:`before_run`).
+    checkpoints. ``paths`` (``'backbone'`` by default) and errors are as in :class:`CompileHook`, from
+    :meth:`before_run`.
     """
 
     usual = ('backbone',)
@@ -112,11 +114,8 @@ class ChannelsLastHook(_PathsHook):
 
 
 def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([x.contiguous(memory_format=torch.channels_last) if _is_map(x) else x for x in args])
-
-
-def _is_map(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() == 4
+    last = torch.channels_last
+    return tuple([x.contiguous(memory_format=last) if isinstance(x, Tensor) and x.dim() == 4 else x for x in args])
 
 
 @HOOKS.register_module()
@@ -124,17 +123,12 @@ class Float32Hook(_PathsHook):
     """Keep parts of the model in float32 where mixed precision would have 16 bits: coordinates and logits.
 
     A coordinate of bfloat16 has 8 bits, four pixels in a thousand, and mmdet's heads refine boxes in the type that
-    autocast gives to the layers that predict them. Without autocast the hook changes nothing.
-
-    Args:
-        paths: Patterns as those of ``mmgate.Gated``; by default what predicts reference points, boxes, classes and
-            sampling offsets in DETR-like detectors, of which one has to match.
-
-    Raises:
-        ConfigError: ``paths`` is malformed, or a pattern matches nothing (from :meth:`before_run`).
+    autocast gives to the layers that predict them. Without autocast the hook changes nothing. ``paths`` (by default
+    what predicts reference points, boxes, classes and sampling offsets in DETR-like detectors) and errors are as in
+    :class:`CompileHook`, from :meth:`before_run`.
     """
 
-    usual = FLOAT32
+    usual = ('**reference_points_fc', '**reg_branches.*', '**cls_branches.*', '**sampling_offsets')
 
     def before_run(self, runner: Any) -> None:
         """Exempt the modules from autocast."""

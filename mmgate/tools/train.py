@@ -4,11 +4,5 @@ import sys
 
 from mmgate.train import cli
 
-
-def main() -> int:
-    """Run the command line and return its exit status."""
-    return cli.main(cli.train)
-
-
 if __name__ == '__main__':
-    sys.exit(main())
+    sys.exit(cli.main(cli.train))

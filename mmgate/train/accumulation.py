@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, MutableMapping
 from fractions import Fraction
 from typing import Any
 
@@ -11,18 +10,12 @@ from mmengine.config import Config
 
 from mmgate.errors import ConfigError
 
-from .config_file import type_name
+from .config_file import mappings, type_name
 
-# Scheduler and hook settings that count iterations where by_epoch=False.
-_SCHEDULER_COUNTS = ('begin', 'end', 'milestones', 'T_max', 'step_size', 'total_steps', 'periods')
-_HOOK_COUNTS = ('interval', 'save_begin')
+# Settings that count iterations: of a loop of iterations, and of schedulers and hooks where by_epoch=False.
 _LOOP_COUNTS = ('max_iters', 'val_interval', 'val_begin', 'dynamic_intervals')
-
-
-def processes(launcher: str) -> int:
-    """Return how many processes ``launcher`` started, by the environment: none of them may be connected yet."""
-    variable = {'pytorch': 'WORLD_SIZE', 'slurm': 'SLURM_NTASKS', 'mpi': 'OMPI_COMM_WORLD_SIZE'}.get(launcher, '')
-    return int(os.environ.get(variable, 1))
+_COUNTS = ('begin', 'end', 'milestones', 'T_max', 'step_size', 'total_steps', 'periods', 'interval', 'save_begin')
+_PROCESSES = {'pytorch': 'WORLD_SIZE', 'slurm': 'SLURM_NTASKS', 'mpi': 'OMPI_COMM_WORLD_SIZE'}
 
 
 def accumulation(cfg: Config) -> int:
@@ -44,7 +37,11 @@ def enable_auto_accumulate(cfg: Config) -> str:
     Raises:
         ConfigError: No whole accumulation gives that batch; the message has the numbers.
     """
-    base, batch, world = int(_base_batch_size(cfg, '--auto-accumulate')), _images(cfg), processes(cfg.launcher)
+    base, loader = int(_base_batch_size(cfg, '--auto-accumulate')), cfg.get('train_dataloader') or {}
+    batch = loader.get('batch_size') or (loader.get('batch_sampler') or {}).get('batch_size')
+    if not batch:
+        raise ConfigError('the images of an iteration are not known: the config has no train_dataloader.batch_size.')
+    world = int(os.environ.get(_PROCESSES.get(cfg.launcher, ''), 1))  # none of them may be connected yet
     at_once = f'{world} processes x {batch} images = {world * batch} at a time'
     if base % (world * batch):
         raise ConfigError(
@@ -52,9 +49,8 @@ def enable_auto_accumulate(cfg: Config) -> str:
             'the number of processes, or give --auto-scale-lr instead.'
         )
     counts = base // (world * batch)
-    if (cfg.get('strategy') or {}).get('type') == 'DeepSpeedStrategy' or 'optimizer' not in (
-        cfg.get('optim_wrapper') or {}
-    ):
+    wrapper, strategy = cfg.get('optim_wrapper') or {}, cfg.get('strategy') or {}
+    if strategy.get('type') == 'DeepSpeedStrategy' or 'optimizer' not in wrapper:
         raise ConfigError(
             f'--auto-accumulate sets optim_wrapper.accumulative_counts={counts} beside one optimizer. Set it for each '
             f'of several, and strategy.gradient_accumulation_steps={counts} for DeepSpeed.'
@@ -92,18 +88,15 @@ def _base_batch_size(cfg: Config, flag: str) -> float:
     return base
 
 
-def _images(cfg: Config) -> int:
-    loader = cfg.get('train_dataloader') or {}
-    batch = loader.get('batch_size') or (loader.get('batch_sampler') or {}).get('batch_size')
-    if not batch:
-        raise ConfigError('the images of an iteration are not known: the config has no train_dataloader.batch_size.')
-    return int(batch)
-
-
 def _stretch(cfg: Config, factor: Fraction) -> list[str]:
     """Multiply what counts iterations by ``factor`` and return the changes as text."""
-    changes: list[str] = []
-    for where, owner, keys in _iteration_counts(cfg):
+    loop = cfg.get('train_cfg') or {}
+    iterates = type_name(loop).endswith('IterBasedTrainLoop') or loop.get('by_epoch') is False
+    counting: list[tuple[str, Any, tuple[str, ...]]] = [('train_cfg', loop, _LOOP_COUNTS)] if iterates else []
+    for part in ('param_scheduler', 'default_hooks', 'custom_hooks'):
+        counting += [(at, one, _COUNTS) for at, one in mappings(cfg.get(part), part) if one.get('by_epoch') is False]
+    changes = []
+    for where, owner, keys in counting:
         for key in keys:
             if owner.get(key) is not None:
                 before = owner[key]
@@ -113,20 +106,6 @@ def _stretch(cfg: Config, factor: Fraction) -> list[str]:
             owner['gamma'] **= float(1 / factor)
             changes.append(f'{where}.gamma -> {owner["gamma"]:g}')
     return changes
-
-
-def _iteration_counts(cfg: Config) -> Iterator[tuple[str, MutableMapping[str, Any], tuple[str, ...]]]:
-    loop = cfg.get('train_cfg') or {}
-    if type_name(loop).endswith('IterBasedTrainLoop') or loop.get('by_epoch') is False:
-        yield 'train_cfg', loop, _LOOP_COUNTS
-    schedulers, hooks = cfg.get('param_scheduler') or [], cfg.get('default_hooks') or {}
-    listed = schedulers if isinstance(schedulers, list) else [schedulers]
-    entries: list[tuple[str, Any, tuple[str, ...]]] = []
-    entries += [(f'param_scheduler.{number}', entry, _SCHEDULER_COUNTS) for number, entry in enumerate(listed)]
-    entries += [(f'default_hooks.{name}', entry, _HOOK_COUNTS) for name, entry in hooks.items()]
-    custom = enumerate(cfg.get('custom_hooks') or [])
-    entries += [(f'custom_hooks.{number}', entry, _HOOK_COUNTS) for number, entry in custom]
-    yield from (entry for entry in entries if entry[1] and entry[1].get('by_epoch', True) is False)
 
 
 def _times(value: Any, factor: Fraction) -> Any:

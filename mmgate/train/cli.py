@@ -1,4 +1,4 @@
-"""The command lines of tools/train.py and tools/test.py.
+"""The command lines of tools/train.py and tools/test.py, and what their flags change in a config.
 
 Data and checkpoints that are missing are found before the Runner exists, so that such a start leaves nothing behind.
 """
@@ -9,29 +9,22 @@ import argparse
 import gc
 import os
 import sys
+import warnings
 from collections.abc import Callable
+from copy import deepcopy
 
-from mmengine.config import Config, DictAction
+from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
 from torch import distributed
 
-from mmgate.checkpoints.loading import add_trust_option
+from mmgate.checkpoints.gates_file import read_gates
 from mmgate.errors import ConfigError
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
-from .config_file import load_config
+from .config_file import add_trust_option, check_checkpoint, check_data, check_pretrained, load_config, type_name
 from .data_check_hook import DataCheckHook, refuse_foreign_classes
-from .inputs import check_backends, check_checkpoint, check_data, check_pretrained
 from .load_report import LoadReportHook
-from .switches import (
-    enable_amp,
-    enable_gates,
-    enable_tta,
-    enable_visualization,
-    is_classification,
-    is_segmentation,
-)
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
@@ -120,9 +113,10 @@ def test(argv: list[str]) -> None:
     )
     args = _parse(parser, argv)
     cfg = load_config(args)
-    segments = is_segmentation(cfg)
-    if args.out and not segments and not args.out.endswith(('.pkl', '.pickle')):
-        raise ConfigError(f'--out {args.out}: predictions are dumped into a .pkl or .pickle file.')
+    scope = cfg.get('default_scope')
+    pickled = args.out if scope != 'mmseg' else None
+    if pickled and not pickled.endswith(('.pkl', '.pickle')):
+        raise ConfigError(f'--out {pickled}: predictions are dumped into a .pkl or .pickle file.')
     cfg.load_from = args.checkpoint
     if args.show or args.show_dir:
         enable_visualization(cfg, show=args.show, show_dir=args.show_dir, wait_time=args.wait_time)
@@ -130,20 +124,19 @@ def test(argv: list[str]) -> None:
         enable_tta(cfg)
     if args.gates:
         enable_gates(cfg, args.gates)
-    if args.out and segments:
-        evaluators = cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]
-        for evaluator in evaluators:
+    if args.out and not pickled:
+        for evaluator in cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]:
             evaluator.update(output_dir=args.out, keep_results=True)
     check_data(cfg, ('test',))
     check_checkpoint(args.checkpoint, sharded='strategy' in cfg)
     runner = build_runner(cfg)
     runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch))
-    if args.out and not segments:
-        if is_classification(cfg):
+    if pickled:
+        if scope == 'mmpretrain':
             from mmengine.evaluator import DumpResults as Dump
         else:
             from mmdet.evaluation import DumpDetResults as Dump
-        runner.test_loop.evaluator.metrics.append(Dump(out_file_path=args.out))
+        runner.test_loop.evaluator.metrics.append(Dump(out_file_path=pickled))
     runner.test()
 
 
@@ -155,7 +148,7 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
             ``check_data=False`` leaves :class:`~mmgate.train.data_check_hook.DataCheckHook` out.
 
     Raises:
-        ConfigError: A rule matches nothing or has a wrong value, or a backend cannot run here.
+        ConfigError: A rule matches nothing or has a wrong value.
     """
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     if cfg.launcher != 'none' or cfg.get('strategy'):
@@ -168,10 +161,80 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
             runner.model = runner.strategy.build_model(runner.model)
     except ConfigError as error:  # of mmgate's rules, gates and backbones; what others refuse keeps its traceback
         raise ConfigError(f'the config cannot be built: {error} (MMGATE_TRACEBACK=1 shows where)') from error
-    check_backends(runner.model)
     if cfg.get('check_data', True) and not any(isinstance(hook, DataCheckHook) for hook in runner.hooks):
         runner.register_hook(DataCheckHook())  # which the config may name, too
     return runner
+
+
+def enable_amp(cfg: Config) -> None:
+    """Turn the optimizer wrapper into its mixed-precision form.
+
+    Raises:
+        ConfigError: The wrapper is of a type that has no such form.
+    """
+    kind = type_name({'type': 'OptimWrapper', **cfg.optim_wrapper})
+    if kind == 'AmpOptimWrapper':
+        warnings.warn('--amp: the config trains in mixed precision already.', stacklevel=2)
+        return
+    if kind != 'OptimWrapper':
+        raise ConfigError(f'--amp: optim_wrapper.type={kind!r} cannot be converted; only OptimWrapper can.')
+    cfg.optim_wrapper.type = 'AmpOptimWrapper'
+    cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
+
+
+def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_time: float) -> None:
+    """Draw predictions during testing.
+
+    Raises:
+        ConfigError: The config has no visualization hook.
+    """
+    hook, scope = cfg.get('default_hooks', {}).get('visualization'), cfg.get('default_scope')
+    if hook is None:
+        raise ConfigError('--show and --show-dir need default_hooks.visualization in the config.')
+    hook['enable' if scope == 'mmpretrain' else 'draw'] = True
+    if show:
+        hook.show, hook.wait_time = True, wait_time
+    if show_dir and scope == 'mmseg':
+        cfg.visualizer.save_dir = show_dir
+    elif show_dir:
+        hook['out_dir' if scope == 'mmpretrain' else 'test_out_dir'] = show_dir
+
+
+def enable_gates(cfg: Config, path: str) -> None:
+    """Put the gates of a file on the config's model, vanilla or gated.
+
+    Raises:
+        ConfigError: The file is none of gates.
+    """
+    read_gates(path)
+    cfg.setdefault('custom_imports', dict(imports=['mmgate'], allow_failed_imports=False))
+    if type_name(cfg.model) != 'Gated':
+        host = cfg.model.type
+        scope = cfg.get('default_scope') or 'mmengine'
+        cfg.model = dict(cfg.model, type='mmgate.Gated', host=host if '.' in host else f'{scope}.{host}')
+    cfg.model.gates = path
+
+
+def enable_tta(cfg: Config) -> None:
+    """Wrap the model and the pipeline in test-time augmentation: the config's own, else a horizontal flip."""
+    tta_cfg = dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)
+    keys = ['img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor', 'flip', 'flip_direction']
+    model: dict = dict(type='DetTTAModel', tta_cfg=tta_cfg)
+    pack: dict = dict(type='PackDetInputs', meta_keys=keys)
+    if cfg.get('default_scope') == 'mmseg':
+        model, pack = dict(type='SegTTAModel'), dict(type='PackSegInputs')
+    elif cfg.get('default_scope') == 'mmpretrain':
+        model, pack = dict(type='AverageClsScoreTTA'), {}
+    dataset = cfg.test_dataloader.dataset
+    while 'dataset' in dataset:
+        dataset = dataset.dataset
+    if 'tta_pipeline' not in cfg:
+        *steps, last = deepcopy(dataset.pipeline)
+        # annotations stay outside: they must not be flipped
+        flips = [dict(type='RandomFlip', prob=prob) for prob in (0.0, 1.0)]
+        cfg.tta_pipeline = [*steps, dict(type='TestTimeAug', transforms=[flips, [pack or last]])]
+    cfg.model = ConfigDict(**cfg.get('tta_model', model), module=cfg.model)
+    dataset.pipeline = cfg.tta_pipeline
 
 
 def _parser(description: str) -> argparse.ArgumentParser:

@@ -1,27 +1,27 @@
-"""Configs of a command line: read from a file or a package, and changed by ``--cfg-options``.
+"""Configs of a command line: read from a file or a package, changed by ``--cfg-options``, and looked through.
 
-What the mm tools accept is accepted; a name that looks misspelt is a warning.
+Data and checkpoints that a config names and that are not there are found before anything is built.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
-import inspect
+import os
 import os.path as osp
-import warnings
-from collections.abc import Iterator, Mapping
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmengine.config import Config
-from mmengine.runner import Runner
+from mmengine.registry import DATASETS, METRICS
 
-from mmgate._environment import why_not
+from mmgate._environment import MM, why_not
+from mmgate.checkpoints.loading import TRUST
 from mmgate.errors import ConfigError
 
 MMPRETRAIN = 'pip install "mmgate[pretrain]" (beside OpenMMLab\'s own packages: mmpretrain==1.2.0)'
-# Alike enough to be a slip of the finger: 'max_epoch' is near 'max_epochs', 'in_channels' not near 'out_channels'.
-_ALIKE = 0.8
+PACKAGES = (*MM, 'mmgate')
 
 
 def load_config(args: argparse.Namespace) -> Config:
@@ -31,8 +31,7 @@ def load_config(args: argparse.Namespace) -> Config:
         ConfigError: The file is missing or malformed, or an option cannot be merged into the config.
     """
     cfg = read_config(args.config)
-    if args.cfg_options:
-        merge_options(cfg, args.cfg_options)
+    merge_options(cfg, args.cfg_options or {})
     cfg.launcher = args.launcher
     name = osp.splitext(osp.basename(cfg.filename))[0]
     cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('./work_dirs', name)
@@ -60,14 +59,24 @@ def read_config(config: str) -> Config:
     try:
         cfg = Config.fromfile(path)
     except Exception as error:  # the file is Python, and may raise anything
-        problem: str | None = f'cannot be read: {type(error).__name__}: {error}'
-        cause: Exception | None = error
-    else:
-        problem, cause = why_not('mmpretrain') if cfg.get('default_scope') == 'mmpretrain' else None, None
+        remedy = f' Type: {MMPRETRAIN}' if 'mmpretrain' in str(error) else ''
+        raise ConfigError(f'config {path}: cannot be read: {type(error).__name__}: {error}.{remedy}') from error
+    problem = why_not('mmpretrain') if cfg.get('default_scope') == 'mmpretrain' else None
     if problem:
-        remedy = f' Type: {MMPRETRAIN}' if 'mmpretrain' in problem else ''
-        raise ConfigError(f'config {path}: {problem}.{remedy}') from cause
+        raise ConfigError(f'config {path}: {problem}. Type: {MMPRETRAIN}')
     return cfg
+
+
+def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
+    """Merge ``options`` (dotted keys) into ``cfg`` as the mm tools do.
+
+    Raises:
+        ConfigError: A key goes beyond a list, or below what is neither a dict nor a list.
+    """
+    try:
+        cfg.merge_from_dict(dict(options))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f'--cfg-options {" ".join(options)} cannot be merged: {error}') from error
 
 
 def mappings(node: Any, where: str = '') -> Iterator[tuple[str, Any]]:
@@ -87,40 +96,103 @@ def type_name(entry: Mapping[str, Any]) -> str:
     return getattr(kind, '__name__', str(kind)).rpartition('.')[2]
 
 
-def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
-    """Merge ``options`` (dotted keys) into ``cfg`` as the mm tools do, and warn of keys that look misspelt.
+def add_trust_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--trust-checkpoint``, which holds for this process and those that it starts."""
+    parser.add_argument(
+        '--trust-checkpoint',
+        action=_Trust,
+        nargs=0,
+        help='load a checkpoint as pickle does, code and all: only one whose maker you trust',
+    )
 
-    A new key is accepted wherever a dict is, because constructors take more than configs spell out. It is warned of
-    when a neighbour's name is nearly the same.
+
+class _Trust(argparse.Action):
+    def __call__(self, *_: Any) -> None:
+        os.environ[TRUST] = '1'
+
+
+def check_data(cfg: Config, splits: Sequence[str]) -> None:
+    """Refuse a config whose local annotation files or data folders are missing, as far as the mm packages read them.
 
     Raises:
-        ConfigError: A key goes beyond a list, or below what is neither a dict nor a list.
+        ConfigError: With the config path of the entry and the path looked for.
     """
-    for key in options:
-        _warn_if_misspelt(cfg, key)
-    try:
-        cfg.merge_from_dict(dict(options))
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f'--cfg-options {" ".join(options)} cannot be merged: {error}') from error
+    for split in splits:
+        if cfg.get(f'{split}_cfg') is None:
+            continue
+        loader = cfg.get(f'{split}_dataloader') or {}
+        entries = [*mappings(loader.get('dataset'), f'{split}_dataloader.dataset')]
+        if split != 'train':
+            entries += mappings(cfg.get(f'{split}_evaluator'), f'{split}_evaluator')
+        for where, entry in entries:
+            # someone's own data set may find its files otherwise; some of mmpretrain's download theirs, or know them
+            theirs = 'split' in entry or entry.get('download') or entry.get('backend_args')
+            if not theirs and _is_of_packages(entry, cfg.get('default_scope')):
+                _check_files(entry, where)
 
 
-def _warn_if_misspelt(cfg: Config, key: str) -> None:
-    node: Any = cfg
-    walked: list[str] = []
-    for part in key.split('.'):
-        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-        elif isinstance(node, (Config, Mapping)) and part in node:
-            node = node[part]
-        else:
-            break
-        walked.append(part)
-    else:
+def _is_of_packages(entry: Mapping[str, Any], scope: str | None) -> bool:
+    for registry in (DATASETS, METRICS):
+        kind = entry.get('type')
+        if isinstance(kind, str):
+            with registry.switch_scope_and_registry(scope) as found:
+                kind = found.get(kind)
+        if str(getattr(kind, '__module__', '')).partition('.')[0] in PACKAGES:
+            return True
+    return False
+
+
+def _check_files(entry: Mapping[str, Any], where: str) -> None:
+    """Look for a data set's or a metric's annotation file or, where it names none, for the folders that it lists."""
+    root, ann_file, prefix = entry.get('data_root') or '', entry.get('ann_file'), entry.get('data_prefix')
+    named = {'ann_file': ann_file} if ann_file else {'data_prefix': prefix}
+    if not ann_file and isinstance(prefix, Mapping):
+        named = {f'data_prefix.{key}': prefix[key] for key in ('img', 'img_path') if prefix.get(key)}
+    named = {key: path for key, path in named.items() if path and isinstance(path, str)} or {'data_root': ''}
+    for key, name in named.items():
+        path = osp.join(root, name) if name else root
+        if path and '://' not in path and not osp.exists(path):
+            raise ConfigError(
+                f'{where}.{key}: {path} does not exist (looked for {osp.abspath(path)}). Put the data set there, link '
+                'it, or point the config at it with --cfg-options.'
+            )
+
+
+def check_pretrained(cfg: Config) -> None:
+    """Refuse a config whose model starts from a local checkpoint that cannot be read.
+
+    Raises:
+        ConfigError: With the config path of the ``init_cfg`` and the reason.
+    """
+    for where, entry in mappings(cfg.get('model') or {}, 'model'):
+        path = str(entry.get('checkpoint'))
+        if type_name(entry) == 'Pretrained' and not re.match(r'\w[\w-]+:', path):  # https://, torchvision://
+            try:
+                check_checkpoint(path)
+            except ConfigError as error:
+                raise ConfigError(
+                    f'{where}.checkpoint: {error} Put it there, or start from scratch with --cfg-options {where}=None.'
+                ) from None
+
+
+def check_checkpoint(path: str, *, sharded: bool = False) -> None:
+    """Refuse a local checkpoint that is missing, cut short or no checkpoint; URLs pass.
+
+    Args:
+        path: File or URL.
+        sharded: Whether a folder with one file a process will do, as FSDP and DeepSpeed write them.
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    if '://' in path or (sharded and osp.isdir(path)):
         return
-    known = list(map(str, node)) if isinstance(node, (Config, Mapping)) else []
-    if not walked:
-        known += [*inspect.signature(Runner).parameters, 'tta_pipeline']
-    near = [] if part in known else difflib.get_close_matches(part, known, n=1, cutoff=_ALIKE)
-    if near:
-        meant = '.'.join([*walked, near[0]])
-        warnings.warn(f'--cfg-options {key} is new, and is added. Did you mean {meant!r}?', stacklevel=3)
+    if not osp.isfile(path):
+        what = 'is a folder' if osp.isdir(path) else 'does not exist'
+        raise ConfigError(f'checkpoint {path} {what} (looked for {osp.abspath(path)}).')
+    with open(path, 'rb') as file:
+        head = file.read(2)
+    if head == b'PK' and not zipfile.is_zipfile(path):
+        raise ConfigError(f'checkpoint {path} is cut short; copy or download it again.')
+    if head != b'PK' and head[:1] != b'\x80' and not path.endswith('.safetensors'):
+        raise ConfigError(f'checkpoint {path} is no torch checkpoint; it starts with {head!r}.')

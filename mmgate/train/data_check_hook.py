@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmgate.errors import ConfigError
 from mmgate.registry import HOOKS
 
-from .inputs import HOSTS
+from .config_file import PACKAGES
 
 HEADS = ('auxiliary_head', 'bbox_head', 'decode_head', 'head', 'mask_head', 'query_head')
 # predict something else than the data set's classes: boundaries, depth, proposals
@@ -33,10 +33,10 @@ class DataCheckHook(Hook):
     come; nothing is read beforehand. Our command lines add the hook; ``check_data=False`` in a config leaves it out.
 
     Args:
-        maps: How many maps of labels are looked at, of training and of each validation or test.
+        maps: How many maps of labels are looked at, of each epoch, validation or test.
 
     Raises:
-        ConfigError: From :meth:`before_train`, with the file and the names.
+        ConfigError: At the start of a training, with the file and the names.
     """
 
     priority = 'VERY_HIGH'
@@ -46,21 +46,14 @@ class DataCheckHook(Hook):
         self._left = 0
         self._said: set[str] = set()
 
-    def before_train(self, runner: Any) -> None:
-        """Look at the data sets and the heads."""
-        for one in innermost(runner.train_dataloader.dataset):
-            found = foreign_classes(one)
-            if found:
-                raise ConfigError(f'train_dataloader: {found}')
-        self._compare(runner, 'train')
-
-    def before_val(self, runner: Any) -> None:
-        """Look at the data sets and the heads."""
-        self._compare(runner, 'val')
-
-    def before_test(self, runner: Any) -> None:
-        """Look at the data sets and the heads."""
-        self._compare(runner, 'test')
+    def _before_epoch(self, runner: Any, mode: str = 'train') -> None:
+        """Look at the data sets and the heads; mmengine calls this at the start of any loop."""
+        self._left = self.maps
+        for one in innermost(getattr(runner, f'{mode}_dataloader').dataset):
+            if mode == 'train':
+                refuse_foreign(one)
+            for found in (lacking_categories(one)[0], *other_numbers(_model(runner), one)):
+                self._say(runner, found, f'{mode}_dataloader: ')
 
     def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = 'train') -> None:
         """Look at the labels of a batch, of any loop: mmengine calls this before each of its iterations."""
@@ -69,34 +62,31 @@ class DataCheckHook(Hook):
             self._left -= 1
             self._say(runner, label_beyond(_model(runner), sample))
 
-    def _compare(self, runner: Any, mode: str) -> None:
-        self._left = self.maps
-        for one in innermost(getattr(runner, f'{mode}_dataloader').dataset):
-            for found in (foreign_classes(one), missing_classes(one), *other_numbers(_model(runner), one)):
-                self._say(runner, found, f'{mode}_dataloader: ')
-
     def _say(self, runner: Any, found: str, where: str = '') -> None:
         if found and found not in self._said and not runner.rank:
             self._said.add(found)
             runner.logger.warning(f'{where}{found}')
 
 
-def refuse_foreign_classes(cfg: Config, runner: Any) -> None:
-    """Say of a training data set that could not be built whether no class of it is in its annotation file.
+def refuse_foreign(dataset: Any) -> None:
+    """Raise ConfigError for a data set to train on of which no class is a category of its annotation file."""
+    found, none_is_there = lacking_categories(dataset)
+    if none_is_there:
+        raise ConfigError(f'train_dataloader: {found}')
 
-    mmdet then drops every image, and mmengine fails at an empty list.
+
+def refuse_foreign_classes(cfg: Config, runner: Any) -> None:
+    """Look at a training data set that could not be built: without a box mmdet drops every image, and mmengine fails.
 
     Raises:
-        ConfigError: It is so.
+        ConfigError: No class is a category of its annotation file.
     """
     data = dict(cfg.train_dataloader.dataset)
     # where the loop is built, the error came later
     if isinstance(runner._train_loop, dict) and 'dataset' not in data and 'datasets' not in data:
         dataset = DATASETS.build(dict(data, lazy_init=True))
         dataset.load_data_list()
-        found = foreign_classes(dataset)
-        if found:
-            raise ConfigError(f'train_dataloader: {found}')
+        refuse_foreign(dataset)
 
 
 def innermost(dataset: Any) -> Iterator[Any]:
@@ -109,31 +99,28 @@ def innermost(dataset: Any) -> Iterator[Any]:
         yield dataset
 
 
-def foreign_classes(dataset: Any) -> str:
-    """Return that none of a COCO data set's classes is a category of its annotation file; empty if one is."""
-    classes, labels = _classes(dataset), _labels(dataset)
-    names = _categories(str(dataset.ann_file)) if classes and labels == {} else []
-    if names == []:  # what is not labelled needs no category
-        return ''
-    there = f', which has {_listed(names)}' if names else ''
-    return (
-        f'none of the classes ({_listed(classes)}) is a category of {dataset.ann_file}{there}. Set '
-        'metainfo=dict(classes=(...)) to the names in the file, spelt as there.'
-    )
+def lacking_categories(dataset: Any) -> tuple[str, bool]:
+    """Return which of a COCO data set's classes its annotation file lacks, in words, and whether it lacks all.
 
-
-def missing_classes(dataset: Any) -> str:
-    """Return which classes are no category of the annotation file, though some are; empty if all are."""
+    The words are empty where it lacks none, where it is not known, and where nothing is labelled.
+    """
     classes, labels = _classes(dataset), _labels(dataset)
-    if not labels or len(labels) >= len(classes):
-        return ''
-    names = _categories(str(dataset.ann_file)) or classes
-    lacking = [name for name in classes if name not in names]
+    if labels is None or len(labels) >= len(classes):
+        return '', False
+    names = _categories(str(dataset.ann_file))
+    if not labels:
+        there = f', which has {_listed(names)}' if names else ''
+        found = (
+            f'none of the classes ({_listed(classes)}) is a category of {dataset.ann_file}{there}. Set '
+            'metainfo=dict(classes=(...)) to the names in the file, spelt as there.'
+        )
+        return ('', False) if names == [] else (found, True)
+    lacking = [name for name in classes if name not in (names or classes)]
     return (
         f'{dataset.ann_file} has {len(labels)} of the {len(classes)} classes as categories'
         + (f'; it lacks {_listed(lacking)}' if lacking else '')
         + '. mmdet numbers those that are there, in the order of the file.'
-    )
+    ), False
 
 
 def other_numbers(model: nn.Module, dataset: Any) -> Iterator[str]:
@@ -177,12 +164,12 @@ def label_beyond(model: nn.Module, sample: Any) -> str:
     beyond = labels[(labels >= classes) & (labels != ignored)]
     if not beyond.numel():
         return ''
-    meta = sample.metainfo
-    in_file = int(beyond.max()) + bool(meta.get('reduce_zero_label'))
+    label, meta = int(beyond.max()), sample.metainfo
     return (
-        f'{meta.get("seg_map_path", "a map of labels")} holds the number {in_file}, label {int(beyond.max())} of the '
-        f'data, and the model predicts labels 0 to {classes - 1} ({ignored} is ignored). Correct the labels, set '
-        'num_classes, or set reduce_zero_label where they count from 1.'
+        f'{meta.get("seg_map_path", "a map of labels")} holds the number '
+        f'{label + bool(meta.get("reduce_zero_label"))}, label {label} of the data, and the model predicts labels 0 to '
+        f'{classes - 1} ({ignored} is ignored). Correct the labels, set num_classes, or set reduce_zero_label where '
+        'they count from 1.'
     )
 
 
@@ -198,7 +185,7 @@ def _classes(dataset: Any) -> list[str]:
 def _labels(dataset: Any) -> dict[Any, int] | None:
     """Return the labels that one of the mm packages has given to a file's categories; someone's own may do without."""
     load = getattr(type(dataset), 'load_data_list', None)
-    theirs = str(getattr(load, '__module__', '')).partition('.')[0] in HOSTS
+    theirs = str(getattr(load, '__module__', '')).partition('.')[0] in PACKAGES
     return getattr(dataset, 'cat2label', None) if theirs else None
 
 

@@ -15,56 +15,69 @@ from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 GATES = 'mmgate.gates'  # in custom_keys
 
 
-@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
-class GateOptimWrapperConstructor:
-    """Let another constructor make the optimizer, then take the weight decay off what gates declare as ``undecayed``.
-
-    mmengine's own constructor exempts BatchNorm, InstanceNorm, GroupNorm and LayerNorm alone, those with a decay by
-    layer go by a parameter's dimensions, and a key of ``custom_keys`` loses to any longer one, such as ``backbone``.
+class ChangesGroups:
+    """Lets another constructor make the optimizer, then changes its parameter groups.
 
     Args:
         optim_wrapper_cfg: mmengine's optimizer wrapper config.
-        paramwise_cfg: That of the other constructor, and its registered name under ``constructor``;
-            ``'DefaultOptimWrapperConstructor'`` by default. ``custom_keys`` may have the key ``'mmgate.gates'``, which
-            means every parameter that gates add, whatever its name.
+        paramwise_cfg: That of the other constructor, and its registered name under :attr:`named`;
+            ``'DefaultOptimWrapperConstructor'`` by default.
     """
 
+    named: str
+
     def __init__(self, optim_wrapper_cfg: dict[str, Any], paramwise_cfg: dict[str, Any] | None = None) -> None:
-        options = dict(paramwise_cfg or {})
-        kind = options.pop('constructor', 'DefaultOptimWrapperConstructor')
-        self.of_gates = None
-        if GATES in options.get('custom_keys', {}):
-            options['custom_keys'] = dict(options['custom_keys'])
-            self.of_gates = options['custom_keys'].pop(GATES)
-        self.host = OPTIM_WRAPPER_CONSTRUCTORS.build(
-            dict(type=kind, optim_wrapper_cfg=optim_wrapper_cfg, paramwise_cfg=options or None)
-        )
+        self.wrapper, self.options = dict(optim_wrapper_cfg), dict(paramwise_cfg or {})
+        self.host = self.options.pop(self.named, 'DefaultOptimWrapperConstructor')
 
     def __call__(self, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
         """Return the optimizer wrapper for ``model``."""
-        if self.of_gates is not None:
+        host = dict(type=self.host, optim_wrapper_cfg=self.wrapper, paramwise_cfg=self.options or None)
+        built = OPTIM_WRAPPER_CONSTRUCTORS.build(host)(model)
+        for wrapper in built.values() if isinstance(built, OptimWrapperDict) else [built]:
+            self.change(wrapper.optimizer, model)
+        return built
+
+    def change(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Change the groups of ``optimizer``, in place."""
+        raise NotImplementedError
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class GateOptimWrapperConstructor(ChangesGroups):
+    """Take the weight decay off what gates declare as ``undecayed``, whichever constructor makes the optimizer.
+
+    mmengine's own exempts BatchNorm, InstanceNorm, GroupNorm and LayerNorm alone, those with a decay by layer go by a
+    parameter's dimensions, and a key of ``custom_keys`` loses to any longer one, such as ``backbone``.
+
+    ``paramwise_cfg`` is the other constructor's, with its registered name under ``constructor``. Its ``custom_keys``
+    may have the key ``'mmgate.gates'``, which means every parameter that gates add, whatever its name.
+    """
+
+    named = 'constructor'
+
+    def __call__(self, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
+        """Return the optimizer wrapper for ``model``."""
+        keys = dict(self.options.get('custom_keys') or {})
+        if GATES in keys:
             names = gate_parameters(getattr(model, 'module', model))  # mmengine's constructors, too, look inside DDP
-            self.host.paramwise_cfg['custom_keys'] |= dict.fromkeys(names, self.of_gates)
-        wrapper = self.host(model)
+            of_gates = keys.pop(GATES)
+            self.options['custom_keys'] = keys | dict.fromkeys(names, of_gates)
+        return super().__call__(model)
+
+    def change(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Take the weight decay off, in groups of their own where others are beside them."""
         spared = {id(parameter) for _, parameter in undecayed_parameters(model)}
-        wrappers = wrapper.values() if isinstance(wrapper, OptimWrapperDict) else [wrapper]
-        for one in wrappers:
-            _spare(one.optimizer, spared)
-        return wrapper
-
-
-def _spare(optimizer: Optimizer, spared: set[int]) -> None:
-    """Take the weight decay off the parameters of these ids, which may need groups of their own."""
-    for group in list(optimizer.param_groups):
-        if not group.get('weight_decay'):
-            continue
-        own = [id(parameter) in spared for parameter in group['params']]
-        if all(own):
-            group['weight_decay'] = 0.0
-        elif any(own):
-            rest, taken = _part(group, own, False), _part(group, own, True)
-            group.update(rest)
-            optimizer.add_param_group({**group, **taken, 'weight_decay': 0.0})
+        for group in list(optimizer.param_groups):
+            own = [id(parameter) in spared for parameter in group['params']]
+            if not any(own) or not group.get('weight_decay'):
+                continue
+            taken = _part(group, own, True)
+            group.update(_part(group, own, False))
+            if group['params']:
+                optimizer.add_param_group({**group, **taken, 'weight_decay': 0.0})
+            else:
+                group.update(taken, weight_decay=0.0)
 
 
 def _part(group: dict[str, Any], own: list[bool], taken: bool) -> dict[str, list[Any]]:

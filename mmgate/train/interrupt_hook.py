@@ -26,7 +26,6 @@ from mmgate.registry import HOOKS
 INTERRUPTED = 'interrupted.pth'
 KEY = 'mmgate_interrupted'  # in a checkpoint's meta: how many of how many batches of the epoch were trained
 FORWARDED = 1.0  # seconds within which a launcher hands on the Ctrl-C that the terminal has sent to all
-LAST_WORDS = 60  # seconds that a loader's worker lives on after a SIGTERM
 
 
 @HOOKS.register_module()
@@ -66,9 +65,8 @@ class SaveOnInterruptHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Listen, shield the loaders' workers, and leave out what an interrupted epoch has trained."""
-        for loop in (runner.train_loop, runner.val_loop):
-            if loop is not None:
-                shield_workers(loop.dataloader)
+        for loop in filter(None, (runner.train_loop, runner.val_loop)):
+            shield_workers(loop.dataloader)
         if isinstance(runner.train_loop, IterBasedTrainLoop):
             _restart_workers(runner.train_loop)
         self._asked, self._process = None, os.getpid()
@@ -81,8 +79,8 @@ class SaveOnInterruptHook(Hook):
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Save and end after an optimizer's step, if a process was asked to."""
-        if self._is_asked() and _stepped(runner.optim_wrapper):
-            loop = runner.train_loop
+        loop, wrapper = runner.train_loop, runner.optim_wrapper
+        if self._is_asked() and (isinstance(wrapper, OptimWrapperDict) or wrapper.should_update()):
             meta: dict[str, Any] = dict(epoch=runner.epoch, iter=runner.iter + 1)
             if isinstance(loop, EpochBasedTrainLoop):
                 meta[KEY] = dict(batches=batch_idx + 1, of=len(loop.dataloader))
@@ -126,24 +124,21 @@ class SaveOnInterruptHook(Hook):
         places = {name: getattr(hook, name, None) for name in ('file_client_args', 'backend_args')}
         schedulers, self._meta = runner.param_schedulers is not None, meta
         runner.save_checkpoint(folder, INTERRUPTED, by_epoch=False, save_param_scheduler=schedulers, **places)
-        path = f'{folder.rstrip("/")}/{INTERRUPTED}'
-        name = signal.Signals(self._asked or signal.SIGINT).name
+        asked, path = signal.Signals(self._asked or signal.SIGINT), f'{folder.rstrip("/")}/{INTERRUPTED}'
         if is_main_process():
             put_text(path, osp.join(runner.work_dir, 'last_checkpoint'))
-            runner.logger.info(f'{name}: the run is saved as {path} after {meta["iter"]} iterations; --resume goes on.')
+            said = f'{asked.name}: the run is saved as {path} after {meta["iter"]} iterations; --resume goes on.'
+            runner.logger.info(said)
         if self._group is not None:
             distributed.barrier(self._group)  # a launcher ends all once one has ended
         self.after_train(runner)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise for workers that end from here on
-        raise SystemExit(128 + int(self._asked or signal.SIGINT))
+        raise SystemExit(128 + asked)
 
     def _leave_out(self, runner: Any, batches: int, of: int) -> None:
         loop, there = runner.train_loop, len(runner.train_loop.dataloader)
         if there != of:
-            runner.logger.warning(
-                f'The run was interrupted after {batches} of {of} batches of an epoch, which has {there} now: it '
-                'starts anew.'
-            )
+            said = f'The run was interrupted after {batches} of {of} batches of an epoch, which has {there} now'
+            runner.logger.warning(f'{said}: it starts anew.')
             return
         epoch, run_iter = loop.epoch, loop.run_iter
         runner.logger.info(f'{batches} of {of} batches of epoch {epoch + 1} are trained; they are read and left out.')
@@ -179,21 +174,13 @@ def _restart_workers(loop: Any) -> None:
 def _start_shielded(start: Callable[[int], None] | None, worker: int) -> None:
     if start is not None:
         start(worker)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _live_on)
-
-
-def _live_on(number: int, frame: Any) -> None:
-    signal.signal(number, signal.SIG_DFL)  # the next one is of the process that trains
-    signal.alarm(LAST_WORDS)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _end_workers() -> None:
-    """Send the signal that workers outlive; multiprocessing sends the next at its own exit, and waits for them."""
+    """End the workers that are left at exit, which multiprocessing would send a SIGTERM and wait for."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise for each
     for process in multiprocessing.active_children():
         if process.daemon:
-            process.terminate()
-
-
-def _stepped(optim_wrapper: Any) -> bool:
-    return isinstance(optim_wrapper, OptimWrapperDict) or bool(optim_wrapper.should_update())
+            process.kill()

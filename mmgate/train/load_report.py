@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +42,6 @@ class LoadReportHook(Hook):
         self.checkpoint, self.allow_mismatch = checkpoint, allow_mismatch
         self._before: dict[str, tuple[int, int]] = {}
         self._given: list[str] = []
-        self._classes: list[str] | None = None
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Note the state of every tensor; mmengine calls this when the file is read and nothing is copied yet."""
@@ -53,59 +51,39 @@ class LoadReportHook(Hook):
                 f'--cfg-options load_from={self.checkpoint} starts a new run from them.'
             )
         self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
-        self._classes = _classes((checkpoint.get('meta') or {}).get('dataset_meta'))
         self._before = _versions(runner.model)
 
     def before_train(self, runner: Any) -> None:
         """Report, refuse a checkpoint of which nothing fits, warn of one of which little does."""
         found, share = self.report(runner)
-        if found and not share:
+        if not share:
             raise ConfigError(f'{found}. It is of another model; leave load_from away, or give one of this model.')
-        if found:
-            runner.logger.log(logging.WARNING if share < 0.5 else logging.INFO, f'{found}.')
-        if dropped := self.dropped_gates(runner):
-            runner.logger.log(logging.WARNING, dropped)
+        self.say(runner, found, share >= 0.5)
 
     def before_test(self, runner: Any) -> None:
         """Report, and refuse."""
         found, share = self.report(runner)
-        if found and share < 0.5 and not self.allow_mismatch:
+        if share < 0.5 and not self.allow_mismatch:
             raise ConfigError(
                 f'{found}. The checkpoint is of another model (it starts with {_first(self._given)}); test it with its '
                 'own config, or give --allow-mismatch.'
             )
-        if found:
-            runner.logger.log(logging.INFO if share == 1 else logging.WARNING, f'{found}.')
-        if dropped := self.dropped_gates(runner):
-            runner.logger.log(logging.WARNING, dropped)
-        data = getattr(getattr(runner, 'test_dataloader', None), 'dataset', None)
-        classes = _classes(getattr(data, 'metainfo', None))
-        tracks = 'BaseMOTModel' in {
-            kind.__name__ for kind in type(_own(runner.model)).__mro__
-        }  # finds fewer than named
-        if classes and self._classes and classes != self._classes and not tracks:
-            runner.logger.log(
-                logging.WARNING,
-                f'{self.checkpoint} was trained on the classes {_first(self._classes)}, the data to test on have '
-                f'{_first(classes)}: unless they mean the same in the same order, the result means nothing.',
-            )
+        self.say(runner, found, share == 1)
 
     def report(self, runner: Any) -> tuple[str, float]:
         """Return what was loaded, in words and as a share of the keys; no words where nothing can be said.
 
         Gates that were not filled do not count in the share: a vanilla checkpoint in a gated model is whole.
         """
-        after, missing = _versions(runner.model), self.missing(runner)
-        if not self._before or not after:
+        own, keys, missing = _own(runner.model), _versions(runner.model), self.missing(runner)
+        if not self._before or not keys:
             return '', 1.0
-        filled = len(after) - len(missing)
         found = (
-            f'{filled} of {len(after)} keys of {type(_own(runner.model)).__name__} were loaded from {self.checkpoint}, '
-            f'which has {len(self._given)}'
+            f'{len(keys) - len(missing)} of {len(keys)} keys of {type(own).__name__} were loaded from '
+            f'{self.checkpoint}, which has {len(self._given)}'
         )
-        own = _own(runner.model)
         gates = dict(gate_parameters(own, remove_duplicate=False)).keys() & missing
-        share = filled / max(len(after) - len(gates), 1)
+        share = (len(keys) - len(missing)) / max(len(keys) - len(gates), 1)
         if gates and (file := vars(own).get('gates_file')):
             found += f'; {len(gates)} of gates are from {file}'
             missing = [key for key in missing if key not in gates]
@@ -115,18 +93,21 @@ class LoadReportHook(Hook):
         """Return the keys that the checkpoint did not fill."""
         return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
 
-    def dropped_gates(self, runner: Any) -> str:
-        """Return a warning of gates in the checkpoint that the model has no place for; empty if there are none."""
+    def say(self, runner: Any, found: str, fits: bool) -> None:
+        """Log what :meth:`report` returned, and warn of gates that the model has no place for."""
+        if found:
+            print_log(f'{found}.', logger='current', level=logging.INFO if fits else logging.WARNING)
         own, names = _own(runner.model), gate_names()
         keys = own.state_dict().keys()
         dropped = [key for key in self._given if key not in keys and not names.isdisjoint(key.split('.'))]
-        if is_model_wrapper(own) or not dropped:
-            return ''
-        return (
-            f'{self.checkpoint} holds gates for which {type(own).__name__} has no place; their {len(dropped)} tensors '
-            f'are left out: {_first(dropped)}. Without them the attention is not the one that was trained; give the '
-            'rules of the config that wrote them.'
-        )
+        if dropped and not is_model_wrapper(own):
+            print_log(
+                f'{self.checkpoint} holds gates for which {type(own).__name__} has no place; their {len(dropped)} '
+                f'tensors are left out: {_first(dropped)}. Without them the attention is not the one that was trained; '
+                'give the rules of the config that wrote them.',
+                logger='current',
+                level=logging.WARNING,
+            )
 
 
 def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> None:
@@ -140,8 +121,7 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
     Raises:
         ConfigError: It fills less than half of the model's keys, or leaves a parameter as it is.
     """
-    hook = LoadReportHook(checkpoint)
-    runner = SimpleNamespace(model=model)
+    hook, runner = LoadReportHook(checkpoint), SimpleNamespace(model=model)
     hook.after_load_checkpoint(runner, CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu'))
     load_checkpoint(model, checkpoint, map_location='cpu')
     found, share = hook.report(runner)
@@ -153,15 +133,7 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
             f'{found}. These stay as they are drawn at random. Give the checkpoint or the num_classes that belong '
             'together, or --allow-mismatch.'
         )
-    if found:
-        print_log(f'{found}.', logger='current', level=logging.WARNING if share < 1 else logging.INFO)
-    if dropped := hook.dropped_gates(runner):
-        print_log(dropped, logger='current', level=logging.WARNING)
-
-
-def _classes(meta: Any) -> list[str] | None:
-    classes = meta.get('classes') if isinstance(meta, Mapping) else None
-    return [str(name) for name in classes] if isinstance(classes, (list, tuple)) else None
+    hook.say(runner, found, share == 1)
 
 
 def _own(model: nn.Module) -> nn.Module:

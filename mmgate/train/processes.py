@@ -101,21 +101,13 @@ def prepare_processes(cfg: Config) -> None:
                 '--launcher pytorch (tools/dist_train.sh does).'
             )
         return
-    if get_device() == 'cpu':
-        _connect(cfg)
-        _wrap_without_devices(cfg)
-
-
-def _connect(cfg: Config) -> None:
-    if is_distributed():
+    if get_device() != 'cpu':
         return
-    if cfg.launcher != 'pytorch':
-        raise ConfigError(f'--launcher {cfg.launcher} needs GPUs; on a CPU start the processes with torchrun.')
-    timeout = ((cfg.get('env_cfg') or {}).get('dist_cfg') or {}).get('timeout', 1800)  # torch's own for gloo
-    distributed.init_process_group('gloo', timeout=timedelta(seconds=timeout))
-
-
-def _wrap_without_devices(cfg: Config) -> None:
+    if not is_distributed():
+        if cfg.launcher != 'pytorch':
+            raise ConfigError(f'--launcher {cfg.launcher} needs GPUs; on a CPU start the processes with torchrun.')
+        timeout = ((cfg.get('env_cfg') or {}).get('dist_cfg') or {}).get('timeout', 1800)  # torch's own for gloo
+        distributed.init_process_group('gloo', timeout=timedelta(seconds=timeout))
     plain = dict(type='MMDistributedDataParallel', broadcast_buffers=False, device_ids=None)
     if cfg.get('runner_type') == 'FlexibleRunner':
         strategy = cfg.get('strategy') or dict(type='DDPStrategy')

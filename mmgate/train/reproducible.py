@@ -76,6 +76,5 @@ class ReproducibleHook(Hook):
     def _seed(runner: Any, step: int, kind: int) -> None:
         entropy = (int(runner.seed), int(step), kind, get_rank())
         seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
+        for draw_from in (random.seed, np.random.seed, torch.manual_seed):
+            draw_from(seed)

@@ -157,18 +157,15 @@ def loss_inputs(name: str, counts: tuple[int, ...]) -> tuple[list[Tensor], list[
         boxes = torch.rand(*shape, 4, generator=generator) * 0.5 + 0.25
         return [scores.requires_grad_(), boxes.requires_grad_()]
 
-    gts, metas = [objects(generator, count) for count in counts], [META] * len(counts)
-    if name in ('DETR', 'Conditional', 'DAB'):
-        return predicted(LAYERS, len(counts), QUERIES), [gts, metas]
+    truth: list[Any] = [[objects(generator, count) for count in counts], [META] * len(counts)]
+    noised = max(counts) * 4 if 'DINO' in name else 0
+    layers = predicted(LAYERS, len(counts), QUERIES + noised)
     if name == 'Deformable':
-        return predicted(LAYERS, len(counts), QUERIES), [None, None, gts, metas]
-    encoded = predicted(len(counts), 40)
-    if name == 'Deformable_twostage':
-        return [*predicted(LAYERS, len(counts), QUERIES), *encoded], [gts, metas]
-    groups = 2
-    noised = max(counts) * 2 * groups
-    meta = dict(num_denoising_queries=noised, num_denoising_groups=groups)
-    return [*predicted(LAYERS, len(counts), QUERIES + noised), *encoded], [gts, metas, meta]
+        return layers, [None, None, *truth]
+    if name in ('DETR', 'Conditional', 'DAB'):
+        return layers, truth
+    denoising = [dict(num_denoising_queries=noised, num_denoising_groups=2)] if 'DINO' in name else []
+    return [*layers, *predicted(len(counts), 40)], [*truth, *denoising]
 
 
 CASES = {'usual': (3, 0, 5), 'more_than_queries': (20, 2), 'one': (1,), 'none': (0, 0)}

@@ -15,44 +15,13 @@ import torch
 from conftest import ROOT
 
 KILLS = 20
-PROJECT = '''
-import numpy as np
-import torch
-from mmengine.model import BaseModel
-from mmengine.registry import DATASETS, MODELS
-from torch import nn
-from torch.utils.data import Dataset
-
-
-@DATASETS.register_module()
-class Noise(Dataset):
-    """Draws every sample anew, as augmentations do."""
-
-    metainfo = {}
-
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, index):
-        return dict(x=torch.from_numpy(np.random.normal(index, 1, 8)).float())
-
-
-@MODELS.register_module()
-class Net(BaseModel):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.3), nn.ReLU(), nn.Linear(64, 1))
-
-    def forward(self, x, mode='tensor'):
-        return dict(loss=(self.layers(x) - x.sum(-1, keepdim=True)).square().mean())
-'''
 CONFIG = """
-custom_imports = dict(imports=['net'])
-model = dict(type='Net')
+custom_imports = dict(imports=['test_interrupt_hook'])
+model = dict(type='InterruptedNet')
 train_dataloader = dict(
     batch_size=4,
     num_workers=1,
-    dataset=dict(type='Noise'),
+    dataset=dict(type='InterruptedNoise'),
     collate_fn=dict(type='default_collate'),
     sampler=dict(type='DefaultSampler', shuffle=True))
 optim_wrapper = dict(optimizer=dict(type='AdamW', lr=1e-2))
@@ -66,7 +35,8 @@ randomness = dict(seed=3)
 
 
 def train(folder: Path, work: Path) -> subprocess.Popen:
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]), OMP_NUM_THREADS='1')
+    paths = [str(ROOT / 'tests/test_train'), str(ROOT)]  # the first has the model and the data
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths), OMP_NUM_THREADS='1')
     command = [sys.executable, '-W', 'ignore', str(ROOT / 'tools/train.py'), str(folder / 'config.py')]
     with (folder / 'log').open('a') as log:
         return subprocess.Popen(
@@ -76,7 +46,6 @@ def train(folder: Path, work: Path) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
-    (tmp_path / 'net.py').write_text(PROJECT)
     (tmp_path / 'config.py').write_text(CONFIG)
     assert train(tmp_path, tmp_path / 'whole').wait(timeout=600) == 0
     rng, last = random.Random(0), Path(tmp_path, 'killed/last_checkpoint')

@@ -112,6 +112,22 @@ def dist(folder: Path, script: str, *arguments: str, **more: str) -> subprocess.
     return subprocess.Popen(command, cwd=folder, env=environment(folder, **more), **pipes)
 
 
+def on_nodes(folder: Path, count: int, processes: int, *arguments: str) -> list[subprocess.Popen]:
+    """Start as many processes, on each of ``count`` nodes that are this machine."""
+    common = dict(NNODES=str(count), PORT=str(free_port()))
+    return [
+        dist(folder, 'dist_train.sh', 'detector.py', str(processes), *arguments, NODE_RANK=str(rank), **common)
+        for rank in range(count)
+    ]
+
+
+def wait_for(file: Path, launchers: list[subprocess.Popen]) -> None:
+    deadline = time.time() + 600
+    while not file.exists() and time.time() < deadline:
+        assert all(launcher.poll() is None for launcher in launchers), launchers[0].communicate()[0][-3000:]
+        time.sleep(0.2)
+
+
 def done(process: subprocess.Popen) -> str:
     output = process.communicate(timeout=900)[0]
     assert process.returncode == 0, output[-3000:]
@@ -144,23 +160,7 @@ def test_two_processes_train_as_one(project: Path) -> None:
     alone(project, 'train.py', 'detector.py', '--work-dir', 'one', *options)
     options.append('train_dataloader.batch_size=4')
     done(dist(project, 'dist_train.sh', 'detector.py', '2', '--work-dir', 'two', *options))
-    nodes = [
-        dist(
-            project,
-            'dist_train.sh',
-            'detector.py',
-            '1',
-            '--work-dir',
-            'nodes',
-            *options,
-            NNODES='2',
-            NODE_RANK=rank,
-            **port,
-        )
-        for port in [dict(PORT=str(free_port()))]
-        for rank in '01'
-    ]
-    for node in nodes:
+    for node in on_nodes(project, 2, 1, '--work-dir', 'nodes', *options):
         done(node)
     one = losses(project / 'one')
     assert one.shape[0] == 8 and one.sum(1)[-1] != one.sum(1)[0]
@@ -226,27 +226,12 @@ def test_an_evaluation_is_shared(name: str, project: Path) -> None:
             assert torch.equal(a['pred_instances']['scores'], b['pred_instances']['scores'])
 
 
-@pytest.mark.parametrize('nodes', ['1', '2'])
-def test_one_dead_process_ends_all(nodes: str, project: Path) -> None:
-    work, port = project / f'dead_{nodes}', str(free_port())
+@pytest.mark.parametrize('nodes', [1, 2])
+def test_one_dead_process_ends_all(nodes: int, project: Path) -> None:
+    work = project / f'dead_{nodes}'
     options = ['--cfg-options', 'train_cfg.max_epochs=10000', 'train_dataloader.batch_size=2', '--work-dir', str(work)]
-    launchers = [
-        dist(
-            project,
-            'dist_train.sh',
-            'detector.py',
-            str(2 // int(nodes)),
-            *options,
-            NNODES=nodes,
-            NODE_RANK=str(rank),
-            PORT=port,
-        )
-        for rank in range(int(nodes))
-    ]
-    deadline = time.time() + 600
-    while not (work / 'process_1').exists() and time.time() < deadline:
-        assert all(launcher.poll() is None for launcher in launchers), launchers[0].communicate()[0][-3000:]
-        time.sleep(0.2)
+    launchers = on_nodes(project, nodes, 2 // nodes, *options)
+    wait_for(work / 'process_1', launchers)
     os.kill(int((work / 'process_1').read_text()), signal.SIGKILL)
     killed = time.time()
     outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
@@ -262,10 +247,7 @@ def test_ctrl_c_saves_what_both_have_done(project: Path) -> None:
     (project / 'stoppable.py').write_text(f"_base_ = './detector.py'\n{hooks}\n")
     options = ['stoppable.py', '2', '--work-dir', str(work), '--cfg-options', 'train_dataloader.batch_size=4']
     launcher = dist(project, 'dist_train.sh', *options, 'train_cfg.max_epochs=10000')
-    deadline = time.time() + 600
-    while not (work / 'process_1').exists() and time.time() < deadline:
-        assert launcher.poll() is None, launcher.communicate()[0][-3000:]
-        time.sleep(0.2)
+    wait_for(work / 'process_1', [launcher])
     children = subprocess.run(['pgrep', '-P', str(launcher.pid)], capture_output=True, text=True, check=True).stdout
     os.kill(int(children.split()[0]), signal.SIGINT)  # torchrun, below bash
     output = launcher.communicate(timeout=120)[0]

@@ -1,4 +1,4 @@
-"""What the flags of the command lines make of a config, and a run that goes on from a file."""
+"""What the flags of the command lines make of a config."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import needs_mmpretrain
 from mmengine.config import Config
-from shapes import write_shapes
-from test_end_to_end import CONFIG
 
 from mmgate.errors import ConfigError
 from mmgate.train import cli
@@ -18,6 +17,11 @@ default_scope = '{scope}'
 model = dict(type='M', layers=[dict(width=1), dict(width=2)])
 optim_wrapper = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.1))
 param_scheduler = [dict(type='LinearLR', end=10), dict(type='MultiStepLR', milestones=[3])]
+default_hooks = dict(visualization=dict(type='V'))
+visualizer = dict(type='W')
+test_dataloader = dict(
+    dataset=dict(type='RepeatDataset', dataset=dict(type='D', pipeline=[dict(type='Load'), dict(type='Pack')])))
+test_cfg = dict()
 test_evaluator = {evaluator}
 """
 METRIC = "dict(type='IoUMetric')"
@@ -46,6 +50,13 @@ def config_of(
     return seen[0]
 
 
+@pytest.mark.parametrize('command', [cli.train, cli.test])
+def test_help(command, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match='0'):
+        command(['--help'])
+    assert '--cfg-options' in capsys.readouterr().out
+
+
 def test_without_flags_nothing_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config_of(monkeypatch, 'train')
     assert cfg.optim_wrapper.type == 'OptimWrapper' and cfg.param_scheduler[0].end == 10
@@ -56,9 +67,15 @@ def test_without_flags_nothing_changes(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_amp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrapper = config_of(monkeypatch, 'train', '--amp').optim_wrapper
+    cfg = config_of(monkeypatch, 'train', '--amp')
+    wrapper = cfg.optim_wrapper
     assert (wrapper.type, wrapper.loss_scale) == ('AmpOptimWrapper', 'dynamic')
     assert wrapper.optimizer == dict(type='SGD', lr=0.1)
+    with pytest.warns(UserWarning, match='already'):
+        cli.enable_amp(cfg)
+    wrapper.type = 'ApexOptimWrapper'
+    with pytest.raises(ConfigError, match='ApexOptimWrapper'):
+        cli.enable_amp(cfg)
 
 
 def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +85,30 @@ def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.
     assert cfg.resume is True and cfg.load_from is None
 
 
+@pytest.mark.parametrize(
+    'scope, draws, where, model, packs',
+    [
+        ('mmdet', 'draw', 'test_out_dir', 'DetTTAModel', 'PackDetInputs'),
+        ('mmseg', 'draw', None, 'SegTTAModel', 'PackSegInputs'),
+        pytest.param('mmpretrain', 'enable', 'out_dir', 'AverageClsScoreTTA', 'Pack', marks=needs_mmpretrain),
+    ],
+)
+def test_painting_and_augmentation(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, scope: str, draws: str, where: str | None, model: str, packs: str
+) -> None:
+    cfg = config_of(monkeypatch, 'test', 'x.pth', '--show-dir', 'painted', '--show', '--tta', scope=scope)
+    hook = cfg.default_hooks.visualization
+    assert hook[draws] is True and (hook.show, hook.wait_time) == (True, 2)
+    assert (hook.get(where) if where else cfg.visualizer.save_dir) == 'painted'
+    assert (cfg.model.type, cfg.model.module.type) == (model, 'M')
+    load, augment = cfg.test_dataloader.dataset.dataset.pipeline
+    flips, (pack,) = augment.transforms
+    assert load.type == 'Load' and [flip.prob for flip in flips] == [0.0, 1.0] and pack.type == packs
+    del cfg.default_hooks.visualization
+    with pytest.raises(ConfigError, match=r'need default_hooks\.visualization'):
+        cli.enable_visualization(cfg, show=True, show_dir=None, wait_time=0)
+
+
 @pytest.mark.parametrize('evaluator', [METRIC, f'[{METRIC}, {METRIC}]'], ids=['one', 'list'])
 def test_label_maps_of_every_evaluator(folder: Path, monkeypatch: pytest.MonkeyPatch, evaluator: str) -> None:
     cfg = config_of(monkeypatch, 'test', 'x.pth', '--out', 'maps', evaluator=evaluator)
@@ -75,16 +116,16 @@ def test_label_maps_of_every_evaluator(folder: Path, monkeypatch: pytest.MonkeyP
     assert found == [dict(type='IoUMetric', output_dir='maps', keep_results=True)] * evaluator.count('IoU')
 
 
-@pytest.mark.parametrize(
-    'evaluator', ["[dict(type='CocoMetric', ann_file='{file}')]", "dict(type='CocoMetric', ann_file='{file}')"]
-)
+@pytest.mark.parametrize('listed', [True, False], ids=['list', 'one'])
 def test_files_of_every_evaluator_are_looked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], evaluator: str
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], listed: bool
 ) -> None:
-    absent = evaluator.format(file='absent.json')
+    metric = "dict(type='CocoMetric', ann_file='absent.json')"
+    absent = f'[{metric}]' if listed else metric
     Path('config.py').write_text(SMALL.format(scope='mmdet', evaluator=absent))
     assert cli.main(cli.test, ['config.py', 'x.pth']) == 2
-    assert 'test_evaluator.ann_file: absent.json does not exist' in capsys.readouterr().err
+    where = 'test_evaluator.0.ann_file' if listed else 'test_evaluator.ann_file'
+    assert f'{where}: absent.json does not exist' in capsys.readouterr().err
     (folder / 'absent.json').touch()
     config_of(monkeypatch, 'test', 'x.pth', scope='mmdet', evaluator=absent)
 
@@ -93,28 +134,3 @@ def test_predictions_of_a_detector_need_a_pickle(folder: Path, capsys: pytest.Ca
     Path('config.py').write_text(SMALL.format(scope='mmdet', evaluator=METRIC))
     assert cli.main(cli.test, ['config.py', 'x.pth', '--out', 'out.json']) == 2
     assert '--out out.json: predictions are dumped into a .pkl or .pickle file' in capsys.readouterr().err
-
-
-def test_a_run_goes_on_from_a_file_with_a_list_of_evaluators(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In another work dir, from the epoch behind the file's."""
-    write_shapes(folder / 'data/shapes', num_train=4, num_val=2, size=64)
-    monkeypatch.setenv('TRITON_INTERPRET', '0')
-    metric = "dict(type='CocoMetric', ann_file='data/shapes/annotations/instances_val.json', metric='bbox')"
-    lists = f'val_evaluator = test_evaluator = [{metric}, {metric[:-1]}, prefix="again")]\n'
-    Path('config.py').write_text(CONFIG.replace('EPOCHS', '1') + lists)
-
-    def run(command: str, *argv: str) -> int:
-        name = '_'.join(argv[-1:]).replace('/', '_')
-        options = [f'experiment_name={command}{name}', f'visualizer.name={command}{name}']
-        return cli.main(getattr(cli, command), ['config.py', *argv, '--cfg-options', *options])
-
-    assert run('train', '--work-dir', 'first') == 0
-    Path('config.py').write_text(CONFIG.replace('EPOCHS', '2') + lists)
-    assert run('train', '--resume', 'first/epoch_1.pth', '--work-dir', 'second') == 0
-    assert not Path('second/epoch_1.pth').exists()
-    meta = torch.load('second/epoch_2.pth', weights_only=False)['meta']
-    assert (meta['epoch'], meta['iter']) == (2, 2 * torch.load('first/epoch_1.pth', weights_only=False)['meta']['iter'])
-    assert 'resumed epoch: 1' in next(Path('second').glob('*/*.log')).read_text()
-    assert run('test', 'second/epoch_2.pth', '--work-dir', 'tested') == 0
-    scores = next(Path('tested').glob('*/*.json')).read_text()
-    assert 'coco/bbox_mAP' in scores and 'again/bbox_mAP' in scores

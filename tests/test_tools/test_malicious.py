@@ -17,7 +17,6 @@ from test_end_to_end import CONFIG
 
 import mmgate  # noqa: F401
 from mmgate.backbones import AgentPVT
-from mmgate.tools import image_demo
 from mmgate.train import cli
 
 SEGMENTOR = str(ROOT / 'configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py')
@@ -85,7 +84,6 @@ WAYS: dict[str, Callable[[str], Any]] = {
     'test': tool(cli.test, 'config.py', 'EVIL', '--work-dir', 'work'),
     'train': tool(cli.train, 'config.py', '--work-dir', 'work', '--cfg-options', 'load_from=evil.pth'),
     'resume': tool(cli.train, 'config.py', '--work-dir', 'work', '--resume', 'EVIL'),
-    'image_demo': tool(image_demo.run, 'data/shapes/val', 'config.py', 'EVIL', '--device', 'cpu'),
     'agent_attention': script('agent_attention.py'),
     'backbone': backbone,
     'init_cfg': init_cfg,

@@ -1,4 +1,4 @@
-"""Mistakes that plain mm tools do not name: each ends in one message that says what to change, or is said once."""
+"""train.py and test.py in this process: options of the mm tools, and mistakes, which end in one message or are said."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cv2
 import pytest
+import torch
 from conftest import ROOT
+from mmengine.config import Config
 from shapes import write_shapes
 from test_end_to_end import CONFIG
 from test_environment import SEGMENTOR
@@ -31,17 +32,18 @@ CONFIGS = {
 }
 TRAIN = 'data/shapes/annotations/instances_train.json'
 MAP = 'data/shapes/ade/annotations/training/000000.png'
+ON_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason='runs here')
 
 
-@dataclass(frozen=True)
-class Mistake:
-    """What is trained, what is wrong with it, and what the message says; ``goes_on``: it is a warning."""
+class Mistake(NamedTuple):
+    """What the message says, and what is wrong: in the config, in the data or in the arguments."""
 
-    kind: str
     message: str
     config: str = ''
     damage: Callable[[], Any] | None = None
-    goes_on: bool = False
+    arguments: tuple[str, ...] = ()
+    kind: str = 'boxes'
+    goes_on: bool = False  # it is a warning
 
 
 def rename_categories(*numbers: int) -> None:
@@ -63,45 +65,43 @@ def dataset(text: str) -> str:
     return f'train_dataloader = dict(dataset=dict({text}))'
 
 
+FOREIGN = 'train_dataloader: none of the classes .circle.* is a category of .*, which has CIRCLE'
 MISTAKES = {
     'gate_misspelt': Mistake(
-        'boxes',
         'Did you mean .*PLuGMultiScaleDeformableAttention',
         "model = dict(attention=dict(type='PLuGMultiScaleDeformableAtention'))",
     ),
-    'gate_option_misspelt': Mistake('boxes', 'no option granularty', "model = dict(attention=dict(granularty='head'))"),
-    'host_misspelt': Mistake('boxes', 'DeformableDERT', "model = dict(host='mmdet.DeformableDERT')"),
+    'gate_option_misspelt': Mistake('no option granularty', "model = dict(attention=dict(granularty='head'))"),
+    'host_misspelt': Mistake('DeformableDERT', "model = dict(host='mmdet.DeformableDERT')"),
     'path_of_nothing': Mistake(
-        'boxes', 'matches no module.*encoder.layers.0.self_attn', "model = dict(attention=dict(path='encoder.*.attn'))"
+        'matches no module.*encoder.layers.0.self_attn', "model = dict(attention=dict(path='encoder.*.attn'))"
     ),
     'agents': Mistake(
-        'masks', 'agent_num=10 must be a square number', 'model = dict(backbone=dict(agent_nums=(10, 16, 49, 49)))'
+        'agent_num=10 must be a square number',
+        'model = dict(backbone=dict(agent_nums=(10, 16, 49, 49)))',
+        kind='masks',
     ),
-    'no_annotations': Mistake(
-        'boxes', 'train_dataloader.dataset.ann_file: .*a.json does not', dataset("ann_file='a.json'")
-    ),
-    'other_categories': Mistake(
-        'boxes',
-        'train_dataloader: none of the classes .circle.* is a category of .*, which has CIRCLE',
-        damage=lambda: rename_categories(*range(6)),
-    ),
+    'no_annotations': Mistake('train_dataloader.dataset.ann_file: .*a.json does not', dataset("ann_file='a.json'")),
+    'other_categories': Mistake(FOREIGN, damage=lambda: rename_categories(*range(6))),
     'other_categories_and_images_without_boxes_dropped': Mistake(
-        'boxes',
-        'train_dataloader: none of the classes .circle.* is a category of .*, which has CIRCLE',
-        dataset('filter_cfg=dict(filter_empty_gt=True)'),
-        damage=lambda: rename_categories(*range(6)),
+        FOREIGN, dataset('filter_cfg=dict(filter_empty_gt=True)'), lambda: rename_categories(*range(6))
     ),
     'another_category': Mistake(
-        'boxes',
-        'has 5 of the 6 classes as categories; it lacks square',
-        damage=lambda: rename_categories(1),
-        goes_on=True,
+        'has 5 of the 6 classes as categories; it lacks square', '', lambda: rename_categories(1), goes_on=True
     ),
     'more_classes_than_the_data': Mistake(
-        'boxes',
         'bbox_head .* predicts 80 classes',
         'model = dict(bbox_head=dict(num_classes=80))\nval_dataloader = val_cfg = val_evaluator = None',
         goes_on=True,
+    ),
+    'backend': Mistake(
+        "backend 'triton' cannot run here: it is for CUDA tensors", "model = dict(attention=dict(backend='triton'))"
+    ),
+    'index': Mistake('model.neck.in_channels.7', arguments=('--cfg-options', 'model.neck.in_channels.7=1')),
+    'accumulation': Mistake(
+        '1 processes x 3 images = 3 at a time, and 8 a step is no multiple',
+        'train_dataloader = dict(batch_size=3)',
+        arguments=('--auto-accumulate',),
     ),
 }
 
@@ -115,9 +115,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / 'config.py').write_text(CONFIGS['boxes'])
     shutil.copytree(data, tmp_path / 'data')
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv('MMGATE_TRACEBACK', raising=False)
+    monkeypatch.setenv('TRITON_INTERPRET', '0')
     return tmp_path
 
 
@@ -128,45 +130,91 @@ def make(mistake: Mistake) -> None:
         mistake.damage()
 
 
-def train(name: str, *options: str) -> int:
+def run(command: str, *arguments: str, name: str) -> int:
+    given = list(arguments)
+    if '--cfg-options' not in given:
+        given.append('--cfg-options')
     unique = [f'experiment_name={name}', f'visualizer.name={name}']
-    return cli.main(cli.train, ['config.py', '--work-dir', 'work', '--cfg-options', *unique, *options])
+    return cli.main(getattr(cli, command), ['config.py', '--work-dir', 'work', *given, *unique])
 
 
-def log() -> str:
-    return next(Path('work').glob('*/*.log')).read_text()
+def logs() -> str:
+    return ''.join(log.read_text() for log in Path('work').glob('*/*.log'))
 
 
-@pytest.mark.parametrize('name', MISTAKES)
+@pytest.mark.parametrize('name', [pytest.param(name, marks=[ON_A_GPU] * (name == 'backend')) for name in MISTAKES])
 def test_one_message_says_what_to_change(project: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     mistake = MISTAKES[name]
     make(mistake)
-    status = train(name)
+    status = run('train', *mistake.arguments, name=name)
     error = capsys.readouterr().err
     if mistake.goes_on:
-        assert status == 0 and len(re.findall(mistake.message, log())) == 1
+        assert status == 0 and len(re.findall(mistake.message, logs())) == 1
         return
-    assert status == 2, error
+    assert status == 2 and not list(project.rglob('*.pth')), error
     message = error[error.index('error: ') :]
     assert re.search(mistake.message, message, re.DOTALL), message
     assert 'Traceback' not in message
 
 
 def test_a_label_beyond_the_classes_is_named_before_torch_meets_it(project: Path) -> None:
-    make(Mistake('maps', '', damage=paint_map))
+    make(Mistake('', damage=paint_map, kind='maps'))
     with pytest.raises(Exception, match=r'.'):  # torch's own words, which name no file
-        train('beyond')
-    assert re.search(f'{MAP} holds the number 50, label 49 of the data, and the model predicts labels 0 to 5', log())
+        run('train', name='beyond')
+    assert re.search(f'{MAP} holds the number 50, label 49 of the data, and the model predicts labels 0 to 5', logs())
 
 
 def test_an_error_of_the_hosts_keeps_its_traceback(project: Path) -> None:
-    make(Mistake('boxes', '', 'model = dict(encoder=dict(layer_cfg=dict(self_attn_cfg=dict(num_heads=7))))'))
+    make(Mistake('', 'model = dict(encoder=dict(layer_cfg=dict(self_attn_cfg=dict(num_heads=7))))'))
     with pytest.raises(ValueError, match='embed_dims must be divisible by num_heads, but got 128 and 7') as raised:
-        train('heads')
+        run('train', name='heads')
     assert type(raised.value) is ValueError
 
 
 def test_a_config_can_leave_the_check_out(project: Path) -> None:
     make(MISTAKES['other_categories'])
-    assert train('unchecked', 'check_data=False') == 0
-    assert 'none of the classes' not in log()
+    assert run('train', '--cfg-options', 'check_data=False', name='unchecked') == 0
+    assert 'none of the classes' not in logs()
+
+
+def test_options_of_the_mm_tools(project: Path) -> None:
+    options = [
+        *('train_dataloader.pin_memory=False', 'optim_wrapper.paramwise_cfg.norm_decay_mult=0.0'),
+        *('model.test_cfg.score_thr=0.1', 'auto_scale_lr.enable=True', 'env_cfg.resource_limit=4096'),
+        'activation_checkpointing=[backbone.layer1]',
+    ]
+    assert run('train', '--auto-accumulate', '--cfg-options', *options, name='options') == 0
+    assert (project / 'work/epoch_1.pth').exists()
+    cfg = Config.fromfile(project / 'work/config.py')
+    assert cfg.train_dataloader.batch_size * cfg.optim_wrapper.accumulative_counts == 8
+    assert '1 processes x 2 images = 2 at a time, accumulated over 4 = 8 a step' in logs()
+
+
+def test_a_checkpoint_of_another_model(project: Path, capsys: pytest.CaptureFixture) -> None:
+    weights = {f'backbone.unknown{i}.weight': torch.zeros(1) for i in range(9)}
+    torch.save(dict(state_dict=weights, meta={}), 'other.pth')
+    assert run('test', 'other.pth', name='other') == 2
+    error = capsys.readouterr().err
+    assert 'error: 0 of ' in error and 'give --allow-mismatch' in error
+    fewer = ['--allow-mismatch', '--cfg-options', 'model.bbox_head.num_classes=2']
+    assert run('test', 'other.pth', *fewer, name='fewer') == 0
+    assert 'bbox_head (DeformableDETRHead) predicts 2 classes, and CocoDataset has 6' in logs()
+
+
+@pytest.mark.parametrize(
+    'key, arguments, status, message',
+    [
+        ('no.key', ['--cfg-options', 'load_from=some.pth'], 2, '0 of .* keys .* were loaded from some.pth'),
+        ('query_embedding.weight', ['--cfg-options', 'load_from=some.pth'], 0, 'keys of DeformableDETR were loaded'),
+        ('no.key', ['--resume', 'some.pth'], 2, 'some.pth holds weights alone.*load_from=some.pth'),
+        ('no.key', ['--resume', 'config.py'], 2, 'config.py is no torch checkpoint'),
+    ],
+    ids=['nothing_fits', 'little_fits', 'resume_from_weights', 'unreadable'],
+)
+def test_checkpoints_to_start_from(
+    project: Path, key: str, arguments: list[str], status: int, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({'state_dict': {key: torch.zeros(30, 256)}}, project / 'some.pth')
+    assert run('train', *arguments, name=f'start_{key}_{status}_{arguments[-1]}') == status
+    output, errors = capfd.readouterr()
+    assert re.search(message, output + errors, re.DOTALL)

@@ -1,17 +1,19 @@
-"""The launcher of mmdet's and mmseg's own tools."""
+"""mmdet's and mmseg's own tools and inferencers, and ours where no checkout is at hand."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import mmseg
 import pytest
 import torch
 from conftest import ROOT
-from mmengine.fileio import dump
+from mmengine.hub import get_config, get_model
 from mmengine.logging import HistoryBuffer
+from mmengine.registry import MODELS, init_default_scope
 from shapes import write_shapes
 
 from mmgate.errors import ConfigError
@@ -29,16 +31,17 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(project: Path, *arguments: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, '-W', 'ignore', str(ROOT / 'tools/mm.py'), *arguments]
-    return subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=240)
+def run(folder: Path, *arguments: str, script: str = 'tools/mm.py') -> subprocess.CompletedProcess:
+    command = [sys.executable, '-W', 'ignore', *script.replace('tools/', f'{ROOT}/tools/').split(), *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done
 
 
 def test_print_config(project: Path) -> None:
     result = run(project, 'print_config', DETECTOR, '--cfg-options', 'model.num_queries=7')
-    assert result.returncode == 0, result.stderr[-2000:]
     assert "type='mmgate.Gated'" in result.stdout and 'num_queries=7' in result.stdout
-    assert result.stderr.startswith('mmdet:misc/print_config (')
+    assert result.stderr.partition('\n')[0].endswith('mmdet/.mim/tools/misc/print_config.py')
 
 
 DRAWS = pytest.mark.skipif(mmseg.__version__ == '1.2.2', reason='mmseg 1.2.2 hands OpenCV an array it does not draw on')
@@ -46,18 +49,8 @@ DRAWS = pytest.mark.skipif(mmseg.__version__ == '1.2.2', reason='mmseg 1.2.2 han
 
 @pytest.mark.parametrize('config', [DETECTOR, pytest.param(SEGMENTOR, marks=DRAWS)], ids=['mmdet', 'mmseg'])
 def test_browse_dataset(project: Path, tmp_path: Path, config: str) -> None:
-    result = run(project, 'browse_dataset', config, '--not-show', '--output-dir', str(tmp_path))
-    assert result.returncode == 0, result.stderr[-2000:]
+    run(project, 'browse_dataset', config, '--not-show', '--output-dir', str(tmp_path))
     assert len(list(tmp_path.rglob('*.*'))) >= 3
-
-
-def test_confusion_matrix(project: Path, tmp_path: Path) -> None:
-    instances = dict(labels=torch.zeros(1).long(), scores=torch.ones(1), bboxes=torch.tensor([[0.0, 0.0, 9.0, 9.0]]))
-    dump([dict(pred_instances=instances)] * 2, tmp_path / 'predictions.pkl')
-    arguments = [DETECTOR, str(tmp_path / 'predictions.pkl'), str(tmp_path)]
-    result = run(project, 'analysis_tools/confusion_matrix.py', *arguments)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert (tmp_path / 'confusion_matrix.png').stat().st_size > 0
 
 
 def test_publish_model(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +59,7 @@ def test_publish_model(project: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     weights = dict(weight=torch.ones(1))
     hub = dict(log_scalars=dict(loss=HistoryBuffer([1.0], [1])))
     torch.save(dict(meta=dict(epoch=1), state_dict=weights, optimizer={}, message_hub=hub), tmp_path / 'a.pth')
-    result = run(project, 'mmdet:publish_model', str(tmp_path / 'a.pth'), str(tmp_path / 'out.pth'))
-    assert result.returncode == 0, result.stderr[-2000:]
+    run(project, 'mmdet:publish_model', str(tmp_path / 'a.pth'), str(tmp_path / 'out.pth'))
     (published,) = tmp_path.glob('out-*.pth')
     assert torch.load(published) == dict(meta=dict(epoch=1), state_dict=weights)
 
@@ -75,29 +67,28 @@ def test_publish_model(project: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     'name, arguments, expected',
     [
-        ('print_config', [DETECTOR], 'mmdet:misc/print_config'),
-        ('print_config', [SEGMENTOR], 'mmseg:misc/print_config'),
-        ('misc/print_config.py', [SEGMENTOR], 'mmseg:misc/print_config'),
-        ('tools/misc/print_config.py', [DETECTOR], 'mmdet:misc/print_config'),
-        ('mmseg:print_config', [DETECTOR], 'mmseg:misc/print_config'),
-        ('mmdet:browse_dataset', [], 'mmdet:analysis_tools/browse_dataset'),
-        ('mot/browse_dataset', [], 'mmdet:analysis_tools/mot/browse_dataset'),
-        ('coco_error_analysis', [], 'mmdet:analysis_tools/coco_error_analysis'),
-        ('visualization_cam', [], 'mmseg:analysis_tools/visualization_cam'),
-        ('mmgate:train', [], 'mmgate:train'),
-        ('list_attention', [], 'mmgate:analysis_tools/list_attention'),
+        ('print_config', [DETECTOR], 'mmdet/.mim/tools/misc/print_config.py'),
+        ('print_config', [SEGMENTOR], 'mmseg/.mim/tools/misc/print_config.py'),
+        ('misc/print_config.py', [SEGMENTOR], 'mmseg/.mim/tools/misc/print_config.py'),
+        ('tools/misc/print_config.py', [DETECTOR], 'mmdet/.mim/tools/misc/print_config.py'),
+        ('mmseg:print_config', [DETECTOR], 'mmseg/.mim/tools/misc/print_config.py'),
+        ('mmdet:browse_dataset', [], 'mmdet/.mim/tools/analysis_tools/browse_dataset.py'),
+        ('mot/browse_dataset', [], 'mmdet/.mim/tools/analysis_tools/mot/browse_dataset.py'),
+        ('visualization_cam', [], 'mmseg/.mim/tools/analysis_tools/visualization_cam.py'),
+        ('mmgate:train', [], 'mmgate/.mim/tools/train.py'),
+        ('list_attention', [], 'mmgate/.mim/tools/analysis_tools/list_attention.py'),
     ],
 )
 def test_finds(name: str, arguments: list[str], expected: str) -> None:
-    assert str(mm.find(name, arguments)) == expected
+    assert str(mm.find(name, arguments)).endswith(f'/{expected}')
 
 
 @pytest.mark.parametrize(
     'name, message',
     [
-        ('print_config', 'say mmdet:misc/print_config or mmseg:misc/print_config'),
-        ('print_confg', r'There is no tool print_confg\. Did you mean misc/print_config\?'),
-        ('mmpose:print_config', 'mmpose:print_config: tools are looked for in mmdet, mmseg, mmgate, not in mmpose'),
+        ('print_config', 'say mmdet:print_config or mmseg:print_config'),
+        ('print_confg', r'There is no tool print_confg in mmdet, mmseg, mmgate'),
+        ('mmpose:print_config', 'There is no tool print_config in mmpose'),
         ('config', 'There is no tool config'),
     ],
     ids=['both', 'misspelt', 'unknown package', 'part of a name'],
@@ -107,39 +98,51 @@ def test_refuses(name: str, message: str) -> None:
         mm.find(name)
 
 
-def test_one_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = mm.package_folder
-    monkeypatch.setattr(mm, 'package_folder', lambda package: None if package == 'mmseg' else folder(package))
-    assert str(mm.find('print_config')) == 'mmdet:misc/print_config'
-    assert 'mmseg\n  mmseg is not installed.' in mm.listing()
-    with pytest.raises(ConfigError, match=r'^mmseg is not installed\.$'):
-        mm.find('mmseg:print_config')
-
-
-def test_a_checkout_of_a_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(mm, 'package_folder', lambda package: tmp_path / package)
-    with pytest.raises(ConfigError, match=r'mmdet came without its tools: neither .*mmdet/\.mim/tools nor'):
-        mm.find('mmdet:train')
-    (tmp_path / 'tools').mkdir()
-    (tmp_path / 'tools/train.py').write_text('')
-    assert mm.find('mmdet:train').path == tmp_path / 'tools/train.py'
-
-
-def test_lists_what_there_is(project: Path) -> None:
-    result = run(project)
-    assert result.returncode == 0, result.stderr[-2000:]
-    lines = result.stdout.splitlines()
-    assert [line.split(' ')[0] for line in lines if not line.startswith(' ')] == ['mmdet', 'mmseg', 'mmgate']
-    assert any(line.split() == ['misc/print_config', 'Print', 'the', 'whole', 'config'] for line in lines)
-    assert any(line.split()[:3] == ['analysis_tools/list_attention', 'Print', 'every'] for line in lines)
-
-
-def test_a_tool_that_needs_what_is_not_installed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+def test_one_host_alone_and_a_checkout_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / 'needy.py').write_text('import no_such_module')
-    monkeypatch.setattr(mm, 'find', lambda *_: mm.Tool('mmdet', 'needy', tmp_path / 'needy.py'))
-    monkeypatch.setattr(sys, 'argv', ['mm.py', 'needy'])
-    monkeypatch.setattr(sys, 'path', [*sys.path])
-    assert mm.main() == 2
-    assert "error: mmdet:needy: No module named 'no_such_module'" in capsys.readouterr().err
+    (tmp_path / 'tools').mkdir()
+    (tmp_path / 'tools/train.py').touch()
+    (tmp_path / 'tools/__init__.py').touch()
+    origins = {'mmdet': tmp_path / 'mmdet/__init__.py', 'mmseg': None, 'mmgate': ROOT / 'mmgate/__init__.py'}
+    monkeypatch.setattr(mm, 'find_spec', lambda package: SimpleNamespace(origin=origins[package]))
+    assert mm.find('train') == tmp_path / 'tools/train.py'
+    mm.run([])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:4] == ['mmdet', '  train', 'mmseg', 'mmgate'] and '  analysis_tools/list_attention' in lines
+
+
+def test_ours_run_as_modules(tmp_path: Path) -> None:
+    for tool in ('train', 'test', 'mm'):
+        assert 'config' in run(tmp_path, '--help', script=f'-m mmgate.tools.{tool}').stdout
+
+
+@pytest.mark.parametrize('path', [DETECTOR, SEGMENTOR], ids=['DetInferencer', 'MMSegInferencer'])
+def test_the_inferencers_take_the_path_of_a_config(tmp_path: Path, path: str) -> None:
+    from mmdet.apis import DetInferencer
+    from mmseg.apis import MMSegInferencer
+
+    cfg, inferencer = get_config(path), DetInferencer if path == DETECTOR else MMSegInferencer
+    init_default_scope(cfg.default_scope)
+    weights = MODELS.build(cfg.model).state_dict()
+    meta = dict(dataset_meta=dict(cfg.metainfo, palette=[(40 * i, 0, 0) for i in range(6)]))
+    torch.save(dict(state_dict=weights, meta=meta), tmp_path / 'weights.pth')
+    model = inferencer(cfg.filename, str(tmp_path / 'weights.pth'), device='cpu').model
+    assert len(model.dataset_meta['classes']) == 6
+    for key, value in weights.items():
+        torch.testing.assert_close(model.state_dict()[key], value, equal_nan=True, msg=key)  # some are not drawn
+
+
+@pytest.mark.parametrize(
+    'path, kind, gate',
+    [
+        (DETECTOR, 'DeformableDETR', 'PLuGMultiScaleDeformableAttention'),
+        (SEGMENTOR, 'EncoderDecoder', 'PLuGMultiheadAttention'),
+        ('mmgate::agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py', 'MaskRCNN', 'AgentAttention'),
+    ],
+    ids=['detector', 'segmentor', 'backbone'],
+)
+def test_the_hub_takes_our_configs(path: str, kind: str, gate: str) -> None:
+    model = get_model(path)
+    assert type(model).__name__ == kind
+    assert any(type(module).__name__ == gate for module in model.modules())

@@ -49,33 +49,22 @@ def iterations_config(**changes: Any) -> Config:
     )
 
 
-@pytest.mark.parametrize('batch', [1, 4])
-@pytest.mark.parametrize('world', [1, 2, 8])
-def test_a_step_has_32_images(monkeypatch: pytest.MonkeyPatch, world: int, batch: int) -> None:
-    monkeypatch.setenv('WORLD_SIZE', str(world))
-    cfg = make_config(batch)
-    note = enable_auto_accumulate(cfg)
-    assert world * batch * accumulation(cfg) == 32
-    assert '= 32 a step' in note
-
-
 @pytest.mark.parametrize(
-    'launcher, variable', [('pytorch', 'WORLD_SIZE'), ('slurm', 'SLURM_NTASKS'), ('mpi', 'OMPI_COMM_WORLD_SIZE')]
+    'launcher, variable, world, batch, counts',
+    [
+        *(('pytorch', 'WORLD_SIZE', world, batch, 32 // (world * batch)) for world in (1, 2, 8) for batch in (1, 4)),
+        ('slurm', 'SLURM_NTASKS', 8, 4, 1),
+        ('mpi', 'OMPI_COMM_WORLD_SIZE', 8, 4, 1),
+        ('none', 'WORLD_SIZE', 8, 4, 8),  # one process
+    ],
 )
-def test_every_launcher_says_how_many_processes_there_are(
-    monkeypatch: pytest.MonkeyPatch, launcher: str, variable: str
+def test_a_step_has_32_images(
+    monkeypatch: pytest.MonkeyPatch, launcher: str, variable: str, world: int, batch: int, counts: int
 ) -> None:
-    monkeypatch.setenv(variable, '8')
-    cfg = make_config(launcher=launcher)
-    enable_auto_accumulate(cfg)
-    assert accumulation(cfg) == 1
-
-
-def test_without_a_launcher_there_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv('WORLD_SIZE', '8')
-    cfg = make_config(launcher='none')
-    enable_auto_accumulate(cfg)
-    assert accumulation(cfg) == 8
+    monkeypatch.setenv(variable, str(world))
+    cfg = make_config(batch, launcher=launcher)
+    note = enable_auto_accumulate(cfg)
+    assert accumulation(cfg) == counts and '= 32 a step' in note
 
 
 @pytest.mark.parametrize(

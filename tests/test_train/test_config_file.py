@@ -1,105 +1,154 @@
-"""``--cfg-options``: accepted, warned of where it looks misspelt, refused where it cannot be merged."""
+"""Configs that are missing, malformed or name what is not there: what is refused, and how it is said."""
 
 from __future__ import annotations
 
-import warnings
+import argparse
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from mmdet.datasets import CocoDataset
 from mmengine.config import Config
+from mmengine.runner import Runner
 
+from mmgate._environment import available
+from mmgate.checkpoints.loading import TRUST
 from mmgate.errors import ConfigError
-from mmgate.train.config_file import merge_options
-
-
-def make_config() -> Config:
-    return Config(
-        dict(
-            model=dict(
-                type='DINO', num_layers=6, encoder=dict(num_layers=6), test_cfg=dict(max_per_img=300), neck=[dict(a=1)]
-            ),
-            train_dataloader=dict(batch_size=2, dataset=dict(type='CocoDataset', scale=(3, 4))),
-            optim_wrapper=dict(
-                type='OptimWrapper',
-                optimizer=dict(type='SGD', lr=0.1),
-                paramwise_cfg=dict(custom_keys=dict(backbone=dict(lr_mult=0.1))),
-                clip_grad=None,
-            ),
-            train_cfg=dict(max_epochs=1, val_interval=1),
-            env_cfg=dict(dist_cfg=dict(backend='nccl')),
-            custom_hooks=[],
-        )
-    )
+from mmgate.train import cli, config_file
+from mmgate.train.config_file import check_checkpoint, check_data, check_pretrained, merge_options
 
 
 @pytest.mark.parametrize(
-    'key',
-    [
-        'train_dataloader.pin_memory',
-        'optim_wrapper.paramwise_cfg.norm_decay_mult',
-        'model.test_cfg.score_thr',
-        'model.test_cfg.crop_size',
-        'model.encoder.num_cp',
-        'auto_scale_lr.enable',
-        'env_cfg.resource_limit',
-        'activation_checkpointing',
-        'strategy.type',
-        'randomness.seed',
-        'resume',
-        'model.num_layers',
-        'model.neck.0.a',
-        'model.neck.0.b',
-        'optim_wrapper.accumulative_counts',
-        'train_dataloader.dataset.indices',
-        'a.key.of.ones.own',
-    ],
+    ('kind', 'name'),
+    [('AmpOptimWrapper', 'AmpOptimWrapper'), ('mmengine.AmpOptimWrapper', 'AmpOptimWrapper'), (Runner, 'Runner')],
 )
-def test_accepted_in_silence(key: str) -> None:
-    cfg = make_config()
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        merge_options(cfg, {key: 1})
+def test_types_as_names_and_as_classes(kind: Any, name: str) -> None:
+    """Configs in Python's style have classes."""
+    assert config_file.type_name(dict(type=kind)) == name
+
+
+@pytest.mark.parametrize(
+    'content, message',
+    [(None, 'does not exist'), ('model = dict(', 'cannot be read'), ('_base_ = "nope.py"', 'cannot be read')],
+    ids=['missing', 'syntax', 'base'],
+)
+def test_bad_config_files(tmp_path: Path, capsys: pytest.CaptureFixture, content: str | None, message: str) -> None:
+    path = tmp_path / 'config.py'
+    if content is not None:
+        path.write_text(content)
+    assert cli.main(cli.train, [str(path), '--work-dir', str(tmp_path / 'work')]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith('error: ') and message in error
+    assert not (tmp_path / 'work').exists()
+
+
+def test_without_mmpretrain_one_line_says_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_file, 'why_not', lambda package: f"{package}: no module named '{package}'")
+    (tmp_path / 'config.py').write_text("default_scope = 'mmpretrain'")
+    with pytest.raises(ConfigError, match=r"no module named 'mmpretrain'\. Type: pip install \"mmgate\[pretrain\]\""):
+        config_file.read_config(str(tmp_path / 'config.py'))
+
+
+@pytest.mark.parametrize(
+    'key', ['train_dataloader.pin_memory', 'model.neck.0.a', 'model.neck.0.b', 'resume', 'a.key.of.ones.own']
+)
+def test_any_option_is_merged(key: str) -> None:
+    cfg = Config(dict(model=dict(neck=[dict(a=1)]), train_dataloader=dict(batch_size=2)))
+    merge_options(cfg, {key: 3})
     node: Any = cfg
     for part in key.split('.'):
         node = node[int(part) if part.isdigit() else part]
-    assert node == 1
+    assert node == 3
 
 
-@pytest.mark.parametrize(
-    'key, meant',
-    [
-        ('modle.num_layers', 'model'),
-        ('model.num_layer', 'model.num_layers'),
-        ('model.neck.0.a1', None),
-        ('train_dataloader.batch_sise', 'train_dataloader.batch_size'),
-        ('max_epoch', None),
-        ('train_cfg.max_epoch', 'train_cfg.max_epochs'),
-        ('load_form', 'load_from'),
-        ('model.test_cfg.max_per_image', 'model.test_cfg.max_per_img'),
-    ],
-)
-def test_warned_of_where_a_neighbour_is_near(key: str, meant: str | None) -> None:
-    cfg = make_config()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter('always')
-        merge_options(cfg, {key: 1})
-    messages = [str(warning.message) for warning in caught]
-    assert len(messages) == (meant is not None)
-    assert all(f'Did you mean {meant!r}?' in message for message in messages)
-
-
-@pytest.mark.parametrize(
-    'key',
-    [
-        *('model.neck.1.a', 'model.neck.first', 'custom_hooks.0.type', 'optim_wrapper.optimizer.lr.x'),
-        *('optim_wrapper.clip_grad.max_norm', 'train_dataloader.dataset.scale.0', 'model.neck.0'),
-    ],
-)
-def test_refused_where_it_cannot_be_merged(key: str) -> None:
+@pytest.mark.parametrize('key', ['neck.1.a', 'neck.first', 'hooks.0.type', 'lr.x', 'clip.norm', 'scale.0', 'neck.0'])
+def test_options_that_cannot_be_merged(key: str) -> None:
+    cfg = Config(dict(neck=[dict(a=1)], hooks=[], lr=0.1, clip=None, scale=(3, 4)))
     with pytest.raises(ConfigError, match=f'--cfg-options {key} cannot be merged: .'):
-        merge_options(make_config(), {key: 1})
+        merge_options(cfg, {key: 1})
 
 
-def test_refused_where_two_options_contradict_each_other() -> None:
-    with pytest.raises(ConfigError, match='cannot be merged'):
-        merge_options(make_config(), {'own': 1, 'own.key': 2})
+def test_checkpoints(tmp_path: Path) -> None:
+    good, old, cut, text = (tmp_path / name for name in ('good.pth', 'old.pth', 'cut.pth', 'text.pth'))
+    torch.save(dict(state_dict={}, meta=dict(x=object)), good)
+    torch.save({}, old, _use_new_zipfile_serialization=False)
+    shards = tmp_path / 'epoch_1.pth'
+    shards.mkdir()
+    for path in (str(good), 'https://example.org/x.pth', str(old)):
+        check_checkpoint(path)
+    check_checkpoint(str(shards), sharded=True)
+    cut.write_bytes(good.read_bytes()[:-30])
+    text.write_text('<html>')
+    for path, message in (
+        (cut, 'cut short'),
+        (text, 'no torch checkpoint'),
+        (tmp_path / 'none.pth', 'does not exist'),
+        (shards, 'is a folder'),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_checkpoint(str(path))
+
+
+def test_missing_pretrained_weights(tmp_path: Path) -> None:
+    def config(checkpoint: str) -> Config:
+        return Config(dict(model=dict(backbone=dict(init_cfg=dict(type='Pretrained', checkpoint=checkpoint)))))
+
+    with pytest.raises(ConfigError, match=r'model\.backbone\.init_cfg\.checkpoint: .*init_cfg=None'):
+        check_pretrained(config('checkpoints/agent_pvt_t.pth'))
+    weights = tmp_path / 'weights.pth'
+    torch.save({}, weights)
+    for present in (str(weights), 'torchvision://resnet50', 'https://example.org/weights.pth'):
+        check_pretrained(config(present))
+
+
+class NamesASplit(CocoDataset):
+    """Finds its files otherwise."""
+
+
+COCO, ADE = dict(type='CocoDataset'), dict(type='mmseg.ADE20KDataset')
+IMAGES = dict(type='mmpretrain.CustomDataset', data_root='')
+
+
+@pytest.mark.parametrize(
+    ('dataset', 'missing'),
+    [
+        (dict(COCO, data_root='nowhere', ann_file='a.json'), 'ann_file: nowhere/a.json'),
+        (dict(COCO, ann_file='HERE', data_prefix=dict(img='nowhere')), None),  # files may be named whole
+        (dict(COCO, data_root='nowhere', ann_file='HERE', data_prefix=dict(img='/')), None),
+        (dict(type=NamesASplit, ann_file='val'), None),
+        (dict(ADE, data_prefix=dict(img_path='nowhere')), 'data_prefix.img_path: nowhere'),
+        (dict(ADE, data_prefix=dict(img_path='/', seg_map_path='nowhere')), None),
+        (dict(type='ConcatDataset', datasets=[dict(COCO, ann_file='a.json')]), 'dataset.datasets.0.ann_file: a.json'),
+        (dict(type='RepeatDataset', dataset=dict(COCO, data_root='no')), 'dataset.dataset.data_root: no'),
+        (dict(COCO, data_root='s3://bucket', ann_file='a.json'), None),
+        (dict(COCO, ann_file='a.json', backend_args=dict(backend='petrel')), None),
+        (dict(IMAGES, type='mmpretrain.ImageNet', split='val'), None),  # knows its folders by the split
+        (dict(IMAGES, data_prefix='images'), 'data_prefix: images'),
+        (dict(IMAGES, type='mmpretrain.CIFAR10', download=True, data_prefix='cifar'), None),
+    ],
+)
+def test_what_is_read_has_to_be_there(dataset: dict, missing: str | None, tmp_path: Path) -> None:
+    if str(dataset['type']).startswith('mmpretrain') and not available('mmpretrain'):
+        pytest.skip('needs mmpretrain: the extra "pretrain"')
+    (tmp_path / 'a.json').touch()
+    dataset = {key: str(tmp_path / 'a.json') if value == 'HERE' else value for key, value in dataset.items()}
+    cfg = Config(dict(default_scope='mmdet', val_dataloader=dict(dataset=dataset), val_cfg=dict()))
+    check_data(cfg, ['train', 'test'])
+    check_data(Config(dict(cfg, val_cfg=None)), ['val'])  # that no loop reads
+    if missing is None:
+        check_data(cfg, ['val'])
+    else:
+        with pytest.raises(ConfigError, match=f'val_dataloader.*{missing} does not exist'):
+            check_data(cfg, ['val'])
+
+
+def test_tools_take_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUST, '')  # restored afterwards
+    parser = argparse.ArgumentParser()
+    config_file.add_trust_option(parser)
+    parser.parse_args([])
+    assert os.environ[TRUST] == ''
+    parser.parse_args(['--trust-checkpoint'])
+    assert os.environ[TRUST] == '1'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,15 +37,23 @@ def names(number: int) -> tuple[str, ...]:
     return tuple(f'c{i}' for i in range(number))
 
 
+def head(given: Any) -> nn.Module:
+    """A head, given by its number of classes or whole; several in a list."""
+    if isinstance(given, list):
+        return nn.ModuleList(map(head, given))
+    return Head(num_classes=given) if isinstance(given, int) else given
+
+
 def model_of(**heads: Any) -> nn.Module:
+    """A model with heads by their paths."""
     model = nn.Module()
-    for path, head in heads.items():
+    for path, given in heads.items():
         parent = model
         *outer, leaf = path.split('__')
         for part in outer:
             parent.add_module(part, nn.Module())
             parent = parent.get_submodule(part)
-        parent.add_module(leaf, nn.ModuleList(head) if isinstance(head, list) else head)
+        parent.add_module(leaf, head(given))
     return model
 
 
@@ -53,78 +62,50 @@ def data_of(number: int | None, reduce_zero_label: bool = False, **meta: Any) ->
     return SimpleNamespace(metainfo={**classes, **meta}, reduce_zero_label=reduce_zero_label)
 
 
-PANOPTIC = dict(thing_classes=names(80), stuff_classes=names(53))
-CASES = {
-    'detector': (model_of(bbox_head=Head(num_classes=80)), data_of(80), None),
-    'detector, too few': (model_of(bbox_head=Head(num_classes=80)), data_of(81), 'model.bbox_head.num_classes=81'),
-    'proposals have one class': (
-        model_of(rpn_head=Head(num_classes=1), roi_head__bbox_head=Head(num_classes=20)),
-        data_of(20),
-        None,
-    ),
-    'proposals alone': (model_of(bbox_head=RPNHead(num_classes=1)), data_of(80), None),  # as mmdet's RPN has them
-    'cascade': (
-        model_of(roi_head__bbox_head=[Head(num_classes=20), Head(num_classes=19)]),
-        data_of(20),
-        'model.roi_head.bbox_head.1.num_classes=20',
-    ),
-    'masks without classes': (model_of(mask_head=Head(num_classes=1, class_agnostic=True)), data_of(20), None),
-    'no classes known': (model_of(bbox_head=Head(num_classes=8)), data_of(None), None),
-    'classes by text': (
-        model_of(bbox_head=Head(num_classes=2), language_model=nn.Identity()),
-        data_of(20),
-        None,
-    ),
-    'panoptic': (
-        model_of(panoptic_head=Head(num_things_classes=80, num_stuff_classes=53)),
-        data_of(133, **PANOPTIC),
-        None,
-    ),
+PANOPTIC = data_of(133, thing_classes=names(80), stuff_classes=names(53))
+# heads, data, and the setting that is named
+CASES: dict[str, tuple[dict[str, Any], Any, str | None]] = {
+    'detector': (dict(bbox_head=80), data_of(80), None),
+    'detector, too few': (dict(bbox_head=80), data_of(81), 'bbox_head.num_classes=81'),
+    'proposals have one class': (dict(rpn_head=1, roi_head__bbox_head=20), data_of(20), None),
+    'proposals alone': (dict(bbox_head=RPNHead(num_classes=1)), data_of(80), None),  # as mmdet's RPN has them
+    'cascade': (dict(roi_head__bbox_head=[20, 19]), data_of(20), 'roi_head.bbox_head.1.num_classes=20'),
+    'masks without classes': (dict(mask_head=Head(num_classes=1, class_agnostic=True)), data_of(20), None),
+    'no classes known': (dict(bbox_head=8), data_of(None), None),
+    'classes by text': (dict(bbox_head=2, language_model=nn.Identity()), data_of(20), None),
+    'panoptic': (dict(panoptic_head=Head(num_things_classes=80, num_stuff_classes=53)), PANOPTIC, None),
     'panoptic, things': (
-        model_of(panoptic_head=Head(num_things_classes=79, num_stuff_classes=53)),
-        data_of(133, **PANOPTIC),
-        'model.panoptic_head.num_things_classes=80',
+        dict(panoptic_head=Head(num_things_classes=79, num_stuff_classes=53)),
+        PANOPTIC,
+        'panoptic_head.num_things_classes=80',
     ),
-    'boxes beside a panoptic map': (
-        model_of(roi_head__bbox_head=Head(num_classes=80)),
-        data_of(133, **PANOPTIC),
-        None,
-    ),
+    'boxes beside a panoptic map': (dict(roi_head__bbox_head=80), PANOPTIC, None),
     'segmentor, too few': (
-        model_of(decode_head=Head(num_classes=19, out_channels=19)),
+        dict(decode_head=Head(num_classes=19, out_channels=19)),
         data_of(150),
-        'model.decode_head.num_classes=150',
+        'decode_head.num_classes=150',
     ),
-    'auxiliary heads': (
-        model_of(decode_head=Head(num_classes=19), auxiliary_head=[Head(num_classes=19), Head(num_classes=2)]),
-        data_of(19),
-        'model.auxiliary_head.1.num_classes=19',
-    ),
-    'auxiliary boundaries': (
-        model_of(decode_head=Head(num_classes=19), auxiliary_head=[STDCHead(num_classes=2)]),
-        data_of(19),
-        None,
-    ),
-    'a dropped background may be listed': (
-        model_of(decode_head=Head(num_classes=150)),
-        data_of(151, reduce_zero_label=True),
-        None,
-    ),
-    'data of trackers name more than is found': (BaseMOTModel(bbox_head=Head(num_classes=1)), data_of(13), None),
-    'two classes, one channel': (model_of(decode_head=Head(num_classes=1, out_channels=1)), data_of(2), None),
+    'auxiliary heads': (dict(decode_head=19, auxiliary_head=[19, 2]), data_of(19), 'auxiliary_head.1.num_classes=19'),
+    'auxiliary boundaries': (dict(decode_head=19, auxiliary_head=[STDCHead(num_classes=2)]), data_of(19), None),
+    'a dropped background may be listed': (dict(decode_head=150), data_of(151, reduce_zero_label=True), None),
+    'two classes, one channel': (dict(decode_head=Head(num_classes=1, out_channels=1)), data_of(2), None),
     "mmseg's Mask2Former": (  # whose numbers of things and stuff are defaults that it does not use
-        model_of(decode_head=Head(num_classes=150, num_things_classes=80, num_stuff_classes=53)),
+        dict(decode_head=Head(num_classes=150, num_things_classes=80, num_stuff_classes=53)),
         data_of(150),
         None,
     ),
 }
 
 
-@pytest.mark.parametrize(('model', 'data', 'expected'), list(CASES.values()), ids=list(CASES))
-def test_heads(model: nn.Module, data: Any, expected: str | None) -> None:
-    found = list(other_numbers(model, data))
-    assert len(found) == (expected is not None)
-    assert all(str(expected) in text and 'predicts' in text for text in found)
+@pytest.mark.parametrize(('heads', 'data', 'setting'), list(CASES.values()), ids=list(CASES))
+def test_heads(heads: dict[str, Any], data: Any, setting: str | None) -> None:
+    found = list(other_numbers(model_of(**heads), data))
+    assert len(found) == (setting is not None)
+    assert all(f'model.{setting}' in text and 'predicts' in text for text in found)
+
+
+def test_data_of_trackers_name_more_than_is_found() -> None:
+    assert not list(other_numbers(BaseMOTModel(bbox_head=head(1)), data_of(13)))
 
 
 def coco(folder: Path, classes: tuple[str, ...], *, found: tuple[str, ...] = ('cat', 'dog'), **options: Any) -> Any:
@@ -160,11 +141,11 @@ def wrap(data: Any) -> Any:
 def test_classes_that_are_no_category_are_refused(wrapped: bool, tmp_path: Path) -> None:
     """mmdet trains on images without a box, and says nothing."""
     data = coco(tmp_path, ('person', 'car'))
-    run, hook = Run(model_of(bbox_head=Head(num_classes=2)), wrap(data) if wrapped else data), DataCheckHook()
+    run, hook = Run(model_of(bbox_head=2), wrap(data) if wrapped else data), DataCheckHook()
     with pytest.raises(ConfigError, match=r'train_dataloader: none of the classes \(person, car\).*which has cat, dog'):
-        hook.before_train(run)
-    hook.before_val(run)
-    hook.before_test(run)
+        hook.before_train_epoch(run)
+    hook.before_val_epoch(run)
+    hook.before_test_epoch(run)
     assert [text.partition(':')[0] for text in run.said] == ['val_dataloader']  # once
 
 
@@ -177,7 +158,7 @@ def test_a_data_set_of_ones_own_may_read_its_file_otherwise(tmp_path: Path) -> N
     coco(tmp_path, ('cat',))
     data = Own(ann_file=str(tmp_path / 'a.json'), metainfo=dict(classes=('own',)), lazy_init=True)
     data.load_data_list()
-    DataCheckHook().before_train(Run(model_of(bbox_head=Head(num_classes=1)), data))
+    DataCheckHook().before_train_epoch(Run(model_of(bbox_head=1), data))
 
 
 @pytest.mark.parametrize(
@@ -190,10 +171,10 @@ def test_a_data_set_of_ones_own_may_read_its_file_otherwise(tmp_path: Path) -> N
     ids=['all', 'no labels', 'one lacks'],
 )
 def test_what_is_said_once(classes: tuple[str, ...], found: tuple[str, ...], said: str | None, tmp_path: Path) -> None:
-    run = Run(model_of(bbox_head=Head(num_classes=len(classes))), coco(tmp_path, classes, found=found))
+    run = Run(model_of(bbox_head=len(classes)), coco(tmp_path, classes, found=found))
     hook = DataCheckHook()
     for _ in range(2):
-        hook.before_train(run)
+        hook.before_train_epoch(run)
     assert len(run.said) == (said is not None) and all(str(said) in text for text in run.said)
 
 
@@ -204,10 +185,7 @@ def test_a_data_set_that_was_never_built(classes: tuple[str, ...], refused: bool
     data = dict(type='CocoDataset', ann_file=str(tmp_path / 'a.json'), metainfo=dict(classes=classes), pipeline=[])
     data['data_prefix'] = dict(img='')
     cfg = Config(dict(train_dataloader=dict(dataset=dict(data, filter_cfg=dict(filter_empty_gt=True)))))
-    if refused:
-        with pytest.raises(ConfigError, match='none of the classes'):
-            refuse_foreign_classes(cfg, SimpleNamespace(_train_loop=dict()))
-    else:
+    with pytest.raises(ConfigError, match='none of the classes') if refused else nullcontext():
         refuse_foreign_classes(cfg, SimpleNamespace(_train_loop=dict()))
     refuse_foreign_classes(cfg, SimpleNamespace(_train_loop=object()))  # built: the error is another
 
@@ -236,7 +214,7 @@ def test_labels_of_maps(labels: list[int], meta: dict[str, Any], said: str) -> N
 
 def test_the_first_maps_are_looked_at() -> None:
     run, hook = Run(SEGMENTOR, data_of(3)), DataCheckHook(maps=3)
-    hook.before_train(run)
+    hook.before_train_epoch(run)
     batches = [[sample([0]), sample([1])], [sample([2]), sample([7])], [sample([9])]]
     for number, batch in enumerate(batches):
         hook.before_train_iter(run, number, dict(data_samples=batch))

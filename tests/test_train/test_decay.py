@@ -38,19 +38,14 @@ def _by_dimension() -> Any:
 
 def model() -> nn.Module:
     """Every kind of parameter that the rule is about, beside plain ones."""
-    return nn.ModuleDict(
-        dict(
-            backbone=nn.ModuleList(
-                [
-                    MODELS.build(dict(type='mmgate.AgentAttention', embed_dims=16, num_heads=2, map_size=(4, 4))),
-                    MODELS.build(dict(type='mmgate.SAGAAttention', embed_dims=16, num_heads=2, map_size=(4, 4))),
-                ]
-            ),
-            plug=MODELS.build(dict(type='mmgate.PLuGMultiheadAttention', embed_dims=16, num_heads=2)),
-            dgsa=MODELS.build(dict(type='mmgate.DifferentialGatedMultiheadAttention', embed_dims=16, num_heads=2)),
-            sdpa=MODELS.build(dict(type='mmgate.SDPAGatedMultiheadAttention', embed_dims=16, num_heads=2)),
-        )
-    )
+
+    def gate(kind: str, **options: Any) -> nn.Module:
+        return MODELS.build(dict(type=f'mmgate.{kind}', embed_dims=16, num_heads=2, **options))
+
+    maps = [gate(kind, map_size=(4, 4)) for kind in ('AgentAttention', 'SAGAAttention')]
+    kinds = dict(plug='PLuG', dgsa='DifferentialGated', sdpa='SDPAGated')
+    dense = {name: gate(f'{kind}MultiheadAttention') for name, kind in kinds.items()}
+    return nn.ModuleDict(dict(backbone=nn.ModuleList(maps), **dense))
 
 
 @pytest.mark.parametrize(

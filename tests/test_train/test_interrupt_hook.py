@@ -127,12 +127,6 @@ def assert_equal(actual: Any, expected: Any, where: str = '') -> None:
             assert_equal(actual[key], value, f'{where}.{key}')
 
 
-@pytest.fixture(autouse=True)
-def _long_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that was told to end and outlives its run ends with these tests' process, not in a later test."""
-    monkeypatch.setattr(interrupt_hook, 'LAST_WORDS', 3600)
-
-
 @pytest.mark.parametrize(
     'loop, workers, tell, saved',
     [
@@ -220,8 +214,9 @@ def test_signals_that_are_none(signals: Any) -> None:
 
 
 def test_processes_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    children = [SimpleNamespace(daemon=daemon, terminate=lambda d=daemon: ended.append(d)) for daemon in (True, False)]
+    children = [SimpleNamespace(daemon=daemon, kill=lambda d=daemon: ended.append(d)) for daemon in (True, False)]
     ended: list[bool] = []
     monkeypatch.setattr(multiprocessing, 'active_children', lambda: children)
+    monkeypatch.setattr(interrupt_hook.signal, 'signal', lambda *_: None)
     interrupt_hook._end_workers()
     assert ended == [True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -98,55 +99,30 @@ custom_hooks = [dict(type='EMAHook'), dict(type='mmgate.GatesCheckpointHook', in
 """
 # One start of two processes for all runs: importing the packages takes longer than they do.
 RUNS = """
+import json
 import sys
 import mmgate
 import torch
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 
-flexible = ['runner_type=FlexibleRunner']
-sharded = [*flexible, 'strategy.type=FSDPStrategy']
-WRAPPER = 'strategy.model_wrapper'
-ORIGINAL = [f'{WRAPPER}.type=MMFullyShardedDataParallel', f'{WRAPPER}.use_orig_params=True']  # some are frozen
-for name, options, resume in (
-    ('runner', [], False),
-    ('ddp', flexible, False),
-    ('full', [*sharded, 'strategy.state_dict_cfg=full'], False),
-    ('full-resumed', [*sharded, 'strategy.state_dict_cfg=full', 'train_cfg.max_epochs=2'], False),
-    ('full-resumed', [*sharded, 'strategy.state_dict_cfg=full'], True),
-    ('local', sharded, False),
-    ('local-resumed', [*sharded, 'train_cfg.max_epochs=2'], False),
-    ('local-resumed', sharded, True),
-    ('gates-ddp', [*flexible, 'custom_hooks=[]'], False),
-    ('gates-full', [*sharded, 'strategy.state_dict_cfg=full', *ORIGINAL, 'custom_hooks=[]'], False),
-):
-    if 'strategy' in str(options) and sys.argv[1:] != ['fsdp']:
-        continue
-    config = 'gates_alone.py' if name.startswith('gates') else 'config.py'
-    argv = [config, '--launcher', 'pytorch', '--work-dir', name, *(['--resume'] if resume else [])]
-    if name == 'local-resumed' and resume:
-        try:
-            cli.train([*argv, '--cfg-options', f'experiment_name={name}refused', *options])
-        except ConfigError:
-            argv.append('--trust-checkpoint')  # shards are objects of torch's own
+for number, (config, work, options, flags) in enumerate(json.loads(sys.argv[1])):
     # several runs a second: mmengine tells them apart by name and second
-    options = [f'experiment_name={name}{resume}', *options]
-    cli.train([*argv, '--cfg-options', *options])  # not main, which ends the group of processes
+    options = ['--cfg-options', f'experiment_name={work}{number}', *options]
+    try:
+        # not main, which ends the group of processes
+        cli.train([config, '--launcher', 'pytorch', '--work-dir', work, *flags, *options])
+        assert 'experiment_name=refused' not in options
+    except ConfigError:
+        assert 'experiment_name=refused' in options
     torch.distributed.barrier()  # the next run may look for what the first process of this one writes last
 torch.distributed.destroy_process_group()
 """
-AS_ONE = """
-import mmgate
-import torch
-from mmgate.train import cli
-
-argv = ['config.py', '--launcher', 'pytorch', '--cfg-options', 'model.type=Idle']
-found = [*argv, 'find_unused_parameters=True', 'experiment_name=found', '--work-dir', 'two']
-cli.train(found)  # not main, which ends the group of processes
-gates = ['gates_alone.py', '--launcher', 'pytorch', '--work-dir', 'two_gates', '--cfg-options', 'experiment_name=gates']
-cli.train(gates)
-torch.distributed.destroy_process_group()
-"""
+FLEXIBLE = ['runner_type=FlexibleRunner']
+LOCAL = [*FLEXIBLE, 'strategy.type=FSDPStrategy']
+FULL = [*LOCAL, 'strategy.state_dict_cfg=full']
+WRAPPER = 'strategy.model_wrapper'
+ORIGINAL = [f'{WRAPPER}.type=MMFullyShardedDataParallel', f'{WRAPPER}.use_orig_params=True']  # some are frozen
 
 
 def shards_on_a_cpu() -> bool:
@@ -157,20 +133,17 @@ def shards_on_a_cpu() -> bool:
     return True
 
 
-def torchrun(folder: Path, script: str, *arguments: str) -> subprocess.CompletedProcess:
+def in_two_processes(folder: Path, *runs: tuple[str, str, list[str], list[str]]) -> None:
+    """Train, each: config, work dir, options, flags."""
+    for name, text in dict(components=COMPONENTS, config=CONFIG, gates_alone=GATES_ALONE, runs=RUNS).items():
+        (folder / f'{name}.py').write_text(text)
     environment = {**os.environ, 'PYTHONPATH': f'{ROOT}:{folder}', 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}
-    command = ['-W', 'ignore', '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', script, *arguments]
-    return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    command = ['-W', 'ignore', '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'runs.py']
+    result = subprocess.run(
+        [sys.executable, *command, json.dumps(runs)],
+        **dict(cwd=folder, env=environment, capture_output=True, text=True, timeout=300),
     )
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    for name, text in (('components.py', COMPONENTS), ('config.py', CONFIG), ('gates_alone.py', GATES_ALONE)):
-        (tmp_path / name).write_text(text)
-    (tmp_path / 'runs.py').write_text(RUNS)
-    return tmp_path
+    assert result.returncode == 0, result.stderr[-3000:]
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -178,69 +151,78 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return {key.removeprefix('module.'): value for key, value in state.items()}  # so mmengine's DDPStrategy saves
 
 
-def test_two_processes_train_as_one(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a parameter that takes no part, clipping and accumulation."""
-    (project / 'as_one.py').write_text(AS_ONE)
-    result = torchrun(project, 'as_one.py')
-    assert result.returncode == 0, result.stderr[-3000:]
-    monkeypatch.chdir(project)
-    monkeypatch.syspath_prepend(project)
-    options = ['model.type=Idle', 'train_dataloader.batch_size=6']
-    assert cli.main(cli.train, ['config.py', '--work-dir', 'one', '--cfg-options', *options]) == 0
-    one, two = weights(project / 'one'), weights(project / 'two')
-    assert 'unused.weight' in one
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
-    gates = ['gates_alone.py', '--work-dir', 'one_gates', '--cfg-options', 'train_dataloader.batch_size=6']
-    assert cli.main(cli.train, gates) == 0
-    one, two = weights(project / 'one_gates'), weights(project / 'two_gates')
-    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+    idle = ['model.type=Idle', 'find_unused_parameters=True']
+    in_two_processes(tmp_path, ('config.py', 'two', idle, []), ('gates_alone.py', 'two_gates', [], []))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ['--cfg-options', 'train_dataloader.batch_size=6']
+    assert cli.main(cli.train, ['config.py', '--work-dir', 'one', *options, 'model.type=Idle']) == 0
+    assert cli.main(cli.train, ['gates_alone.py', '--work-dir', 'one_gates', *options]) == 0
+    for name in ('', '_gates'):
+        one, two = weights(tmp_path / f'one{name}'), weights(tmp_path / f'two{name}')
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+        assert ('unused.weight' in one) == (not name)
     trained = {name for name in one if 'gml' in name or 'gate_' in name}
     assert trained and all(torch.equal(one[name], two[name]) for name in set(one) - trained)
-    averaged = load_file(project / 'two_gates/epoch_4.gates.safetensors')
+    averaged = load_file(tmp_path / 'two_gates/epoch_4.gates.safetensors')
     assert set(averaged) == trained
     torch.testing.assert_close(averaged, {name: two[name] for name in trained})
 
 
 @pytest.mark.slow
-def test_fsdp_trains_as_ddp_does_and_resumes(project: Path) -> None:
-    sharded = shards_on_a_cpu()
-    result = torchrun(project, 'runs.py', *(['fsdp'] if sharded else []))
-    assert result.returncode == 0, result.stderr[-3000:]
-    expected = weights(project / 'runner')
+def test_fsdp_trains_as_ddp_does_and_resumes(tmp_path: Path) -> None:
+    half, sharded = ['train_cfg.max_epochs=2'], shards_on_a_cpu()
+    runs = [('config.py', 'runner', [], []), ('config.py', 'ddp', FLEXIBLE, [])]
+    if sharded:
+        runs += [
+            ('config.py', 'full', FULL, []),
+            ('config.py', 'full-resumed', [*FULL, *half], []),
+            ('config.py', 'full-resumed', FULL, ['--resume']),
+            ('config.py', 'local', LOCAL, []),
+            ('config.py', 'local-resumed', [*LOCAL, *half], []),
+            ('config.py', 'local-resumed', [*LOCAL, 'experiment_name=refused'], ['--resume']),  # objects of torch's
+            ('config.py', 'local-resumed', LOCAL, ['--resume', '--trust-checkpoint']),
+            ('gates_alone.py', 'gates-ddp', [*FLEXIBLE, 'custom_hooks=[]'], []),
+            ('gates_alone.py', 'gates-full', [*FULL, *ORIGINAL, 'custom_hooks=[]'], []),
+        ]
+    in_two_processes(tmp_path, *runs)
+    expected = weights(tmp_path / 'runner')
     for name in ('ddp', 'full', 'full-resumed') if sharded else ('ddp',):
-        torch.testing.assert_close(weights(project / name), expected, msg=lambda m, n=name: f'{n}: {m}')
+        torch.testing.assert_close(weights(tmp_path / name), expected, msg=lambda m, n=name: f'{n}: {m}')
     if not sharded:
         pytest.skip('DDP does; this torch has no FSDP on a CPU')
-    torch.testing.assert_close(weights(project / 'gates-full'), weights(project / 'gates-ddp'))
+    torch.testing.assert_close(weights(tmp_path / 'gates-full'), weights(tmp_path / 'gates-ddp'))
     losses = {}
     for name in ('full', 'local', 'local-resumed'):  # a local checkpoint holds shards: compare what the runs log
-        logs = sorted((project / name).glob('*/vis_data/scalars.json'))
+        logs = sorted((tmp_path / name).glob('*/vis_data/scalars.json'))
         losses[name] = logs[-1].read_text().splitlines()[-1].partition('"loss": ')[2].partition(',')[0]
     assert losses['local'] and len(set(losses.values())) == 1, losses
-    assert sorted(p.name for p in (project / 'local/epoch_4.pth').iterdir()) == ['rank0.pth', 'rank1.pth']
+    assert sorted(p.name for p in (tmp_path / 'local/epoch_4.pth').iterdir()) == ['rank0.pth', 'rank1.pth']
 
 
-def test_mmengines_strategy_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='localhost', MASTER_PORT='1').items():
         monkeypatch.setenv(name, value)
+
+
+def test_mmengines_strategy_is_replaced(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cuda')
     cfg = Config(dict(launcher='pytorch', strategy=dict(type='FSDPStrategy')))
     prepare_processes(cfg)
     assert STRATEGIES.get(cfg.strategy.type) is FSDPStrategy
 
 
-@pytest.mark.parametrize(
-    'wrapper',
-    [None, dict(type='MMDistributedDataParallel'), dict(type='mmgate.DistributedDataParallelOnCPU')],
-    ids=['default', 'named', 'deprecated'],
-)
-def test_without_a_gpu_no_device_is_handed_over(monkeypatch: pytest.MonkeyPatch, wrapper: dict | None) -> None:
+@pytest.mark.parametrize('name', [None, 'MMDistributedDataParallel', 'mmgate.DistributedDataParallelOnCPU'])
+def test_without_a_gpu_no_device_is_handed_over(
+    launched: None, monkeypatch: pytest.MonkeyPatch, name: str | None
+) -> None:
     """The last name stands in configs that older runs on CPUs wrote."""
-    for name, value in dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='localhost', MASTER_PORT='1').items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cpu')
     monkeypatch.setattr('mmgate.train.processes.is_distributed', lambda: True)
-    cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=wrapper))
+    cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=name and dict(type=name)))
     prepare_processes(cfg)
     assert cfg.model_wrapper_cfg.device_ids is None
     assert MODEL_WRAPPERS.get(cfg.model_wrapper_cfg.type) is MMDistributedDataParallel
@@ -250,10 +232,7 @@ def test_without_a_gpu_no_device_is_handed_over(monkeypatch: pytest.MonkeyPatch,
     'settings, message',
     [
         (dict(launcher='slurm'), '--launcher slurm needs GPUs'),
-        (
-            dict(launcher='none', strategy=dict(type='FSDPStrategy')),
-            'FSDP shards over processes: start them with torchrun',
-        ),
+        (dict(launcher='none', strategy=dict(type='FSDPStrategy')), 'FSDP shards over processes: start them with'),
     ],
     ids=['slurm', 'one process'],
 )

@@ -10,7 +10,7 @@ from mmgate.deploy.networks import serve
 from mmgate.deploy.runtime import Exported
 from mmgate.train import cli
 from mmgate.train.config_file import load_config
-from mmgate.train.inputs import check_data
+from mmgate.train.config_file import check_data
 
 
 def main(argv: list[str]) -> None:

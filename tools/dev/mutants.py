@@ -52,7 +52,7 @@ CONCERNS = {
     'ops/differential_attention': ('test_layers/test_dense.py', 'test_layers/test_open_gates.py'),
     'ops/gated_linear_attention': ('test_layers/test_map_attention.py',),
     'ops/masks': ('test_layers/test_dense.py', 'test_hosts/test_swapped_rates.py'),
-    'train/': ('test_tools/test_command_line.py', 'test_tools/test_flags.py', 'test_tools/test_mistakes.py'),
+    'train/': ('test_tools/test_flags.py', 'test_tools/test_mistakes.py'),
 }
 PYTEST = ('-x', '-q', '-p', 'no:cacheprovider', '-m', 'not slow')
 # What every test run needs is imported once; none of it imports mmgate.

@@ -14,12 +14,10 @@ if TYPE_CHECKING:
 def MatchedOnce(*, host: str, **host_cfg: Any) -> nn.Module:
     """Build the DETR-like head ``host`` so that a step waits for the device once to match all layers and images.
 
-    In a config, ``bbox_head=dict(type='mmgate.MatchedOnce', host='mmdet.DeformableDETRHead')`` is all that is added.
-    Assignments are mmdet's, losses are mmdet's to rounding, the state dict is the host's.
-
-    mmdet's heads wait eleven times an image and layer and five times a layer. Here the costs of all of them are moved
-    in one transfer, and nothing else waits. What a host does in a way of its own waits as it did: Grounding DINO's
-    targets and losses (but not its costs), DINO's and DDQ's denoising, DDQ's distinct queries.
+    Assignments are mmdet's, losses are mmdet's to rounding, the state dict is the host's. mmdet's heads wait eleven
+    times an image and layer and five times a layer. Here the costs of all of them are moved in one transfer, and
+    nothing else waits. What a host does in a way of its own waits as it did: Grounding DINO's targets and losses (but
+    not its costs), DINO's and DDQ's denoising, DDQ's distinct queries.
 
     Args:
         host: Registered name of a head that derives from mmdet's DETRHead, with its scope.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,9 @@ from mmdet.models.task_modules.assigners import HungarianAssigner as MMDetHungar
 from mmengine.structures import InstanceData
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from mmgate.registry import TASK_UTILS
-
-from .transfers import AsynchronousConstants, to_device
 
 
 @TASK_UTILS.register_module()
@@ -36,20 +35,7 @@ class HungarianAssigner(MMDetHungarianAssigner):
         img_meta: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> AssignResult:
-        """Match predictions and objects of an image; arguments, result and errors are mmdet's.
-
-        Args:
-            pred_instances: Predictions, Q of them.
-            gt_instances: Objects, with ``labels`` (G,).
-            img_meta: Of the image.
-            **kwargs: Not used, as in mmdet.
-
-        Returns:
-            For each prediction the number of its object from 1, or 0, and its label, or -1.
-
-        Raises:
-            ValueError: A cost is NaN or minus infinity.
-        """
+        """Match predictions (Q) and objects (``labels`` (G,)) of an image; arguments, result and errors are mmdet's."""
         queries, labels = len(pred_instances), gt_instances.labels
         if not len(gt_instances) or not queries:
             return as_result(np.empty((2, 0), np.int64), queries, labels)
@@ -88,16 +74,27 @@ def as_result(matched: np.ndarray, queries: int, labels: Tensor) -> AssignResult
     return AssignResult(num_gts=len(labels), gt_inds=numbers, max_overlaps=None, labels=assigned)
 
 
-class KnownAssigner:
-    """Gives the results of earlier matching, one a call.
+class AsynchronousConstants(TorchFunctionMode):
+    """Within it ``tensor.new_tensor(numbers)`` does not wait for the device, which it otherwise does.
 
-    Args:
-        matched: What :func:`pairs` returned for each image.
+    mmdet's costs, heads and losses make image sizes, counts and epsilons into tensors that way.
     """
 
-    def __init__(self, matched: Sequence[np.ndarray]) -> None:
-        self._matched = iter(matched)
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call ``func``, or what stands in its place."""
+        kwargs = kwargs or {}
+        if func is not Tensor.new_tensor or len(args) != 2 or not set(kwargs) <= {'dtype', 'device'}:
+            return func(*args, **kwargs)
+        like, numbers = args
+        if isinstance(numbers, Tensor) and numbers.device.type != 'cpu':  # the host would read what has not arrived
+            return func(*args, **kwargs)
+        dtype, device = kwargs.get('dtype') or like.dtype, kwargs.get('device') or like.device
+        copy = numbers.detach().clone() if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
+        return to_device(copy.to(dtype), device)
 
-    def assign(self, pred_instances: InstanceData, gt_instances: InstanceData, **kwargs: Any) -> AssignResult:
-        """Return the next image's; arguments and result are mmdet's."""
-        return as_result(next(self._matched), len(pred_instances), gt_instances.labels)
+
+def to_device(numbers: Tensor, device: torch.device | str) -> Tensor:
+    """Return a tensor of the host on ``device`` without a wait; CUDA keeps a copy of pageable memory."""
+    return numbers.to(device, non_blocking=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,8 +17,7 @@ from mmdet.utils import reduce_mean
 from mmengine.structures import InstanceData
 from torch import Tensor, distributed
 
-from .assigner import HungarianAssigner, KnownAssigner, cost_of, pairs
-from .transfers import AsynchronousConstants, to_device
+from .assigner import AsynchronousConstants, HungarianAssigner, as_result, cost_of, pairs, to_device
 
 
 class Layer(NamedTuple):
@@ -66,11 +66,7 @@ class MatchedOnceHead(DETRHead):
         return {k: found[v.layer][v.part] if isinstance(v, Later) else v for k, v in losses.items()}
 
     def loss_by_feat_single(
-        self,
-        cls_scores: Tensor,
-        bbox_preds: Tensor,
-        batch_gt_instances: list[InstanceData],
-        batch_img_metas: list[dict[str, Any]],
+        self, cls_scores: Tensor, bbox_preds: Tensor, batch_gt_instances: list[Any], batch_img_metas: list[Any]
     ) -> tuple[Any, ...]:
         """Return the losses of classes, boxes and overlaps of a layer, or what will stand for them."""
         layer = Layer(cls_scores, bbox_preds, batch_gt_instances, batch_img_metas)
@@ -89,7 +85,12 @@ class MatchedOnceHead(DETRHead):
             return [self._host_losses(layer, found) for layer, found in zip(layers, matched, strict=True)]
 
     def _host_losses(self, layer: Layer, matched: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
-        assigner, self.assigner = self.assigner, KnownAssigner(matched)
+        known = iter(matched)
+        assigner, self.assigner = self.assigner, SimpleNamespace(
+            assign=lambda pred_instances, gt_instances, **_: as_result(
+                next(known), len(pred_instances), gt_instances.labels
+            )
+        )
         try:
             return super().loss_by_feat_single(*layer)
         finally:
@@ -101,25 +102,16 @@ class MatchedOnceHead(DETRHead):
         everything = to_device(torch.from_numpy(np.concatenate(found, 1)), device)
         parts = everything.split([one.shape[1] for one in found], 1)
         factors = self._average_factors(layers, [one.shape[1] for one in found])
-        targets: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
-        results = []
-        for layer, (rows, columns), (classes, boxes) in zip(layers, parts, factors, strict=True):
-            if id(layer.objects) not in targets:
-                targets[id(layer.objects)] = _targets(layer)
-            results.append(self._plain_loss(layer, rows, columns, targets[id(layer.objects)], classes, boxes))
-        return results
+        batches = {id(layer.objects): layer for layer in layers}  # most often one of all layers
+        targets = {batch: _targets(layer) for batch, layer in batches.items()}
+        return [
+            self._plain_loss(layer, rows, [one.index_select(0, columns) for one in targets[id(layer.objects)]], factor)
+            for layer, (rows, columns), factor in zip(layers, parts, factors, strict=True)
+        ]
 
-    def _plain_loss(
-        self,
-        layer: Layer,
-        rows: Tensor,
-        columns: Tensor,
-        targets: tuple[Tensor, Tensor, Tensor],
-        class_factor: Any,
-        box_factor: Any,
-    ) -> tuple[Tensor, ...]:
+    def _plain_loss(self, layer: Layer, rows: Tensor, targets: list[Tensor], factor: tuple) -> tuple[Tensor, ...]:
         scores, boxes = layer.scores.reshape(-1, self.cls_out_channels), layer.boxes.reshape(-1, 4)
-        object_labels, object_boxes, sizes = (one.index_select(0, columns) for one in targets)
+        (object_labels, object_boxes, sizes), (class_factor, box_factor) = targets, factor
         labels = object_labels.new_full((len(scores),), self.num_classes, dtype=torch.long)
         labels[rows] = object_labels
         loss_cls = self.loss_cls(scores, labels, object_boxes.new_ones(len(scores)), avg_factor=class_factor)
