@@ -9,8 +9,7 @@ from mmgate.deploy.inputs import FOLDER, config_parser
 from mmgate.deploy.networks import serve
 from mmgate.deploy.runtime import Exported
 from mmgate.train import cli
-from mmgate.train.config_file import load_config
-from mmgate.train.config_file import check_data
+from mmgate.train.config_file import check_data, load_config
 
 
 def main(argv: list[str]) -> None:
