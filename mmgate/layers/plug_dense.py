@@ -68,7 +68,6 @@ class PLuGAttention(GateInit, DenseAttention):
     ) -> None:
         check_option('heads', heads, HEADS)
         check_option('position', position, POSITIONS)
-        check_backend(backend)
         super().__init__(embed_dim, num_heads, dropout, **kwargs)
         if init == 'identity' and gml == 'none':
             raise ValueError("gml='none' has no parameter that makes the identity; use init='paper'.")
@@ -80,6 +79,7 @@ class PLuGAttention(GateInit, DenseAttention):
         self.gate_q_proj = nn.Linear(self.qdim, self.gate_heads * width, **self.like)
         self.gate_k_proj = nn.Linear(self.kdim, self.gate_heads * width, **self.like)
         self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init).to(**self.like)
+        check_backend(backend, self.gml, width, residual, position)
         self.reset_gate()
 
     def reset_gate(self) -> None:

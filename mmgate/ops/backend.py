@@ -1,12 +1,11 @@
 """Choosing the implementation of an operator: a fixed order, and what a calibration found faster on this machine.
 
-Every operator has an ordered tuple of :class:`Backend`. A name asks for exactly that one, and raises with the reason
-when it cannot run. ``auto`` takes the first of the order that can, or the one that ``python -m mmgate.doctor
---calibrate`` found to be faster for the dtype and the size; one that refuses a call hands it on to the next. All
-backends compute the same function, so the choice changes speed and memory alone.
+A name asks for exactly that backend. ``auto`` takes the first of the order that can run, or the one that ``python -m
+mmgate.doctor --calibrate`` found to be faster for the dtype and the size; one that refuses a call hands it on to the
+next. All backends compute the same function, so the choice changes speed and memory alone.
 
 Environment: ``MMGATE_<OP>=<backend>`` has the last word for one operator; ``MMGATE_CALIBRATION`` is the calibration's
-file, empty for none. By default it is ``~/.cache/mmgate/calibration.json``.
+file, ``~/.cache/mmgate/calibration.json`` by default, empty for none.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import json
 import logging
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from mmgate.errors import ConfigError
 
 from .library import is_exporting, is_traced
 
@@ -66,7 +68,7 @@ def register(op: str, *backends: Backend) -> tuple[Backend, ...]:
 
 
 def run(op: str, backends: Sequence[Backend], arguments: Sequence[Any], requested: str | None, work: Work) -> Tensor:
-    """Run ``op`` on ``arguments``, of which the first is the tensor that decides; else as :func:`candidates`."""
+    """Run ``op`` on ``arguments``, of which the first decides about the backend; otherwise as :func:`candidates`."""
     tensor = arguments[0]
     chosen, why = candidates(op, backends, tensor, requested, work)
     if not is_traced() and (op, chosen[0].name) not in _said:
@@ -91,12 +93,11 @@ def candidates(
         op: The operator's name.
         backends: What there is, the preferred first.
         tensor: The input whose device and dtype decide.
-        requested: A backend's name, ``'auto'`` or None, which means ``'auto'``. The environment variable
-            ``MMGATE_<OP>`` (``MMGATE_MS_DEFORM_ATTN=torch``) comes before it.
+        requested: A backend's name, or ``'auto'``, as None; the environment variable ``MMGATE_<OP>`` comes before it.
         work: Samples or pairs of the call, and the most of a small and of a medium call.
 
     Raises:
-        ValueError: An unknown name, or the backend asked for cannot run on ``tensor``; the message gives the reason.
+        ConfigError: An unknown name, or the backend asked for cannot run on ``tensor``; the message gives the reason.
     """
     variable = f'MMGATE_{op.upper()}'
     from_environment = os.environ.get(variable)
@@ -106,7 +107,7 @@ def candidates(
         reason = asked.why_not(tensor)
         if reason is not None:
             names = ', '.join(b.name for b in backends if b.why_not(tensor) is None)
-            raise ValueError(f'{op}: backend {name!r} cannot run here: {reason}. Usable here: {names}, auto.')
+            raise ConfigError(f'{op}: backend {name!r} cannot run here: {reason}. Usable here: {names}, auto.')
         return [asked], 'as asked for'
     if is_exporting():
         return [backend for backend in backends if backend.plain][:1], 'which runtimes know'
@@ -122,13 +123,12 @@ def find(op: str, backends: Sequence[Backend], name: Any, source: str = 'backend
     """Return the backend called ``name``.
 
     Raises:
-        ValueError: There is none of that name; the message lists the names there are.
+        ConfigError: There is none of that name; the message lists the names there are.
     """
-    for backend in backends:
-        if backend.name == name:
-            return backend
-    names = ', '.join(['auto', *(backend.name for backend in backends)])
-    raise ValueError(f'{op}: {source}={name!r} is not a backend; choose one of {names}.')
+    by_name = {backend.name: backend for backend in backends}
+    if name not in by_name:
+        raise ConfigError(f'{op}: {source}={name!r} is not a backend; choose one of {", ".join(["auto", *by_name])}.')
+    return by_name[name]
 
 
 def size_class(number: int, small: int, medium: int) -> str:
@@ -162,12 +162,12 @@ def read() -> dict[str, dict[str, str]]:
         content = json.loads(Path(path()).read_text())
         if all(isinstance(name, str) for entry in content.values() for name in entry.values()):
             return content
-        raise ValueError('it holds other things than names')
+        logger.warning('The calibration %s cannot be read: it holds other things than names', path())
     except FileNotFoundError:
-        return {}
+        pass
     except (OSError, ValueError, AttributeError) as error:
         logger.warning('The calibration %s cannot be read: %s', path(), error)
-        return {}
+    return {}
 
 
 def write(op: str, device: torch.device, names: dict[str, str]) -> None:
@@ -199,12 +199,11 @@ def machine(device: torch.device) -> str:
         name = f'{torch.cuda.get_device_name(device)}, driver {driver}'
     elif device.type == 'cpu':
         info = Path('/proc/cpuinfo')
-        lines = info.read_text().splitlines() if info.is_file() else []
-        models = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
+        models = re.findall(r'model name\s*: (.+)', info.read_text()) if info.is_file() else []
         name = models[0] if models else platform.processor() or platform.machine()
     installed = {d.metadata['Name']: d.version for d in importlib.metadata.distributions()}
-    versions = {x: installed.get(x) or installed.get(f'onedl-{x}', 'none') for x in ('triton', 'mmcv')}
-    return ', '.join([name, f'torch {torch.__version__}', *(f'{x} {version}' for x, version in versions.items())])
+    versions = [f'{x} {installed.get(x) or installed.get(f"onedl-{x}", "none")}' for x in ('triton', 'mmcv')]
+    return ', '.join([name, f'torch {torch.__version__}', *versions])
 
 
 def _say(op: str, what: str, text: str) -> None:

@@ -127,11 +127,11 @@ def _store_reference(
         tl.store(at + 3, h * (down * (0.5 / POINTS)), mask=in_tile)
 
 
-@triton.jit(do_not_specialize=['size_class'])
+@triton.jit
 def backward_kernel(
     grad_ptr, lse_ptr, value_ptr, shapes_ptr, starts_ptr, order_ptr, points_ptr, reference_ptr, logits_ptr, gate_ptr,
     grad_value_ptr, grad_points_ptr, grad_reference_ptr, grad_logits_ptr, grad_gate_ptr,
-    tokens, queries, size_class, heads, gate_b, gate_q, gate_h, gate_l, gate_p: tl.constexpr,
+    tokens, queries, heads, gate_b, gate_q, gate_h, gate_l, gate_p: tl.constexpr,
     LEVELS: tl.constexpr, POINTS: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, REFERENCE: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
     TILED: tl.constexpr, BLOCK_Q: tl.constexpr, SCATTER: tl.constexpr, GRAD_REFERENCE: tl.constexpr,

@@ -6,9 +6,6 @@ written to memory. On the CPU it runs only in Triton's interpreter (``TRITON_INT
 
 from __future__ import annotations
 
-import functools
-import inspect
-import os
 from typing import Any
 
 import torch
@@ -17,7 +14,7 @@ from torch import Tensor
 from ..library import operator
 from ..triton_backend import interpreted, launch, why_not
 from . import blocks
-from .blocks import Cut, cut_for, cuts_to_try
+from .blocks import cut_for
 from .reference import corners
 from .weights import Sampling, attention_weights, offset_locations
 
@@ -69,6 +66,9 @@ def _launch(backward: bool, call: Sampling, before: list[Tensor], after: list[Te
     """Launch a kernel on ``call``, and on what its pass has before and after it."""
     import triton
 
+    from .backward_kernel import backward_kernel
+    from .kernels import forward_kernel
+
     value, shapes, starts, points, logits, gate, residual, position, reference = call
     batch, tokens, heads, dim = value.shape
     _, queries, _, levels, count = logits.shape
@@ -85,23 +85,17 @@ def _launch(backward: bool, call: Sampling, before: list[Tensor], after: list[Te
         RESIDUAL=residual,
         POST=position == 'post_softmax',
         **switches,
+        **cut.constants(dim),
     )
-    tunes = os.environ.get('MMGATE_TRITON_AUTOTUNE') == '1' and not interpreted()
-    kernel = _kernel(backward, cuts_to_try(cut, dim) if tunes else (), dim)
-    if not tunes:
-        constants |= cut.constants(dim)
-        if interpreted():
-            constants['BLOCK_Q'] = blocks.INTERPRETED_QUERIES
-
-    def grid(meta: dict[str, Any]) -> tuple[int, int]:
-        return triton.cdiv(queries, meta['BLOCK_Q']), batch * heads
-
+    if interpreted():
+        constants['BLOCK_Q'] = blocks.INTERPRETED_QUERIES
     order = _tile_order(shapes, starts, tokens) if cut.tiled else points
     # what is missing is not read
     reference, gate = points if reference is None else reference, logits if gate is None else gate
     tensors = [*before, value, shapes, starts, order, points, reference, logits, gate, *after]
-    # sizes of images differ, their powers of two seldom
-    launch(kernel, grid, *tensors, tokens, queries, queries.bit_length(), heads, *strides, **constants)
+    grid = triton.cdiv(queries, constants['BLOCK_Q']), batch * heads
+    kernel = backward_kernel if backward else forward_kernel
+    launch(kernel, grid, *tensors, tokens, queries, heads, *strides, **constants)
 
 
 def _tile_order(shapes: Tensor, starts: Tensor, tokens: int) -> Tensor:
@@ -116,27 +110,6 @@ def _tile_order(shapes: Tensor, starts: Tensor, tokens: int) -> Tensor:
     return order
 
 
-@functools.cache
-def _kernel(backward: bool, cuts: tuple[Cut, ...], dim: int) -> Any:
-    """Return a kernel, which chooses among ``cuts`` if there are any."""
-    import triton
-
-    from .backward_kernel import backward_kernel
-    from .kernels import forward_kernel
-
-    kernel = backward_kernel if backward else forward_kernel
-    if not cuts:
-        return kernel
-    configs = []
-    for cut in cuts:
-        constants = cut.constants(dim)
-        configs.append(triton.Config(constants, num_warps=constants.pop('num_warps')))
-    # Triton adds the dtypes to the key
-    key = ['size_class', 'heads', 'LEVELS', 'POINTS', 'D', 'GATED', 'REFERENCE', 'TILED']
-    kept = {'cache_results': True} if 'cache_results' in inspect.signature(triton.autotune).parameters else {}
-    return triton.autotune(configs, key=key, reset_to_zero=['grad_value_ptr'] if backward else None, **kept)(kernel)
-
-
 def _outputs(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = Sampling(*arguments)
     batch, queries, heads = call.logits.shape[:3]
@@ -144,13 +117,11 @@ def _outputs(*arguments: Any) -> tuple[Tensor, Tensor]:
     return output, call.logits.new_empty(batch, queries, heads, dtype=torch.float32)
 
 
-@operator('ms_deform_attn_fused', fake=_outputs, schema=f'({ARGUMENTS}) -> (Tensor, Tensor)')
+@operator('ms_deform_attn_fused', _outputs, f'({ARGUMENTS}) -> (Tensor, Tensor)')
 def _fused(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the output, and log2 of every softmax's sum, ``(B, Q, H)`` float32."""
     call = Sampling(*arguments)
     output, lse = _outputs(*call)
-    if not call.value.numel():  # no level has a pixel
-        return output.zero_(), lse.zero_()
     if call.logits.numel():
         _launch(False, call, [], [output, lse])
     return output, lse
@@ -171,8 +142,8 @@ def _gradients(grad: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]
 
 @operator(
     'ms_deform_attn_fused_backward',
-    fake=_gradients,
-    schema=f'(Tensor grad, Tensor lse, {ARGUMENTS}, bool grad_reference) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+    _gradients,
+    f'(Tensor grad, Tensor lse, {ARGUMENTS}, bool grad_reference) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
 )
 def _fused_backward(grad: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of values, points, reference (a head's, float32), logits and gate (a logit's, float32)."""
@@ -180,8 +151,8 @@ def _fused_backward(grad: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor,
     call = Sampling(*inputs)
     grads = _gradients(grad, lse, *arguments)
     grads[0].zero_()
-    if not call.value.numel() or not call.logits.numel():
-        return tuple(x.zero_() for x in grads)
+    if not call.logits.numel():
+        return grads
     deterministic = torch.are_deterministic_algorithms_enabled()
     switches = dict(SCATTER=not deterministic, GRAD_REFERENCE=grad_reference)
     _launch(True, call, [grad.contiguous(), lse], list(grads), **switches)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mmgate.errors import ConfigError
+
 from .. import triton_backend
 from ..library import operator
 from ..triton_backend import MAX_DIM, interpreted, launch, padded
@@ -40,6 +42,36 @@ def why_not(query: Tensor) -> str | None:
     return triton_backend.why_not(query)
 
 
+def check(
+    modulation: Any,
+    gate_width: int,
+    residual: bool,
+    position: str,
+    *,
+    dropout: float = 0.0,
+    learnt_bias: bool = False,
+    other_width: bool = False,
+) -> None:
+    """Refuse what the kernels do not have: all gates but ``1 + tanh((a R + b)(c R + e))`` on the logits, and so on.
+
+    Raises:
+        ConfigError: With all that was asked for and is not there.
+    """
+    gate = getattr(modulation, 'variant', None), getattr(modulation, 'activation', None)
+    asked = {
+        f'the gate {gate} (gml, activation), only (product, tanh)': gate != ('product', 'tanh'),
+        'residual=False': not residual,
+        f'position={position!r}': position != 'pre_softmax',
+        f'dropout={dropout}': dropout > 0,
+        'a bias that needs a gradient': learnt_bias,
+        f'gates of {gate_width} channels': gate_width > MAX_DIM,
+        'values of another width than queries': other_width,
+    }
+    lacking = '; '.join(what for what, is_asked in asked.items() if is_asked)
+    if lacking:
+        raise ConfigError(f"plug_attention: backend 'triton' does not have {lacking}. Use 'chunked'.")
+
+
 def attend(
     query: Tensor,
     key: Tensor,
@@ -55,26 +87,11 @@ def attend(
     """Attend; arguments and return value as :func:`mmgate.ops.plug_attention`.
 
     Raises:
-        ValueError: What the kernels do not have: another gate than ``tanh((a R + b)(c R + e))`` with the residual
-            before the softmax, dropout, a bias that needs a gradient, gates wider than 128 channels, values of another
-            width than queries.
+        ConfigError: See :func:`check`.
     """
-    kind = getattr(modulation, 'variant', None), getattr(modulation, 'activation', None)
-    lacking = [
-        reason
-        for reason, lacks in (
-            (f'the gate {kind} (gml, activation), only (product, tanh)', kind != ('product', 'tanh')),
-            ('residual=False', not residual),
-            (f'position={position!r}', position != 'pre_softmax'),
-            (f'dropout={dropout}', dropout > 0),
-            ('a bias that needs a gradient', bias is not None and bias.requires_grad),
-            (f'gates of {gate_query.shape[-1]} channels', gate_query.shape[-1] > MAX_DIM),
-            (f'values of {value.shape[-1]} channels beside {query.shape[-1]}', value.shape[-1] != query.shape[-1]),
-        )
-        if lacks
-    ]
-    if lacking:
-        raise ValueError(f"plug_attention: backend 'triton' does not have {'; '.join(lacking)}. Use 'chunked'.")
+    learnt_bias, other_width = bias is not None and bias.requires_grad, value.shape[-1] != query.shape[-1]
+    options = modulation, gate_query.shape[-1], residual, position
+    check(*options, dropout=dropout, learnt_bias=learnt_bias, other_width=other_width)
     a, c = modulation.weight.float().unbind()
     b, e = modulation.bias.float().unbind()
     tensors = (x.to(query.dtype).contiguous() for x in (query, key, value, gate_query, gate_key))
@@ -130,7 +147,7 @@ def _outputs(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(batch, heads, 2, rows, dtype=torch.float32)
 
 
-@operator('plug_attention_fused', fake=_outputs, schema=f'({ARGUMENTS}) -> (Tensor, Tensor)')
+@operator('plug_attention_fused', _outputs, f'({ARGUMENTS}) -> (Tensor, Tensor)')
 def _fused(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the output, and largest exponent and log2 of the sum of every softmax, ``(B, H, 2, N)`` float32."""
     call = Call(*arguments)
@@ -148,8 +165,8 @@ def _gradients(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 @operator(
     'plug_attention_fused_backward',
-    fake=_gradients,
-    schema=f'(Tensor grad, {ARGUMENTS}, Tensor output, Tensor lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
+    _gradients,
+    f'(Tensor grad, {ARGUMENTS}, Tensor output, Tensor lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
 )
 def _fused_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of the five tensors and the four scalars."""
