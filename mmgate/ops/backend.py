@@ -61,6 +61,10 @@ class Backend:
     words: str = ''
 
 
+def anywhere(tensor: Tensor) -> None:
+    """Say nothing against a backend that runs on every device."""
+
+
 def register(op: str, *backends: Backend) -> tuple[Backend, ...]:
     """Make the backends of ``op`` known to calibrations, in their order, and return them."""
     OPERATORS[op] = backends

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backend import Backend, find, register, run
+from ..backend import Backend, anywhere, find, register, run
 from ..layout import check_layout
 from ..library import is_compiling, is_exporting, outside_graphs
 from . import cpu, grid_sample, mmcv, reference, triton
@@ -77,7 +77,7 @@ def ms_deform_attn(
     if reference_points is not None:
         batch, queries, _, levels, _ = logits.shape
         expanded = reference_points.expand(batch, queries, levels, reference_points.shape[-1])
-        call = Sampling(*call[:-1], expanded)
+        call = call._replace(reference_points=expanded)
     return run('ms_deform_attn', BACKENDS, call, backend, (logits.numel(), *SIZES))
 
 
@@ -141,10 +141,8 @@ BACKENDS = register(
     'ms_deform_attn',
     Backend('mmcv', mmcv.why_not, _sampled(mmcv.sample), words="mmcv's CUDA operator"),
     Backend('cpu', cpu.why_not, _sampled(cpu.sample), words='weighted sums of rows on the CPU'),
-    Backend(
-        'grid_sample', grid_sample.why_not, _sampled(grid_sample.sample), traceable=False, words="torch's grid_sample"
-    ),
-    Backend('torch', lambda value: None, _sampled(reference.sample), plain=True, words='the reference, slowly'),
+    Backend('grid_sample', anywhere, _sampled(grid_sample.sample), traceable=False, words="torch's grid_sample"),
+    Backend('torch', anywhere, _sampled(reference.sample), plain=True, words='the reference, slowly'),
     # No GPU has run it yet: 'auto' takes it where a calibration says so.
     Backend('triton', triton.why_not, triton.attend, in_order=False, words='one Triton kernel'),
 )

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .reference import corners, pixels
 from .registered import sampling_operator
 
 CHUNK = 1 << 20  # sampled corners at a time: 8 to 40 bytes each
@@ -29,11 +30,7 @@ CHUNK = 1 << 20  # sampled corners at a time: 8 to 40 bytes each
 
 def why_not(value: Tensor) -> str | None:
     """Return why this backend cannot run on ``value``, or None."""
-    if value.device.type != 'cpu':
-        return f'it is for CPU tensors, value is on {value.device}'
-    if not value.is_floating_point():
-        return f'value must be floating point, got {value.dtype}'
-    return None
+    return None if value.device.type == 'cpu' else f'it is for CPU tensors, value is on {value.device}'
 
 
 def sample(
@@ -47,35 +44,21 @@ def sample(
     return output.to(value.dtype)
 
 
-def _pixels(locations: Tensor, spatial_shapes: Tensor) -> tuple[Tensor, ...]:
-    """Return height and width of the levels, ``(L, 1)``, upper left pixels and fractions, each ``(n, H, L, P)``."""
-    height, width = (spatial_shapes[:, i, None].to(locations.dtype) for i in (0, 1))
-    x, y = locations[..., 0] * width - 0.5, locations[..., 1] * height - 0.5
-    x0, y0 = x.floor(), y.floor()
-    return height, width, x0, y0, x - x0, y - y0
-
-
 def _corners(
     locations: Tensor, weights: Tensor, spatial_shapes: Tensor, first_row: Tensor, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows, bilinear weights and full weights, each ``(n, H, 4, L, P)``, of ``n`` queries."""
-    height, width, x0, y0, fx, fy = _pixels(locations, spatial_shapes)
-    rows, bilinear = [], []
-    for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        xc, yc = x0 + dx, y0 + dy
-        inside = (xc >= 0) & (xc < width) & (yc >= 0) & (yc < height)
-        # int32 rows halve the traffic and the sorting time
-        rows.append(first_row + torch.where(inside, yc * width + xc, 0).to(torch.int32) * heads)
-        bilinear.append(torch.where(inside, (fx if dx else 1 - fx) * (fy if dy else 1 - fy), 0))
-    stacked = torch.stack(bilinear, 2)
-    return torch.stack(rows, 2), stacked, stacked * weights[:, :, None]
+    # int32 rows halve the traffic and the sorting time
+    index, shares = zip(*corners(spatial_shapes, locations, torch.int32), strict=True)
+    rows, bilinear = torch.stack([first_row + i * heads for i in index], 2), torch.stack(shares, 2)
+    return rows, bilinear, bilinear * weights[:, :, None]
 
 
 def _coordinate_gradients(
     dots: Tensor, bilinear: Tensor, locations: Tensor, weights: Tensor, spatial_shapes: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return gradients of locations ``(n, H, L, P, 2)`` and weights from ``dots = <value row, output gradient>``."""
-    height, width, x0, y0, fx, fy = _pixels(locations, spatial_shapes)
+    width, height, x0, y0, fx, fy = pixels(spatial_shapes, locations)
     left, right = (x0 >= 0) & (x0 < width), (x0 + 1 >= 0) & (x0 + 1 < width)
     top, bottom = (y0 >= 0) & (y0 < height), (y0 + 1 >= 0) & (y0 + 1 < height)
     d00, d10 = torch.where(left & top, dots[:, :, 0], 0), torch.where(right & top, dots[:, :, 1], 0)

@@ -16,6 +16,7 @@ from .registered import sampling_operator
 
 @functools.cache
 def missing() -> str | None:
+    """Return why mmcv has no operator for CUDA, or None."""
     try:
         from mmcv.ops import get_compiling_cuda_version, multi_scale_deform_attn
     except ImportError as error:

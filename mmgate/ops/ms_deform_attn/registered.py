@@ -12,7 +12,7 @@ from ..library import Operator
 ARGUMENTS = 'Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor locations, Tensor weights'
 
 
-def sampling_operator(name: str, sample: Callable[..., Tensor], gradients: Callable[..., tuple[Tensor, ...]]) -> Operator:
+def sampling_operator(name: str, sample: Callable[..., Tensor], gradients: Callable[..., Any]) -> Operator:
     """Return the operator ``mmgate::<name>``.
 
     Args:

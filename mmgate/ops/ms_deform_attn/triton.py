@@ -41,17 +41,15 @@ def attend(*arguments: Any) -> Tensor:
     sizes['outputs'] = call.points.shape[1] * heads * dim
     if call.reference_points is not None:  # whose gradient is a head's
         sizes['reference points'] = call.logits.shape[1:4].numel() * call.reference_points.shape[-1]
-    for name, size in sizes.items():
-        if size >= MOST_NUMBERS:
-            raise ValueError(
-                f"ms_deform_attn: backend 'triton' takes fewer than 2^31 numbers an image, the {name} have {size}. "
-                "Use 'mmcv' or 'torch'."
-            )
+    reasons = [
+        f"fewer than 2^31 numbers an image, the {name} have {size}. Use 'mmcv' or 'torch'."
+        for name, size in sizes.items()
+        if size >= MOST_NUMBERS
+    ]
     if batch * heads > MOST_HEADS:
-        raise ValueError(
-            f"ms_deform_attn: backend 'triton' takes up to {MOST_HEADS} heads of all images, got {batch} x {heads}. "
-            'Use a smaller batch or another backend.'
-        )
+        reasons.append(f'up to {MOST_HEADS} heads of all images, got {batch} x {heads}. Use a smaller batch.')
+    if reasons:
+        raise ValueError(f"ms_deform_attn: backend 'triton' takes {reasons[0]}")
     gate = call.gate
     if gate is not None:  # read where it lies, unless 32-bit offsets do not reach so far
         strides = gate.expand(call.logits.shape).stride()
@@ -74,19 +72,9 @@ def _launch(backward: bool, call: Sampling, before: list[Tensor], after: list[Te
     _, queries, _, levels, count = logits.shape
     cut = cut_for(value, logits, backward)
     strides = (0,) * 5 if gate is None else gate.expand(logits.shape).stride()
-    constants = dict(
-        LEVELS=levels,
-        POINTS=count,
-        PADDED=triton.next_power_of_2(levels * count),
-        D=dim,
-        TILED=cut.tiled,
-        REFERENCE=0 if reference is None else reference.shape[-1],
-        GATED=gate is not None,
-        RESIDUAL=residual,
-        POST=position == 'post_softmax',
-        **switches,
-        **cut.constants(dim),
-    )
+    constants: dict[str, Any] = dict(LEVELS=levels, POINTS=count, PADDED=triton.next_power_of_2(levels * count), D=dim)
+    constants |= dict(GATED=gate is not None, RESIDUAL=residual, POST=position == 'post_softmax', TILED=cut.tiled)
+    constants |= dict(REFERENCE=0 if reference is None else reference.shape[-1], **switches, **cut.constants(dim))
     if interpreted():
         constants['BLOCK_Q'] = blocks.INTERPRETED_QUERIES
     order = _tile_order(shapes, starts, tokens) if cut.tiled else points

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backend import Backend, find, register, run
+from ..backend import Backend, anywhere, find, register, run
 from ..layout import check_layout
 from ..library import outside_graphs
 from . import chunked, reference, triton
@@ -95,8 +95,8 @@ def check_backend(name: str, modulation: Any, gate_width: int, residual: bool, p
 
 BACKENDS = register(
     'plug_attention',
-    Backend('chunked', lambda query: None, chunked.attend, words='rows in chunks'),
-    Backend('torch', lambda query: None, reference.attend, plain=True, words='the reference, with whole maps'),
+    Backend('chunked', anywhere, chunked.attend, words='rows in chunks'),
+    Backend('torch', anywhere, reference.attend, plain=True, words='the reference, with whole maps'),
     # No GPU has run it yet: 'auto' takes it where a calibration says so.
     Backend('triton', triton.why_not, triton.attend, in_order=False, words='Triton kernels without a map'),
 )

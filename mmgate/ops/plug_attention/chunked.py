@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from . import reference
-from .reference import Modulation
+from .reference import Arguments
 
-CHUNK = 1 << 19  # elements of (B, H, rows, M) that exist at a time
+CHUNK = 1 << 21  # elements of (B, H, rows, M) that exist at a time
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate_query: Tensor,
-    gate_key: Tensor,
-    modulation: Modulation,
-    bias: Tensor | None = None,
-    residual: bool = True,
-    position: str = 'pre_softmax',
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attend; arguments and return value as :func:`mmgate.ops.plug_attention`."""
-    batch, heads, rows, _ = query.shape
-    step = max(1, CHUNK // max(1, batch * heads * key.shape[-2]))
-    columns = key, value, gate_key
-    if rows > step and key.dtype.itemsize < 4:  # the chunks' gradients are summed in 32 bits
-        columns = tuple(x.float() for x in columns)  # type: ignore[assignment]
+def attend(*arguments: Any) -> Tensor:
+    """Attend; the arguments are those of :class:`Arguments`."""
+    call = Arguments(*arguments)
+    batch, heads, rows, _ = call.query.shape
+    step = max(1, CHUNK // max(1, batch * heads * call.key.shape[-2]))
+    if rows <= step:
+        return reference.attend(*call)
+    columns = call.key, call.value, call.gate_key
+    # in 32 bits, as the sums of the chunks' gradients have to be
+    wide = [x.float() if x.dtype.itemsize < 4 else x for x in columns]
 
-    def attend_rows(query: Tensor, gate_query: Tensor, bias: Tensor | None, *columns: Tensor) -> Tensor:
-        of_key, of_value, of_gate = (x.to(like.dtype) for x, like in zip(columns, (key, value, gate_key), strict=True))
-        gates = gate_query, of_gate, modulation
-        return reference.attend(query, of_key, of_value, *gates, bias, residual, position, dropout)
+    def attend_rows(query: Tensor, gate_query: Tensor, bias: Tensor | None, *wide: Tensor) -> Tensor:
+        key, value, gate_key = (x.to(like.dtype) for x, like in zip(wide, columns, strict=True))
+        return reference.attend(query, key, value, gate_query, gate_key, call.modulation, bias, *call[7:])
 
     outputs = []
-    for part in (slice(start, start + step) for start in range(0, max(rows, 1), step)):
-        of_rows = bias if bias is None or bias.shape[-2] == 1 else bias[:, :, part]
-        inputs = query[:, :, part], gate_query[:, :, part], of_rows, *columns
-        if rows > step and torch.is_grad_enabled():
-            outputs.append(checkpoint(attend_rows, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0))
+    for part in (slice(start, start + step) for start in range(0, rows, step)):
+        bias = call.bias if call.bias is None or call.bias.shape[-2] == 1 else call.bias[:, :, part]
+        inputs = call.query[:, :, part], call.gate_query[:, :, part], bias, *wide
+        if torch.is_grad_enabled():
+            outputs.append(checkpoint(attend_rows, *inputs, use_reentrant=False, preserve_rng_state=call.dropout > 0))
         else:
             outputs.append(attend_rows(*inputs))
     return torch.cat(outputs, -2)

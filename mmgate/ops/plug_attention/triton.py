@@ -16,6 +16,7 @@ from .. import triton_backend
 from ..library import operator
 from ..triton_backend import MAX_DIM, interpreted, launch, padded
 from .blocks import biased, blocks_for, is_shared
+from .reference import Arguments
 
 __all__ = ['attend', 'why_not']
 ARGUMENTS = (  # those of a Call
@@ -72,30 +73,20 @@ def check(
         raise ConfigError(f"plug_attention: backend 'triton' does not have {lacking}. Use 'chunked'.")
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate_query: Tensor,
-    gate_key: Tensor,
-    modulation: Any,
-    bias: Tensor | None = None,
-    residual: bool = True,
-    position: str = 'pre_softmax',
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attend; arguments and return value as :func:`mmgate.ops.plug_attention`.
+def attend(*arguments: Any) -> Tensor:
+    """Attend; the arguments are those of :class:`Arguments`.
 
     Raises:
         ConfigError: See :func:`check`.
     """
-    learnt_bias, other_width = bias is not None and bias.requires_grad, value.shape[-1] != query.shape[-1]
+    call: Any = Arguments(*arguments)
+    query, key, value, gate_query, gate_key, modulation, bias, residual, position, dropout = call
     options = modulation, gate_query.shape[-1], residual, position
+    learnt_bias, other_width = bias is not None and bias.requires_grad, value.shape[-1] != query.shape[-1]
     check(*options, dropout=dropout, learnt_bias=learnt_bias, other_width=other_width)
-    a, c = modulation.weight.float().unbind()
-    b, e = modulation.bias.float().unbind()
+    scalars = torch.stack([modulation.weight.float(), modulation.bias.float()], 1).flatten()  # a, b, c, e
     tensors = (x.to(query.dtype).contiguous() for x in (query, key, value, gate_query, gate_key))
-    return _fused(*tensors, torch.stack([a, b, c, e]), bias)[0]
+    return _fused(*tensors, scalars, bias)[0]
 
 
 def _launch(name: str, call: Call, others: tuple[Tensor, ...]) -> None:
@@ -111,35 +102,16 @@ def _launch(name: str, call: Call, others: tuple[Tensor, ...]) -> None:
     blocks = blocks_for(name, query, call.gate_query, bias)
     by_columns = name.startswith('columns')
     programs = triton.cdiv(columns, blocks.columns) if by_columns else triton.cdiv(rows, blocks.rows)
-    launch(
-        getattr(kernels, name),
-        (programs * batch * (heads // 2 if blocks.pair else heads),),
-        *call[:6],
-        query if bias is None else bias,  # not read without one
-        *others,
-        heads,
-        call.gate_query.shape[1],
-        rows,
-        columns,
-        *strides,
-        dim**-0.5,
-        width**-0.5,
-        D=dim,
-        E=width,
-        BLOCK_D=padded(dim),
-        BLOCK_E=padded(width),
-        BIASED=biased(bias),
-        ONE_BIAS=is_shared(bias, 1),
-        EVEN=by_columns or columns % blocks.columns == 0,
-        PAIR=blocks.pair,
-        BLOCK_N=blocks.rows,
-        BLOCK_M=blocks.columns,
-        # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
-        FAST_TANH=query.element_size() == 2 and not interpreted(),
-        INTERPRETED=interpreted(),
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-    )
+    grid = (programs * batch * (heads // 2 if blocks.pair else heads),)
+    tensors = [*call[:6], query if bias is None else bias, *others]  # a bias that is missing is not read
+    numbers = [heads, call.gate_query.shape[1], rows, columns, *strides, dim**-0.5, width**-0.5]
+    sizes = dict(D=dim, E=width, BLOCK_D=padded(dim), BLOCK_E=padded(width), num_stages=blocks.stages)
+    sizes |= dict(BLOCK_N=blocks.rows, BLOCK_M=blocks.columns, num_warps=blocks.warps)
+    kinds = dict(BIASED=biased(bias), ONE_BIAS=is_shared(bias, 1), PAIR=blocks.pair, INTERPRETED=interpreted())
+    kinds['EVEN'] = by_columns or columns % blocks.columns == 0
+    # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
+    kinds['FAST_TANH'] = query.element_size() == 2 and not interpreted()
+    launch(getattr(kernels, name), grid, *tensors, *numbers, **sizes, **kinds)
 
 
 def _outputs(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -188,14 +160,11 @@ def _fused_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         x.new_empty(batch, heads // 2 if blocks.pair else heads, *x.shape[2:], dtype=torch.float32)
         for x, blocks in ((call.gate_query, by_row), (call.gate_key, by_column))
     )
-    programs = batch * of_rows.shape[1] * triton.cdiv(rows, by_row.rows)
-    shares = grad.new_empty(programs, 4, dtype=torch.float32)
+    shares = grad.new_empty(batch * of_rows.shape[1] * triton.cdiv(rows, by_row.rows), 4, dtype=torch.float32)
     _launch('rows_backward_kernel', call, (lse, delta, grad, grad_query, of_rows, shares))
     _launch('columns_backward_kernel', call, (lse, delta, grad, grad_key, grad_value, of_columns))
-    gate_query, gate_key = (
-        x.sum_to_size(gate.shape).to(gate.dtype)
-        for x, gate in ((of_rows, call.gate_query), (of_columns, call.gate_key))
-    )
+    pairs = (of_rows, call.gate_query), (of_columns, call.gate_key)
+    gate_query, gate_key = (x.sum_to_size(gate.shape).to(gate.dtype) for x, gate in pairs)
     return grad_query, grad_key, grad_value, gate_query, gate_key, shares.sum(0)
 
 
