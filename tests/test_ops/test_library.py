@@ -13,6 +13,7 @@ from mmgate.ops import library
 
 SCHEMA = '(Tensor x, Tensor? y, float factor) -> (Tensor, Tensor)'
 
+
 def _fake(x: Tensor, y: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 

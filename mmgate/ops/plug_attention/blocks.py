@@ -23,9 +23,9 @@ BLOCKS = {
         'columns_backward_kernel': {16: (32, 64, 2), 32: (32, 64, 2), 64: (32, 32, 2), 128: (32, 16, 2)},
     },
 }
-# The same of programs of two heads that share their gate, on sm_8x and sm_12x and then on sm_90, by whether there is a
-# bias of rows and columns, too. Such a program is taken where it needs fewer instructions a head and as many heads are at
-# work in a multiprocessor as by programs of one head; it does not spill without a bias, and a few words with one
+# The same of programs of two heads that share their gate, on sm_8x and sm_12x and then on sm_90, also by whether there
+# is a bias of rows and columns. Such a program is taken where it needs fewer instructions a head and as many heads are
+# at work in a multiprocessor as by programs of one head; it does not spill without a bias, and a few words with one
 # (KERNELS.md has the counts). No entry: one head.
 OLDER: dict[tuple[int, str, bool], dict[int, tuple[int, int, int]]] = {
     (2, 'forward_kernel', False): {16: (64, 64, 3), 32: (64, 64, 2), 64: (64, 32, 2)},
