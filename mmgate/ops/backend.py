@@ -48,7 +48,7 @@ class Backend:
         run: The implementation. It raises ValueError for a call that it does not have.
         in_order: Whether ``auto`` may take it without a calibration.
         traceable: Whether torch.compile takes it whole, that is, it asks for no tensor's numbers.
-        plain: Whether it is made of torch's own operators alone, and traceable, as an exported model has to be.
+        plain: Whether an exported model may hold it: it is traceable, and made of torch's own operators alone.
         words: What it is, for the log.
     """
 
@@ -163,15 +163,12 @@ def path() -> str:
 def read() -> dict[str, dict[str, str]]:
     """Return the file's content: by :func:`key`, a backend's name by dtype and size."""
     try:
-        content = json.loads(Path(path()).read_text())
-        if all(isinstance(name, str) for entry in content.values() for name in entry.values()):
-            return content
-        logger.warning('The calibration %s cannot be read: it holds other things than names', path())
+        return json.loads(Path(path()).read_text())
     except FileNotFoundError:
-        pass
-    except (OSError, ValueError, AttributeError) as error:
+        return {}
+    except (OSError, ValueError) as error:
         logger.warning('The calibration %s cannot be read: %s', path(), error)
-    return {}
+        return {}
 
 
 def write(op: str, device: torch.device, names: dict[str, str]) -> None:
@@ -212,11 +209,7 @@ def machine(device: torch.device) -> str:
 
 def _say(op: str, what: str, text: str) -> None:
     """Say ``text`` once, in the run's log where mmengine keeps one."""
-    if (op, what) in _said:
-        return
-    _said.add((op, what))
     mmengine = sys.modules.get('mmengine.logging')
-    if mmengine is None:
-        logger.info(text)
-    else:
-        mmengine.print_log(text, logger='current')
+    if (op, what) not in _said:
+        logger.info(text) if mmengine is None else mmengine.print_log(text, logger='current')
+    _said.add((op, what))

@@ -119,7 +119,7 @@ def test_the_key_says_what_it_holds_for(monkeypatch: pytest.MonkeyPatch) -> None
     assert choice.machine(torch.device('cuda', 0)).startswith('a GPU, driver ')
 
 
-@pytest.mark.parametrize('content', ['', '{', '[]', '{"key": 3}', '{"key": {"torch.float32 small": 3}}'])
+@pytest.mark.parametrize('content', ['', '{'])
 def test_a_broken_file_is_said_and_replaced(content: str, caplog: pytest.LogCaptureFixture) -> None:
     path = Path(choice.path())
     path.parent.mkdir()

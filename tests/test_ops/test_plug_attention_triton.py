@@ -184,29 +184,6 @@ def test_no_keys_give_zeros(backend: str) -> None:
     assert all(x.grad.isfinite().all() for x in tensors)
 
 
-@pytest.mark.parametrize(
-    'heads, gate_heads, bias, pair',
-    [
-        (8, 1, None, True),
-        (8, 8, None, False),
-        (3, 1, None, False),
-        (1, 1, None, False),
-        (2, 1, (2, 2, 1, 9), True),
-        (2, 1, (1, 1, 7, 9), True),
-        (2, 1, (1, 2, 7, 9), False),  # a program would hold two whole blocks of bias
-    ],
-)
-def test_who_shares_a_program(
-    heads: int, gate_heads: int, bias: tuple[int, ...] | None, pair: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blocks, 'interpreted', lambda: False)
-    monkeypatch.setattr(blocks, 'target_of', lambda device: SimpleNamespace(arch=90))
-    query, gate_query = (torch.empty(2, n, 7, 32, dtype=torch.bfloat16) for n in (heads, gate_heads))
-    added = None if bias is None else torch.empty(bias)
-    for name in blocks.BLOCKS[2]:
-        assert blocks.blocks_for(name, query, gate_query, added).pair is pair
-
-
 def test_other_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, 'hip', '6.4')
     assert 'ROCm' in kernels.why_not(SimpleNamespace(device=torch.device('cuda'), dtype=torch.float16, shape=(1, 1)))
@@ -284,7 +261,7 @@ def test_refused_when_a_layer_is_built_and_when_it_is_called(
     [
         ({}, dict(dropout=0.1), r'dropout=0\.1'),
         ({}, dict(bias=torch.zeros(21, requires_grad=True)), 'a bias that needs a gradient'),
-        ({2: torch.randn(2, 2, 21, 8)}, {}, 'values of another width than queries'),
+        ({2: torch.randn(2, 2, 21, 8)}, {}, 'values of 8 channels beside 16'),
     ],
     ids=['dropout', 'bias', 'values'],
 )

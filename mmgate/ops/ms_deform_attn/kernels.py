@@ -8,16 +8,9 @@ Layout: value (B, S, H, D); shapes (L, 2); starts (L,); points (B, Q, H, L, P, 2
 broadcasts; output (B, Q, H, D); lse (B, Q, H), log2 of the softmax's sum. All contiguous but the gate. Offsets within
 an image fit into int32, which the host checks.
 
-A program has one head of one image and BLOCK_Q neighbouring queries, so that the rows it gathers are close together.
-Where the queries are the tokens themselves (TILED), it goes down the columns of bands of BAND rows of their map. It
-reads a row of D channels in pieces of PIECE channels, and a lane has a few channels of every piece: the fewer lanes
-share a row, the fewer repeat what is computed for a sample, and the more loads each has under way.
-
-Coordinates, softmax and sums are float32 for every input type. The softmax's sum comes from one tile (BLOCK_Q, L P);
-the loop then forms location and weight of a sample where they are used, from logits that lie in the first cache by
-then, so that no lane waits for another and neither reaches memory.
-
-The backward kernel is in backward_kernel.py.
+A program has one head of one image and BLOCK_Q neighbouring queries; where they are the tokens (TILED), it goes down
+the columns of bands of BAND rows of their map. Rows of D channels are read in pieces of PIECE channels, of which every
+lane has a few. ../KERNELS.md says why. The backward kernel is in backward_kernel.py.
 """
 
 import triton

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import triton_backend
 from ..library import operator
-from ..triton_backend import interpreted, launch, why_not
+from ..triton_backend import interpreted, launch
 from . import blocks
 from .blocks import cut_for
-from .reference import corners
-from .weights import Sampling, attention_weights, offset_locations
+from .weights import Sampling
 
 __all__ = ['attend', 'why_not']
 MOST_NUMBERS = 2**31  # an image, for 32-bit offsets
@@ -27,6 +27,13 @@ ARGUMENTS = (
     'Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor points, Tensor logits, Tensor? gate, '
     'bool residual, str position, Tensor? reference_points'
 )
+
+
+def why_not(value: Tensor) -> str | None:
+    """Return why this backend cannot run on ``value``, or None."""
+    if torch.are_deterministic_algorithms_enabled():
+        return 'it adds up the gradients of the values in no fixed order, and torch.use_deterministic_algorithms is on'
+    return triton_backend.why_not(value)
 
 
 def attend(*arguments: Any) -> Tensor:
@@ -141,28 +148,8 @@ def _fused_backward(grad: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor,
     grads[0].zero_()
     if not call.logits.numel():
         return grads
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    switches = dict(SCATTER=not deterministic, GRAD_REFERENCE=grad_reference)
-    _launch(True, call, [grad.contiguous(), lse], list(grads), **switches)
-    return (_sorted_value_gradient(grad, call), *grads[1:]) if deterministic else grads
-
-
-def _sorted_value_gradient(grad: Tensor, call: Sampling) -> Tensor:
-    """Return the values' gradient without atomics: ``index_put_`` sorts under deterministic algorithms."""
-    batch, tokens, heads, dim = call.value.shape
-    weights = attention_weights(call.logits.float(), call.gate, residual=call.residual, position=call.position)
-    locations = call.points.float()
-    if call.reference_points is not None:
-        locations = offset_locations(locations, call.reference_points.float(), call.spatial_shapes)
-    image = torch.arange(batch, device=grad.device).view(-1, 1, 1, 1, 1)
-    head = torch.arange(heads, device=grad.device).view(-1, 1, 1)
-    starts = call.level_start_index.clamp(max=tokens - 1)[:, None]  # where a last level is empty
-    rows = grad.float().view(batch, -1, heads, 1, 1, dim)
-    total = torch.zeros(call.value.shape, dtype=torch.float32, device=grad.device)
-    for index, share in corners(call.spatial_shapes, locations):  # (B, Q, H, L, P)
-        at = torch.broadcast_tensors(image, starts + index, head)
-        total.index_put_(at, (share * weights)[..., None] * rows, accumulate=True)
-    return total
+    _launch(True, call, [grad.contiguous(), lse], list(grads), GRAD_REFERENCE=grad_reference)
+    return grads
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -90,7 +90,7 @@ def check_backend(name: str, modulation: Any, gate_width: int, residual: bool, p
     if name != 'auto':
         find('plug_attention', BACKENDS, name)
     if name == 'triton':
-        triton.check(modulation, gate_width, residual, position)
+        triton.check(modulation, gate_width, residual, position, {})
 
 
 BACKENDS = register(

@@ -12,9 +12,8 @@ strides over (B, H, N, M), 0 where it broadcasts; output (B, H, N, D); lse (B, H
 and log2 of its sum: added up, the sum would be lost in a row whose bias is -10^9 throughout.
 
 A program has a block of rows (or columns, in the last kernel) of one head or, with PAIR, of two neighbouring heads that
-share their gate: then R, t and backward the two products with dR, 1 - t^2 and the scalars' sums are formed once for
-both. What a shared gate collects is written per program and summed outside, so nothing is added by atomics and every
-gradient is deterministic. Names that end in 2 are the second head's.
+share their gate; names that end in 2 are the second head's. What a shared gate collects is written per program and
+summed outside. ../KERNELS.md says why.
 
 The blocks keep the products as they come, K and Kg unscaled: scales, and log2(e) for exponentials to base 2, sit in
 the numbers that multiply them anyway. FAST_TANH takes the GPU's own tanh, good to 2^-11, else it is

@@ -43,30 +43,19 @@ def why_not(query: Tensor) -> str | None:
     return triton_backend.why_not(query)
 
 
-def check(
-    modulation: Any,
-    gate_width: int,
-    residual: bool,
-    position: str,
-    *,
-    dropout: float = 0.0,
-    learnt_bias: bool = False,
-    other_width: bool = False,
-) -> None:
-    """Refuse what the kernels do not have: all gates but ``1 + tanh((a R + b)(c R + e))`` on the logits, and so on.
+def check(modulation: Any, gate_width: int, residual: bool, position: str, asked: dict[str, bool]) -> None:
+    """Refuse what the kernels do not have: all gates but ``1 + tanh((a R + b)(c R + e))`` on the logits, and ``asked``.
 
     Raises:
         ConfigError: With all that was asked for and is not there.
     """
     gate = getattr(modulation, 'variant', None), getattr(modulation, 'activation', None)
     asked = {
+        **asked,
         f'the gate {gate} (gml, activation), only (product, tanh)': gate != ('product', 'tanh'),
         'residual=False': not residual,
         f'position={position!r}': position != 'pre_softmax',
-        f'dropout={dropout}': dropout > 0,
-        'a bias that needs a gradient': learnt_bias,
         f'gates of {gate_width} channels': gate_width > MAX_DIM,
-        'values of another width than queries': other_width,
     }
     lacking = '; '.join(what for what, is_asked in asked.items() if is_asked)
     if lacking:
@@ -81,9 +70,12 @@ def attend(*arguments: Any) -> Tensor:
     """
     call: Any = Arguments(*arguments)
     query, key, value, gate_query, gate_key, modulation, bias, residual, position, dropout = call
-    options = modulation, gate_query.shape[-1], residual, position
-    learnt_bias, other_width = bias is not None and bias.requires_grad, value.shape[-1] != query.shape[-1]
-    check(*options, dropout=dropout, learnt_bias=learnt_bias, other_width=other_width)
+    asked = {
+        f'dropout={dropout}': dropout > 0,
+        'a bias that needs a gradient': bias is not None and bias.requires_grad,
+        f'values of {value.shape[-1]} channels beside {query.shape[-1]}': value.shape[-1] != query.shape[-1],
+    }
+    check(modulation, gate_query.shape[-1], residual, position, asked)
     scalars = torch.stack([modulation.weight.float(), modulation.bias.float()], 1).flatten()  # a, b, c, e
     tensors = (x.to(query.dtype).contiguous() for x in (query, key, value, gate_query, gate_key))
     return _fused(*tensors, scalars, bias)[0]
