@@ -15,7 +15,7 @@ from mmgate.ops.ms_deform_attn.blocks import Cut
 from mmgate.ops.plug_attention.blocks import Blocks
 from mmgate.ops.triton_backend import launched_otherwise
 
-from .ops import MODES, Row, Within, interleaved
+from .ops import MODES, Row, Within, environment, interleaved
 from .ops_cuda import LEVELS, sampler_inputs
 
 USUAL = 'as usual'
@@ -30,18 +30,21 @@ def _otherwise(kind: type, changes: Mapping[str, Callable[[Any], Any]]) -> dict[
     return {name: partial(launched_otherwise, kind, change) for name, change in changes.items()}
 
 
-SAMPLER = _otherwise(
-    Cut,
-    {
-        'queries in line': lambda cut: cut._replace(tiled=False),
-        '2 pieces, 4 channels a lane': of_pieces(2, 4),
-        '4 pieces, 1 channel a lane': of_pieces(4, 1),
-        '4 pieces, 4 channels a lane': of_pieces(4, 4),
-        '2 warps': lambda cut: cut._replace(warps=2),
-        '8 warps': lambda cut: cut._replace(warps=8),
-        'twice the queries': lambda cut: cut._replace(times=2),
-    },
-)
+SAMPLER: dict[str, Within] = {
+    **_otherwise(
+        Cut,
+        {
+            'queries in line': lambda cut: cut._replace(tiled=False),
+            '2 pieces, 4 channels a lane': of_pieces(2, 4),
+            '4 pieces, 1 channel a lane': of_pieces(4, 1),
+            '4 pieces, 4 channels a lane': of_pieces(4, 4),
+            '2 warps': lambda cut: cut._replace(warps=2),
+            '8 warps': lambda cut: cut._replace(warps=8),
+            'twice the queries': lambda cut: cut._replace(times=2),
+        },
+    ),
+    'autotuned': partial(environment, 'MMGATE_TRITON_AUTOTUNE', '1'),
+}
 PLUG = _otherwise(
     Blocks,
     {

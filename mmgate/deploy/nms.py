@@ -47,7 +47,7 @@ def _fake_keep(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     return torch.empty_like(scores, dtype=torch.bool)
 
 
-@operator('nms_keep', _fake_keep, '(Tensor boxes, Tensor scores, float iou_threshold) -> Tensor')
+@operator('nms_keep', fake=_fake_keep)
 def keep(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     """Return which boxes stay, ``(B, N)`` bool; in ONNX a NonMaxSuppression, see :mod:`mmgate.deploy.onnx_file`."""
     index, best = _greedy(boxes, scores, iou_threshold, scores.shape[1])

@@ -8,6 +8,7 @@ below that the autograd function is all there is. What else differs between the 
 from __future__ import annotations
 
 import sys
+import typing
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
@@ -73,13 +74,15 @@ class Operator:
         name: Of the operator.
         run: The implementation. It returns fresh tensors and calls nothing that autocast converts.
         fake: Same arguments; returns empty tensors of the results' shapes, dtypes and strides.
-        schema: Of the arguments and results, ``'(Tensor x, bool b) -> Tensor'``.
+        schema: Of the arguments and results, ``'(Tensor x, bool b) -> Tensor'``; by default the annotations of ``run``.
     """
 
-    def __init__(self, name: str, run: Callable[..., Any], fake: Callable[..., Any], schema: str) -> None:
+    def __init__(self, name: str, run: Callable[..., Any], fake: Callable[..., Any], schema: str | None = None) -> None:
         self.run = self._eager = run
         self._registered: Any = None
         if CAN_REGISTER:
+            # torch 2.4 reads the annotations as they stand, which are strings where they are postponed
+            run.__annotations__ = typing.get_type_hints(run)
             self._registered = torch.library.custom_op(f'mmgate::{name}', run, mutates_args=(), schema=schema)
             self._registered.register_fake(fake)
 
@@ -111,6 +114,6 @@ class Operator:
             self._registered.register_autograd(backward, setup_context=setup_context)
 
 
-def operator(name: str, fake: Callable[..., Any], schema: str) -> Callable[[Callable[..., Any]], Operator]:
+def operator(name: str, fake: Callable[..., Any], schema: str | None = None) -> Callable[..., Operator]:
     """Decorate an implementation to make it an :class:`Operator`."""
     return lambda run: Operator(name, run, fake, schema)

@@ -11,14 +11,13 @@ from torch import Tensor
 
 from mmgate.ops import library
 
-SCHEMA = '(Tensor x, Tensor? y, float factor) -> (Tensor, Tensor)'
-
 
 def _fake(x: Tensor, y: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
 def _scaled_sum(x: Tensor, y: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
+    """Annotations are strings here, and hold what a schema needs: an optional, a number, two results."""
     total = x.clone() if y is None else x + y
     return total * factor, x.sign()
 
@@ -34,7 +33,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 @pytest.fixture(scope='module')
 def scaled_sum() -> library.Operator:
-    operator = library.operator('test_scaled_sum', _fake, SCHEMA)(_scaled_sum)
+    operator = library.operator('test_scaled_sum', _fake)(_scaled_sum)
     operator.differentiate(_backward, _setup_context)
     return operator
 
@@ -66,7 +65,7 @@ def test_registered_where_something_traces(scaled_sum: library.Operator) -> None
 
 def test_without_registration_torch_compile_still_gives_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, 'CAN_REGISTER', False)
-    operator = library.Operator('test_unregistered', _scaled_sum, _fake, SCHEMA)
+    operator = library.Operator('test_unregistered', _scaled_sum, _fake)
     operator.differentiate(_backward, _setup_context)
     outside = library.outside_graphs(lambda x: operator(x, None, 3.0)[0])
     x = torch.randn(5, requires_grad=True)
