@@ -15,7 +15,7 @@ from mmgate.ops.ms_deform_attn.blocks import Cut
 from mmgate.ops.plug_attention.blocks import Blocks
 from mmgate.ops.triton_backend import launched_otherwise
 
-from .ops import MODES, Row, Within, environment, interleaved
+from .ops import MODES, Row, Within, interleaved
 from .ops_cuda import LEVELS, sampler_inputs
 
 USUAL = 'as usual'
@@ -43,7 +43,6 @@ SAMPLER: dict[str, Within] = {
             'twice the queries': lambda cut: cut._replace(times=2),
         },
     ),
-    'autotuned': partial(environment, 'MMGATE_TRITON_AUTOTUNE', '1'),
 }
 PLUG = _otherwise(
     Blocks,

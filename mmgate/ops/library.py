@@ -107,7 +107,7 @@ class Operator:
                 setup_context(ctx, inputs, output)
                 return output
 
-            backward = staticmethod(once)
+            backward = staticmethod(once)  # type: ignore[assignment]
 
         self._eager = Eager.apply
         if self._registered:

@@ -32,7 +32,7 @@ def attend(*arguments: Any) -> Tensor:
     outputs = []
     for part in (slice(start, start + step) for start in range(0, rows, step)):
         bias = call.bias if call.bias is None or call.bias.shape[-2] == 1 else call.bias[:, :, part]
-        inputs = call.query[:, :, part], call.gate_query[:, :, part], bias, *wide
+        inputs: Any = call.query[:, :, part], call.gate_query[:, :, part], bias, *wide
         if torch.is_grad_enabled():
             outputs.append(checkpoint(attend_rows, *inputs, use_reentrant=False, preserve_rng_state=call.dropout > 0))
         else:
