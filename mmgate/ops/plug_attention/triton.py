@@ -97,15 +97,13 @@ def _launch(name: str, call: Call, others: tuple[Tensor, ...]) -> None:
     grid = (programs * batch * (heads // 2 if blocks.pair else heads),)
     tensors = [*call[:6], query if bias is None else bias, *others]  # a bias that is missing is not read
     numbers = [heads, call.gate_query.shape[1], rows, columns, *strides, dim**-0.5, width**-0.5]
-    sizes: dict[str, Any] = dict(D=dim, E=width, BLOCK_D=padded(dim), BLOCK_E=padded(width), num_stages=blocks.stages)
-    sizes |= dict(BLOCK_N=blocks.rows, BLOCK_M=blocks.columns, num_warps=blocks.warps)
-    kinds: dict[str, Any] = dict(
-        BIASED=biased(bias), ONE_BIAS=is_shared(bias, 1), PAIR=blocks.pair, INTERPRETED=interpreted()
-    )
-    kinds['EVEN'] = by_columns or columns % blocks.columns == 0
+    constants: dict[str, Any] = dict(D=dim, E=width, BLOCK_D=padded(dim), BLOCK_E=padded(width), PAIR=blocks.pair)
+    constants |= dict(BLOCK_N=blocks.rows, BLOCK_M=blocks.columns, num_warps=blocks.warps, num_stages=blocks.stages)
+    constants |= dict(BIASED=biased(bias), ONE_BIAS=is_shared(bias, 1), INTERPRETED=interpreted())
+    constants['EVEN'] = by_columns or columns % blocks.columns == 0
     # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
-    kinds['FAST_TANH'] = query.element_size() == 2 and not interpreted()
-    launch(getattr(kernels, name), grid, *tensors, *numbers, **sizes, **kinds)
+    constants['FAST_TANH'] = query.element_size() == 2 and not interpreted()
+    launch(getattr(kernels, name), grid, *tensors, *numbers, **constants)
 
 
 def _outputs(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
