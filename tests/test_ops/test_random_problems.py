@@ -189,4 +189,4 @@ def test_plug(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         # where there is one key or a row is one-hot, the truth is 0 and what is found is the rounding of what cancels
         compare(f'problem {seed}', actual, expected, tolerance, 0.03 if dtype is torch.float32 else 1.0)
     if count == PROBLEMS[-1].values[0]:
-        assert not missing(launches, **PLUG_KINDS) and not missing(launches, ONE_BIAS=(False, True), PAIR=(False, True))
+        assert not missing(launches, **PLUG_KINDS)

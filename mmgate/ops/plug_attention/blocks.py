@@ -67,7 +67,7 @@ def blocks_of(name: str, itemsize: int, widest: int, full_bias: bool, pairs: boo
         itemsize: Bytes of an element.
         widest: The wider of padded channels and gate channels: 16, 32, 64 or 128.
         full_bias: There is a bias of rows and columns, which the stages hold, too.
-        pairs: Pairs of heads share their gate, and the bias if it is a full one.
+        pairs: Pairs of heads share their gate and bias.
         capability: Of the GPU: 90 for sm_90.
     """
     entry = PAIRED.get(capability // 10, {}).get((itemsize, name, full_bias), {}).get(widest) if pairs else None
@@ -79,11 +79,10 @@ def blocks_of(name: str, itemsize: int, widest: int, full_bias: bool, pairs: boo
 
 def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None) -> Blocks:
     """Return how a kernel works on these tensors, by small blocks in the interpreter."""
-    pairs, full = gate_query.shape[1] == 1 and query.shape[1] % 2 == 0, biased(bias) == 2
+    pairs = gate_query.shape[1] == 1 and query.shape[1] % 2 == 0 and is_shared(bias, 1)
     if interpreted():
         return otherwise(Blocks(pairs, *SMALL_BLOCKS))
-    widest = padded(max(query.shape[-1], gate_query.shape[-1]))
-    pairs = pairs and (not full or is_shared(bias, 1))
+    widest, full = padded(max(query.shape[-1], gate_query.shape[-1])), biased(bias) == 2
     return otherwise(blocks_of(name, query.element_size(), widest, full, pairs, target_of(query.device).arch))
 
 

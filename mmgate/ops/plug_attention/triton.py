@@ -15,7 +15,7 @@ from mmgate.errors import ConfigError
 from .. import triton_backend
 from ..library import operator
 from ..triton_backend import MAX_DIM, interpreted, launch, padded
-from .blocks import biased, blocks_for, is_shared
+from .blocks import biased, blocks_for
 from .reference import Arguments
 
 __all__ = ['attend', 'why_not']
@@ -99,7 +99,7 @@ def _launch(name: str, call: Call, others: tuple[Tensor, ...]) -> None:
     numbers = [heads, call.gate_query.shape[1], rows, columns, *strides, dim**-0.5, width**-0.5]
     constants: dict[str, Any] = dict(D=dim, E=width, BLOCK_D=padded(dim), BLOCK_E=padded(width), PAIR=blocks.pair)
     constants |= dict(BLOCK_N=blocks.rows, BLOCK_M=blocks.columns, num_warps=blocks.warps, num_stages=blocks.stages)
-    constants |= dict(BIASED=biased(bias), ONE_BIAS=is_shared(bias, 1), INTERPRETED=interpreted())
+    constants |= dict(BIASED=biased(bias), INTERPRETED=interpreted())
     constants['EVEN'] = by_columns or columns % blocks.columns == 0
     # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
     constants['FAST_TANH'] = query.element_size() == 2 and not interpreted()
