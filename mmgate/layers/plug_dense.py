@@ -38,9 +38,9 @@ class PLuGAttention(GateInit, DenseAttention):
         **kwargs: torch's further arguments, see :class:`~mmgate.layers.base.dense.DenseAttention`.
 
     Raises:
-        ValueError: An unknown option, a ratio that leaves no gate channel, or an identity start that the options rule
-            out: G = 1 through a saturating activation, or G = 0 with ``gml='none'``, whose projections would have to be
-            zero.
+        ValueError: An unknown option, one that the backend does not have, a ratio that leaves no gate channel, or an
+            identity start that the options rule out: G = 1 through a saturating activation, or G = 0 with
+            ``gml='none'``, whose projections would have to be zero.
 
     Source: PLuG attention, section 3.1, Eq. 1 to 7 and Algorithm 1.
     """
