@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import assert_same, half_on_cpu, values_and_gradients
+from conftest import half_on_cpu, values_and_gradients
 
 from mmgate.layers import GatingModulation
 from mmgate.ops import plug_attention
@@ -50,18 +50,6 @@ def test_a_bias_broadcasts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPat
         plug_attention(**tensors, modulation=torch.tanh, bias=bias, backend=backend) for backend in ('torch', 'chunked')
     )
     torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize('channels', [3, 16])
-def test_values_of_another_width(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As conditional attention has them, whose queries are content beside position."""
-    monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)
-    shapes = {**SHAPES, 'value': (2, 4, 6, channels)}
-    tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes.values()]
-    attend = partial(plug_attention, modulation=GatingModulation().double())
-    runs = [values_and_gradients(partial(attend, backend=b), tensors, range(5)) for b in ('chunked', 'torch')]
-    assert runs[0]['output'].shape == (2, 4, 5, channels)
-    assert_same(*runs, rtol=1e-9, atol=1e-12)
 
 
 @half_on_cpu
