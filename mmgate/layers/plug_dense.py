@@ -38,9 +38,9 @@ class PLuGAttention(GateInit, DenseAttention):
         **kwargs: torch's further arguments, see :class:`~mmgate.layers.base.dense.DenseAttention`.
 
     Raises:
-        ValueError: An unknown option, a ratio that leaves no gate channel, or an identity start that the options rule
-            out: G = 1 through a saturating activation, or G = 0 with ``gml='none'``, whose projections would have to be
-            zero.
+        ValueError: An unknown option, one that the backend does not have, a ratio that leaves no gate channel, or an
+            identity start that the options rule out: G = 1 through a saturating activation, or G = 0 with
+            ``gml='none'``, whose projections would have to be zero.
 
     Source: PLuG attention, section 3.1, Eq. 1 to 7 and Algorithm 1.
     """
@@ -68,7 +68,6 @@ class PLuGAttention(GateInit, DenseAttention):
     ) -> None:
         check_option('heads', heads, HEADS)
         check_option('position', position, POSITIONS)
-        check_backend(backend)
         super().__init__(embed_dim, num_heads, dropout, **kwargs)
         if init == 'identity' and gml == 'none':
             raise ValueError("gml='none' has no parameter that makes the identity; use init='paper'.")
@@ -80,6 +79,7 @@ class PLuGAttention(GateInit, DenseAttention):
         self.gate_q_proj = nn.Linear(self.qdim, self.gate_heads * width, **self.like)
         self.gate_k_proj = nn.Linear(self.kdim, self.gate_heads * width, **self.like)
         self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init).to(**self.like)
+        check_backend(backend, self.gml, width, residual, position)
         self.reset_gate()
 
     def reset_gate(self) -> None:

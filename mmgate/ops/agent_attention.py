@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layout import check_layout
+from .layout import check_qkv
 
 
 def agent_attention_reference(
@@ -56,15 +56,8 @@ def agent_attention(
 
     Source: Agent attention, Eq. 5.
     """
-    check_layout(
-        ('q', q, 'B H N d'),
-        ('k', k, 'B H M d'),
-        ('v', v, 'B H M e'),
-        ('agents', agents, 'B H n d'),
-        ('bias1', bias1, 'B|1 H|1 n|1 M|1'),
-        ('bias2', bias2, 'B|1 H|1 N|1 n|1'),
-        filled='M d n',
-    )
+    biases = ('bias1', bias1, 'B|1 H|1 n|1 M|1'), ('bias2', bias2, 'B|1 H|1 N|1 n|1')
+    check_qkv(q, k, v, ('agents', agents, 'B H n d'), *biases, filled='M d n')
     agent_v = F.scaled_dot_product_attention(agents, k, v, attn_mask=bias1, dropout_p=dropout, scale=scale)
     second = scale if broadcast_scale is None else broadcast_scale
     return F.scaled_dot_product_attention(q, agents, agent_v, attn_mask=bias2, dropout_p=dropout, scale=second)

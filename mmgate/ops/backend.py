@@ -1,12 +1,11 @@
 """Choosing the implementation of an operator: a fixed order, and what a calibration found faster on this machine.
 
-Every operator has an ordered tuple of :class:`Backend`. A name asks for exactly that one, and raises with the reason
-when it cannot run. ``auto`` takes the first of the order that can, or the one that ``python -m mmgate.doctor
---calibrate`` found to be faster for the dtype and the size; one that refuses a call hands it on to the next. All
-backends compute the same function, so the choice changes speed and memory alone.
+A name asks for exactly that backend. ``auto`` takes the first of the order that can run, or the one that ``python -m
+mmgate.doctor --calibrate`` found to be faster for the dtype and the size; one that refuses a call hands it on to the
+next. All backends compute the same function, so the choice changes speed and memory alone.
 
 Environment: ``MMGATE_<OP>=<backend>`` has the last word for one operator; ``MMGATE_CALIBRATION`` is the calibration's
-file, empty for none. By default it is ``~/.cache/mmgate/calibration.json``.
+file, ``~/.cache/mmgate/calibration.json`` by default, empty for none.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import json
 import logging
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,7 +48,7 @@ class Backend:
         run: The implementation. It raises ValueError for a call that it does not have.
         in_order: Whether ``auto`` may take it without a calibration.
         traceable: Whether torch.compile takes it whole, that is, it asks for no tensor's numbers.
-        plain: Whether it is made of torch's own operators alone, and traceable, as an exported model has to be.
+        plain: Whether an exported model may hold it: it is traceable, and made of torch's own operators alone.
         words: What it is, for the log.
     """
 
@@ -61,6 +61,10 @@ class Backend:
     words: str = ''
 
 
+def anywhere(tensor: Tensor) -> None:
+    """Say nothing against a backend that runs on every device."""
+
+
 def register(op: str, *backends: Backend) -> tuple[Backend, ...]:
     """Make the backends of ``op`` known to calibrations, in their order, and return them."""
     OPERATORS[op] = backends
@@ -68,7 +72,7 @@ def register(op: str, *backends: Backend) -> tuple[Backend, ...]:
 
 
 def run(op: str, backends: Sequence[Backend], arguments: Sequence[Any], requested: str | None, work: Work) -> Tensor:
-    """Run ``op`` on ``arguments``, of which the first is the tensor that decides; else as :func:`candidates`."""
+    """Run ``op`` on ``arguments``, of which the first decides about the backend; otherwise as :func:`candidates`."""
     tensor = arguments[0]
     chosen, why = candidates(op, backends, tensor, requested, work)
     if not is_traced() and (op, chosen[0].name) not in _said:
@@ -93,12 +97,11 @@ def candidates(
         op: The operator's name.
         backends: What there is, the preferred first.
         tensor: The input whose device and dtype decide.
-        requested: A backend's name, ``'auto'`` or None, which means ``'auto'``. The environment variable
-            ``MMGATE_<OP>`` (``MMGATE_MS_DEFORM_ATTN=torch``) comes before it.
+        requested: A backend's name, or ``'auto'``, as None; the environment variable ``MMGATE_<OP>`` comes before it.
         work: Samples or pairs of the call, and the most of a small and of a medium call.
 
     Raises:
-        ValueError: An unknown name, or the backend asked for cannot run on ``tensor``; the message gives the reason.
+        ConfigError: An unknown name, or the backend asked for cannot run on ``tensor``; the message gives the reason.
     """
     variable = f'MMGATE_{op.upper()}'
     from_environment = os.environ.get(variable)
@@ -124,13 +127,12 @@ def find(op: str, backends: Sequence[Backend], name: Any, source: str = 'backend
     """Return the backend called ``name``.
 
     Raises:
-        ValueError: There is none of that name; the message lists the names there are.
+        ConfigError: There is none of that name; the message lists the names there are.
     """
-    for backend in backends:
-        if backend.name == name:
-            return backend
-    names = ', '.join(['auto', *(backend.name for backend in backends)])
-    raise ValueError(f'{op}: {source}={name!r} is not a backend; choose one of {names}.')
+    by_name = {backend.name: backend for backend in backends}
+    if name not in by_name:
+        raise ConfigError(f'{op}: {source}={name!r} is not a backend; choose one of {", ".join(["auto", *by_name])}.')
+    return by_name[name]
 
 
 def size_class(number: int, small: int, medium: int) -> str:
@@ -161,13 +163,10 @@ def path() -> str:
 def read() -> dict[str, dict[str, str]]:
     """Return the file's content: by :func:`key`, a backend's name by dtype and size."""
     try:
-        content = json.loads(Path(path()).read_text())
-        if all(isinstance(name, str) for entry in content.values() for name in entry.values()):
-            return content
-        raise ValueError('it holds other things than names')
+        return json.loads(Path(path()).read_text())
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         logger.warning('The calibration %s cannot be read: %s', path(), error)
         return {}
 
@@ -201,21 +200,16 @@ def machine(device: torch.device) -> str:
         name = f'{torch.cuda.get_device_name(device)}, driver {driver}'
     elif device.type == 'cpu':
         info = Path('/proc/cpuinfo')
-        lines = info.read_text().splitlines() if info.is_file() else []
-        models = [line.partition(':')[2].strip() for line in lines if line.startswith('model name')]
+        models = re.findall(r'model name\s*: (.+)', info.read_text()) if info.is_file() else []
         name = models[0] if models else platform.processor() or platform.machine()
     installed = {d.metadata['Name']: d.version for d in importlib.metadata.distributions()}
-    versions = {x: installed.get(x) or installed.get(f'onedl-{x}', 'none') for x in ('triton', 'mmcv')}
-    return ', '.join([name, f'torch {torch.__version__}', *(f'{x} {version}' for x, version in versions.items())])
+    versions = [f'{x} {installed.get(x) or installed.get(f"onedl-{x}", "none")}' for x in ('triton', 'mmcv')]
+    return ', '.join([name, f'torch {torch.__version__}', *versions])
 
 
 def _say(op: str, what: str, text: str) -> None:
     """Say ``text`` once, in the run's log where mmengine keeps one."""
-    if (op, what) in _said:
-        return
-    _said.add((op, what))
     mmengine = sys.modules.get('mmengine.logging')
-    if mmengine is None:
-        logger.info(text)
-    else:
-        mmengine.print_log(text, logger='current')
+    if (op, what) not in _said:
+        logger.info(text) if mmengine is None else mmengine.print_log(text, logger='current')
+    _said.add((op, what))

@@ -6,6 +6,8 @@ gate (B, H, N, 1); output (B, H, N, d).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,12 +35,9 @@ def differential_streams(
     # Queries of width d with the other stream at 0 give the same logits, and keep to the fused kernels, which need
     # queries and values of one width.
     q_plus, q_minus = query.chunk(2, -1)
-    plus, minus = (
-        F.scaled_dot_product_attention(
-            torch.cat(q, -1), key, value, attn_mask=bias, dropout_p=dropout, scale=q_plus.shape[-1] ** -0.5
-        )
-        for q in ((q_plus, torch.zeros_like(q_minus)), (torch.zeros_like(q_plus), q_minus))
-    )
+    streams = torch.cat([q_plus, torch.zeros_like(q_minus)], -1), torch.cat([torch.zeros_like(q_plus), q_minus], -1)
+    options: dict[str, Any] = dict(attn_mask=bias, dropout_p=dropout, scale=q_plus.shape[-1] ** -0.5)
+    plus, minus = (F.scaled_dot_product_attention(q, key, value, **options) for q in streams)
     return plus, minus
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .layout import check_layout
+from .layout import check_qkv
 from .linear_attention import key_value_map
 
 
@@ -51,14 +51,7 @@ def gated_linear_attention(
 
     Source: SAGA, Eq. 6 and 8.
     """
-    check_layout(
-        ('q', q, 'B H N d'),
-        ('k', k, 'B H M d'),
-        ('v', v, 'B H M e'),
-        ('gate_k', gate_k, 'B|1 H|1 M|1 d|1'),
-        ('gate_v', gate_v, 'B|1 H|1 M|1 e|1'),
-        filled='M d',
-    )
+    check_qkv(q, k, v, ('gate_k', gate_k, 'B|1 H|1 M|1 d|1'), ('gate_v', gate_v, 'B|1 H|1 M|1 e|1'))
     k = k if gate_k is None else k * gate_k
     v = v if gate_v is None else v * gate_v
     semantic = key_value_map(k, v)  # (B, H, d, d)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ def check_layout(
     """Refuse tensors that do not go together.
 
     Args:
-        *arguments: Name, tensor (None is passed over) and layout, axes between blanks such as ``'B H N d'``.
-            Axes of one letter have one size; ``'H|1'`` may have size 1 instead, and a number stands for itself. Where
-            all axes may be 1, the tensor broadcasts and leading ones may be missing.
+        *arguments: Name, tensor (None is passed over, but as the first) and layout, such as ``'B H N d'``. Axes
+            of one letter have one size; ``'H|1'`` may have size 1 instead, and a number stands for itself. Where all
+            axes may be 1, the tensor broadcasts and leading ones may be missing.
         filled: Axes that must not be empty.
         integer: Names of the tensors that hold whole numbers; all others are floating point.
         one_dtype: Whether those are of one dtype; under autocast, which converts them, they need not be.
@@ -29,14 +29,34 @@ def check_layout(
     """
     if is_exporting():  # sizes are symbols there
         return
-    check_kinds({name: x for name, x, _ in arguments}, integer=integer, one_dtype=one_dtype)
+    given = [(name, x, layout) for name, x, layout in arguments if x is not None]
+    first, like = given[0][:2]
+    for name, x, _ in given:
+        if not isinstance(x, Tensor):
+            raise TypeError(f'{name} must be a tensor, got {type(x).__name__}.')
+        whole = name in integer.split()
+        if whole and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
+            raise ValueError(f'{name} must be integer, got {x.dtype}.')
+        if not whole and not x.is_floating_point():
+            raise ValueError(f'{name} must be floating point, got {x.dtype}.')
+        if x.device != like.device:
+            raise ValueError(f'{name} is on {x.device}, {first} on {like.device}; move one to the other.')
+        if one_dtype and not whole and x.dtype != like.dtype and autocast_dtype(x.device.type) is None:
+            raise ValueError(f'{name} is {x.dtype}, {first} is {like.dtype}; convert one to the other.')
     sizes: dict[str, tuple[int, str]] = {}
-    for name, x, layout in arguments:
-        if x is not None:
-            _check_sizes(name, x, layout, sizes)
+    for name, x, layout in given:
+        _check_sizes(name, x, layout, sizes)
     for axis in filled.split():
         if axis in sizes and not sizes[axis][0]:
             raise ValueError(f'{sizes[axis][1]} is empty: its axis {axis} must be 1 or more.')
+
+
+def check_qkv(
+    q: Tensor, k: Tensor, v: Tensor, *more: tuple[str, Tensor | None, str], filled: str = 'M d', one_dtype: bool = True
+) -> None:
+    """Refuse queries ``(B, H, N, d)``, keys ``(B, H, M, d)``, values ``(B, H, M, e)`` and more, see above."""
+    qkv = ('q', q, 'B H N d'), ('k', k, 'B H M d'), ('v', v, 'B H M e')
+    check_layout(*qkv, *more, filled=filled, one_dtype=one_dtype)
 
 
 def _check_sizes(name: str, x: Tensor, layout: str, sizes: dict[str, tuple[int, str]]) -> None:
@@ -53,36 +73,6 @@ def _check_sizes(name: str, x: Tensor, layout: str, sizes: dict[str, tuple[int, 
         if size != expected:
             reason = f' with {letter} = {expected} as in {owner}' if owner else ''
             raise ValueError(f'{name} must be ({", ".join(axes)}){reason}, got {tuple(x.shape)}.')
-
-
-def check_kinds(tensors: Mapping[str, Tensor | None], *, integer: str = '', one_dtype: bool = True) -> None:
-    """Refuse what are no tensors of real or whole numbers on one device.
-
-    Args:
-        tensors: By name, a floating point one first; None is passed over.
-        integer: See :func:`check_layout`.
-        one_dtype: See :func:`check_layout`.
-
-    Raises:
-        TypeError: An argument is no tensor.
-        ValueError: A dtype or device does not fit.
-    """
-    first: tuple[str, Tensor] | None = None
-    for name, x in tensors.items():
-        if x is None:
-            continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f'{name} must be a tensor, got {type(x).__name__}.')
-        whole = name in integer.split()
-        if whole and (x.is_floating_point() or x.is_complex() or x.dtype == torch.bool):
-            raise ValueError(f'{name} must be integer, got {x.dtype}.')
-        if not whole and not x.is_floating_point():
-            raise ValueError(f'{name} must be floating point, got {x.dtype}.')
-        first = first or (name, x)
-        if x.device != first[1].device:
-            raise ValueError(f'{name} is on {x.device}, {first[0]} on {first[1].device}; move one to the other.')
-        if one_dtype and not whole and x.dtype != first[1].dtype and autocast_dtype(x.device.type) is None:
-            raise ValueError(f'{name} is {x.dtype}, {first[0]} is {first[1].dtype}; convert one to the other.')
 
 
 def broadcasts_to(shape: Sequence[int], full: Sequence[int]) -> bool:

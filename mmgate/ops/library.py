@@ -75,32 +75,20 @@ class Operator:
         run: The implementation. It returns fresh tensors and calls nothing that autocast converts.
         fake: Same arguments; returns empty tensors of the results' shapes, dtypes and strides.
         schema: Of the arguments and results, ``'(Tensor x, bool b) -> Tensor'``; by default the annotations of ``run``.
-        device_types: Where it can run; None for anywhere.
     """
 
-    def __init__(
-        self,
-        name: str,
-        run: Callable[..., Any],
-        fake: Callable[..., Any],
-        schema: str | None = None,
-        device_types: str | None = None,
-    ) -> None:
-        self.run, self._registered = run, None
-        self._eager: Callable[..., Any] = run
+    def __init__(self, name: str, run: Callable[..., Any], fake: Callable[..., Any], schema: str | None = None) -> None:
+        self.run = self._eager = run
+        self._registered: Any = None
         if CAN_REGISTER:
             # torch 2.4 reads the annotations as they stand, which are strings where they are postponed
             run.__annotations__ = typing.get_type_hints(run)
-            options: dict[str, Any] = dict(mutates_args=(), device_types=device_types, schema=schema)
-            register = torch.library.custom_op(f'mmgate::{name}', **options)
-            self._registered = register(run)
+            self._registered = torch.library.custom_op(f'mmgate::{name}', run, mutates_args=(), schema=schema)
             self._registered.register_fake(fake)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run on ``inputs``, all by position."""
-        if self._registered is not None and is_traced():
-            return self._registered(*inputs)
-        return self._eager(*inputs)
+        return self._registered(*inputs) if self._registered and is_traced() else self._eager(*inputs)
 
     def differentiate(self, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
         """Give the operator its gradient, once differentiable.
@@ -109,7 +97,7 @@ class Operator:
             backward: ``(ctx, *output gradients) -> input gradients``, one for each input, None for what has none.
             setup_context: ``(ctx, inputs, output)``, saves what ``backward`` needs.
         """
-        run = self.run
+        run, once = self.run, once_differentiable(backward)
 
         class Eager(torch.autograd.Function):
             # ctx comes first: torch binds the arguments by name where setup_context stands apart, which takes longer
@@ -119,22 +107,13 @@ class Operator:
                 setup_context(ctx, inputs, output)
                 return output
 
-            @staticmethod
-            @once_differentiable
-            def backward(ctx: Any, *grads: Any) -> Any:
-                return backward(ctx, *grads)
+            backward = staticmethod(once)  # type: ignore[assignment]
 
         self._eager = Eager.apply
-        if self._registered is not None:
+        if self._registered:
             self._registered.register_autograd(backward, setup_context=setup_context)
 
 
-def operator(
-    name: str, *, fake: Callable[..., Any], schema: str | None = None, device_types: str | None = None
-) -> Callable[[Callable[..., Any]], Operator]:
+def operator(name: str, fake: Callable[..., Any], schema: str | None = None) -> Callable[..., Operator]:
     """Decorate an implementation to make it an :class:`Operator`."""
-
-    def register(run: Callable[..., Any]) -> Operator:
-        return Operator(name, run, fake, schema, device_types)
-
-    return register
+    return lambda run: Operator(name, run, fake, schema)

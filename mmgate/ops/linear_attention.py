@@ -1,7 +1,8 @@
 """Linear attentions: products in the order Q (K^T V), and the N x N form of each, which they equal.
 
 Layout: q, k, v (B, H, N, d) with any features in the place of q and k; O (B, H, N, d). Sums over the tokens are taken
-with 1 / sqrt(N) on both factors, so that they stay within half precision.
+with 1 / sqrt(N) on both factors, so that they stay within half precision. Shapes or dtypes that do not go together, and
+sums over nothing, are a ValueError in every function.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .layout import check_kinds, check_layout
+from .layout import check_layout, check_qkv
 
 EPS = 1e-6  # keeps a query that agrees with no key from dividing by 0
 EPS_HALF = 2**-12  # the same in half precision, in whose range the inverse, a gradient, has to be
@@ -38,20 +39,10 @@ def kernel_attention(
 
     Features may be of a wider dtype than the values, as powers have to be.
 
-    Raises:
-        ValueError: Shapes that do not go together, or no keys.
-
     Source: Transformers are RNNs (Katharopoulos et al., 2020), Eq. 5.
     """
-    check_layout(
-        ('q', q, 'B H N d'),
-        ('k', k, 'B H M d'),
-        ('v', v, 'B H M e'),
-        ('norm_q', norm_q, 'B H N f'),
-        ('norm_k', norm_k, 'B H M f'),
-        filled='M d f',
-        one_dtype=False,
-    )
+    norms = ('norm_q', norm_q, 'B H N f'), ('norm_k', norm_k, 'B H M f')
+    check_qkv(q, k, v, *norms, filled='M d f', one_dtype=False)
     norm_q, norm_k = (q if norm_q is None else norm_q), (k if norm_k is None else norm_k)
     # Features in half precision have their gradients there too, which grow as features shrink: those stay short.
     least = 1.0 if torch.float16 in (norm_q.dtype, norm_k.dtype) else 1e-12
@@ -81,9 +72,6 @@ def kernel_attention_reference(
 def hydra_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return ``q̂ * sum_N(k̂ * v)`` of ``(B, N, C)``: as many heads as channels, the lengths taken over all of them.
 
-    Raises:
-        ValueError: Shapes or dtypes that do not go together.
-
     Source: Hydra attention (Bolya et al., 2022), Eq. 8.
     """
     check_layout(('q', q, 'B N C'), ('k', k, 'B M C'), ('v', v, 'B M C'))
@@ -103,12 +91,9 @@ def hydra_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return ``softmax_d(Q) (softmax_N(K)^T V)``.
 
-    Raises:
-        ValueError: Shapes or dtypes that do not go together.
-
     Source: Efficient attention (Shen et al., 2021), Eq. 4 and 5.
     """
-    check_layout(('q', q, 'B H N d'), ('k', k, 'B H M d'), ('v', v, 'B H M e'))
+    check_qkv(q, k, v, filled='')
     return q.softmax(-1) @ (k.softmax(-2).transpose(-1, -2) @ v)
 
 
@@ -119,9 +104,6 @@ def efficient_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def linear_angular_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return ``V / 2 + Q̂ (K̂^T V) / pi``, every token and head brought to length 1.
-
-    Raises:
-        ValueError: Shapes or dtypes that do not go together, or no tokens.
 
     Source: Castling-ViT (You et al., 2023), the linear term of the angular kernel.
     """
@@ -178,43 +160,25 @@ def polarity_attention(q: Tensor, k: Tensor, v: Tensor, power: Tensor) -> Tensor
         v: Values ``(B, H, N, d)``, ``d`` even.
         power: Of the features, see :func:`polarity_features`.
 
-    Raises:
-        ValueError: Shapes that do not go together, an odd d, or no tokens.
-
     Source: PolaFormer, section 3.
     """
-    check_layout(
-        ('q', q, 'B H N d'),
-        ('k', k, 'B H M d'),
-        ('v', v, 'B H M e'),
-        ('power', power, 'B|1 H|1 N|1 d|1'),
-        filled='M d',
-        one_dtype=False,
-    )
+    check_qkv(q, k, v, ('power', power, 'B|1 H|1 N|1 d|1'), one_dtype=False)
     if v.shape[-1] % 2:
         raise ValueError(f'v must have an even number of channels, half for each polarity, got {tuple(v.shape)}.')
     (q_plus, q_minus), (k_plus, k_minus) = polarity_features(q, power), polarity_features(k, power)
     same, opposite = v.chunk(2, -1)
     keys = torch.cat([k_plus, k_minus], -1)
-    return torch.cat(
-        [
-            kernel_attention(torch.cat([q_plus, q_minus], -1), keys, same),
-            kernel_attention(torch.cat([q_minus, q_plus], -1), keys, opposite),
-        ],
-        -1,
-    )
+    halves = (q_plus, q_minus, same), (q_minus, q_plus, opposite)
+    return torch.cat([kernel_attention(torch.cat([a, b], -1), keys, values) for a, b, values in halves], -1)
 
 
 def polarity_attention_reference(q: Tensor, k: Tensor, v: Tensor, power: Tensor) -> Tensor:
     """Return the same by four N x N products."""
     (q_plus, q_minus), (k_plus, k_minus) = polarity_features(q, power), polarity_features(k, power)
     k_plus, k_minus = k_plus.transpose(-1, -2), k_minus.transpose(-1, -2)
-    halves = []
-    for weights, values in zip(
-        (q_plus @ k_plus + q_minus @ k_minus, q_minus @ k_plus + q_plus @ k_minus), v.chunk(2, -1), strict=True
-    ):
-        halves.append(weights / (weights.sum(-1, keepdim=True) + EPS * k.shape[-2]) @ values)
-    return torch.cat(halves, -1)
+    both = q_plus @ k_plus + q_minus @ k_minus, q_minus @ k_plus + q_plus @ k_minus
+    totals = [weights.sum(-1, keepdim=True) + EPS * k.shape[-2] for weights in both]
+    return torch.cat([w / total @ x for w, total, x in zip(both, totals, v.chunk(2, -1), strict=True)], -1)
 
 
 def inline_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
@@ -223,12 +187,9 @@ def inline_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = N
     The products are scaled by ``scale / N``, ``1 / sqrt(d)`` by default. Unlike a quotient, the difference maps no two
     queries to the same weights.
 
-    Raises:
-        ValueError: Shapes or dtypes that do not go together, or no tokens.
-
     Source: Bridging the divide: reconsidering softmax and linear attention (Han et al., 2024), Eq. 5.
     """
-    check_layout(('q', q, 'B H N d'), ('k', k, 'B H M d'), ('v', v, 'B H M e'), filled='M d')
+    check_qkv(q, k, v)
     # Q cov(K, V) + mean(V): centring first keeps what the difference would cancel out of half precision.
     mean = v.mean(-2, keepdim=True)
     covariance = key_value_map(k - k.mean(-2, keepdim=True), v - mean)
@@ -244,9 +205,6 @@ def inline_attention_reference(q: Tensor, k: Tensor, v: Tensor, *, scale: float 
 
 def rank_augmented_keys(q: Tensor, k: Tensor, *, scale: float | None = None) -> Tensor:
     """Return keys weighted by their attention from the mean query: ``alpha_j k_j`` with ``sum(alpha) = N``.
-
-    Raises:
-        ValueError: Shapes or dtypes that do not go together, no queries or no keys.
 
     Source: Breaking the low-rank dilemma of linear attention (Fan et al., 2024), section 3.
     """
@@ -265,12 +223,8 @@ def rotate(x: Tensor, hw_shape: tuple[int, int], base: float = 10_000.0, *, incl
         base: The slowest angle is ``1 / base`` of the fastest, to the power ``1 - 4 / d``.
         inclusive: Whether it is ``1 / base`` of the fastest itself, as in RALA, the powers between evenly spaced.
 
-    Raises:
-        ValueError: The tokens do not make the map, or d is no multiple of 4.
-
     Source: RoFormer (Su et al., 2021), over two axes as in MLLA (Han et al., 2024).
     """
-    check_kinds(dict(x=x))
     if x.dim() < 2 or x.shape[-2] != hw_shape[0] * hw_shape[1] or x.shape[-1] % 4:
         raise ValueError(
             f'x must be (..., {hw_shape[0]} * {hw_shape[1]}, d) with d a multiple of 4, got {tuple(x.shape)}.'
@@ -281,9 +235,8 @@ def rotate(x: Tensor, hw_shape: tuple[int, int], base: float = 10_000.0, *, incl
     speeds = base**-steps
     rows, columns = (torch.arange(size, device=x.device, dtype=kind)[:, None] * speeds for size in hw_shape)
     height, width = hw_shape
-    angles = torch.cat(
-        [rows[:, None].expand(height, width, pairs), columns[None].expand(height, width, pairs)], -1
-    ).flatten(0, 1)  # (N, d / 2)
+    grids = rows[:, None].expand(height, width, pairs), columns[None].expand(height, width, pairs)
+    angles = torch.cat(grids, -1).flatten(0, 1)  # (N, d / 2)
     cosine, sine = angles.cos(), angles.sin()
     even, odd = _wide(x).unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([even * cosine - odd * sine, even * sine + odd * cosine], -1).flatten(-2).to(x.dtype)

@@ -18,7 +18,7 @@ def merge_masks(
 
     Args:
         attn_mask: ``(N, M)``, ``(B * H, N, M)`` or ``(B, H|1, N, M)``; bool (True masks) or float (added).
-        key_padding_mask: ``(B, M)``; bool (True masks) or float (added).
+        key_padding_mask: ``(B, M)``; likewise.
         batch: B.
         heads: H.
         dtype: Of the logits.
@@ -36,19 +36,16 @@ def merge_masks(
         elif attn_mask.dim() == 3 and attn_mask.shape[0] == batch * heads:
             attn_mask = attn_mask.unflatten(0, (batch, heads))
         elif attn_mask.dim() != 4 or not broadcasts_to(attn_mask.shape[:2], (batch, heads)):
-            raise ValueError(
-                f'attn_mask must be (N, M), (B * H, N, M) or (B, H, N, M) with B={batch}, H={heads}, '
-                f'got {tuple(attn_mask.shape)}.'
-            )
+            shapes = f'(N, M), (B * H, N, M) or (B, H, N, M) with B={batch}, H={heads}'
+            raise ValueError(f'attn_mask must be {shapes}, got {tuple(attn_mask.shape)}.')
         bias = _additive(attn_mask, dtype)
     if key_padding_mask is not None:
         if key_padding_mask.dim() != 2 or key_padding_mask.shape[0] != batch:
             raise ValueError(f'key_padding_mask must be (B, M) with B={batch}, got {tuple(key_padding_mask.shape)}.')
         padding = _additive(key_padding_mask[:, None, None], dtype)
         if bias is not None and not broadcasts_to(padding.shape[-1:], bias.shape[-1:]):
-            raise ValueError(
-                f'key_padding_mask {tuple(key_padding_mask.shape)} and attn_mask {tuple(bias.shape)} differ in keys.'
-            )
+            shapes = f'key_padding_mask {tuple(key_padding_mask.shape)} and attn_mask {tuple(bias.shape)}'
+            raise ValueError(f'{shapes} differ in keys.')
         bias = padding if bias is None else bias + padding
     if bias is None:
         return None, None

@@ -21,13 +21,11 @@ _changes: dict[type, Callable[[Any], Any]] = {}
 @contextmanager
 def launched_otherwise(kind: type[_Cut], change: Callable[[_Cut], _Cut]) -> Iterator[None]:
     """Launch kernels as ``change`` returns from what describes a launch of this ``kind``, to compare their times."""
-    before = dict(_changes)
     _changes[kind] = change
     try:
         yield
     finally:
-        _changes.clear()
-        _changes.update(before)
+        del _changes[kind]
 
 
 def otherwise(cut: _Cut) -> _Cut:
@@ -52,15 +50,15 @@ def interpreted() -> bool:
     return os.environ.get('TRITON_INTERPRET') == '1'
 
 
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == 'cuda' else nullcontext()
+
+
 def launch(kernel: Any, grid: Any, tensor: Tensor, *arguments: Any, **constants: Any) -> None:
     """Launch ``kernel`` on ``tensor`` and the other arguments, where ``tensor`` is."""
     with _on(tensor.device):
         # Triton 3.10 turned fused multiply-add off by default
         kernel[grid](tensor, *arguments, enable_fp_fusion=True, **constants)
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == 'cuda' else nullcontext()
 
 
 @functools.cache

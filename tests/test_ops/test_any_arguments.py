@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,7 +32,10 @@ class Op:
     axes: dict[str, str]
     kinds: dict[str, str] = field(default_factory=dict)
     steps: dict[str, int] = field(default_factory=dict)  # of the sizes of an axis
-    optional: tuple[str, ...] = ()
+
+    def is_optional(self, name: str) -> bool:
+        """Return whether a call may leave the argument out."""
+        return inspect.signature(self.run).parameters[name].default is None
 
 
 def saga(q: Tensor, k: Tensor, v: Tensor, gate_k: Tensor | None = None, gate_v: Tensor | None = None) -> Tensor:
@@ -71,34 +75,19 @@ def plug_reference(position: str) -> Callable[..., Tensor]:
 
 
 LINEAR = dict(q='BHNd', k='BHMd', v='BHMe')
-PLUG = dict(query='BHNd', key='BHMd', value='BHMe', gate_query='BhNg', gate_key='BhMg', bias='BhNM')
+PLUG = dict(query='BHNd', key='BHMd', value='BHMe', gate_query='BhNg', gate_key='BhMg', bias='BHNM')
+DIFFERENTIAL = dict(query='BHNd', key='BHMd', value='BHMe', gate='BHN1', bias='B1NM')
 OPS = {
-    'agent': Op(
-        agent_attention,
-        agent,
-        {**LINEAR, 'agents': 'BHnd', 'bias1': '1HnM', 'bias2': '1HNn'},
-        {},
-        {},
-        ('bias1', 'bias2'),
-    ),
-    'differential': Op(
-        differential_attention,
-        differential,
-        dict(query='BHNd', key='BHMd', value='BHMe', gate='BHN1', bias='B1NM'),
-        dict(gate='share'),
-        dict(d=2),
-        ('bias',),
-    ),
+    'agent': Op(agent_attention, agent, {**LINEAR, 'agents': 'BHnd', 'bias1': '1HnM', 'bias2': '1HNn'}),
+    'differential': Op(differential_attention, differential, DIFFERENTIAL, dict(gate='share'), dict(d=2)),
     'saga': Op(
         gated_linear_attention,
         saga,
         {**LINEAR, 'gate_k': 'BHMd', 'gate_v': 'BHM1'},
         dict(gate_k='share', gate_v='share'),
-        {},
-        ('gate_k', 'gate_v'),
     ),
     'kernel': Op(
-        linear.kernel_attention,
+        lambda q, k, v, norm_q, norm_k: linear.kernel_attention(q, k, v, norm_q, norm_k),
         linear.kernel_attention_reference,
         {**LINEAR, 'norm_q': 'BHNf', 'norm_k': 'BHMf'},
         dict.fromkeys(('q', 'k', 'norm_q', 'norm_k'), 'positive'),
@@ -106,13 +95,11 @@ OPS = {
     'hydra': Op(linear.hydra_attention, linear.hydra_attention_reference, dict(q='BNC', k='BMC', v='BMC')),
     'efficient': Op(linear.efficient_attention, linear.efficient_attention_reference, LINEAR),
     'angular': Op(
-        linear.linear_angular_attention,
-        linear.linear_angular_attention_reference,
-        dict(q='BHNd', k='BHNd', v='BHNe'),
+        linear.linear_angular_attention, linear.linear_angular_attention_reference, dict(q='BHNd', k='BHNd', v='BHNe')
     ),
     'polarity': Op(
-        lambda q, k, v, power: linear.polarity_attention(q, k, v, power),
-        lambda q, k, v, power: linear.polarity_attention_reference(q, k, v, power),
+        linear.polarity_attention,
+        linear.polarity_attention_reference,
         {**LINEAR, 'power': '1H1d'},
         dict(power='ones'),
         dict(e=2),
@@ -121,7 +108,7 @@ OPS = {
     'rank_augmented': Op(linear.rank_augmented_keys, rank_augmented, dict(q='BHNd', k='BHMd')),
     **{
         f'plug_{backend}_{position}': Op(
-            plug(plug_attention, backend=backend, position=position), plug_reference(position), PLUG, {}, {}, ('bias',)
+            plug(plug_attention, backend=backend, position=position), plug_reference(position), PLUG
         )
         for backend in ('torch', 'chunked')
         for position in ('pre_softmax', 'post_softmax')
@@ -153,7 +140,7 @@ def calls(draw: st.DrawFn, op: Op) -> Call:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     tensors: dict[str, Any] = {}
     for number, (name, axes) in enumerate(op.axes.items()):
-        if name in op.optional and draw(st.booleans()):
+        if op.is_optional(name) and draw(st.booleans()):
             continue
         kind = op.kinds.get(name, 'normal')
         if extreme is not None and (kind == 'normal' or extreme == 'zeros' or (kind, extreme) == ('share', 'ones')):
@@ -168,11 +155,15 @@ def calls(draw: st.DrawFn, op: Op) -> Call:
     return Call(tensors, dtype, spoilt, empty, extreme == 'large')
 
 
-def assert_right_or_refused(op: Op, call: Call) -> None:
-    leaves = {
+def leaves_of(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {
         name: x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in call.tensors.items()
+        for name, x in tensors.items()
     }
+
+
+def assert_right_or_refused(op: Op, call: Call) -> None:
+    leaves = leaves_of(call.tensors)
     try:
         output = op.run(**leaves)
     except (TypeError, ValueError) as error:
@@ -234,10 +225,7 @@ def samplings(draw: st.DrawFn) -> tuple[dict[str, Any], str | None]:
 
 
 def sampled(given: dict[str, Any], spoilt: str | None, backend: str) -> None:
-    leaves = {
-        name: x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for name, x in given.items()
-    }
+    leaves = leaves_of(given)
     try:
         output = ms_deform_attn(**leaves, backend=backend)
     except (TypeError, ValueError) as error:

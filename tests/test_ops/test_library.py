@@ -33,7 +33,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 @pytest.fixture(scope='module')
 def scaled_sum() -> library.Operator:
-    operator = library.operator('test_scaled_sum', fake=_fake)(_scaled_sum)
+    operator = library.operator('test_scaled_sum', _fake)(_scaled_sum)
     operator.differentiate(_backward, _setup_context)
     return operator
 

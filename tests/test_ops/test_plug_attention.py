@@ -6,10 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import assert_same, half_on_cpu, values_and_gradients
+from conftest import half_on_cpu, values_and_gradients
 
 from mmgate.layers import GatingModulation
 from mmgate.ops import plug_attention
+from mmgate.ops.plug_attention import chunked
 
 SHAPES = dict(query=(2, 4, 5, 8), key=(2, 4, 6, 8), value=(2, 4, 6, 8), gate_query=(2, 1, 5, 3), gate_key=(2, 1, 6, 3))
 
@@ -42,8 +43,6 @@ def test_a_position_that_is_unknown() -> None:
 
 @pytest.mark.parametrize('shape', [(6,), (5, 6), (4, 1, 6), (2, 4, 5, 6)], ids=str)
 def test_a_bias_broadcasts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    from mmgate.ops.plug_attention import chunked
-
     monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)
     tensors = {name: torch.randn(s, dtype=torch.float64) for name, s in SHAPES.items()}
     bias = torch.randn(shape, dtype=torch.float64)
@@ -53,27 +52,11 @@ def test_a_bias_broadcasts(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(actual, expected)
 
 
-@pytest.mark.parametrize('channels', [3, 16])
-def test_values_of_another_width(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As conditional attention has them, whose queries are content beside position."""
-    from mmgate.ops.plug_attention import chunked
-
-    monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)
-    shapes = {**SHAPES, 'value': (2, 4, 6, channels)}
-    tensors = [torch.randn(shape, dtype=torch.float64) for shape in shapes.values()]
-    attend = partial(plug_attention, modulation=GatingModulation().double())
-    runs = [values_and_gradients(partial(attend, backend=b), tensors, range(5)) for b in ('chunked', 'torch')]
-    assert runs[0]['output'].shape == (2, 4, 5, channels)
-    assert_same(*runs, rtol=1e-9, atol=1e-12)
-
-
 @half_on_cpu
 @pytest.mark.parametrize('position', ['pre_softmax', 'post_softmax'])
 @pytest.mark.parametrize('chunk', [1 << 21, 8], ids=['whole', 'chunks'])
 def test_products_beyond_half_precision(chunk: int, position: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 channels of 35 and 36 have the logit 10,080 and, before it is scaled, the product 80,640."""
-    from mmgate.ops.plug_attention import chunked
-
     monkeypatch.setattr(chunked, 'CHUNK', chunk)
     query, key = torch.full((1, 1, 4, 64), 35.0), torch.full((1, 1, 4, 64), 36.0)
     query[:, :, 1::2] *= -1

@@ -33,38 +33,27 @@ PROBLEMS = [pytest.param(4, id='few'), pytest.param(100, id='many', marks=pytest
 MOST = 20  # samples of all programs of a kernel, each of which takes the interpreter 0.15 s, forward and backward
 # What the many problems have launched in every combination.
 SAMPLER_KINDS = dict(TILED=(False, True), REFERENCE=(0, 2, 4), GATED=(False, True))
-SAMPLER_KINDS_BACKWARD = dict(TILED=(False, True), PIECES=(2, 4), SCATTER=(False, True))
+SAMPLER_KINDS_BACKWARD = dict(TILED=(False, True), PIECES=(2, 4), GRAD_REFERENCE=(False, True))
 PLUG_KINDS = dict(BIASED=(0, 1, 2), EVEN=(False, True), PAIR=(False, True))
 
 
-class Launches:
-    """The constants of what a backend launches."""
-
-    def __init__(self, backend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.seen: list[dict[str, Any]] = []
-        self.launch = backend.launch
-        monkeypatch.setattr(backend, 'launch', self.launch_and_note)
-
-    def launch_and_note(self, *args: Any, **constants: Any) -> None:
-        self.seen.append(constants)
-        self.launch(*args, **constants)
-
-    def missing(self, **kinds: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Return the combinations that no launch had."""
-        seen = {tuple(x[name] for name in kinds) for x in self.seen if all(name in x for name in kinds)}
-        return [x for x in itertools.product(*kinds.values()) if x not in seen]
+def launches_of(backend: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return a list to which the constants of all that a backend launches are added."""
+    seen: list[dict[str, Any]] = []
+    launch = backend.launch
+    monkeypatch.setattr(backend, 'launch', lambda *x, **constants: (seen.append(constants), launch(*x, **constants)))
+    return seen
 
 
-def sample_by_hats(
-    value: Tensor,
-    points: Tensor,
-    logits: Tensor,
-    gate: Tensor | None,
-    reference: Tensor | None,
-    levels: list,
-    options: Any,
-) -> Tensor:
+def missing(launches: list[dict[str, Any]], **kinds: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return the combinations that no launch had."""
+    seen = {tuple(x[name] for name in kinds) for x in launches if kinds.keys() <= x.keys()}
+    return [x for x in itertools.product(*kinds.values()) if x not in seen]
+
+
+def sample_by_hats(leaves: Sequence[Tensor | None], levels: list[tuple[int, ...]], options: dict[str, Any]) -> Tensor:
     """Return ``(B, Q, H * D)`` of levels as (height, width, first token)."""
+    value, points, logits, gate, reference = leaves
     factor = torch.ones(()) if gate is None else gate + 1 if options['residual'] else gate
     before = options['position'] == 'pre_softmax'
     exponents = (logits * factor if before else logits).flatten(3)
@@ -116,7 +105,7 @@ def with_gradients(output: Tensor, leaves: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize('count', PROBLEMS)
 def test_sampler(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches(sampler, monkeypatch)
+    launches = launches_of(sampler, monkeypatch)
     for seed in range(count):
         draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
@@ -144,32 +133,27 @@ def test_sampler(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         of_all = batch * heads * len(sizes) * points
         blocks_of = [x for x in (4, 8, 16, 32) if -(-queries // x) * of_all <= MOST]
         monkeypatch.setattr(cuts, 'INTERPRETED_QUERIES', draw.choice(blocks_of or [64]))
-        deterministic = draw.random() < 0.25
 
         exact = [x if x is None else x.float().double() for x in (value, at, logits, gate, reference)]
         leaves = [x if x is None else x.requires_grad_() for x in exact]
         levels = [(height, width, start) for (height, width), start in zip(sizes, starts, strict=True)]
         used = [x for x in leaves if x is not None]
-        expected = with_gradients(sample_by_hats(*leaves, levels, options), used)
+        expected = with_gradients(sample_by_hats(leaves, levels, options), used)
         leaves = [x if x is None else x.detach().float().requires_grad_() for x in exact]
-        torch.use_deterministic_algorithms(deterministic)
-        try:
-            value, at, logits, gate, reference = leaves
-            output = ms_deform_attn(
-                value, torch.tensor(sizes), torch.tensor(starts), at, logits, gate,
-                reference_points=reference, backend='triton', **options,
-            )  # fmt: skip
-            actual = with_gradients(output, [x for x in leaves if x is not None])
-        finally:
-            torch.use_deterministic_algorithms(False)
+        value, at, logits, gate, reference = leaves
+        output = ms_deform_attn(
+            value, torch.tensor(sizes), torch.tensor(starts), at, logits, gate,
+            reference_points=reference, backend='triton', **options,
+        )  # fmt: skip
+        actual = with_gradients(output, [x for x in leaves if x is not None])
         compare(f'problem {seed}', actual, expected, 1e-4)
     if count == PROBLEMS[-1].values[0]:
-        assert not launches.missing(**SAMPLER_KINDS) and not launches.missing(**SAMPLER_KINDS_BACKWARD)
+        assert not missing(launches, **SAMPLER_KINDS) and not missing(launches, **SAMPLER_KINDS_BACKWARD)
 
 
 @pytest.mark.parametrize('count', PROBLEMS)
 def test_plug(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    launches = Launches(dense, monkeypatch)
+    launches = launches_of(dense, monkeypatch)
     for seed in range(count):
         draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         dtype = draw.choice([torch.float32, torch.float32, torch.float16, torch.bfloat16])
@@ -205,4 +189,4 @@ def test_plug(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
         # where there is one key or a row is one-hot, the truth is 0 and what is found is the rounding of what cancels
         compare(f'problem {seed}', actual, expected, tolerance, 0.03 if dtype is torch.float32 else 1.0)
     if count == PROBLEMS[-1].values[0]:
-        assert not launches.missing(**PLUG_KINDS) and not launches.missing(ONE_BIAS=(False, True), PAIR=(False, True))
+        assert not missing(launches, **PLUG_KINDS)

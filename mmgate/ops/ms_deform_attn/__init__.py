@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backend import Backend, find, register, run
+from ..backend import Backend, anywhere, find, register, run
 from ..layout import check_layout
 from ..library import is_compiling, is_exporting, outside_graphs
 from . import cpu, grid_sample, mmcv, reference, triton
@@ -55,9 +55,8 @@ def ms_deform_attn(
         reference_points: Points ``(B, Q, L, 2)`` as (x, y) or boxes ``(B, Q, L, 4)`` as (centre, size), 0 to 1; then
             ``sampling_locations`` are offsets from them, see :func:`offset_locations`.
         backend: ``'torch'`` (reference), ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'grid_sample'`` (any device),
-            ``'triton'`` (gate, softmax and sampling in one CUDA kernel) or ``'auto'``, the default: the first of the
-            order that can run, see :mod:`mmgate.ops.backend`. The environment variable ``MMGATE_MS_DEFORM_ATTN`` has
-            the last word.
+            ``'triton'`` (gate, softmax and sampling in one CUDA kernel) or ``'auto'``, the default, see
+            :mod:`mmgate.ops.backend`.
 
     Returns:
         ``(B, Q, H * D)`` in the dtype of ``value``. Weights are formed in float32 for 16-bit inputs.
@@ -78,7 +77,7 @@ def ms_deform_attn(
     if reference_points is not None:
         batch, queries, _, levels, _ = logits.shape
         expanded = reference_points.expand(batch, queries, levels, reference_points.shape[-1])
-        call = Sampling(*call[:-1], expanded)
+        call = call._replace(reference_points=expanded)
     return run('ms_deform_attn', BACKENDS, call, backend, (logits.numel(), *SIZES))
 
 
@@ -99,19 +98,19 @@ def _check(call: Sampling) -> None:
     if call.reference_points is not None and call.reference_points.shape[-1] not in (2, 4):
         raise ValueError(f'reference_points must have 2 or 4 columns, got {call.reference_points.shape[-1]}.')
     # Reading the sizes would stall a GPU and break a compiled graph; there the host layer has to be right.
-    if not is_compiling() and not is_exporting() and call.spatial_shapes.device.type == 'cpu':
-        _check_levels(call.spatial_shapes.tolist(), call.level_start_index.tolist(), call.value.shape[1])
-
-
-def _check_levels(sizes: list[list[int]], starts: list[int], tokens: int) -> None:
-    areas = [height * width for height, width in sizes]
+    if is_compiling() or is_exporting() or call.spatial_shapes.device.type != 'cpu':
+        return
+    sizes, starts = call.spatial_shapes.tolist(), call.level_start_index.tolist()
+    tokens = call.value.shape[1]
     if any(height < 0 or width < 0 for height, width in sizes):
         raise ValueError(f'spatial_shapes must not be negative, got {sizes}.')
+    areas = [height * width for height, width in sizes]
     if sum(areas) != tokens:
         raise ValueError(f'value has {tokens} tokens, but spatial_shapes {sizes} hold {sum(areas)}.')
-    filled = sorted((start, area) for start, area in zip(starts, areas, strict=True) if area)
-    side_by_side = all(start == sum(area for _, area in filled[:i]) for i, (start, _) in enumerate(filled))
-    if not side_by_side or any(not 0 <= start <= tokens for start in starts):
+    end, side_by_side = 0, all(0 <= start <= tokens for start in starts)
+    for start, area in sorted((start, area) for start, area in zip(starts, areas, strict=True) if area):
+        end, side_by_side = start + area, side_by_side and start == end
+    if not side_by_side:
         raise ValueError(
             f'level_start_index {starts} with spatial_shapes {sizes} must lay the levels side by side over the '
             f'{tokens} tokens of value.'
@@ -119,7 +118,7 @@ def _check_levels(sizes: list[list[int]], starts: list[int], tokens: int) -> Non
 
 
 def check_backend(name: str) -> None:
-    """Raise ValueError if ``name`` is neither ``'auto'`` nor the name of a backend."""
+    """Raise ConfigError if ``name`` is neither ``'auto'`` nor the name of a backend."""
     if name != 'auto':
         find('ms_deform_attn', BACKENDS, name)
 
@@ -142,10 +141,8 @@ BACKENDS = register(
     'ms_deform_attn',
     Backend('mmcv', mmcv.why_not, _sampled(mmcv.sample), words="mmcv's CUDA operator"),
     Backend('cpu', cpu.why_not, _sampled(cpu.sample), words='weighted sums of rows on the CPU'),
-    Backend(
-        'grid_sample', grid_sample.why_not, _sampled(grid_sample.sample), traceable=False, words="torch's grid_sample"
-    ),
-    Backend('torch', lambda value: None, _sampled(reference.sample), plain=True, words='the reference, slowly'),
+    Backend('grid_sample', anywhere, _sampled(grid_sample.sample), traceable=False, words="torch's grid_sample"),
+    Backend('torch', anywhere, _sampled(reference.sample), plain=True, words='the reference, slowly'),
     # No GPU has run it yet: 'auto' takes it where a calibration says so.
     Backend('triton', triton.why_not, triton.attend, in_order=False, words='one Triton kernel'),
 )

@@ -127,16 +127,16 @@ def _store_reference(
         tl.store(at + 3, h * (down * (0.5 / POINTS)), mask=in_tile)
 
 
-@triton.jit(do_not_specialize=['size_class'])
+@triton.jit
 def backward_kernel(
     grad_ptr, lse_ptr, value_ptr, shapes_ptr, starts_ptr, order_ptr, points_ptr, reference_ptr, logits_ptr, gate_ptr,
     grad_value_ptr, grad_points_ptr, grad_reference_ptr, grad_logits_ptr, grad_gate_ptr,
-    tokens, queries, size_class, heads, gate_b, gate_q, gate_h, gate_l, gate_p: tl.constexpr,
+    tokens, queries, heads, gate_b, gate_q, gate_h, gate_l, gate_p: tl.constexpr,
     LEVELS: tl.constexpr, POINTS: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, REFERENCE: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
-    TILED: tl.constexpr, BLOCK_Q: tl.constexpr, SCATTER: tl.constexpr, GRAD_REFERENCE: tl.constexpr,
+    TILED: tl.constexpr, BLOCK_Q: tl.constexpr, GRAD_REFERENCE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of values (by atomics, if SCATTER), points, reference (if GRAD_REFERENCE), logits and gate.
+    """Gradients of values (by atomics), points, reference (if GRAD_REFERENCE), logits and gate.
 
     Those of the reference are a head's, (B, Q, H, L, R), and the gate's are a logit's; the host sums them. PIECES is 2
     or 4.
@@ -194,27 +194,26 @@ def backward_kernel(
             )
             upper, upper_ = (start + top * width + left) * heads, (start + top_ * width + left_) * heads
             lower, lower_ = upper + width * heads, upper_ + width * heads
-            if SCATTER:
-                s00, s10, s01, s11 = _bilinear(w, fx, fy)
-                t00, t10, t01, t11 = _bilinear(w_, fx_, fy_)
-                # rows in common: both, or the first one's lower and the second one's upper
-                same, below = (left == left_) & (top == top_), (left == left_) & (top + 1 == top_)
-                with00, with10 = tl.where(same, t00, 0.0), tl.where(same, t10, 0.0)
-                with01 = tl.where(same, t01, tl.where(below, t00, 0.0))
-                with11 = tl.where(same, t11, tl.where(below, t10, 0.0))
-                own_top, own_bottom = in_top_ & ~(same | below), in_bottom_ & ~same
-                _scatter2(grad_value_ptr, upper, in_top & in_left, d, s00, g0, g1, g2, g3,
-                          with00, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
-                _scatter2(grad_value_ptr, upper + heads, in_top & in_right, d, s10, g0, g1, g2, g3,
-                          with10, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
-                _scatter2(grad_value_ptr, lower, in_bottom & in_left, d, s01, g0, g1, g2, g3,
-                          with01, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
-                _scatter2(grad_value_ptr, lower + heads, in_bottom & in_right, d, s11, g0, g1, g2, g3,
-                          with11, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
-                _scatter(grad_value_ptr, upper_, own_top & in_left_, d, t00, g0_, g1_, g2_, g3_, D, PIECES)
-                _scatter(grad_value_ptr, upper_ + heads, own_top & in_right_, d, t10, g0_, g1_, g2_, g3_, D, PIECES)
-                _scatter(grad_value_ptr, lower_, own_bottom & in_left_, d, t01, g0_, g1_, g2_, g3_, D, PIECES)
-                _scatter(grad_value_ptr, lower_ + heads, own_bottom & in_right_, d, t11, g0_, g1_, g2_, g3_, D, PIECES)
+            s00, s10, s01, s11 = _bilinear(w, fx, fy)
+            t00, t10, t01, t11 = _bilinear(w_, fx_, fy_)
+            # rows in common: both, or the first one's lower and the second one's upper
+            same, below = (left == left_) & (top == top_), (left == left_) & (top + 1 == top_)
+            with00, with10 = tl.where(same, t00, 0.0), tl.where(same, t10, 0.0)
+            with01 = tl.where(same, t01, tl.where(below, t00, 0.0))
+            with11 = tl.where(same, t11, tl.where(below, t10, 0.0))
+            own_top, own_bottom = in_top_ & ~(same | below), in_bottom_ & ~same
+            _scatter2(grad_value_ptr, upper, in_top & in_left, d, s00, g0, g1, g2, g3,
+                      with00, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
+            _scatter2(grad_value_ptr, upper + heads, in_top & in_right, d, s10, g0, g1, g2, g3,
+                      with10, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
+            _scatter2(grad_value_ptr, lower, in_bottom & in_left, d, s01, g0, g1, g2, g3,
+                      with01, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
+            _scatter2(grad_value_ptr, lower + heads, in_bottom & in_right, d, s11, g0, g1, g2, g3,
+                      with11, g0_, g1_, g2_, g3_, D, PIECES)  # fmt: skip
+            _scatter(grad_value_ptr, upper_, own_top & in_left_, d, t00, g0_, g1_, g2_, g3_, D, PIECES)
+            _scatter(grad_value_ptr, upper_ + heads, own_top & in_right_, d, t10, g0_, g1_, g2_, g3_, D, PIECES)
+            _scatter(grad_value_ptr, lower_, own_bottom & in_left_, d, t01, g0_, g1_, g2_, g3_, D, PIECES)
+            _scatter(grad_value_ptr, lower_ + heads, own_bottom & in_right_, d, t11, g0_, g1_, g2_, g3_, D, PIECES)
             grad_w, grad_x, grad_y = _sample_gradients(
                 value_ptr, upper, lower, heads, w, fx, fy, in_left, in_right, in_top, in_bottom, d,
                 g0, g1, g2, g3, D, PIECES,

@@ -13,8 +13,6 @@ LANE_BYTES = 16  # that a lane loads or adds at once; the values' gradient is al
 PIECES = 2  # of a row of channels
 SCALAR_PIECES = 4  # where a lane adds one float at a time: eight lanes, 32 bytes, a piece at least
 INTERPRETED_QUERIES = 4  # of a program in the interpreter, so that small shapes have several
-# Queries of a lane and warps that MMGATE_TRITON_AUTOTUNE=1 tries.
-TUNED = ((1, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4))
 
 
 class Cut(NamedTuple):
@@ -58,14 +56,6 @@ def cut_for(value: Tensor, logits: Tensor, backward: bool) -> Cut:
     tiled = logits.shape[1] == value.shape[1]  # an encoder, where a query's neighbours in the map are known
     scalars = backward and scalar_reductions(value)
     return otherwise(cut_of(value.shape[-1], value.element_size(), backward, tiled, scalars))
-
-
-def cuts_to_try(cut: Cut, dim: int) -> tuple[Cut, ...]:
-    """Return the cuts among which the autotuner chooses: queries of a lane, warps and, backward, pieces."""
-    cuts = [cut]
-    if cut.backward:
-        cuts += [x for x in (cut_of(dim, 4, True, cut.tiled, scalars) for scalars in (False, True)) if x != cut]
-    return tuple(x._replace(times=times, warps=warps) for x in cuts for times, warps in TUNED)
 
 
 def scalar_reductions(value: Tensor) -> bool:

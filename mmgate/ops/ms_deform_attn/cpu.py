@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .reference import corners, pixels
 from .registered import sampling_operator
 
 CHUNK = 1 << 20  # sampled corners at a time: 8 to 40 bytes each
@@ -29,11 +30,7 @@ CHUNK = 1 << 20  # sampled corners at a time: 8 to 40 bytes each
 
 def why_not(value: Tensor) -> str | None:
     """Return why this backend cannot run on ``value``, or None."""
-    if value.device.type != 'cpu':
-        return f'it is for CPU tensors, value is on {value.device}'
-    if not value.is_floating_point():
-        return f'value must be floating point, got {value.dtype}'
-    return None
+    return None if value.device.type == 'cpu' else f'it is for CPU tensors, value is on {value.device}'
 
 
 def sample(
@@ -47,35 +44,23 @@ def sample(
     return output.to(value.dtype)
 
 
-def _pixels(locations: Tensor, spatial_shapes: Tensor) -> tuple[Tensor, ...]:
-    """Return height and width of the levels, ``(L, 1)``, upper left pixels and fractions, each ``(n, H, L, P)``."""
-    height, width = (spatial_shapes[:, i, None].to(locations.dtype) for i in (0, 1))
-    x, y = locations[..., 0] * width - 0.5, locations[..., 1] * height - 0.5
-    x0, y0 = x.floor(), y.floor()
-    return height, width, x0, y0, x - x0, y - y0
-
-
 def _corners(
     locations: Tensor, weights: Tensor, spatial_shapes: Tensor, first_row: Tensor, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return rows, bilinear weights and full weights, each ``(n, H, 4, L, P)``, of ``n`` queries."""
-    height, width, x0, y0, fx, fy = _pixels(locations, spatial_shapes)
-    rows, bilinear = [], []
-    for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        xc, yc = x0 + dx, y0 + dy
-        inside = (xc >= 0) & (xc < width) & (yc >= 0) & (yc < height)
-        # int32 rows halve the traffic and the sorting time
-        rows.append(first_row + torch.where(inside, yc * width + xc, 0).to(torch.int32) * heads)
-        bilinear.append(torch.where(inside, (fx if dx else 1 - fx) * (fy if dy else 1 - fy), 0))
-    stacked = torch.stack(bilinear, 2)
-    return torch.stack(rows, 2), stacked, stacked * weights[:, :, None]
+    rows, shares = [], []
+    for index, share in corners(spatial_shapes, locations, torch.int32):  # halves the traffic and the sorting time
+        rows.append(first_row + index * heads)
+        shares.append(share)
+    bilinear = torch.stack(shares, 2)
+    return torch.stack(rows, 2), bilinear, bilinear * weights[:, :, None]
 
 
 def _coordinate_gradients(
     dots: Tensor, bilinear: Tensor, locations: Tensor, weights: Tensor, spatial_shapes: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return gradients of locations ``(n, H, L, P, 2)`` and weights from ``dots = <value row, output gradient>``."""
-    height, width, x0, y0, fx, fy = _pixels(locations, spatial_shapes)
+    width, height, x0, y0, fx, fy = pixels(spatial_shapes, locations)
     left, right = (x0 >= 0) & (x0 < width), (x0 + 1 >= 0) & (x0 + 1 < width)
     top, bottom = (y0 >= 0) & (y0 < height), (y0 + 1 >= 0) & (y0 + 1 < height)
     d00, d10 = torch.where(left & top, dots[:, :, 0], 0), torch.where(right & top, dots[:, :, 1], 0)
@@ -98,13 +83,13 @@ def _run(function: Callable[..., Any], *args: Any) -> Any:
 def _chunks(value: Tensor, level_start_index: Tensor, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the B * Q queries, with the first rows of their image, head and level, ``(n, H, L, 1)``."""
     batch, tokens, heads, _ = value.shape
-    _, queries, _, levels, points = weights.shape
+    queries, per_query = weights.shape[1], weights.shape[2:].numel()
     if batch * tokens * heads > torch.iinfo(torch.int32).max:
         raise ValueError(f'value {tuple(value.shape)} has more than 2^31 rows; use a smaller batch or backend="torch".')
     image = torch.arange(batch).repeat_interleave(queries)
     head = torch.arange(heads).view(1, -1, 1, 1)
     starts = level_start_index.clamp(max=tokens - 1)  # where a last level is empty
-    step = max(1, CHUNK // max(1, heads * levels * points * 4))
+    step = max(1, CHUNK // max(1, per_query * 4))
     for start in range(0, batch * queries, step):
         part = slice(start, start + step)
         first = (image[part].view(-1, 1, 1, 1) * tokens + starts.view(1, 1, -1, 1)) * heads + head
@@ -116,16 +101,13 @@ def _sample(
 ) -> Tensor:
     heads, dim = value.shape[2:]
     batch, queries = weights.shape[:2]
-    output = value.new_empty(batch * queries * heads, dim)
+    output = value.new_empty(batch * queries, heads, dim)
     rows = value.reshape(-1, dim)
     all_locations, all_weights = locations.flatten(0, 1), weights.flatten(0, 1)
     for part, first in _chunks(value, level_start_index, weights):
-        chunk = all_locations[part], all_weights[part]
-        index, _, full = _run(_corners, *chunk, spatial_shapes, first, heads)
-        bags = F.embedding_bag(
-            index.flatten(2).flatten(0, 1), rows, per_sample_weights=full.flatten(2).flatten(0, 1), mode='sum'
-        )
-        output[part.start * heads : part.start * heads + len(bags)] = bags
+        index, _, full = _run(_corners, all_locations[part], all_weights[part], spatial_shapes, first, heads)
+        bags, shares = (x.flatten(2).flatten(0, 1) for x in (index, full))
+        output[part] = F.embedding_bag(bags, rows, per_sample_weights=shares, mode='sum').view_as(output[part])
     return output.view(batch, queries, heads * dim)
 
 
@@ -140,18 +122,14 @@ def _sample_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     heads, dim = value.shape[2:]
     rows = value.reshape(-1, dim)
-    grad_rows = torch.zeros_like(rows)
-    grad_locations, grad_weights = torch.empty_like(locations.flatten(0, 1)), torch.empty_like(weights.flatten(0, 1))
-    all_locations, all_weights, grad_bags = (
-        locations.flatten(0, 1),
-        weights.flatten(0, 1),
-        grad.contiguous().view(-1, dim),
-    )
+    grad_rows, grad_bags = torch.zeros_like(rows), grad.reshape(-1, heads, dim)
+    all_locations, all_weights = locations.flatten(0, 1), weights.flatten(0, 1)
+    grad_locations, grad_weights = torch.empty_like(all_locations), torch.empty_like(all_weights)
     for part, first in _chunks(value, level_start_index, weights):
         chunk = all_locations[part], all_weights[part]
         index, bilinear, full = _run(_corners, *chunk, spatial_shapes, first, heads)
         index, size = index.flatten(2).flatten(0, 1), full.shape  # (n * H, 4 * L * P)
-        grad_part = grad_bags[part.start * heads :][: len(index)]
+        grad_part = grad_bags[part].flatten(0, 1)
         dots = _dots(rows, index, grad_part).view(size)
         grad_locations[part], grad_weights[part] = _run(_coordinate_gradients, dots, bilinear, *chunk, spatial_shapes)
         if value_needs_grad:
@@ -180,4 +158,4 @@ def _add_by_row(grad_rows: Tensor, index: Tensor, weights: Tensor, grad_bags: Te
     grad_rows += F.embedding_bag(bag, grad_bags, offsets, per_sample_weights=weights[order.indices], mode='sum')
 
 
-_operator = sampling_operator('ms_deform_sample', 'cpu', _sample, _sample_backward)
+_operator = sampling_operator('ms_deform_sample', _sample, _sample_backward)

@@ -14,13 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def why_not(value: Tensor) -> str | None:
-    """Return why this backend cannot run on ``value``, or None."""
-    if not value.is_floating_point():
-        return f'value must be floating point, got {value.dtype}'
-    return None
-
-
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:

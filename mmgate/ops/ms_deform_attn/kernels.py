@@ -6,18 +6,11 @@
 Layout: value (B, S, H, D); shapes (L, 2); starts (L,); points (B, Q, H, L, P, 2), locations or offsets; reference
 (B, Q, L, R) with R = 0 (points are locations), 2 or 4; logits (B, Q, H, L, P); gate with strides, 0 where it
 broadcasts; output (B, Q, H, D); lse (B, Q, H), log2 of the softmax's sum. All contiguous but the gate. Offsets within
-an image fit into int32, which the host checks. size_class is for the autotuner's key alone.
+an image fit into int32, which the host checks.
 
-A program has one head of one image and BLOCK_Q neighbouring queries, so that the rows it gathers are close together.
-Where the queries are the tokens themselves (TILED), it goes down the columns of bands of BAND rows of their map. It
-reads a row of D channels in pieces of PIECE channels, and a lane has a few channels of every piece: the fewer lanes
-share a row, the fewer repeat what is computed for a sample, and the more loads each has under way.
-
-Coordinates, softmax and sums are float32 for every input type. The softmax's sum comes from one tile (BLOCK_Q, L P);
-the loop then forms location and weight of a sample where they are used, from logits that lie in the first cache by
-then, so that no lane waits for another and neither reaches memory.
-
-The backward kernel is in backward_kernel.py.
+A program has one head of one image and BLOCK_Q neighbouring queries; where they are the tokens (TILED), it goes down
+the columns of bands of BAND rows of their map. Rows of D channels are read in pieces of PIECE channels, of which every
+lane has a few. ../KERNELS.md says why. The backward kernel is in backward_kernel.py.
 """
 
 import triton
@@ -168,10 +161,10 @@ def _load2(ptr, row, on, d, D: tl.constexpr):
     return _load(ptr, row, on, d, 0, D), _load(ptr, row, on, d, d.shape[0], D)
 
 
-@triton.jit(do_not_specialize=['size_class'])
+@triton.jit
 def forward_kernel(
     value_ptr, shapes_ptr, starts_ptr, order_ptr, points_ptr, reference_ptr, logits_ptr, gate_ptr, output_ptr, lse_ptr,
-    tokens, queries, size_class, heads, gate_b, gate_q, gate_h, gate_l, gate_p: tl.constexpr,
+    tokens, queries, heads, gate_b, gate_q, gate_h, gate_l, gate_p: tl.constexpr,
     LEVELS: tl.constexpr, POINTS: tl.constexpr, PADDED: tl.constexpr, D: tl.constexpr, PIECE: tl.constexpr,
     PIECES: tl.constexpr, REFERENCE: tl.constexpr, GATED: tl.constexpr, RESIDUAL: tl.constexpr, POST: tl.constexpr,
     TILED: tl.constexpr, BLOCK_Q: tl.constexpr,

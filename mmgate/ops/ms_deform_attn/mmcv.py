@@ -15,7 +15,8 @@ from .registered import sampling_operator
 
 
 @functools.cache
-def _missing() -> str | None:
+def missing() -> str | None:
+    """Return why mmcv has no operator for CUDA, or None."""
     try:
         from mmcv.ops import get_compiling_cuda_version, multi_scale_deform_attn
     except ImportError as error:
@@ -26,18 +27,13 @@ def _missing() -> str | None:
     return None
 
 
-def look_again() -> None:
-    """Ask mmcv anew at the next call, for code that has given it the operator."""
-    _missing.cache_clear()
-
-
 def why_not(value: Tensor) -> str | None:
     """Return why this backend cannot run on ``value``, or None."""
     if value.device.type != 'cuda':
         return f'it is for CUDA tensors, value is on {value.device}'
     if value.dtype == torch.float64:
         return 'it is checked for float16, bfloat16 and float32 only, value is float64'
-    return _missing()
+    return missing()
 
 
 def sample(
@@ -47,14 +43,8 @@ def sample(
 
     Computed in float32 for every input dtype: mmcv's kernel has no bfloat16, and in float16 it rounds the coordinates.
     """
-    output = _operator(
-        value.float().contiguous(),
-        spatial_shapes,
-        level_start_index,
-        sampling_locations.float().contiguous(),
-        weights.float().contiguous(),
-    )
-    return output.to(value.dtype)
+    values, locations, shares = (x.float().contiguous() for x in (value, sampling_locations, weights))
+    return _operator(values, spatial_shapes, level_start_index, locations, shares).to(value.dtype)
 
 
 def _sample(value: Tensor, *others: Tensor) -> Tensor:
@@ -64,14 +54,13 @@ def _sample(value: Tensor, *others: Tensor) -> Tensor:
     return ext_module.ms_deform_attn_forward(value, *others, im2col_step=len(value))
 
 
-def _sample_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _sample_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     from mmcv.ops.multi_scale_deform_attn import ext_module
 
     *inputs, _ = arguments  # the values' gradient comes with the others
-    value, _, _, locations, weights = inputs
-    grads = torch.zeros_like(value), torch.zeros_like(locations), torch.zeros_like(weights)
-    ext_module.ms_deform_attn_backward(*inputs, grad.contiguous(), *grads, im2col_step=len(value))
+    grads = tuple(torch.zeros_like(inputs[i]) for i in (0, 3, 4))
+    ext_module.ms_deform_attn_backward(*inputs, grad.contiguous(), *grads, im2col_step=len(inputs[0]))
     return grads
 
 
-_operator = sampling_operator('ms_deform_sample_mmcv', 'cuda', _sample, _sample_backward)
+_operator = sampling_operator('ms_deform_sample_mmcv', _sample, _sample_backward)

@@ -28,23 +28,30 @@ def sample(
     return output.flatten(2).to(value.dtype)
 
 
-def corners(spatial_shapes: Tensor, locations: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def pixels(spatial_shapes: Tensor, locations: Tensor) -> tuple[Tensor, ...]:
+    """Return width and height of the levels, ``(L, 1)``, and each location's pixel at its upper left and fractions."""
+    width, height = spatial_shapes.flip(-1).to(locations.dtype)[:, None].unbind(-1)
+    x, y = locations[..., 0] * width - 0.5, locations[..., 1] * height - 0.5  # pixel centres become integers
+    x0, y0 = x.floor(), y.floor()
+    return width, height, x0, y0, x - x0, y - y0
+
+
+def corners(
+    spatial_shapes: Tensor, locations: Tensor, dtype: torch.dtype = torch.int64
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the four pixels around each location: where they lie in their level, and their bilinear shares.
 
     Args:
         spatial_shapes: ``(L, 2)``, height and width of each level.
-        locations: ``(B, Q, H, L, P, 2)`` as (x, y), 0 to 1 over a level.
+        locations: ``(..., L, P, 2)`` as (x, y), 0 to 1 over a level.
+        dtype: Of the index.
 
     Yields:
-        Index ``(B, Q, H, L, P)``, int64, and share of that shape; both 0 outside of the level.
+        Index ``(..., L, P)``, and share of that shape; both 0 outside of the level.
     """
-    size = spatial_shapes.flip(-1).to(locations.dtype)[:, None]  # (L, 1, 2) as (width, height)
-    xy = locations * size - 0.5  # pixel centres become integers
-    corner = xy.floor().detach()
-    fraction = xy - corner  # (B, Q, H, L, P, 2) in [0, 1)
+    width, height, x0, y0, fx, fy = pixels(spatial_shapes, locations)
     for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):
-        x, y = corner[..., 0] + dx, corner[..., 1] + dy  # (B, Q, H, L, P)
-        inside = (x >= 0) & (x < size[..., 0]) & (y >= 0) & (y < size[..., 1])
-        fx = fraction[..., 0] if dx else 1 - fraction[..., 0]
-        fy = fraction[..., 1] if dy else 1 - fraction[..., 1]
-        yield torch.where(inside, y * size[..., 0] + x, 0).long(), torch.where(inside, fx * fy, 0)
+        x, y = x0 + dx, y0 + dy
+        inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+        share = (fx if dx else 1 - fx) * (fy if dy else 1 - fy)
+        yield torch.where(inside, y * width + x, 0).to(dtype), torch.where(inside, share, 0)

@@ -12,14 +12,11 @@ from ..library import Operator
 ARGUMENTS = 'Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor locations, Tensor weights'
 
 
-def sampling_operator(
-    name: str, device_types: str, sample: Callable[..., Tensor], gradients: Callable[..., tuple[Tensor, ...]]
-) -> Operator:
+def sampling_operator(name: str, sample: Callable[..., Tensor], gradients: Callable[..., Any]) -> Operator:
     """Return the operator ``mmgate::<name>``.
 
     Args:
         name: Of the operator; its gradient's ends in ``_backward``.
-        device_types: Where both can run.
         sample: ``(value, spatial_shapes, level_start_index, locations, weights) -> (B, Q, H * D)``, weights as logits
             in :func:`mmgate.ops.ms_deform_attn`.
         gradients: ``(grad, *arguments, value_needs_grad)`` to the gradients of value, locations and weights.
@@ -28,14 +25,12 @@ def sampling_operator(
     def fake(value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor) -> Tensor:
         return value.new_empty(*weights.shape[:2], value.shape[2] * value.shape[3])
 
-    def fake_gradients(
-        grad: Tensor, value: Tensor, shapes: Tensor, starts: Tensor, locations: Tensor, weights: Tensor, needed: bool
-    ) -> tuple[Tensor, ...]:
-        return tuple(x.new_empty(x.shape) for x in (value, locations, weights))
+    def fake_gradients(grad: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in (value, *others[2:4]))
 
     schema = f'(Tensor grad, {ARGUMENTS}, bool value_needs_grad) -> (Tensor, Tensor, Tensor)'
-    of_inputs = Operator(f'{name}_backward', gradients, fake_gradients, schema, device_types)
-    operator = Operator(name, sample, fake, f'({ARGUMENTS}) -> Tensor', device_types)
+    of_inputs = Operator(f'{name}_backward', gradients, fake_gradients, schema)
+    operator = Operator(name, sample, fake, f'({ARGUMENTS}) -> Tensor')
 
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)

@@ -6,20 +6,17 @@ written to memory. On the CPU it runs only in Triton's interpreter (``TRITON_INT
 
 from __future__ import annotations
 
-import functools
-import inspect
-import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import triton_backend
 from ..library import operator
-from ..triton_backend import interpreted, launch, why_not
+from ..triton_backend import interpreted, launch
 from . import blocks
-from .blocks import Cut, cut_for, cuts_to_try
-from .reference import corners
-from .weights import Sampling, attention_weights, offset_locations
+from .blocks import cut_for
+from .weights import Sampling
 
 __all__ = ['attend', 'why_not']
 MOST_NUMBERS = 2**31  # an image, for 32-bit offsets
@@ -30,6 +27,13 @@ ARGUMENTS = (
     'Tensor value, Tensor spatial_shapes, Tensor level_start_index, Tensor points, Tensor logits, Tensor? gate, '
     'bool residual, str position, Tensor? reference_points'
 )
+
+
+def why_not(value: Tensor) -> str | None:
+    """Return why this backend cannot run on ``value``, or None."""
+    if torch.are_deterministic_algorithms_enabled():
+        return 'it adds up the gradients of the values in no fixed order, and torch.use_deterministic_algorithms is on'
+    return triton_backend.why_not(value)
 
 
 def attend(*arguments: Any) -> Tensor:
@@ -44,17 +48,15 @@ def attend(*arguments: Any) -> Tensor:
     sizes['outputs'] = call.points.shape[1] * heads * dim
     if call.reference_points is not None:  # whose gradient is a head's
         sizes['reference points'] = call.logits.shape[1:4].numel() * call.reference_points.shape[-1]
-    for name, size in sizes.items():
-        if size >= MOST_NUMBERS:
-            raise ValueError(
-                f"ms_deform_attn: backend 'triton' takes fewer than 2^31 numbers an image, the {name} have {size}. "
-                "Use 'mmcv' or 'torch'."
-            )
+    reasons = [
+        f"fewer than 2^31 numbers an image, the {name} have {size}. Use 'mmcv' or 'torch'."
+        for name, size in sizes.items()
+        if size >= MOST_NUMBERS
+    ]
     if batch * heads > MOST_HEADS:
-        raise ValueError(
-            f"ms_deform_attn: backend 'triton' takes up to {MOST_HEADS} heads of all images, got {batch} x {heads}. "
-            'Use a smaller batch or another backend.'
-        )
+        reasons.append(f'up to {MOST_HEADS} heads of all images, got {batch} x {heads}. Use a smaller batch.')
+    if reasons:
+        raise ValueError(f"ms_deform_attn: backend 'triton' takes {reasons[0]}")
     gate = call.gate
     if gate is not None:  # read where it lies, unless 32-bit offsets do not reach so far
         strides = gate.expand(call.logits.shape).stride()
@@ -69,39 +71,26 @@ def _launch(backward: bool, call: Sampling, before: list[Tensor], after: list[Te
     """Launch a kernel on ``call``, and on what its pass has before and after it."""
     import triton
 
+    from .backward_kernel import backward_kernel
+    from .kernels import forward_kernel
+
     value, shapes, starts, points, logits, gate, residual, position, reference = call
     batch, tokens, heads, dim = value.shape
     _, queries, _, levels, count = logits.shape
     cut = cut_for(value, logits, backward)
     strides = (0,) * 5 if gate is None else gate.expand(logits.shape).stride()
-    constants = dict(
-        LEVELS=levels,
-        POINTS=count,
-        PADDED=triton.next_power_of_2(levels * count),
-        D=dim,
-        TILED=cut.tiled,
-        REFERENCE=0 if reference is None else reference.shape[-1],
-        GATED=gate is not None,
-        RESIDUAL=residual,
-        POST=position == 'post_softmax',
-        **switches,
-    )
-    tunes = os.environ.get('MMGATE_TRITON_AUTOTUNE') == '1' and not interpreted()
-    kernel = _kernel(backward, cuts_to_try(cut, dim) if tunes else (), dim)
-    if not tunes:
-        constants |= cut.constants(dim)
-        if interpreted():
-            constants['BLOCK_Q'] = blocks.INTERPRETED_QUERIES
-
-    def grid(meta: dict[str, Any]) -> tuple[int, int]:
-        return triton.cdiv(queries, meta['BLOCK_Q']), batch * heads
-
+    constants: dict[str, Any] = dict(LEVELS=levels, POINTS=count, PADDED=triton.next_power_of_2(levels * count), D=dim)
+    constants |= dict(GATED=gate is not None, RESIDUAL=residual, POST=position == 'post_softmax', TILED=cut.tiled)
+    constants |= dict(REFERENCE=0 if reference is None else reference.shape[-1], **switches, **cut.constants(dim))
+    if interpreted():
+        constants['BLOCK_Q'] = blocks.INTERPRETED_QUERIES
     order = _tile_order(shapes, starts, tokens) if cut.tiled else points
     # what is missing is not read
     reference, gate = points if reference is None else reference, logits if gate is None else gate
     tensors = [*before, value, shapes, starts, order, points, reference, logits, gate, *after]
-    # sizes of images differ, their powers of two seldom
-    launch(kernel, grid, *tensors, tokens, queries, queries.bit_length(), heads, *strides, **constants)
+    grid = triton.cdiv(queries, constants['BLOCK_Q']), batch * heads
+    kernel = backward_kernel if backward else forward_kernel
+    launch(kernel, grid, *tensors, tokens, queries, heads, *strides, **constants)
 
 
 def _tile_order(shapes: Tensor, starts: Tensor, tokens: int) -> Tensor:
@@ -116,27 +105,6 @@ def _tile_order(shapes: Tensor, starts: Tensor, tokens: int) -> Tensor:
     return order
 
 
-@functools.cache
-def _kernel(backward: bool, cuts: tuple[Cut, ...], dim: int) -> Any:
-    """Return a kernel, which chooses among ``cuts`` if there are any."""
-    import triton
-
-    from .backward_kernel import backward_kernel
-    from .kernels import forward_kernel
-
-    kernel = backward_kernel if backward else forward_kernel
-    if not cuts:
-        return kernel
-    configs = []
-    for cut in cuts:
-        constants = cut.constants(dim)
-        configs.append(triton.Config(constants, num_warps=constants.pop('num_warps')))
-    # Triton adds the dtypes to the key
-    key = ['size_class', 'heads', 'LEVELS', 'POINTS', 'D', 'GATED', 'REFERENCE', 'TILED']
-    kept = {'cache_results': True} if 'cache_results' in inspect.signature(triton.autotune).parameters else {}
-    return triton.autotune(configs, key=key, reset_to_zero=['grad_value_ptr'] if backward else None, **kept)(kernel)
-
-
 def _outputs(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = Sampling(*arguments)
     batch, queries, heads = call.logits.shape[:3]
@@ -144,13 +112,11 @@ def _outputs(*arguments: Any) -> tuple[Tensor, Tensor]:
     return output, call.logits.new_empty(batch, queries, heads, dtype=torch.float32)
 
 
-@operator('ms_deform_attn_fused', fake=_outputs, schema=f'({ARGUMENTS}) -> (Tensor, Tensor)')
+@operator('ms_deform_attn_fused', _outputs, f'({ARGUMENTS}) -> (Tensor, Tensor)')
 def _fused(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the output, and log2 of every softmax's sum, ``(B, Q, H)`` float32."""
     call = Sampling(*arguments)
     output, lse = _outputs(*call)
-    if not call.value.numel():  # no level has a pixel
-        return output.zero_(), lse.zero_()
     if call.logits.numel():
         _launch(False, call, [], [output, lse])
     return output, lse
@@ -171,8 +137,8 @@ def _gradients(grad: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]
 
 @operator(
     'ms_deform_attn_fused_backward',
-    fake=_gradients,
-    schema=f'(Tensor grad, Tensor lse, {ARGUMENTS}, bool grad_reference) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
+    _gradients,
+    f'(Tensor grad, Tensor lse, {ARGUMENTS}, bool grad_reference) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
 )
 def _fused_backward(grad: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of values, points, reference (a head's, float32), logits and gate (a logit's, float32)."""
@@ -180,30 +146,10 @@ def _fused_backward(grad: Tensor, lse: Tensor, *arguments: Any) -> tuple[Tensor,
     call = Sampling(*inputs)
     grads = _gradients(grad, lse, *arguments)
     grads[0].zero_()
-    if not call.value.numel() or not call.logits.numel():
-        return tuple(x.zero_() for x in grads)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    switches = dict(SCATTER=not deterministic, GRAD_REFERENCE=grad_reference)
-    _launch(True, call, [grad.contiguous(), lse], list(grads), **switches)
-    return (_sorted_value_gradient(grad, call), *grads[1:]) if deterministic else grads
-
-
-def _sorted_value_gradient(grad: Tensor, call: Sampling) -> Tensor:
-    """Return the values' gradient without atomics: ``index_put_`` sorts under deterministic algorithms."""
-    batch, tokens, heads, dim = call.value.shape
-    weights = attention_weights(call.logits.float(), call.gate, residual=call.residual, position=call.position)
-    locations = call.points.float()
-    if call.reference_points is not None:
-        locations = offset_locations(locations, call.reference_points.float(), call.spatial_shapes)
-    image = torch.arange(batch, device=grad.device).view(-1, 1, 1, 1, 1)
-    head = torch.arange(heads, device=grad.device).view(-1, 1, 1)
-    starts = call.level_start_index.clamp(max=tokens - 1)[:, None]  # where a last level is empty
-    rows = grad.float().view(batch, -1, heads, 1, 1, dim)
-    total = torch.zeros(call.value.shape, dtype=torch.float32, device=grad.device)
-    for index, share in corners(call.spatial_shapes, locations):  # (B, Q, H, L, P)
-        at = torch.broadcast_tensors(image, starts + index, head)
-        total.index_put_(at, (share * weights)[..., None] * rows, accumulate=True)
-    return total
+    if not call.logits.numel():
+        return grads
+    _launch(True, call, [grad.contiguous(), lse], list(grads), GRAD_REFERENCE=grad_reference)
+    return grads
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -6,9 +6,11 @@ mask bias broadcastable to (B, H, N, M); output (B, H, N, e).
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from ..backend import Backend, find, register, run
+from ..backend import Backend, anywhere, find, register, run
 from ..layout import check_layout
 from ..library import outside_graphs
 from . import chunked, reference, triton
@@ -52,8 +54,7 @@ def plug_attention(
         position: Gate the logits (``'pre_softmax'``) or the attention weights (``'post_softmax'``).
         dropout: Probability of dropping an attention weight.
         backend: ``'torch'`` (reference, holds all N x M maps), ``'chunked'`` (rows in chunks, recomputed in the
-            backward pass), ``'triton'`` (no map at all, CUDA) or ``'auto'``. ``MMGATE_PLUG_ATTENTION`` has the last
-            word.
+            backward pass), ``'triton'`` (no map at all, CUDA) or ``'auto'``, see :mod:`mmgate.ops.backend`.
 
     Returns:
         ``(B, H, N, e)``.
@@ -65,45 +66,37 @@ def plug_attention(
 
     Source: PLuG attention, Eq. 2 to 7, Eq. 17 for ``'post_softmax'``.
     """
-    _check(query, key, value, gate_query, gate_key, bias, position)
+    if position not in POSITIONS:
+        raise ValueError(f'position={position!r} is unknown; choose one of {", ".join(POSITIONS)}.')
+    shapes = ('query', query, 'B H N d'), ('key', key, 'B H M d')
+    gates = ('gate_query', gate_query, 'B G N g'), ('gate_key', gate_key, 'B G M g')
+    check_layout(*shapes, ('value', value, 'B H M e'), *gates, filled='d g')
+    check_layout(*shapes, ('bias', bias, 'B|1 H|1 N|1 M|1'), one_dtype=False)
+    batch, heads, rows, _ = query.shape
+    if gate_query.shape[1] not in (1, heads):
+        raise ValueError(f'gate_query must have 1 head or the {heads} of query, got {gate_query.shape[1]}.')
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
     arguments = (query, key, value, gate_query, gate_key, modulation, bias, residual, position, dropout)
-    batch, heads, rows, _ = query.shape
-    work = (batch * heads * rows * key.shape[2], *SIZES)
-    return run('plug_attention', BACKENDS, arguments, backend, work)
+    return run('plug_attention', BACKENDS, arguments, backend, (batch * heads * rows * key.shape[2], *SIZES))
 
 
-def _check(
-    query: Tensor, key: Tensor, value: Tensor, gate_query: Tensor, gate_key: Tensor, bias: Tensor | None, position: str
-) -> None:
-    if position not in POSITIONS:
-        raise ValueError(f'position={position!r} is unknown; choose one of {", ".join(POSITIONS)}.')
-    check_layout(
-        ('query', query, 'B H N d'),
-        ('key', key, 'B H M d'),
-        ('value', value, 'B H M e'),
-        ('gate_query', gate_query, 'B G N g'),
-        ('gate_key', gate_key, 'B G M g'),
-        filled='d g',
-    )
-    check_layout(
-        ('query', query, 'B H N d'), ('key', key, 'B H M d'), ('bias', bias, 'B|1 H|1 N|1 M|1'), one_dtype=False
-    )
-    if gate_query.shape[1] not in (1, query.shape[1]):
-        raise ValueError(f'gate_query must have 1 head or the {query.shape[1]} of query, got {gate_query.shape[1]}.')
+def check_backend(name: str, modulation: Any, gate_width: int, residual: bool, position: str) -> None:
+    """Refuse a name that no backend has, and what the backend of that name does not have.
 
-
-def check_backend(name: str) -> None:
-    """Raise ValueError if ``name`` is neither ``'auto'`` nor the name of a backend."""
+    Raises:
+        ConfigError: With the reason.
+    """
     if name != 'auto':
         find('plug_attention', BACKENDS, name)
+    if name == 'triton':
+        triton.check(modulation, gate_width, residual, position, {})
 
 
 BACKENDS = register(
     'plug_attention',
-    Backend('chunked', lambda query: None, chunked.attend, words='rows in chunks'),
-    Backend('torch', lambda query: None, reference.attend, plain=True, words='the reference, with whole maps'),
+    Backend('chunked', anywhere, chunked.attend, words='rows in chunks'),
+    Backend('torch', anywhere, reference.attend, plain=True, words='the reference, with whole maps'),
     # No GPU has run it yet: 'auto' takes it where a calibration says so.
     Backend('triton', triton.why_not, triton.attend, in_order=False, words='Triton kernels without a map'),
 )

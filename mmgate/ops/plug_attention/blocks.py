@@ -23,42 +23,28 @@ BLOCKS = {
         'columns_backward_kernel': {16: (32, 64, 2), 32: (32, 64, 2), 64: (32, 32, 2), 128: (32, 16, 2)},
     },
 }
-# The same of programs of two heads that share their gate, by the GPU's generation, too: 9 for sm_90. Such a program is
-# taken where it needs fewer instructions a head and as many heads are at work in a multiprocessor as by programs of one
-# head; it does not spill without a bias, and a few words with one (KERNELS.md has the counts). No entry: one head.
-PAIRED: dict[tuple[int, str], dict[int, dict[int, tuple[int, int, int]]]] = {
-    (2, 'forward_kernel'): {
-        16: {8: (64, 64, 3), 9: (64, 64, 3), 12: (64, 64, 3)},
-        32: {8: (64, 64, 2), 9: (64, 64, 3), 12: (64, 64, 2)},
-        64: {8: (64, 32, 2), 9: (64, 64, 2), 12: (64, 32, 2)},
-    },
-    (2, 'rows_backward_kernel'): {
-        16: {8: (64, 32, 3), 9: (64, 32, 3), 12: (64, 32, 3)},
-        32: {8: (64, 16, 3), 9: (64, 32, 3), 12: (64, 16, 3)},
-        64: {9: (64, 16, 2)},
-    },
-    (2, 'columns_backward_kernel'): {
-        16: {8: (32, 64, 3), 9: (32, 64, 3), 12: (32, 64, 3)},
-        32: {8: (16, 64, 3), 9: (32, 64, 3), 12: (16, 64, 3)},
-    },
-    (4, 'forward_kernel'): {16: {9: (64, 32, 2)}, 32: {9: (64, 32, 2)}},
+# The same of programs of two heads that share their gate, on sm_8x and sm_12x and then on sm_90, also by whether there
+# is a bias of rows and columns. Such a program is taken where it needs fewer instructions a head and as many heads are
+# at work in a multiprocessor as by programs of one head; it does not spill without a bias, and a few words with one
+# (KERNELS.md has the counts). No entry: one head.
+OLDER: dict[tuple[int, str, bool], dict[int, tuple[int, int, int]]] = {
+    (2, 'forward_kernel', False): {16: (64, 64, 3), 32: (64, 64, 2), 64: (64, 32, 2)},
+    (2, 'rows_backward_kernel', False): {16: (64, 32, 3), 32: (64, 16, 3)},
+    (2, 'columns_backward_kernel', False): {16: (32, 64, 3), 32: (16, 64, 3)},
+    (2, 'forward_kernel', True): {16: (64, 32, 3), 32: (64, 32, 2)},
+    (2, 'rows_backward_kernel', True): {16: (64, 16, 3), 32: (64, 16, 3)},
+    (2, 'columns_backward_kernel', True): {16: (16, 64, 3), 32: (16, 64, 3)},
 }
-# ... with a bias of rows and columns that the heads share, too
-PAIRED_FULL: dict[tuple[int, str], dict[int, dict[int, tuple[int, int, int]]]] = {
-    (2, 'forward_kernel'): {
-        16: {8: (64, 32, 3), 9: (64, 32, 3), 12: (64, 32, 3)},
-        32: {8: (64, 32, 2), 9: (64, 32, 3), 12: (64, 32, 2)},
-        64: {9: (64, 32, 2)},
-    },
-    (2, 'rows_backward_kernel'): {
-        16: {8: (64, 16, 3), 9: (64, 32, 3), 12: (64, 16, 3)},
-        32: {8: (64, 16, 3), 9: (64, 32, 3), 12: (64, 16, 3)},
-    },
-    (2, 'columns_backward_kernel'): {
-        16: {8: (16, 64, 3), 9: (32, 64, 3), 12: (16, 64, 3)},
-        32: {8: (16, 64, 3), 9: (16, 64, 3), 12: (16, 64, 3)},
-    },
+SM_90: dict[tuple[int, str, bool], dict[int, tuple[int, int, int]]] = {
+    (2, 'forward_kernel', False): {16: (64, 64, 3), 32: (64, 64, 3), 64: (64, 64, 2)},
+    (2, 'rows_backward_kernel', False): {16: (64, 32, 3), 32: (64, 32, 3), 64: (64, 16, 2)},
+    (2, 'columns_backward_kernel', False): {16: (32, 64, 3), 32: (32, 64, 3)},
+    (2, 'forward_kernel', True): {16: (64, 32, 3), 32: (64, 32, 3), 64: (64, 32, 2)},
+    (2, 'rows_backward_kernel', True): {16: (64, 32, 3), 32: (64, 32, 3)},
+    (2, 'columns_backward_kernel', True): {16: (32, 64, 3), 32: (16, 64, 3)},
+    (4, 'forward_kernel', False): {16: (64, 32, 2), 32: (64, 32, 2)},
 }
+PAIRED = {8: OLDER, 9: SM_90, 12: OLDER}  # by tens of the compute capability
 NUM_WARPS = 4
 SMALL_BLOCKS = (16, 16, 1)  # in the interpreter, so that small shapes have several; the least that a product takes
 
@@ -81,24 +67,22 @@ def blocks_of(name: str, itemsize: int, widest: int, full_bias: bool, pairs: boo
         itemsize: Bytes of an element.
         widest: The wider of padded channels and gate channels: 16, 32, 64 or 128.
         full_bias: There is a bias of rows and columns, which the stages hold, too.
-        pairs: Pairs of heads share their gate, and the bias if it is a full one.
+        pairs: Pairs of heads share their gate and bias.
         capability: Of the GPU: 90 for sm_90.
     """
-    paired = PAIRED_FULL if full_bias else PAIRED
-    blocks = paired.get((itemsize, name), {}).get(widest, {}).get(capability // 10) if pairs else None
-    if blocks is not None:
-        return Blocks(True, *blocks)
+    entry = PAIRED.get(capability // 10, {}).get((itemsize, name, full_bias), {}).get(widest) if pairs else None
+    if entry is not None:
+        return Blocks(True, *entry)
     rows, columns, stages = BLOCKS[itemsize][name][widest]
     return Blocks(False, rows, columns, 1 if full_bias and widest == MAX_DIM else stages)
 
 
 def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None) -> Blocks:
     """Return how a kernel works on these tensors, by small blocks in the interpreter."""
-    pairs, full = gate_query.shape[1] == 1 and query.shape[1] % 2 == 0, biased(bias) == 2
+    pairs = gate_query.shape[1] == 1 and query.shape[1] % 2 == 0 and is_shared(bias, 1)
     if interpreted():
         return otherwise(Blocks(pairs, *SMALL_BLOCKS))
-    widest = padded(max(query.shape[-1], gate_query.shape[-1]))
-    pairs = pairs and (not full or is_shared(bias, 1))
+    widest, full = padded(max(query.shape[-1], gate_query.shape[-1])), biased(bias) == 2
     return otherwise(blocks_of(name, query.element_size(), widest, full, pairs, target_of(query.device).arch))
 
 

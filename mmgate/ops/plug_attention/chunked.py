@@ -1,4 +1,7 @@
-"""PLuG attention in chunks of query rows, so that no whole map is in memory; any option of the operator."""
+"""PLuG attention in chunks of query rows, formed anew in the backward pass, so that no whole map is in memory.
+
+What has a gradient of its own (``rows.py``) takes less time and memory than the chunks under autograd.
+"""
 
 from __future__ import annotations
 
@@ -10,69 +13,50 @@ from torch.utils.checkpoint import checkpoint
 
 from ..library import autocast_dtype, is_compiling
 from . import reference
-from .reference import Modulation
+from .reference import Arguments
 from .rows import GatedRows
 
 CHUNK = 1 << 21  # elements of (B, H, rows, M) that exist at a time
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate_query: Tensor,
-    gate_key: Tensor,
-    modulation: Modulation,
-    bias: Tensor | None = None,
-    residual: bool = True,
-    position: str = 'pre_softmax',
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attend; arguments and return value as :func:`mmgate.ops.plug_attention`."""
-    batch, heads, rows, _ = query.shape
-    step = max(1, CHUNK // max(1, batch * heads * key.shape[-2]))
-    options: dict[str, Any] = dict(residual=residual, position=position, dropout=dropout)
+def attend(*arguments: Any) -> Tensor:
+    """Attend; the arguments are those of :class:`Arguments`."""
+    call = Arguments(*arguments)
+    batch, heads, rows, _ = call.query.shape
+    step = max(1, CHUNK // max(1, batch * heads * call.key.shape[-2]))
     if rows <= step:
-        return reference.attend(query, key, value, gate_query, gate_key, modulation, bias, **options)
-    learnt_bias = bias is not None and bias.requires_grad
-    if dropout or learnt_bias or is_compiling() or not isinstance(modulation, nn.Module):
-        return _checkpointed(step, query, key, value, gate_query, gate_key, modulation, bias, options)
+        return reference.attend(*call)
+    learnt_bias = call.bias is not None and call.bias.requires_grad
+    if call.dropout or learnt_bias or is_compiling() or not isinstance(call.modulation, nn.Module):
+        return _checkpointed(step, call)
+    tensors, narrow = call[:5], autocast_dtype(call.query.device.type)
+    if narrow is not None:
+        tensors = tuple(x.to(narrow) for x in tensors)
 
     def factor(gate_query: Tensor, gate_key: Tensor) -> Tensor:
-        return reference.gate_factor(gate_query, gate_key, modulation, residual)
+        return reference.gate_factor(gate_query, gate_key, call.modulation, call.residual)
 
-    device = query.device.type
-    tensors = (query, key, value, gate_query, gate_key)
-    narrow = autocast_dtype(device)
-    if narrow is not None:
-        tensors = tuple(x.to(narrow) for x in tensors)  # type: ignore[assignment]
-    with torch.autocast(device, enabled=False):
-        return GatedRows.apply(step, position == 'post_softmax', factor, bias, *tensors, *modulation.parameters())
+    with torch.autocast(call.query.device.type, enabled=False):
+        options = step, call.position == 'post_softmax', factor, call.bias
+        return GatedRows.apply(*options, *tensors, *call.modulation.parameters())
 
 
-def _checkpointed(
-    step: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate_query: Tensor,
-    gate_key: Tensor,
-    modulation: Modulation,
-    bias: Tensor | None,
-    options: dict[str, Any],
-) -> Tensor:
-    """The chunks under autograd, for what has no rule of its own: dropout, a learnt bias, any modulation."""
+def _checkpointed(step: int, call: Arguments) -> Tensor:
+    """The chunks under autograd, for what has no gradient of its own: dropout, a learnt bias, any modulation."""
+    columns = call.key, call.value, call.gate_key
+    # in 32 bits, as the sums of the chunks' gradients have to be
+    wide = [x.float() if x.dtype.itemsize < 4 else x for x in columns]
 
-    def attend_rows(
-        query: Tensor, gate_query: Tensor, key: Tensor, value: Tensor, gate_key: Tensor, bias: Tensor | None
-    ) -> Tensor:
-        return reference.attend(query, key, value, gate_query, gate_key, modulation, bias, **options)
+    def attend_rows(query: Tensor, gate_query: Tensor, bias: Tensor | None, *wide: Tensor) -> Tensor:
+        key, value, gate_key = (x.to(like.dtype) for x, like in zip(wide, columns, strict=True))
+        return reference.attend(query, key, value, gate_query, gate_key, call.modulation, bias, *call[7:])
 
     outputs = []
-    for start in range(0, query.shape[-2], step):
-        part = slice(start, start + step)
-        chunk_bias = bias if bias is None or bias.shape[-2] == 1 else bias[:, :, part]
-        inputs = query[:, :, part], gate_query[:, :, part], key, value, gate_key, chunk_bias
-        recomputes = torch.is_grad_enabled()
-        outputs.append(checkpoint(attend_rows, *inputs, use_reentrant=False) if recomputes else attend_rows(*inputs))
+    for part in (slice(start, start + step) for start in range(0, call.query.shape[-2], step)):
+        bias = call.bias if call.bias is None or call.bias.shape[-2] == 1 else call.bias[:, :, part]
+        inputs: Any = call.query[:, :, part], call.gate_query[:, :, part], bias, *wide
+        if torch.is_grad_enabled():
+            outputs.append(checkpoint(attend_rows, *inputs, use_reentrant=False, preserve_rng_state=call.dropout > 0))
+        else:
+            outputs.append(attend_rows(*inputs))
     return torch.cat(outputs, -2)

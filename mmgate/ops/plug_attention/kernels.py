@@ -12,9 +12,8 @@ strides over (B, H, N, M), 0 where it broadcasts; output (B, H, N, D); lse (B, H
 and log2 of its sum: added up, the sum would be lost in a row whose bias is -10^9 throughout.
 
 A program has a block of rows (or columns, in the last kernel) of one head or, with PAIR, of two neighbouring heads that
-share their gate: then R, t and backward the two products with dR, 1 - t^2 and the scalars' sums are formed once for
-both. What a shared gate collects is written per program and summed outside, so nothing is added by atomics and every
-gradient is deterministic. Names that end in 2 are the second head's.
+share their gate and bias; names that end in 2 are the second head's. What a shared gate collects is written per program
+and summed outside. ../KERNELS.md says why.
 
 The blocks keep the products as they come, K and Kg unscaled: scales, and log2(e) for exponentials to base 2, sit in
 the numbers that multiply them anyway. FAST_TANH takes the GPU's own tanh, good to 2^-11, else it is
@@ -146,7 +145,7 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, gq_ptr, gk_ptr, scalars_ptr, bias_ptr, out_ptr, lse_ptr,
     heads, gate_heads, rows, columns, bias_b, bias_h, bias_n, bias_m, scale, gate_scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BIASED: tl.constexpr,
-    ONE_BIAS: tl.constexpr, EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Store output and log-sum-exp, to base 2 and in two parts, of BLOCK_N rows."""
@@ -177,8 +176,6 @@ def forward_kernel(
             q, factor, added, top, total, out, k_ptr, v_ptr, m, columns, D, BLOCK_D, BIASED, ADDED, INTERPRETED
         )
         if PAIR:
-            if BIASED and not ONE_BIAS:
-                added = _added(bias + bias_h, n[:, None], m[None, :], rows, columns, bias_n, bias_m, BIASED, EVEN)
             top2, total2, out2 = _attend(
                 q2, factor, added, top2, total2, out2, k_ptr + columns * D, v_ptr + columns * D, m, columns,
                 D, BLOCK_D, BIASED, ADDED, INTERPRETED,
@@ -233,7 +230,7 @@ def rows_backward_kernel(
     grad_q_ptr, grad_gq_ptr, grad_scalars_ptr,
     heads, gate_heads, rows, columns, bias_b, bias_h, bias_n, bias_m, scale, gate_scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BIASED: tl.constexpr,
-    ONE_BIAS: tl.constexpr, EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Store dQ, and the head's or the pair's share of dQg and of the scalars, for BLOCK_N rows."""
@@ -274,8 +271,6 @@ def rows_backward_kernel(
             D, BLOCK_D, ADDED, INTERPRETED,
         )  # fmt: skip
         if PAIR:
-            if BIASED and not ONE_BIAS:
-                added = _added(bias + bias_h, n[:, None], m[None, :], rows, columns, bias_n, bias_m, BIASED, EVEN)
             grad_q2, grad_f2 = _by_columns(
                 q2, grad2, top2, total2, delta2, t, factor, added, grad_q2, k_ptr + columns * D,
                 v_ptr + columns * D, m, columns, D, BLOCK_D, ADDED, INTERPRETED,
@@ -321,7 +316,7 @@ def columns_backward_kernel(
     grad_k_ptr, grad_v_ptr, grad_gk_ptr,
     heads, gate_heads, rows, columns, bias_b, bias_h, bias_n, bias_m, scale, gate_scale,
     D: tl.constexpr, E: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr, BIASED: tl.constexpr,
-    ONE_BIAS: tl.constexpr, EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
+    EVEN: tl.constexpr, PAIR: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr,
     FAST_TANH: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
     """Store dK and dV, and the head's or the pair's share of dKg, for BLOCK_M columns."""
@@ -342,12 +337,9 @@ def columns_backward_kernel(
         k2, v2 = _rows(k_ptr + at2, m, columns, D, BLOCK_D), _rows(v_ptr + at2, m, columns, D, BLOCK_D)
         grad_k2, grad_v2 = grad_k, grad_v
     grad_gk = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
-    of_columns, of_columns2 = 0.0, 0.0
+    of_columns = 0.0
     if BIASED == 1:
         of_columns = _added(bias, 0, m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
-        of_columns2 = of_columns
-        if PAIR and not ONE_BIAS:
-            of_columns2 = _added(bias + bias_h, 0, m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
     for start in range(0, rows, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         gq = _rows(gq_ptr + gate * rows * E, n, rows, E, BLOCK_E)
@@ -361,9 +353,6 @@ def columns_backward_kernel(
             D, BLOCK_D, BIASED, INTERPRETED,
         )  # fmt: skip
         if PAIR:
-            added = added if BIASED == 2 else of_columns2
-            if BIASED == 2 and not ONE_BIAS:
-                added = _added(bias + bias_h, n[None, :], m[:, None], rows, columns, bias_n, bias_m, BIASED, EVEN)
             grad_k2, grad_v2, grad_f2 = _by_rows(
                 k2, v2, t, factor, added, grad_k2, grad_v2, q_ptr + rows * D, grad_ptr + rows * D, lse_ptr + rows * 2,
                 delta_ptr + rows, n, rows, D, BLOCK_D, BIASED, INTERPRETED,

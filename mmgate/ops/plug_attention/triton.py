@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mmgate.errors import ConfigError
+
 from .. import triton_backend
 from ..library import operator
 from ..triton_backend import MAX_DIM, interpreted, launch, padded
-from .blocks import biased, blocks_for, is_shared
+from .blocks import biased, blocks_for
+from .reference import Arguments
 
 __all__ = ['attend', 'why_not']
 ARGUMENTS = (  # those of a Call
@@ -40,45 +43,42 @@ def why_not(query: Tensor) -> str | None:
     return triton_backend.why_not(query)
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate_query: Tensor,
-    gate_key: Tensor,
-    modulation: Any,
-    bias: Tensor | None = None,
-    residual: bool = True,
-    position: str = 'pre_softmax',
-    dropout: float = 0.0,
-) -> Tensor:
-    """Attend; arguments and return value as :func:`mmgate.ops.plug_attention`.
+def check(modulation: Any, gate_width: int, residual: bool, position: str, asked: dict[str, bool]) -> None:
+    """Refuse what the kernels do not have: all gates but ``1 + tanh((a R + b)(c R + e))`` on the logits, and ``asked``.
 
     Raises:
-        ValueError: What the kernels do not have: another gate than ``tanh((a R + b)(c R + e))`` with the residual
-            before the softmax, dropout, a bias that needs a gradient, gates wider than 128 channels, values of another
-            width than queries.
+        ConfigError: With all that was asked for and is not there.
     """
-    kind = getattr(modulation, 'variant', None), getattr(modulation, 'activation', None)
-    lacking = [
-        reason
-        for reason, lacks in (
-            (f'the gate {kind} (gml, activation), only (product, tanh)', kind != ('product', 'tanh')),
-            ('residual=False', not residual),
-            (f'position={position!r}', position != 'pre_softmax'),
-            (f'dropout={dropout}', dropout > 0),
-            ('a bias that needs a gradient', bias is not None and bias.requires_grad),
-            (f'gates of {gate_query.shape[-1]} channels', gate_query.shape[-1] > MAX_DIM),
-            (f'values of {value.shape[-1]} channels beside {query.shape[-1]}', value.shape[-1] != query.shape[-1]),
-        )
-        if lacks
-    ]
+    gate = getattr(modulation, 'variant', None), getattr(modulation, 'activation', None)
+    asked = {
+        **asked,
+        f'the gate {gate} (gml, activation), only (product, tanh)': gate != ('product', 'tanh'),
+        'residual=False': not residual,
+        f'position={position!r}': position != 'pre_softmax',
+        f'gates of {gate_width} channels': gate_width > MAX_DIM,
+    }
+    lacking = '; '.join(what for what, is_asked in asked.items() if is_asked)
     if lacking:
-        raise ValueError(f"plug_attention: backend 'triton' does not have {'; '.join(lacking)}. Use 'chunked'.")
-    a, c = modulation.weight.float().unbind()
-    b, e = modulation.bias.float().unbind()
+        raise ConfigError(f"plug_attention: backend 'triton' does not have {lacking}. Use 'chunked'.")
+
+
+def attend(*arguments: Any) -> Tensor:
+    """Attend; the arguments are those of :class:`Arguments`.
+
+    Raises:
+        ConfigError: See :func:`check`.
+    """
+    call: Any = Arguments(*arguments)
+    query, key, value, gate_query, gate_key, modulation, bias, residual, position, dropout = call
+    asked = {
+        f'dropout={dropout}': dropout > 0,
+        'a bias that needs a gradient': bias is not None and bias.requires_grad,
+        f'values of {value.shape[-1]} channels beside {query.shape[-1]}': value.shape[-1] != query.shape[-1],
+    }
+    check(modulation, gate_query.shape[-1], residual, position, asked)
+    scalars = torch.stack([modulation.weight.float(), modulation.bias.float()], 1).flatten()  # a, b, c, e
     tensors = (x.to(query.dtype).contiguous() for x in (query, key, value, gate_query, gate_key))
-    return _fused(*tensors, torch.stack([a, b, c, e]), bias)[0]
+    return _fused(*tensors, scalars, bias)[0]
 
 
 def _launch(name: str, call: Call, others: tuple[Tensor, ...]) -> None:
@@ -94,35 +94,16 @@ def _launch(name: str, call: Call, others: tuple[Tensor, ...]) -> None:
     blocks = blocks_for(name, query, call.gate_query, bias)
     by_columns = name.startswith('columns')
     programs = triton.cdiv(columns, blocks.columns) if by_columns else triton.cdiv(rows, blocks.rows)
-    launch(
-        getattr(kernels, name),
-        (programs * batch * (heads // 2 if blocks.pair else heads),),
-        *call[:6],
-        query if bias is None else bias,  # not read without one
-        *others,
-        heads,
-        call.gate_query.shape[1],
-        rows,
-        columns,
-        *strides,
-        dim**-0.5,
-        width**-0.5,
-        D=dim,
-        E=width,
-        BLOCK_D=padded(dim),
-        BLOCK_E=padded(width),
-        BIASED=biased(bias),
-        ONE_BIAS=is_shared(bias, 1),
-        EVEN=by_columns or columns % blocks.columns == 0,
-        PAIR=blocks.pair,
-        BLOCK_N=blocks.rows,
-        BLOCK_M=blocks.columns,
-        # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
-        FAST_TANH=query.element_size() == 2 and not interpreted(),
-        INTERPRETED=interpreted(),
-        num_warps=blocks.warps,
-        num_stages=blocks.stages,
-    )
+    grid = (programs * batch * (heads // 2 if blocks.pair else heads),)
+    tensors = [*call[:6], query if bias is None else bias, *others]  # a bias that is missing is not read
+    numbers = [heads, call.gate_query.shape[1], rows, columns, *strides, dim**-0.5, width**-0.5]
+    constants: dict[str, Any] = dict(D=dim, E=width, BLOCK_D=padded(dim), BLOCK_E=padded(width), PAIR=blocks.pair)
+    constants |= dict(BLOCK_N=blocks.rows, BLOCK_M=blocks.columns, num_warps=blocks.warps, num_stages=blocks.stages)
+    constants |= dict(BIASED=biased(bias), INTERPRETED=interpreted())
+    constants['EVEN'] = by_columns or columns % blocks.columns == 0
+    # an instruction of NVIDIA's, whose error is below the rounding of 16-bit inputs
+    constants['FAST_TANH'] = query.element_size() == 2 and not interpreted()
+    launch(getattr(kernels, name), grid, *tensors, *numbers, **constants)
 
 
 def _outputs(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
@@ -130,7 +111,7 @@ def _outputs(query: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(batch, heads, 2, rows, dtype=torch.float32)
 
 
-@operator('plug_attention_fused', fake=_outputs, schema=f'({ARGUMENTS}) -> (Tensor, Tensor)')
+@operator('plug_attention_fused', _outputs, f'({ARGUMENTS}) -> (Tensor, Tensor)')
 def _fused(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Return the output, and largest exponent and log2 of the sum of every softmax, ``(B, H, 2, N)`` float32."""
     call = Call(*arguments)
@@ -148,8 +129,8 @@ def _gradients(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
 
 @operator(
     'plug_attention_fused_backward',
-    fake=_gradients,
-    schema=f'(Tensor grad, {ARGUMENTS}, Tensor output, Tensor lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
+    _gradients,
+    f'(Tensor grad, {ARGUMENTS}, Tensor output, Tensor lse) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)',
 )
 def _fused_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     """Return the gradients of the five tensors and the four scalars."""
@@ -171,14 +152,11 @@ def _fused_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         x.new_empty(batch, heads // 2 if blocks.pair else heads, *x.shape[2:], dtype=torch.float32)
         for x, blocks in ((call.gate_query, by_row), (call.gate_key, by_column))
     )
-    programs = batch * of_rows.shape[1] * triton.cdiv(rows, by_row.rows)
-    shares = grad.new_empty(programs, 4, dtype=torch.float32)
+    shares = grad.new_empty(batch * of_rows.shape[1] * triton.cdiv(rows, by_row.rows), 4, dtype=torch.float32)
     _launch('rows_backward_kernel', call, (lse, delta, grad, grad_query, of_rows, shares))
     _launch('columns_backward_kernel', call, (lse, delta, grad, grad_key, grad_value, of_columns))
-    gate_query, gate_key = (
-        x.sum_to_size(gate.shape).to(gate.dtype)
-        for x, gate in ((of_rows, call.gate_query), (of_columns, call.gate_key))
-    )
+    pairs = (of_rows, call.gate_query), (of_columns, call.gate_key)
+    gate_query, gate_key = (x.sum_to_size(gate.shape).to(gate.dtype) for x, gate in pairs)
     return grad_query, grad_key, grad_value, gate_query, gate_key, shares.sum(0)
 
 

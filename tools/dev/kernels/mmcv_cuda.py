@@ -110,7 +110,7 @@ def provide_operator() -> None:
 
     if get_compiling_cuda_version() == 'not available':
         multi_scale_deform_attn.ext_module = build_operator()
-        backend.look_again()
+        backend.missing.cache_clear()
 
 
 if __name__ == '__main__':

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmgate.benchmarks.measure import MODES, Row, Within, environment, interleaved, write_csv
+from mmgate.benchmarks.measure import MODES, Row, Within, interleaved, write_csv
 from mmgate.benchmarks.ops import LEVELS, sampler_inputs
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
@@ -50,7 +50,6 @@ SWITCHES: dict[str, dict[str, Within]] = {
                 'twice the queries': lambda cut: cut._replace(times=2),
             },
         ),
-        'autotuned': partial(environment, MMGATE_TRITON_AUTOTUNE='1'),
     },
     'plug_attention': _otherwise(
         Blocks,
