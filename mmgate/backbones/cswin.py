@@ -153,7 +153,8 @@ class AgentCSwin(PublishedWeights, BaseModule):
 
     def rename(self, state: State) -> State:
         """Return the tensors of the authors' CSwin, or of ours, under the names that they have here."""
-        return cswin_layout(state, self.state_dict())
+        own = self.state_dict()  # where there are agents, the convolutions in a vanilla block's stripes have no place
+        return {key: value for key, value in cswin_layout(state).items() if key in own or '.lepe.' not in key}
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mmengine.logging import print_log
@@ -75,7 +75,7 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
     state = {key: value for key, value in state.items() if key in own or not OUTPUT_NORM.fullmatch(key)}
     gates = tuple(name for name, _ in gate_parameters(backbone, remove_duplicate=False))
     vanilla = not any(key.endswith(gates) for key in state)
-    faults = misfits(backbone, state, may_miss=gates if vanilla else ())
+    faults = _misfits(backbone, state, may_miss=(*DERIVED, *gates) if vanilla else DERIVED)
     if faults:
         listed = '\n  '.join(faults[:20] + [f'... and {len(faults) - 20} more'] * (len(faults) > 20))
         raise ValueError(
@@ -88,24 +88,19 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
         print_log(f'{source} has no {", ".join(kept)}: they keep their start', logger='current')
 
 
-def misfits(backbone: nn.Module, state: Mapping[str, Tensor], may_miss: Sequence[str] = ()) -> list[str]:
+def _misfits(backbone: nn.Module, state: Mapping[str, Tensor], may_miss: tuple[str, ...]) -> list[str]:
     """Return what keeps ``state`` from filling ``backbone``: unknown and missing keys and other shapes.
 
     Keys of the vanilla attention count as those of the attention in its place, and positions of another resolution
-    fit. What a backbone derives, and output norms, may be missing.
-
-    Args:
-        backbone: The model.
-        state: Its state dict to be.
-        may_miss: Endings of further keys that may be missing.
+    fit. Output norms, and what ends as ``may_miss``, may be missing.
     """
     state = dict(state)
     resize_positions(backbone, state)
     for name, module in backbone.named_modules():
         if isinstance(module, MapAttention):
             module.adopt(state, f'{name}.')
-    own, free = backbone.state_dict(), (*DERIVED, *may_miss)
-    missing = [key for key in own if key not in state and not key.endswith(free) and not OUTPUT_NORM.fullmatch(key)]
+    own = backbone.state_dict()
+    missing = [key for key in own if key not in state and not key.endswith(may_miss) and not OUTPUT_NORM.fullmatch(key)]
     return [
         *(f'unknown: {key}' for key in state if key not in own),
         *(f'missing: {key}' for key in missing),
@@ -183,58 +178,52 @@ def host_layout(state: State) -> State:
     )
 
 
-_CSWIN = (
-    (r'^stage1_conv_embed\.0\.', 'embeddings.0.conv.'),
-    (r'^stage1_conv_embed\.2\.', 'embeddings.0.norm.'),
-    (r'^merge(\d)\.', r'embeddings.\1.'),
-    (r'^norm\.', f'norm{LAST}.'),
-)
-
-
 def is_cswin(state: State) -> bool:
     """Return whether the keys are those of CSwin's authors."""
     return 'stage1_conv_embed.0.weight' in state
 
 
-def cswin_layout(state: State, own: Container[str]) -> State:
-    """Return the tensors of a CSwin under our names, less the head; ours pass as they are.
+_CSWIN = {
+    r'stage1_conv_embed\.0\.': 'embeddings.0.conv.',
+    r'stage1_conv_embed\.2\.': 'embeddings.0.norm.',
+    r'merge(\d)\.': r'embeddings.\1.',
+    r'norm\.': f'norm{LAST}.',
+}
+_OF_CSWIN_BLOCKS = {
+    r'(norm\d\.)': r'\1',
+    r'mlp\.fc1\.': 'mlp.0.',
+    r'mlp\.fc2\.': 'mlp.2.',
+    r'attns\.(\d)\.get_v\.': r'attn.lepe.\1.',
+    r'attns\.0\.': 'attn.',
+    '': 'attn.',
+}
+_DEIT = {
+    r'patch_embed\.proj\.': 'patch_embed.projection.',
+    r'blocks\.(\d+)\.norm([12])\.': r'layers.\1.ln\2.',
+    r'blocks\.(\d+)\.mlp\.fc1\.': r'layers.\1.ffn.layers.0.0.',
+    r'blocks\.(\d+)\.mlp\.fc2\.': r'layers.\1.ffn.layers.1.',
+    r'blocks\.(\d+)\.attn\.': r'layers.\1.attn.',
+    r'norm\.': 'ln1.',
+    r'(cls_token|pos_embed)$': r'\1',
+}
 
-    Args:
-        state: In the authors' names of CSwin, with agent attention or vanilla, or in ours.
-        own: The names in the backbone that is to hold them. Where it has agents, the convolutions in a vanilla block's
-            stripes have no place.
+
+def cswin_layout(state: State) -> State:
+    """Return the tensors of a CSwin, in its authors' names or ours, with agents or vanilla, under ours, less the head.
+
+    Ours pass as they are.
     """
-    agents = {key.removesuffix('attns.0.an_bias') for key in state if key.endswith('attns.0.an_bias')}
     converted = {}
     for key, value in state.items():
-        for old, new in _CSWIN:
-            key = re.sub(old, new, key)
         block = re.match(r'stage(\d)\.(\d+)\.', key)
         if block:
-            rest = key[block.end() :]
-            rest = re.sub(r'^attns\.(\d)\.get_v\.', 'dwc.' if block.group() in agents else r'lepe.\1.', rest)
-            rest = re.sub(r'^attns\.0\.', '', rest)
-            rest = rest.replace('mlp.fc1.', 'mlp.0.').replace('mlp.fc2.', 'mlp.2.')
-            inner = '' if rest.startswith(('norm', 'mlp')) else 'attn.'
-            key = f'stages.{int(block.group(1)) - 1}.{block.group(2)}.{inner}{rest}'
-        if not key.startswith('head.') and (key in own or '.lepe.' not in key):
-            converted[key] = value
+            rest = _renamed(key[block.end() :], _OF_CSWIN_BLOCKS)
+            if f'{block.group()}attns.0.an_bias' in state:  # agents have one convolution
+                rest = rest.replace('lepe.0.', 'dwc.')
+            converted[f'stages.{int(block.group(1)) - 1}.{block.group(2)}.{rest}'] = value
+        elif not key.startswith('head.'):
+            converted[_renamed(key, _CSWIN)] = value
     return converted
-
-
-_DEIT = (
-    (r'patch_embed\.proj\.', 'patch_embed.projection.'),
-    (r'blocks\.(\d+)\.norm([12])\.', r'layers.\1.ln\2.'),
-    (r'blocks\.(\d+)\.mlp\.fc1\.', r'layers.\1.ffn.layers.0.0.'),
-    (r'blocks\.(\d+)\.mlp\.fc2\.', r'layers.\1.ffn.layers.1.'),
-    (r'blocks\.(\d+)\.attn\.', r'layers.\1.attn.'),
-    (r'norm\.', 'ln1.'),
-    (r'(cls_token|pos_embed)$', r'\1'),
-)
-_OF_DEIT = (
-    *('patch_embed.projection.weight', 'patch_embed.projection.bias', 'ln1.weight', 'ln1.bias', 'cls_token'),
-    *('pos_embed', 'layers.0.attn.qkv.weight', 'layers.0.attn.proj.weight'),
-)
 
 
 def is_deit(state: State) -> bool:
@@ -249,19 +238,18 @@ def deit_layout(state: State) -> State:
         state: In the authors' names, with agent attention or vanilla.
 
     Raises:
-        ValueError: A key is unknown or missing, or the model is distilled.
+        ValueError: A key is unknown, or the model is distilled.
     """
     if 'dist_token' in state:
         raise ValueError('A distilled DeiT predicts from two tokens; take the one without distillation.')
-    converted = {}
-    for key, value in state.items():
-        if key.startswith('head.'):
-            continue
-        new = next((re.sub(f'^{old}', name, key) for old, name in _DEIT if re.match(old, key)), None)
-        if new is None:
-            raise ValueError(f"The checkpoint does not convert (keys as DeiT's authors name them): unknown: {key}")
-        converted[new] = value
-    missing = [key for key in _OF_DEIT if key not in converted]
-    if missing:
-        raise ValueError(f'The checkpoint does not convert (keys as mmpretrain names them): missing: {missing}')
-    return converted
+    state = {key: value for key, value in state.items() if not key.startswith('head.')}
+    unknown = [key for key in state if not any(re.match(old, key) for old in _DEIT)]
+    if unknown:
+        listed = ', '.join(unknown)
+        raise ValueError(f"The checkpoint does not convert (keys as DeiT's authors name them): unknown: {listed}")
+    return {_renamed(key, _DEIT): value for key, value in state.items()}
+
+
+def _renamed(key: str, names: Mapping[str, str]) -> str:
+    """Return ``key`` with its beginning renamed by the first pattern that fits."""
+    return next((re.sub(f'^{old}', new, key) for old, new in names.items() if re.match(old, key)), key)
