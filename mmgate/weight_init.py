@@ -44,8 +44,8 @@ class Swap:
         setattr(self.holder(model), self.name.rpartition('.')[2], module)
 
     @contextmanager
-    def vanilla_in_place(self, model: nn.Module) -> Iterator[None]:
-        """Let the host's module stand there for a while; its mode, device and dtype afterwards are the gate's, too."""
+    def disabled(self, model: nn.Module) -> Iterator[None]:
+        """Let the host's module compute for a while; its mode, device and dtype afterwards are the gate's, too."""
         self.put_vanilla(model)
         before, placed = self.vanilla.training, _placed(self.vanilla)
         try:

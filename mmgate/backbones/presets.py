@@ -34,14 +34,14 @@ SAGA_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 18, 0), 'base': (2, 2,
 
 
 def preset(presets: Mapping[str, Mapping[str, Any]], arch: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of ``arch`` with ``overrides``.
+    """Return the sizes of ``arch`` with those ``overrides`` that are not None.
 
     Raises:
         ValueError: An unknown ``arch``; the message lists the names there are.
     """
     if arch not in presets:
         raise ConfigError(f'arch={arch!r} is unknown; choose one of {", ".join(presets)} and override its fields.')
-    return {**presets[arch], **overrides}
+    return {**presets[arch], **{name: value for name, value in overrides.items() if value is not None}}
 
 
 def check_stages(stages: int, **options: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mmgate.hosts.table import Host, adapts
 from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
+from mmgate.layers.base.map import MapAttention
 from mmgate.ops.masks import merge_masks
 
 Core = TypeVar('Core', bound=DenseAttention)
@@ -78,6 +79,15 @@ def own_scale(host: Any, core: DenseAttention | None = None) -> str | None:
     """Return that ``host`` scales its logits by another number than ``1 / sqrt(d)``, which a gate would lose."""
     default = (host.embed_dims // host.num_heads) ** -0.5
     return None if host.scale == default else f'does not replace a {type(host).__name__} with a qk_scale of its own.'
+
+
+def attend_over_map(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:
+    """Return a gate with sizes, scale and dropouts of ``host``, which attends within windows or stripes."""
+    bias, drop = host.qkv.bias is not None, getattr(host.attn_drop, 'p', host.attn_drop)
+    taken = dict(qkv_bias=bias, qk_scale=host.scale, attn_drop=drop, proj_drop=host.proj_drop.p)
+    module = gate(host.embed_dims, host.num_heads, **taken, **options)
+    module.dropout_layer = getattr(host, 'dropout_layer', module.dropout_layer)
+    return module
 
 
 def attend_in_host(

@@ -12,8 +12,7 @@ from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from torch import Tensor
 
 from mmgate.hosts.core import attend_in_host, copy_as, holds_gates, without_projections
-from mmgate.hosts.reduced import adapt_reduced
-from mmgate.hosts.swin import adapt_swin
+from mmgate.hosts.pyramids import adapt_reduced, adapt_swin
 from mmgate.hosts.table import adapts
 from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
 

@@ -13,9 +13,8 @@ from mmseg.models.backbones.swin import ShiftWindowMSA, WindowMSA
 from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroupedSelfAttention
 from torch import Tensor
 
-from mmgate.hosts.core import attend_in_host, holds_gates, own_scale
-from mmgate.hosts.reduced import adapt_reduced
-from mmgate.hosts.swin import adapt_swin, attend_over_map
+from mmgate.hosts.core import attend_in_host, attend_over_map, holds_gates, own_scale
+from mmgate.hosts.pyramids import adapt_reduced, adapt_swin
 from mmgate.hosts.table import adapts
 from mmgate.layers.base.map import MapAttention
 
@@ -83,7 +82,4 @@ class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
         return windows.flatten(3, 4).flatten(0, 2)  # (B nW, N, C)
 
 
-@adapts(MapAttention, LocallyGroupedSelfAttention)
-def whole_map(gate: type[MapAttention], host: LocallyGroupedSelfAttention, /, **options: Any) -> MapAttention:
-    """Attend over the whole map in the place of windows, as in Swin."""
-    return attend_over_map(gate, host, **options)
+adapts(MapAttention, LocallyGroupedSelfAttention)(attend_over_map)  # the whole map in the place of windows, as in Swin

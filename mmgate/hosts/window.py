@@ -10,8 +10,27 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.dense import DenseAttention
 
+RENAMED = {
+    'qkv.weight': 'attn.in_proj_weight',
+    'qkv.bias': 'attn.in_proj_bias',
+    'proj.weight': 'attn.out_proj.weight',
+    'proj.bias': 'attn.out_proj.bias',
+}
 
-class GatedWindowMSA(nn.Module):
+
+class Renamed(nn.Module):
+    """Base of what stands for a host around a gated attention ``attn``, which takes over the host's projections."""
+
+    def _load_from_state_dict(
+        self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        for old, new in RENAMED.items():
+            if prefix + old in state_dict:
+                state_dict[prefix + new] = state_dict.pop(prefix + old)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class GatedWindowMSA(Renamed):
     """Drop-in for mmdet's, mmseg's and mmpretrain's ``WindowMSA`` around a gated attention.
 
     The relative position bias and the mask of shifted windows are added to the logits after the gate.
@@ -52,20 +71,9 @@ class GatedWindowMSA(nn.Module):
     def _load_from_state_dict(
         self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
-        for old, new in RENAMED.items():
-            if prefix + old in state_dict:
-                state_dict[prefix + new] = state_dict.pop(prefix + old)
         # follows from the window's size, so that a state dict need not have it
         state_dict.setdefault(f'{prefix}relative_position_index', self.relative_position_index)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-RENAMED = {
-    'qkv.weight': 'attn.in_proj_weight',
-    'qkv.bias': 'attn.in_proj_bias',
-    'proj.weight': 'attn.out_proj.weight',
-    'proj.bias': 'attn.out_proj.bias',
-}
 
 
 def _relative_positions(height: int, width: int) -> Tensor:

@@ -68,11 +68,12 @@ class AgentBiases(MapAttention):
     def biases(self, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)`` for a map of ``hw_shape``, the class token first."""
         heads, agents = self.num_heads, self.grid**2
-        rows, columns = self.ha_bias[0, :, :, 0].transpose(1, 2), self.wa_bias[0, :, 0].transpose(1, 2)
+        rows1, columns1 = self.ah_bias[0, ..., 0], self.aw_bias[0, :, :, 0]
+        rows2, columns2 = self.ha_bias[0, :, :, 0].transpose(1, 2), self.wa_bias[0, :, 0].transpose(1, 2)
         kind = self.an_bias.device.type
         with torch.autocast('cpu' if kind == 'meta' else kind, enabled=False):  # the same factors in and out of it
-            map1, columns1, basis = self._factors(self.an_bias, self.ah_bias[0, ..., 0], self.aw_bias[0, :, :, 0], hw_shape)
-            map2, columns2, _ = self._factors(self.na_bias, rows, columns, hw_shape)
+            map1, columns1, basis = self._factors(self.an_bias, rows1, columns1, hw_shape)
+            map2, columns2, _ = self._factors(self.na_bias, rows2, columns2, hw_shape)
         # B1 (H n, h, w) = map1 (H n, h, 8) basis (8, w) + columns
         map1, columns1 = map1.flatten(0, 1), columns1.flatten(0, 1)[:, None]
         bias1 = torch.baddbmm(columns1, map1, basis.expand(len(map1), -1, -1)).view(1, heads, agents, -1)

@@ -62,8 +62,6 @@ class DifferentialAttention(GateInit, DenseAttention):
         **kwargs: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout, **kwargs)
-        if self.head_dim % 2:
-            raise ValueError(f'The head width {self.head_dim} must be even, half of it for each stream.')
         if depth < 1:
             raise ValueError(f'depth={depth} must be the number of the layer, from 1 on.')
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (depth - 1)) if lambda_init is None else lambda_init

@@ -156,42 +156,6 @@ def test_gradcheck_and_wrong_maps(layer: MapAttention) -> None:
         type(layer)(8, 3, map_size=(3, 4))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize('first', ['float32', 'autocast', 'half'])
-def test_agent_biases_follow_dtype_and_autocast(first: str) -> None:
-    """What an evaluation keeps of the biases is of no use in another dtype."""
-    layer = AgentAttention(16, 2, map_size=(4, 4), agent_num=4, pretrain_agent_num=9).eval()
-    x = torch.randn(1, 30, 16)
-
-    def run(mode: str) -> torch.Tensor:
-        if mode == 'autocast':
-            with torch.autocast('cpu', torch.bfloat16):
-                return layer(x, (5, 6)).float()
-        if mode == 'half':
-            out = layer.bfloat16()(x.bfloat16(), (5, 6)).float()
-            layer.float()
-            return out
-        return layer(x, (5, 6))
-
-    run(first)
-    for mode in ('float32', 'autocast', 'half', 'float32'):
-        kept = run(mode)
-        layer.train().eval()  # forgets
-        assert torch.equal(run(mode), kept)
-        run(first)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
-@torch.no_grad()
-def test_agent_biases_follow_the_device() -> None:
-    """Parameters keep their identity and their counter on the way to another device."""
-    layer = AgentAttention(16, 2, map_size=(4, 4), agent_num=4).eval()
-    kept = layer.biases((5, 6))
-    for here, there in zip(kept, layer.cuda().biases((5, 6)), strict=True):
-        assert there.device.type == 'cuda'
-        torch.testing.assert_close(there.cpu(), here)
-
-
 @half_on_cpu
 def test_saga_keeps_small_keys_in_half_precision() -> None:
     """1 / N on the keys alone rounds many of them to 0: an error of 4 % here."""
