@@ -116,15 +116,7 @@ def resize_positions(backbone: nn.Module, state: dict[str, Any], prefix: str = '
     """Resize mmdet's position embeddings (PVT) and relative position tables (Swin) in ``state``, in place.
 
     As the hosts do: embeddings bilinearly, as PVT's forward pass on a larger image; tables bicubically. The attentions
-    of ours in a backbone see to their own positions.
-
-    Args:
-        backbone: Whose shapes they get.
-        state: A state dict to be loaded.
-        prefix: Of the backbone's keys in it.
-
-    Returns:
-        The names of the tensors that were resized.
+    of ours in a backbone see to their own positions. Returns the names of what was resized.
     """
     resized: dict[str, Tensor] = {}
     for name, module in backbone.named_modules():
@@ -147,8 +139,7 @@ def resize_positions(backbone: nn.Module, state: dict[str, Any], prefix: str = '
 def host_layout(state: State) -> State:
     """Return the tensors of a PVT or Swin under mmdet's names, less what a backbone does not need.
 
-    Args:
-        state: In the authors' names of PVT, PVTv2 or Swin, with agent attention or vanilla, or in mmdet's or mmseg's.
+    They are in the authors' names of PVT, PVTv2 or Swin, with agent attention or vanilla, or in mmdet's or mmseg's.
 
     Raises:
         ValueError: The keys are of neither backbone, or a half of a projection is missing.
@@ -232,10 +223,7 @@ def is_deit(state: State) -> bool:
 
 
 def deit_layout(state: State) -> State:
-    """Return the tensors of a DeiT under the names of ``mmpretrain.VisionTransformer``, without the head.
-
-    Args:
-        state: In the authors' names, with agent attention or vanilla.
+    """Return the tensors of a DeiT, with agents or vanilla, under mmpretrain's names, without the head.
 
     Raises:
         ValueError: A key is unknown, or the model is distilled.

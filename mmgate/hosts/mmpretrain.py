@@ -79,12 +79,6 @@ class GatedTokenAttention(Renamed):
     """Self-attention over the tokens of a ViT around a gated attention.
 
     Drop-in for mmpretrain's ``MultiheadAttention``, whose checkpoints it loads: the projections are renamed.
-
-    Args:
-        attn: The gated attention, ``batch_first``; takes over the host's projections.
-        proj_drop: Dropout after the output projection.
-        layer_scale: What multiplies the channels after that.
-        out_drop: Dropout or drop path before the host adds its input.
     """
 
     def __init__(self, attn: DenseAttention, proj_drop: nn.Module, layer_scale: nn.Module, out_drop: nn.Module) -> None:
@@ -124,14 +118,8 @@ def map_of_tokens(gate: type[MapAttention], host: Any, /, **options: Any) -> Map
     """
     layer_scale = not isinstance(host.gamma1, nn.Identity)
     _refuse_extras(gate, host, layer_scale=layer_scale, projection_without_bias=host.proj.bias is None)
-    module = gate(
-        host.embed_dims,
-        host.num_heads,
-        qkv_bias=host.qkv.bias is not None,
-        attn_drop=host.attn_drop,
-        proj_drop=host.proj_drop.p,
-        **options,
-    )
+    drops = dict(attn_drop=host.attn_drop, proj_drop=host.proj_drop.p)
+    module = gate(host.embed_dims, host.num_heads, qkv_bias=host.qkv.bias is not None, **drops, **options)
     module.dropout_layer = host.out_drop
     return module
 

@@ -286,16 +286,6 @@ def test_a_checkpoint_with_the_gate_in_one_dimension_loads() -> None:
     assert torch.equal(other.gate_weight, module.gate_weight) and other.gate_weight.shape == (H, C)
 
 
-@pytest.mark.parametrize('name', ALL)
-def test_keys_and_values_of_other_widths(name: str) -> None:
-    vanilla = nn.MultiheadAttention(C, H, kdim=6, vdim=10, batch_first=True).double()
-    module = build(name, kdim=6, vdim=10)
-    assert not module.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys
-    query, key, value = torch.randn(B, N, C).double(), torch.randn(B, M, 6).double(), torch.randn(B, M, 10).double()
-    output, weights = module(query, key, value, need_weights=True)
-    assert output.shape == (B, N, C) and weights.shape == (B, N, M)
-
-
 def test_mmcv_arguments_reach_the_core() -> None:
     """mmcv hands what it does not know to torch's module; all of it is taken or refused."""
     for cls in (PLuGMultiheadAttention, SDPAGatedMultiheadAttention, DifferentialGatedMultiheadAttention):

@@ -7,12 +7,11 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_same, half_on_cpu, values_and_gradients
 from mmdet.models.backbones.swin import WindowMSA
-from mmseg.models.backbones.swin import WindowMSA as SegWindowMSA
 from published import agent_attention as published_agent_attention
 from torch import nn
 
 from mmgate.hosts.window import GatedWindowMSA
-from mmgate.layers import AgentAttention, CrossWindowAttention, PLuGAttention, SAGAAttention, SDPAGatedAttention
+from mmgate.layers import AgentAttention, CrossWindowAttention, SAGAAttention, SDPAGatedAttention
 from mmgate.layers.base.map import MapAttention
 from mmgate.ops.agent_attention import agent_attention, agent_attention_reference, interpolation_matrix
 from mmgate.ops.gated_linear_attention import gated_linear_attention, gated_linear_attention_reference
@@ -166,11 +165,6 @@ def test_saga_keeps_small_keys_in_half_precision() -> None:
     assert (half.double() - exact).norm() / exact.norm() < 0.01
 
 
-def test_saga_has_no_attention_weights_to_drop() -> None:
-    with pytest.raises(ValueError, match='no attention weights to drop.*attn_drop_rate'):
-        SAGAAttention(16, 2, map_size=(4, 4), attn_drop=0.1)
-
-
 @pytest.mark.parametrize('scale', [None, 0.9])
 def test_a_scale_that_is_not_the_default(scale: float | None) -> None:
     """Agent attention's in both products, SAGA's on the queries, CSwin's on its logits."""
@@ -197,23 +191,6 @@ def test_a_scale_that_is_not_the_default(scale: float | None) -> None:
     q, k, v, tokens = tensors(*[(B, H, N, D)] * 3, (B, H, AGENTS, D))
     expected = agent_attention_reference(q, k, v, tokens, None, None, D**-0.5)
     torch.testing.assert_close(agent_attention(q, k, v, tokens), expected)  # of the function, too
-
-
-@torch.no_grad()
-@pytest.mark.parametrize('host', [WindowMSA, SegWindowMSA], ids=['mmdet', 'mmseg'])
-@pytest.mark.parametrize('gate', [SDPAGatedAttention, PLuGAttention])
-def test_windows_of_two_images_with_a_mask_and_a_table(gate: type, host: type) -> None:
-    """Image by image, and as the host has them; the table is a map of positions, not the zeros that it starts as."""
-    options = dict(scale=2.0, init='identity') if gate is SDPAGatedAttention else {}
-    vanilla, gated = host(16, 4, (2, 3)), GatedWindowMSA(gate(16, 4, batch_first=True, **options), (2, 3))
-    for parameter in vanilla.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    gated.load_state_dict(vanilla.state_dict(), strict=False)
-    x, mask = torch.randn(2 * 3, 6, 16), torch.randn(3, 6, 6) * 3  # two images of three windows
-    for given in (mask, None):
-        torch.testing.assert_close(gated(x, given), vanilla(x, given), rtol=1e-5, atol=1e-5)
-    alone = torch.cat([gated(image, mask) for image in x.chunk(2)])
-    torch.testing.assert_close(gated(x, mask), alone)
 
 
 @pytest.mark.parametrize('window', [(7, 7), (3, 5)], ids=str)
