@@ -107,10 +107,6 @@ class AgentCSwin(PublishedWeights, BaseModule):
         super().__init__(init_cfg)
         sizes = preset(CSWIN, arch, dict(depths=depths, embed_dims=embed_dims, num_heads=num_heads))
         agents = pretrain_agent_nums if agent_nums is None else agent_nums
-        if agent_nums is not None:
-            pretrain_agent_nums = [
-                p if n is not None else None for p, n in zip(pretrain_agent_nums, agents, strict=False)
-            ]
         check_stages(STAGES, depths=sizes['depths'], num_heads=sizes['num_heads'], agent_nums=agents, splits=splits)
         if not set(out_indices) <= set(range(STAGES)):
             raise ConfigError(f'out_indices={tuple(out_indices)} must lie in 0 to {STAGES - 1}.')

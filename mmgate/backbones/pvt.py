@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from mmdet.models.backbones.pvt import PyramidVisionTransformer, PyramidVisionTransformerV2
-from torch import Tensor, nn
+from torch import nn
 
 from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, Options, map_sizes, preset, stage_rules
 from mmgate.backbones.weights import PublishedWeights
@@ -48,8 +48,6 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = PVT
-    attention_type: ClassVar[str | None] = None
-    pretrain_agents: ClassVar[Sequence[int] | None] = None
     convolves = False  # whether the feed-forward networks convolve by default
 
     def __init__(
@@ -80,16 +78,9 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
     def init_weights(self) -> None:
         """Initialise from scratch, or strictly from the checkpoint of a ``Pretrained`` init_cfg."""
         super().init_weights()
-        if self.init_cfg is None and self.init == 'paper':
-            self._start_as_the_authors()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
-        return tuple(super().forward(x))  # mmpretrain's necks and heads take no list
-
-    def _start_as_the_authors(self) -> None:
-        """Draw what mmdet starts otherwise than the authors, whose feed-forward layers and qkv are ``nn.Linear``."""
-        for module in self.modules():
+        if self.init_cfg is not None or self.init == 'host':
+            return
+        for module in self.modules():  # what mmdet starts otherwise: the authors' networks and qkv are nn.Linear
             if isinstance(module, nn.MultiheadAttention):
                 nn.init.trunc_normal_(module.in_proj_weight, std=0.02)
             elif isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):

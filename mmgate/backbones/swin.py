@@ -72,8 +72,6 @@ class GatedSwin(PublishedWeights, SwinTransformer):
         ConfigError: As :class:`.pvt.GatedPVT`, or more ``blocks`` than a stage has.
     """
 
-    attention_type: ClassVar[str | None] = None
-    pretrain_agents: ClassVar[Sequence[int] | None] = None
     swapped_blocks: ClassVar[Mapping[str, Sequence[int]]] = LINEAR_SWIN_BLOCKS
 
     def __init__(
@@ -110,10 +108,6 @@ class GatedSwin(PublishedWeights, SwinTransformer):
             if not pad_small_map and type(module) is ShiftWindowMSA:
                 module.__class__ = UnshiftedWhole
         self._freeze_stages()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
-        return tuple(super().forward(x))  # mmpretrain's necks and heads take no list
 
     def train(self, mode: bool = True) -> GatedSwin:
         """Set the mode; frozen stages stay in evaluation."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from mmengine.logging import print_log
 from torch import Tensor, nn
@@ -23,9 +23,20 @@ _OF_CLASSIFIERS = ('head.', 'norm.', 'head_dist.', 'cls_token')  # what a backbo
 
 
 class PublishedWeights:
-    """Base, before a host's backbone, of one that starts from published files and resizes positions on loading."""
+    """Base, before a host's backbone, of one that starts from published files and resizes positions on loading.
+
+    Attributes:
+        attention_type: What attends in its stages where ``attention`` names no type; None for the host's own.
+        pretrain_agents: Agent tokens of each stage in pre-training, by default.
+    """
 
     init_cfg: Any
+    attention_type: ClassVar[str | None] = None
+    pretrain_agents: ClassVar[Sequence[int] | None] = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
+        return tuple(super().forward(x))  # type: ignore[misc]  # mmpretrain's necks and heads take no list
 
     def init_weights(self) -> None:
         """Initialise from scratch, or strictly from the checkpoint of a ``Pretrained`` init_cfg."""

@@ -29,7 +29,6 @@ adapt_relative(Attention)
 
 @holds_gates(
     WindowMSAV2,
-    sizes=lambda host: (host.embed_dims, host.num_heads, host.attn_drop.p),
     refuses=lambda host, core: (
         'splits heads into two streams, but a WindowMSAV2 attends by the cosine of whole heads: halves of unit vectors '
         'are none.'

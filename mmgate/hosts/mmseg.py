@@ -22,11 +22,7 @@ adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 
 
-def _sizes(host: Any) -> tuple[int, int, float]:
-    return host.embed_dims, host.num_heads, host.attn_drop.p
-
-
-@holds_gates(BEiTAttention, sizes=_sizes, refuses=own_scale)
+@holds_gates(BEiTAttention, refuses=own_scale)
 class GatedBEiTAttention(BEiTAttention):
     """Drop-in for ``BEiTAttention`` that holds a gate; the relative position bias is added after it."""
 
@@ -44,12 +40,12 @@ class GatedBEiTAttention(BEiTAttention):
         return self.proj_drop(attend_in_host(self.gate, (query, key, value), (x, x, x), self.proj, position))
 
 
-@holds_gates(MAEAttention, sizes=_sizes, refuses=own_scale)
+@holds_gates(MAEAttention, refuses=own_scale)
 class GatedMAEAttention(GatedBEiTAttention, MAEAttention):
     """Drop-in for ``MAEAttention`` that holds a gate."""
 
 
-@holds_gates(LocallyGroupedSelfAttention, sizes=_sizes, refuses=own_scale)
+@holds_gates(LocallyGroupedSelfAttention, refuses=own_scale)
 class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
     """Drop-in for Twins' ``LocallyGroupedSelfAttention`` that holds a gate."""
 

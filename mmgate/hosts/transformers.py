@@ -10,11 +10,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from mmgate.hosts.core import attend_in_host, copy_as, without_projections
+from mmgate.hosts.core import attend_in_host, copy_as, refuse_finish, without_projections
 from mmgate.hosts.hosted import HostedDeformableAttention, Shell, subclass
 from mmgate.hosts.table import adapts, full_name
 from mmgate.layers import MultiScaleDeformableAttention
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
+from mmgate.layers.base.dense import GatedMultiheadAttention, Inputs
 from mmgate.ops.masks import merge_masks
 
 NAME = 'mmgate'  # of the attention implementation
@@ -149,7 +149,7 @@ def interface_attention(gate: type[GatedMultiheadAttention], host: Any, /, **opt
         raise ValueError(
             f'{gate.__name__} splits heads into two streams, but {type(host).__name__} rotates their halves together.'
         )
-    _refuse_finish(gate, core, host.o_proj)
+    refuse_finish(gate, core, host.o_proj.out_features)
     gated = copy_as(subclass(HostedInterfaceAttention, type(host)), host, gate=without_projections(core))
     gated.config._attn_implementation = NAME  # the module's own copy: the model's others attend as before
     for name in READ:
@@ -205,14 +205,6 @@ def mask2former_attention(
     """Return a copy of the host that holds a gate."""
     core = gate.core(host.embed_dim, host.num_heads, host.dropout, batch_first=True, **options)
     return copy_as(subclass(HostedMask2FormerAttention, type(host)), host, gate=without_projections(core))
-
-
-def _refuse_finish(gate: type[nn.Module], core: DenseAttention, output: nn.Linear) -> None:
-    if core.finishes and output.out_features != output.in_features:
-        raise ValueError(
-            f'{gate.__name__} acts behind an output projection as wide as the heads, but this one goes from '
-            f'{output.in_features} to {output.out_features} channels.'
-        )
 
 
 @adapts(MultiScaleDeformableAttention, *DEFORMABLE_HOSTS)

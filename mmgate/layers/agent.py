@@ -145,11 +145,6 @@ class AgentAttention(GateInit, AgentBiases):
             agents = agents.expand(q.shape[0], -1, -1, -1).to(q.dtype)
         return agents.flatten(2).transpose(1, 2).contiguous()
 
-    def extra_repr(self) -> str:
-        """Sizes for ``print(module)``."""
-        return (
-            f'agents={self.grid}x{self.grid}, pretrained={self.pretrain_grid}x{self.pretrain_grid}, map={self.map_size}'
-        )
 
 
 def _roll(x: Tensor, hw_shape: tuple[int, int], shift: tuple[int, int]) -> Tensor:

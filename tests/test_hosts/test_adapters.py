@@ -198,8 +198,8 @@ FUSION = BiMultiHeadAttention(16, 24, 64, 4)
     [
         (CROSS, dict(type='DifferentialGatedMultiheadAttention'), 'content and position already'),
         (CROSS, dict(type='DifferentialMultiheadAttention'), 'content and position already'),
-        (FUSION, GATES['sdpa_G5'], '64 channels wide.*has 16 here'),
-        (FUSION, dict(type='DifferentialGatedMultiheadAttention'), 'acts on the projected output'),
+        (FUSION, GATES['sdpa_G5'], 'goes from 64 to 16 channels'),
+        (FUSION, dict(type='DifferentialGatedMultiheadAttention'), 'acts behind an output projection'),
         (FUSION, dict(type='DifferentialGatedMultiheadAttention', residual='none'), None),
     ],
 )

@@ -133,7 +133,3 @@ class LinearAttention(GateInit, MapAttention):
             return encoding
         grid = encoding.transpose(1, 2).unflatten(-1, self.map_size)
         return F.interpolate(grid, size=hw_shape, mode='bilinear').flatten(2).transpose(1, 2)
-
-    def extra_repr(self) -> str:
-        """Sizes for ``print(module)``."""
-        return '' if self.map_size is None else f'map={self.map_size}'
