@@ -23,7 +23,7 @@ import mmgate
 from mmgate import layers
 from mmgate.analysis.probes.measures import effective_rank
 from mmgate.analysis.probes.recording import readable, record
-from mmgate.layers.linear import LinearAttention
+from mmgate.layers.linear.base import LinearAttention
 from mmgate.layers.stripes import merge_stripes, split_stripes
 from mmgate.ops import linear_attention as ops
 
