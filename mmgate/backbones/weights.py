@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
 from mmgate.layers.base.init import gate_parameters
-from mmgate.layers.base.map import MapAttention
 from mmgate.layers.resizing import resize_grid
 from mmgate.weight_init import gates_in_place
 
@@ -86,41 +85,22 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
     state = {key: value for key, value in state.items() if key in own or not OUTPUT_NORM.fullmatch(key)}
     gates = tuple(name for name, _ in gate_parameters(backbone, remove_duplicate=False))
     vanilla = not any(key.endswith(gates) for key in state)
-    faults = _misfits(backbone, state, may_miss=(*DERIVED, *gates) if vanilla else DERIVED)
+    may_miss = (*DERIVED, *gates) if vanilla else DERIVED
+    try:
+        keys = backbone.load_state_dict(state, strict=False)
+        missing = [key for key in keys.missing_keys if not key.endswith(may_miss) and not OUTPUT_NORM.fullmatch(key)]
+        faults = [f'unknown: {key}' for key in keys.unexpected_keys] + [f'missing: {key}' for key in missing]
+    except RuntimeError as error:  # other shapes
+        faults = str(error).split('\n\t')[1:]
     if faults:
         listed = '\n  '.join(faults[:20] + [f'... and {len(faults) - 20} more'] * (len(faults) > 20))
         raise ValueError(
             f'{source} does not fit {type(backbone).__name__} (keys by its names):\n  {listed}\n'
             'The sizes have to be those of the checkpoint: arch, depths or blocks, agents in pre-training.'
         )
-    start = backbone.load_state_dict(state, strict=False).missing_keys
-    kept = sorted({key.split('.attn.')[-1] for key in start if not key.endswith(DERIVED)})
+    kept = sorted({key.split('.attn.')[-1] for key in keys.missing_keys if not key.endswith(DERIVED)})
     if kept:
         print_log(f'{source} has no {", ".join(kept)}: they keep their start', logger='current')
-
-
-def _misfits(backbone: nn.Module, state: Mapping[str, Tensor], may_miss: tuple[str, ...]) -> list[str]:
-    """Return what keeps ``state`` from filling ``backbone``: unknown and missing keys and other shapes.
-
-    Keys of the vanilla attention count as those of the attention in its place, and positions of another resolution
-    fit. Output norms, and what ends as ``may_miss``, may be missing.
-    """
-    state = dict(state)
-    resize_positions(backbone, state)
-    for name, module in backbone.named_modules():
-        if isinstance(module, MapAttention):
-            module.adopt(state, f'{name}.')
-    own = backbone.state_dict()
-    missing = [key for key in own if key not in state and not key.endswith(may_miss) and not OUTPUT_NORM.fullmatch(key)]
-    return [
-        *(f'unknown: {key}' for key in state if key not in own),
-        *(f'missing: {key}' for key in missing),
-        *(
-            f'shape: {key} {tuple(value.shape)}, expected {tuple(own[key].shape)}'
-            for key, value in state.items()
-            if key in own and value.shape != own[key].shape
-        ),
-    ]
 
 
 def resize_positions(backbone: nn.Module, state: dict[str, Any], prefix: str = '') -> list[str]:

@@ -24,7 +24,7 @@ def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -
             raise ValueError(f'{gate.__name__} {reason}')
         sizes = (host.embed_dims, host.num_heads, host.attn_drop.p)
         core = gate.core(*sizes, bias=host.qkv.bias is not None, batch_first=True, **options)
-        return GatedWindowMSA(core, host.window_size, host.proj_drop.p)
+        return GatedWindowMSA(core, host)
 
     @adapts(MapAttention, shift_window_msa)
     def whole_map(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:

@@ -56,7 +56,7 @@ class CrossWindowAttention(GateInit, MapAttention):
         """Attend in every branch, on its share of the channels."""
         stripes = [hw_shape] if self.split is None else [(hw_shape[0], self.split), (self.split, hw_shape[1])]
         shares = (t.chunk(self.branches, -1) for t in (q, k, v))
-        branches = zip(*shares, self.lepe, stripes, strict=True)
+        branches: Any = zip(*shares, self.lepe, stripes, strict=True)
         return torch.cat([self._branch(*branch, hw_shape) for branch in branches], -1)
 
     def _branch(
@@ -64,7 +64,7 @@ class CrossWindowAttention(GateInit, MapAttention):
     ) -> Tensor:
         stripe = (min(stripe[0], hw_shape[0]), min(stripe[1], hw_shape[1]))
         q, k, v = (split_stripes(t, hw_shape, stripe) for t in (q, k, v))
-        heads = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # (B n, H / branches, N, d)
-        out = F.scaled_dot_product_attention(*heads, dropout_p=self._drop, scale=self.scale)
         local = lepe(v.transpose(1, 2).unflatten(-1, stripe)).flatten(2).transpose(1, 2)  # within the stripe
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # (B n, H / branches, N, d)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=self._drop, scale=self.scale)
         return merge_stripes(out.transpose(1, 2).flatten(2) + local, hw_shape, stripe)

@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_same, half_on_cpu, values_and_gradients
-from mmdet.models.backbones.swin import WindowMSA
 from published import agent_attention as published_agent_attention
 from torch import nn
 
-from mmgate.hosts.window import GatedWindowMSA
-from mmgate.layers import AgentAttention, CrossWindowAttention, SAGAAttention, SDPAGatedAttention
+from mmgate.layers import AgentAttention, CrossWindowAttention, SAGAAttention
 from mmgate.layers.base.map import MapAttention
 from mmgate.ops.agent_attention import agent_attention, agent_attention_reference, interpolation_matrix
 from mmgate.ops.gated_linear_attention import gated_linear_attention, gated_linear_attention_reference
@@ -191,14 +189,3 @@ def test_a_scale_that_is_not_the_default(scale: float | None) -> None:
     q, k, v, tokens = tensors(*[(B, H, N, D)] * 3, (B, H, AGENTS, D))
     expected = agent_attention_reference(q, k, v, tokens, None, None, D**-0.5)
     torch.testing.assert_close(agent_attention(q, k, v, tokens), expected)  # of the function, too
-
-
-@pytest.mark.parametrize('window', [(7, 7), (3, 5)], ids=str)
-def test_windows_do_not_need_their_index_from_a_checkpoint(window: tuple[int, int]) -> None:
-    host = WindowMSA(16, 4, window)
-    gated = GatedWindowMSA(SDPAGatedAttention(16, 4, batch_first=True), window)
-    assert torch.equal(gated.relative_position_index, host.relative_position_index)
-    state = gated.state_dict()
-    del state['relative_position_index']
-    gated.load_state_dict(state)
-    assert torch.equal(gated.relative_position_index, host.relative_position_index)
