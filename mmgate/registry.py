@@ -32,11 +32,6 @@ class Names:
         """Return what is called ``name``, with the scope or without, or None."""
         return self.module_dict.get(name.removeprefix('mmgate.'))
 
-    @property
-    def root(self) -> Names:
-        """The registry above: there is none."""
-        return self
-
 
 MODELS: Any
 if torch_alone():

@@ -44,45 +44,6 @@ def assert_maps_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
         assert error < 1e-4, f'stage {i + 1}: relative error {error:.1e}'
 
 
-@pytest.mark.parametrize(
-    'layout, size',
-    [('model', (224, 224)), ('state_dict', (256, 320)), ('bare', (224, 224)), ('detector', (256, 320))],
-    ids=str,
-)
-def test_converted_pvt_computes_the_published_features(tmp_path: Path, layout: str, size: tuple[int, int]) -> None:
-    state = random_pvt([2, 2, 2, 2], (9, 16, 49, 49), classifier=layout != 'detector')
-    agents = (144, 256, 784, 784)
-    x = torch.randn(1, 3, *size)
-    expected = agent_pvt(state, x, [2, 2, 2, 2], agents)
-    wrapped = {
-        'model': {'model': state, 'epoch': 3},
-        'state_dict': {'state_dict': state},
-        'bare': state,
-        'detector': {'state_dict': {**{f'backbone.{k}': v for k, v in state.items()}, 'neck.x': torch.ones(1)}},
-    }[layout]
-    torch.save(wrapped, tmp_path / 'src.pth')
-    assert convert_file(tmp_path / 'src.pth', tmp_path / 'dst.pth') == 0
-    init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'dst.pth'))
-    model = MODELS.build(dict(type='mmgate.AgentPVT', drop_path_rate=0.0, agent_nums=agents, init_cfg=init_cfg))
-    model.init_weights()
-    with torch.no_grad():
-        assert_maps_equal(model.eval()(x), expected)
-
-
-@pytest.mark.parametrize('size', [(224, 224), (256, 320), (90, 90)], ids=str)
-@pytest.mark.parametrize('classifier', [False, True], ids=['dense', 'imagenet'])
-def test_converted_swin_computes_the_published_features(
-    tmp_path: Path, size: tuple[int, int], classifier: bool
-) -> None:
-    state, agents = swin_state(classifier), (81, 144, 196, 49)
-    x = torch.randn(1, 3, *size)
-    expected = agent_swin(state, x, [2, 2, 6, 2], agents, dense=not classifier)
-    options: dict[str, Any] = dict(drop_path_rate=0.0, agent_nums=agents, pad_small_map=not classifier)
-    model = start_from(dict(type='mmgate.AgentSwin', **options), convert({'model': state}), tmp_path)
-    with torch.no_grad():
-        assert_maps_equal(model.eval()(x), expected)
-
-
 def convert_file(src: Path, dst: Path, *options: str) -> int:
     return cli.main(tool('agent_attention', 'model_converters').main, [str(src), str(dst), *options])
 
@@ -133,31 +94,48 @@ def test_vanilla_swin_initialises_what_is_shared(tmp_path: Path, kind: str, conv
         convert(convert(state))
 
 
-@pytest.mark.parametrize('layout', ['model', 'detector'])
-@pytest.mark.parametrize('kind', ['pvt', 'swin', 'swin_without_stage_1'])
-def test_published_agents_start_a_backbone(tmp_path: Path, kind: str, layout: str) -> None:
-    """The authors' file as it is: their names, their training script's configuration of a package that is not here."""
-    x = torch.randn(1, 3, 96, 64)
-    dense = layout == 'detector'
+@pytest.mark.parametrize('converted', [False, True], ids=['published', 'converted'])
+@pytest.mark.parametrize(
+    'kind, layout, size',
+    [
+        ('pvt', 'model', (224, 224)),
+        ('pvt', 'bare', (96, 64)),
+        ('pvt', 'detector', (256, 320)),
+        ('swin', 'state_dict', (224, 224)),
+        ('swin', 'model', (90, 90)),
+        ('swin', 'detector', (256, 320)),
+        ('swin_without_stage_1', 'detector', (96, 64)),
+    ],
+    ids=str,
+)
+def test_published_agents_start_a_backbone(
+    tmp_path: Path, kind: str, layout: str, size: tuple[int, int], converted: bool
+) -> None:
+    """The authors' file as it is, with their training script's configuration of a package that is not here."""
+    x, dense, model = torch.randn(1, 3, *size), layout == 'detector', dict[str, Any](drop_path_rate=0.0)
     if kind == 'pvt':
         state, agents = random_pvt([2, 2, 2, 2], (9, 16, 49, 49), classifier=not dense), (144, 256, 784, 784)
         expected = agent_pvt(state, x, [2, 2, 2, 2], agents)
-        model = dict(type='mmgate.AgentPVT', num_layers=(2, 2, 2, 2))
+        model.update(type='mmgate.AgentPVT')
     else:
         state, agents = swin_state(classifier=not dense), (81, 144, 196, 49)
-        expected = agent_swin(state, x, [2, 2, 6, 2], agents)
-        model = dict(type='mmgate.AgentSwin', depths=(2, 2, 6, 2))
+        expected = agent_swin(state, x, [2, 2, 6, 2], agents, dense=dense)
+        model.update(type='mmgate.AgentSwin', pad_small_map=dense)
     if kind == 'swin_without_stage_1':
         model['out_indices'], expected = (1, 2, 3), expected[1:]
     foreign = ModuleType('yacs_that_is_not_installed')
     foreign.CfgNode = type('CfgNode', (dict,), {'__module__': foreign.__name__})
     sys.modules[foreign.__name__] = foreign
     named = {f'backbone.{key}': value for key, value in state.items()} if dense else state
-    checkpoint = {'model': named, 'config': foreign.CfgNode(lr=[1]), 'epoch': 299, 'rates': {1: torch.ones(1)}}
-    torch.save(checkpoint, tmp_path / 'max_acc.pth')
+    besides = {'config': foreign.CfgNode(lr=[1]), 'epoch': 299, 'rates': {1: torch.ones(1)}}
+    checkpoint = named if layout == 'bare' else {'state_dict' if dense else layout: named, **besides}
+    file = tmp_path / 'max_acc.pth'
+    torch.save(checkpoint, file)
     del sys.modules[foreign.__name__]
-    init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'max_acc.pth'))
-    built = MODELS.build(dict(model, agent_nums=agents, drop_path_rate=0.0, init_cfg=init_cfg))
+    if converted:
+        assert convert_file(file, tmp_path / 'converted.pth') == 0
+        file = tmp_path / 'converted.pth'
+    built = MODELS.build(dict(model, agent_nums=agents, init_cfg=dict(type='Pretrained', checkpoint=str(file))))
     built.init_weights()
     with torch.no_grad():
         assert_maps_equal(built.eval()(x), expected)
