@@ -140,19 +140,6 @@ def test_fully_masked_row_is_zero_and_has_no_nan_gradient(name: str) -> None:
     assert all(torch.isfinite(t.grad).all() for t in [*x, *module.parameters()])
 
 
-@pytest.mark.parametrize('mask', ['none', 'padding', 'float'])
-@pytest.mark.parametrize('name', [n for n in ALL if not n.startswith('dgsa')])
-def test_permuting_keys_changes_nothing(name: str, mask: str) -> None:
-    module = build(name)
-    query, key, value = inputs()
-    order = torch.randperm(M)
-    masks = make_masks(mask)
-    permuted = {k: v[..., order] for k, v in masks.items()}
-    torch.testing.assert_close(
-        module(query, key[:, order], value[:, order], **permuted)[0], module(query, key, value, **masks)[0]
-    )
-
-
 def test_chunks_with_dropout_or_a_learnt_bias(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, gate_query, gate_key = (torch.randn(2, h, 6, 4, dtype=torch.float64) for h in (2, 2, 1, 1))
     value = torch.randn(2, 2, 6, 4, dtype=torch.float64, requires_grad=True)
