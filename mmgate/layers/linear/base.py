@@ -70,7 +70,7 @@ class LinearAttention(GateInit, MapAttention):
         channels = self.head_dim if dwc_shared else embed_dims
         self.dwc: Any = nn.Conv2d(channels, channels, dwc, padding=dwc // 2, groups=channels) if dwc else None
         self.map_size = None if map_size is None else (int(map_size[0]), int(map_size[1]))
-        self.position_encoding: nn.Parameter | None = None
+        self.position_encoding: Any = None
         if self.map_size is not None:
             self.position_encoding = nn.Parameter(torch.zeros(1, self.map_size[0] * self.map_size[1], embed_dims))
         for name in self.gates:
@@ -95,7 +95,7 @@ class LinearAttention(GateInit, MapAttention):
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend, add the convolved values and gate the sum."""
         if self.position_encoding is not None:
-            k = k + self.behind_class_token(self._resized_encoding(self.position_encoding, hw_shape))
+            k = k + self.behind_class_token(self._resized_encoding(hw_shape))
         out = self.attend(x, q, k, v, hw_shape)
         if self.dwc is not None:
             out = out + self.convolve(v, hw_shape)
@@ -128,8 +128,8 @@ class LinearAttention(GateInit, MapAttention):
         """Return ``(B, H, N, d)`` as ``(B, N, C)``."""
         return x.transpose(1, 2).flatten(2)
 
-    def _resized_encoding(self, encoding: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        if self.map_size is None or hw_shape == self.map_size:
-            return encoding
-        grid = encoding.transpose(1, 2).unflatten(-1, self.map_size)
+    def _resized_encoding(self, hw_shape: tuple[int, int]) -> Tensor:
+        if hw_shape == self.map_size:
+            return self.position_encoding
+        grid = self.position_encoding.transpose(1, 2).unflatten(-1, self.map_size)
         return F.interpolate(grid, size=hw_shape, mode='bilinear').flatten(2).transpose(1, 2)
