@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tool
+from mmengine.registry import init_default_scope
 from published import agent_pvt, agent_swin, random_pvt, random_swin
 from torch import Tensor, nn
 
@@ -216,3 +217,41 @@ def test_backbones_without_mmdet() -> None:
     result = subprocess.run([sys.executable, '-W', 'ignore', '-c', script], capture_output=True, text=True)
     assert "AgentPVT is built on mmdet's PyramidVisionTransformer" in result.stdout, result.stderr
     assert "SAGASwin is built on mmdet's SwinTransformer" in result.stdout
+
+
+SMALL_PVT = dict(
+    embed_dims=32, num_layers=[1, 1, 2, 1], num_heads=[1, 2, 4, 8], mlp_ratios=[4, 4, 4, 4], pretrain_img_size=128
+)
+SMALL_SWIN = dict(embed_dims=32, depths=(2, 2, 2, 1), num_heads=(1, 2, 4, 8), pretrain_img_size=128)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    'vanilla, ours',
+    [
+        (dict(type='PyramidVisionTransformer', **SMALL_PVT), dict(type='mmgate.AgentPVT', **SMALL_PVT)),
+        (dict(type='PyramidVisionTransformer', **SMALL_PVT), dict(type='mmgate.SAGAPVT', **SMALL_PVT)),
+        (dict(type='SwinTransformer', **SMALL_SWIN), dict(type='mmgate.AgentSwin', blocks=(2, 2, 2, 0), **SMALL_SWIN)),
+        (dict(type='SwinTransformer', **SMALL_SWIN), dict(type='mmgate.SAGASwin', blocks=(2, 2, 2, 0), **SMALL_SWIN)),
+    ],
+    ids=['agent_pvt', 'saga_pvt', 'agent_swin', 'saga_swin'],
+)
+def test_backbones_see_padding_about_as_the_hosts_do(vanilla: dict[str, Any], ours: dict[str, Any]) -> None:
+    """No backbone is told where the padding is; its features change at most twice as the host's do."""
+    init_default_scope('mmdet')
+    image = torch.randn(1, 3, 96, 96)
+    padded = nn.functional.pad(image, (0, 32, 0, 32))
+    changes = []
+    for cfg in (vanilla, ours):
+        torch.manual_seed(0)
+        model: Any = MODELS.build(dict(cfg))
+        model.init_weights()
+        model.eval()
+        alone, together = model(image), model(padded)
+        changes.append(
+            max(
+                float((y[..., : x.shape[2], : x.shape[3]] - x).norm() / (x - x.mean((2, 3), keepdim=True)).norm())
+                for x, y in zip(alone, together, strict=True)
+            )
+        )
+    assert changes[1] <= 2 * changes[0], f'{changes[1]:.3f}, the host {changes[0]:.3f}'
