@@ -175,7 +175,7 @@ def test_what_a_backbone_derives_may_be_missing(tmp_path: Path) -> None:
         (dict(blocks=(2, 2, 2, 0)), dict(blocks=(2, 2, 6, 0)), r'missing: stages\.2\.blocks\.2\.attn\.an_bias'),
         (dict(blocks=(2, 2, 6, 0)), dict(blocks=(2, 2, 2, 0)), r'unknown: stages\.2\.blocks\.2\.attn\.an_bias'),
         (dict(), dict(pretrain_agent_nums=(9, 9, 49, 49)), r'size mismatch for stages\.1\.blocks\.0\.attn\.an_bias'),
-        (dict(), dict(type='mmgate.SAGASwin'), r'unknown: stages\.0\.blocks\.0\.attn\.an_bias'),
+        (dict(), dict(type='mmgate.SAGASwin'), r'size mismatch for stages\.0\.blocks\.0\.attn\.dwc\.weight'),
     ],
     ids=['more blocks', 'fewer blocks', 'agents', 'other attention'],
 )
