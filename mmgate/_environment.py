@@ -26,13 +26,12 @@ def check_environment() -> None:
     Raises:
         ImportError: mmengine or mmcv's operators cannot be imported, or neither mmdet nor mmseg can.
     """
-    found = [problem for problem in map(_problem, ('mmengine', 'mmcv', 'mmcv.ops')) if problem]
-    hosts = {name: _host_problem(name) for name in HOSTS}
-    if all(hosts.values()):
-        found += [problem for problem in hosts.values() if problem]
+    found = [problem for problem in map(why_not, ('mmengine', 'mmcv', 'mmcv.ops')) if problem]
+    hosts = {name: why_not(name) for name in (*HOSTS, *EXTRAS)}
+    if all(hosts[name] for name in HOSTS):
+        found += filter(None, (hosts[name] for name in HOSTS))
     if found:
         raise ImportError('\n'.join(['mmgate cannot be used here:', *(f'  - {line}' for line in found), INSTALL]))
-    hosts.update({name: _host_problem(name) for name in EXTRAS})
     for name, problem in hosts.items():
         if problem and not problem.endswith(_not_installed(name)):
             log(f'mmgate goes on without {problem}', logging.WARNING)
@@ -43,9 +42,8 @@ def torch_alone() -> bool:
 
     ``MMGATE_TORCH_ALONE=1`` says so where it is, for processes that need no mm package and shall start quickly.
     """
-    return (
-        os.environ.get('MMGATE_TORCH_ALONE') == '1' or _problem('mmengine') == f'mmengine: {_not_installed("mmengine")}'
-    )
+    asked = os.environ.get('MMGATE_TORCH_ALONE') == '1'
+    return asked or why_not('mmengine') == f'mmengine: {_not_installed("mmengine")}'
 
 
 def available(package: str) -> bool:
@@ -63,29 +61,24 @@ def log(message: str, level: int = logging.INFO) -> None:
         print_log(message, logger='current', level=level)
 
 
-def why_not(package: str) -> str | None:
-    """Return why ``package`` cannot be used, None if it can."""
-    return (_host_problem if package in HOSTS + EXTRAS else _problem)(package)
-
-
-def _host_problem(name: str) -> str | None:
-    return _problem(name) or _problem(f'{name}.models')  # the package itself imports next to nothing
-
-
-def _not_installed(module: str) -> str:
-    return f'no module named {module!r}'
-
-
 @functools.cache
-def _problem(module: str) -> str | None:
+def why_not(package: str) -> str | None:
+    """Return why ``package`` cannot be used, None if it can; of a host its models, without which it imports nothing."""
+    module = package
     try:
         importlib.import_module(module)
+        if package in HOSTS + EXTRAS:
+            module = f'{package}.models'
+            importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or module
         why = ' (mmcv was built without its operators)' if missing == 'mmcv._ext' else ''
         return f'{module}: {_not_installed(missing)}{why}'
-    except ImportError as error:  # most often operators compiled against another torch
-        return f'{module}: {error}'
-    except (AssertionError, RuntimeError) as error:  # versions asserted at import; a torchvision of another torch
+    # most often operators compiled against another torch; versions asserted at import; a torchvision of another torch
+    except (ImportError, AssertionError, RuntimeError) as error:
         return f'{module}: {error}'
     return None
+
+
+def _not_installed(module: str) -> str:
+    return f'no module named {module!r}'

@@ -32,51 +32,30 @@ class Names:
         """Return what is called ``name``, with the scope or without, or None."""
         return self.module_dict.get(name.removeprefix('mmgate.'))
 
-    @property
-    def root(self) -> Names:
-        """The registry above: there is none."""
-        return self
-
 
 MODELS: Any
 if torch_alone():
     MODELS = Names()
 else:
-    from mmengine.registry import DATASETS as MMENGINE_DATASETS
-    from mmengine.registry import HOOKS as MMENGINE_HOOKS
-    from mmengine.registry import MODELS as MMENGINE_MODELS
-    from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS as MMENGINE_OPTIM_WRAPPER_CONSTRUCTORS
-    from mmengine.registry import TASK_UTILS as MMENGINE_TASK_UTILS
-    from mmengine.registry import TRANSFORMS as MMENGINE_TRANSFORMS
+    from mmengine import registry as root
     from mmengine.registry import Registry
 
-    MODELS = Registry(
-        'model',
-        parent=MMENGINE_MODELS,
-        scope='mmgate',
-        locations=['mmgate.gates', 'mmgate.layers', 'mmgate.backbones', 'mmgate.speed.matching'],
+    def _child(parent: Registry, *modules: str) -> Registry:
+        """Return our registry below one of mmengine's, whose entries are in these modules."""
+        locations = [f'mmgate.{module}' for module in modules]
+        return Registry(parent.name, parent=parent, scope='mmgate', locations=locations)
+
+    MODELS = _child(root.MODELS, 'gates', 'layers', 'backbones', 'speed.matching')
+    DATASETS = _child(root.DATASETS, 'datasets.svhn')
+    TRANSFORMS = _child(root.TRANSFORMS, 'datasets.noise')
+    TASK_UTILS = _child(root.TASK_UTILS, 'speed.matching.assigner')
+    HOOKS = _child(
+        root.HOOKS,
+        'analysis.hooks',
+        'speed.hooks',
+        'train.data_check_hook',
+        'train.gates_hook',
+        'train.interrupt_hook',
+        'train.reproducible',
     )
-    DATASETS = Registry('dataset', parent=MMENGINE_DATASETS, scope='mmgate', locations=['mmgate.datasets.svhn'])
-    TRANSFORMS = Registry('transform', parent=MMENGINE_TRANSFORMS, scope='mmgate', locations=['mmgate.datasets.noise'])
-    TASK_UTILS = Registry(
-        'task util', parent=MMENGINE_TASK_UTILS, scope='mmgate', locations=['mmgate.speed.matching.assigner']
-    )
-    HOOKS = Registry(
-        'hook',
-        parent=MMENGINE_HOOKS,
-        scope='mmgate',
-        locations=[
-            'mmgate.analysis.hooks',
-            'mmgate.speed.hooks',
-            'mmgate.train.data_check_hook',
-            'mmgate.train.gates_hook',
-            'mmgate.train.interrupt_hook',
-            'mmgate.train.reproducible',
-        ],
-    )
-    OPTIM_WRAPPER_CONSTRUCTORS = Registry(
-        'optimizer wrapper constructor',
-        parent=MMENGINE_OPTIM_WRAPPER_CONSTRUCTORS,
-        scope='mmgate',
-        locations=['mmgate.speed.parameter_groups', 'mmgate.train.decay'],
-    )
+    OPTIM_WRAPPER_CONSTRUCTORS = _child(root.OPTIM_WRAPPER_CONSTRUCTORS, 'speed.parameter_groups', 'train.decay')

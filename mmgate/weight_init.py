@@ -27,14 +27,12 @@ class Swap:
         vanilla: The host's module.
         gate: Ours.
         shared: Names of the tensors that both hold, first the host's.
-        loaded: Whether a file filled the gate, so that it does not start by itself.
     """
 
     name: str
     vanilla: nn.Module
     gate: nn.Module
     shared: list[tuple[str, str]] = field(init=False)
-    loaded: bool = False
 
     def __post_init__(self) -> None:
         ours = {id(tensor): name for name, tensor in _tensors(self.gate)}
@@ -45,8 +43,8 @@ class Swap:
         setattr(self.holder(model), self.name.rpartition('.')[2], module)
 
     @contextmanager
-    def vanilla_in_place(self, model: nn.Module) -> Iterator[None]:
-        """Let the host's module stand there for a while; its mode, device and dtype afterwards are the gate's, too."""
+    def disabled(self, model: nn.Module) -> Iterator[None]:
+        """Let the host's module compute for a while; its mode, device and dtype afterwards are the gate's, too."""
         self.put_vanilla(model)
         before, placed = self.vanilla.training, _placed(self.vanilla)
         try:
@@ -71,9 +69,9 @@ class Swap:
 
     def stands(self, model: nn.Module) -> bool:
         """Return whether the gate is still where it was put; someone may have wrapped, moved or removed it."""
-        module: nn.Module | None = model
+        module: Any = model
         for part in self.name.split('.'):
-            module = None if module is None else module._modules.get(part)
+            module = getattr(module, '_modules', {}).get(part)
         return module is self.gate
 
     def holder(self, model: nn.Module) -> nn.Module:
@@ -88,18 +86,6 @@ class Swap:
             self.vanilla.to_empty(device=like.device)
         _hand_over(self.gate, self.vanilla, [(ours, theirs) for theirs, ours in self.shared])
         _move(self.vanilla, set(shared), like)
-
-    def call_init_weights(self) -> None:
-        """Call ``init_weights`` of a gate that is no :class:`GateInit`; what it shares with the host stays."""
-        initialise = getattr(self.gate, 'init_weights', None)
-        if self.loaded or initialise is None or any(isinstance(module, GateInit) for module in self.gate.modules()):
-            return
-        ours = dict(_tensors(self.gate))
-        kept = {name: ours[name].detach().clone() for _, name in self.shared}
-        with random_stream(self.name, next(self.gate.parameters()).device):
-            initialise()
-        for name, value in kept.items():
-            ours[name].data.copy_(value)
 
 
 def init_gate(name: str, gate: nn.Module) -> None:
@@ -147,7 +133,6 @@ def _init_weights(model: Any) -> None:
         type(model).init_weights(model)
     for swap in () if again else swaps:  # mmengine initialises once
         init_gate(swap.name, swap.gate)
-        swap.call_init_weights()
     if not again and 'after_init_weights' in vars(model):  # a file of gates also filled what the host has just drawn
         vars(model)['after_init_weights']()
 

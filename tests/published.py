@@ -15,8 +15,12 @@ State = dict[str, Tensor]
 
 
 def agent_attention(s: State, p: str, x: Tensor, hw: tuple[int, int], heads: int, agents: int) -> Tensor:
-    """Agent attention with every intermediate at full size; ``p`` is the prefix of its parameters."""
-    b, n, c = x.shape
+    """Agent attention with every intermediate at full size; ``p`` is the prefix of its parameters.
+
+    A token before those of the map is a class token, with biases of its own.
+    """
+    b, c, n = len(x), x.shape[-1], hw[0] * hw[1]
+    before = x.shape[1] - n
     if p + 'q.weight' in s:
         q = F.linear(x, s[p + 'q.weight'], s[p + 'q.bias'])
         k, v = F.linear(x, s[p + 'kv.weight'], s[p + 'kv.bias']).chunk(2, -1)
@@ -25,7 +29,7 @@ def agent_attention(s: State, p: str, x: Tensor, hw: tuple[int, int], heads: int
     side, small = isqrt(agents), isqrt(s[p + 'an_bias'].shape[1])
 
     def image(t: Tensor) -> Tensor:
-        return t.transpose(1, 2).reshape(b, c, *hw)
+        return t[:, before:].transpose(1, 2).reshape(b, c, *hw)
 
     def split(t: Tensor) -> Tensor:
         return t.reshape(b, -1, heads, c // heads).transpose(1, 2)
@@ -40,19 +44,22 @@ def agent_attention(s: State, p: str, x: Tensor, hw: tuple[int, int], heads: int
     scale = (c // heads) ** -0.5
     first = resized(s[p + 'an_bias']) + resized((s[p + 'ah_bias'] + s[p + 'aw_bias'])[0])
     second = resized(s[p + 'na_bias']) + resized((s[p + 'ha_bias'] + s[p + 'wa_bias'])[0].permute(0, 3, 1, 2))
+    if before:
+        first = torch.cat([s[p + 'ac_bias'][0].transpose(1, 2), first], 1)
+        second = torch.cat([s[p + 'ca_bias'][0], second], 1)
     gathered = (tokens * scale @ k.transpose(-1, -2) + first.transpose(1, 2)).softmax(-1) @ values
     out = (q * scale @ tokens.transpose(-1, -2) + second).softmax(-1) @ gathered
-    out = out.transpose(1, 2).reshape(b, n, c)
+    out = out.transpose(1, 2).reshape(b, -1, c)
     local = F.conv2d(image(v), s[p + 'dwc.weight'], s[p + 'dwc.bias'], padding=1, groups=c)
-    out = out + local.flatten(2).transpose(1, 2)
+    out[:, before:] += local.flatten(2).transpose(1, 2)
     return F.linear(out, s[p + 'proj.weight'], s[p + 'proj.bias'])
 
 
-def _norm(s: State, p: str, x: Tensor, eps: float) -> Tensor:
+def norm(s: State, p: str, x: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], s[p + 'weight'], s[p + 'bias'], eps)
 
 
-def _mlp(s: State, p: str, x: Tensor) -> Tensor:
+def mlp(s: State, p: str, x: Tensor) -> Tensor:
     hidden = F.gelu(F.linear(x, s[p + 'fc1.weight'], s[p + 'fc1.bias']))
     return F.linear(hidden, s[p + 'fc2.weight'], s[p + 'fc2.bias'])
 
@@ -63,7 +70,7 @@ def agent_pvt(s: State, x: Tensor, depths: list[int], agents: tuple[int, ...]) -
         p = f'patch_embed{stage}.'
         x = F.conv2d(x, s[p + 'proj.weight'], s[p + 'proj.bias'], stride=s[p + 'proj.weight'].shape[-1])
         hw = x.shape[2], x.shape[3]
-        x = _norm(s, p + 'norm.', x.flatten(2).transpose(1, 2), 1e-5)
+        x = norm(s, p + 'norm.', x.flatten(2).transpose(1, 2), 1e-5)
         position = s[f'pos_embed{stage}']
         side = isqrt(position.shape[1])
         position = position.reshape(1, side, side, -1).permute(0, 3, 1, 2)
@@ -71,8 +78,8 @@ def agent_pvt(s: State, x: Tensor, depths: list[int], agents: tuple[int, ...]) -
         for block in range(depth):
             p = f'block{stage}.{block}.'
             heads = s[p + 'attn.an_bias'].shape[0]
-            x = x + agent_attention(s, p + 'attn.', _norm(s, p + 'norm1.', x, 1e-6), hw, heads, number)
-            x = x + _mlp(s, p + 'mlp.', _norm(s, p + 'norm2.', x, 1e-6))
+            x = x + agent_attention(s, p + 'attn.', norm(s, p + 'norm1.', x, 1e-6), hw, heads, number)
+            x = x + mlp(s, p + 'mlp.', norm(s, p + 'norm2.', x, 1e-6))
         x = x.transpose(1, 2).reshape(len(x), -1, *hw)
         maps.append(x)
     return maps
@@ -116,11 +123,11 @@ def agent_swin(
     x = F.pad(x, (0, -x.shape[3] % 4, 0, -x.shape[2] % 4))
     x = F.conv2d(x, s['patch_embed.proj.weight'], s['patch_embed.proj.bias'], stride=4)
     hw = x.shape[2], x.shape[3]
-    x = _norm(s, 'patch_embed.norm.', x.flatten(2).transpose(1, 2), 1e-5)
+    x = norm(s, 'patch_embed.norm.', x.flatten(2).transpose(1, 2), 1e-5)
     for stage, (depth, number) in enumerate(zip(depths, agents, strict=True)):
         for block in range(depth):
             p = f'layers.{stage}.blocks.{block}.'
-            y = _norm(s, p + 'norm1.', x, 1e-5)
+            y = norm(s, p + 'norm1.', x, 1e-5)
             heads = x.shape[-1] // 32
             shift = window // 2 * (block % 2) if dense or min(hw) > window else 0
             if p + 'attn.an_bias' in s:
@@ -128,15 +135,15 @@ def agent_swin(
             else:
                 y = _windows(s, p + 'attn.', y.unflatten(1, hw), heads, shift, window).flatten(1, 2)
             x = x + y
-            x = x + _mlp(s, p + 'mlp.', _norm(s, p + 'norm2.', x, 1e-5))
-        out = _norm(s, f'norm{stage}.', x, 1e-5) if f'norm{stage}.weight' in s else F.layer_norm(x, x.shape[-1:])
+            x = x + mlp(s, p + 'mlp.', norm(s, p + 'norm2.', x, 1e-5))
+        out = norm(s, f'norm{stage}.', x, 1e-5) if f'norm{stage}.weight' in s else F.layer_norm(x, x.shape[-1:])
         maps.append(out.transpose(1, 2).reshape(len(x), -1, *hw))
         if stage < len(depths) - 1:
             p = f'layers.{stage}.downsample.'
             x = F.pad(x.unflatten(1, hw), (0, 0, 0, hw[1] % 2, 0, hw[0] % 2))
             x = torch.cat([x[:, i::2, j::2] for j in (0, 1) for i in (0, 1)], -1)
             hw = x.shape[1], x.shape[2]
-            x = F.linear(_norm(s, p + 'norm.', x.flatten(1, 2), 1e-5), s[p + 'reduction.weight'])
+            x = F.linear(norm(s, p + 'norm.', x.flatten(1, 2), 1e-5), s[p + 'reduction.weight'])
     return maps
 
 
@@ -148,29 +155,23 @@ def random_pvt(depths: list[int], agents: tuple[int, ...], classifier: bool = Tr
     for i, depth in enumerate(depths):
         c, side, kernel = dims[i], 56 >> i, 2 if i else 4
         p = f'patch_embed{i + 1}.'
-        _linear(s, p + 'proj.', c, (previous, kernel, kernel))
-        _layer_norm(s, p + 'norm.', c)
+        random_linear(s, p + 'proj.', c, (previous, kernel, kernel))
+        random_norm(s, p + 'norm.', c)
         s[f'pos_embed{i + 1}'] = 0.1 * torch.randn(1, side * side + (i == 3 and not agents), c)
         for j in range(depth):
             p = f'block{i + 1}.{j}.'
-            _layer_norm(s, p + 'norm1.', c)
-            _linear(s, p + 'attn.q.', c, (c,))
-            _linear(s, p + 'attn.kv.', 2 * c, (c,))
-            _linear(s, p + 'attn.proj.', c, (c,))
+            random_block(s, p, c, ratios[i], {'attn.q.': 1, 'attn.kv.': 2, 'attn.proj.': 1})
             if agents:
-                _agent(s, p + 'attn.', c, heads[i], agents[i], side)
+                random_agent(s, p + 'attn.', c, heads[i], agents[i], side)
             elif i < 3:
-                _linear(s, p + 'attn.sr.', c, (c, 8 >> i, 8 >> i))
-                _layer_norm(s, p + 'attn.norm.', c)
-            _layer_norm(s, p + 'norm2.', c)
-            _linear(s, p + 'mlp.fc1.', ratios[i] * c, (c,))
-            _linear(s, p + 'mlp.fc2.', c, (ratios[i] * c,))
+                random_linear(s, p + 'attn.sr.', c, (c, 8 >> i, 8 >> i))
+                random_norm(s, p + 'attn.norm.', c)
         previous = c
     if not agents:
         s['cls_token'] = torch.randn(1, 1, 512)
-        _layer_norm(s, 'norm.', 512)
+        random_norm(s, 'norm.', 512)
     if classifier:
-        _linear(s, 'head.', 1000, (512,))
+        random_linear(s, 'head.', 1000, (512,))
     return s
 
 
@@ -184,17 +185,15 @@ def random_swin(
 ) -> State:
     """A checkpoint of Agent-Swin's key layout with random numbers; vanilla Swin's where ``blocks`` are all 0."""
     s: State = {}
-    _linear(s, 'patch_embed.proj.', 96, (3, 4, 4))
-    _layer_norm(s, 'patch_embed.norm.', 96)
+    random_linear(s, 'patch_embed.proj.', 96, (3, 4, 4))
+    random_norm(s, 'patch_embed.norm.', 96)
     for i, depth in enumerate(depths):
         c, heads = 96 << i, 3 << i
         for j in range(depth):
             p = f'layers.{i}.blocks.{j}.'
-            _layer_norm(s, p + 'norm1.', c)
-            _linear(s, p + 'attn.qkv.', 3 * c, (c,))
-            _linear(s, p + 'attn.proj.', c, (c,))
+            random_block(s, p, c)
             if j < blocks[i]:
-                _agent(s, p + 'attn.', c, heads, agents[i], image // 4 >> i)
+                random_agent(s, p + 'attn.', c, heads, agents[i], image // 4 >> i)
             else:
                 span = 2 * window - 1
                 s[p + 'attn.relative_position_bias_table'] = 0.1 * torch.randn(span**2, heads)
@@ -204,35 +203,42 @@ def random_swin(
                 s[p + 'attn.relative_position_index'] = down * span + right
                 if classifier and j % 2 and i < 3:
                     s[p + 'attn_mask'] = torch.zeros(4, window**2, window**2)
-            _layer_norm(s, p + 'norm2.', c)
-            _linear(s, p + 'mlp.fc1.', 4 * c, (c,))
-            _linear(s, p + 'mlp.fc2.', c, (4 * c,))
         if i < len(depths) - 1:
             s[f'layers.{i}.downsample.reduction.weight'] = torch.randn(2 * c, 4 * c) / (4 * c) ** 0.5
-            _layer_norm(s, f'layers.{i}.downsample.norm.', 4 * c)
+            random_norm(s, f'layers.{i}.downsample.norm.', 4 * c)
         if not classifier:
-            _layer_norm(s, f'norm{i}.', c)
+            random_norm(s, f'norm{i}.', c)
     if classifier:
-        _layer_norm(s, 'norm.', 768)
-        _linear(s, 'head.', 1000, (768,))
+        random_norm(s, 'norm.', 768)
+        random_linear(s, 'head.', 1000, (768,))
     return s
 
 
-def _linear(s: State, p: str, out: int, rest: tuple[int, ...]) -> None:
+def random_block(s: State, p: str, c: int, ratio: int = 4, projections: dict[str, int] | None = None) -> None:
+    """Norms, feed-forward network and, by name, projections of so many times ``c`` channels."""
+    random_norm(s, p + 'norm1.', c)
+    random_norm(s, p + 'norm2.', c)
+    random_linear(s, p + 'mlp.fc1.', ratio * c, (c,))
+    random_linear(s, p + 'mlp.fc2.', c, (ratio * c,))
+    for name, times in (projections or {'attn.qkv.': 3, 'attn.proj.': 1}).items():
+        random_linear(s, p + name, times * c, (c,))
+
+
+def random_linear(s: State, p: str, out: int, rest: tuple[int, ...]) -> None:
     fan = torch.Size(rest).numel()
     s[p + 'weight'], s[p + 'bias'] = torch.randn(out, *rest) / fan**0.5, 0.1 * torch.randn(out)
 
 
-def _layer_norm(s: State, p: str, c: int) -> None:
+def random_norm(s: State, p: str, c: int) -> None:
     s[p + 'weight'], s[p + 'bias'] = 1 + 0.1 * torch.randn(c), 0.1 * torch.randn(c)
 
 
-def _agent(s: State, p: str, c: int, heads: int, n: int, side: int) -> None:
+def random_agent(s: State, p: str, c: int, heads: int, n: int, side: int) -> None:
     for name in ('an_bias', 'na_bias'):
         s[p + name] = torch.randn(heads, n, 7, 7)
     s[p + 'ah_bias'], s[p + 'aw_bias'] = torch.randn(1, heads, n, side, 1), torch.randn(1, heads, n, 1, side)
     s[p + 'ha_bias'], s[p + 'wa_bias'] = torch.randn(1, heads, side, 1, n), torch.randn(1, heads, 1, side, n)
-    _linear(s, p + 'dwc.', c, (1, 3, 3))
+    random_linear(s, p + 'dwc.', c, (1, 3, 3))
 
 
 def agent_deit(s: State, x: Tensor, heads: int) -> Tensor:
@@ -242,37 +248,19 @@ def agent_deit(s: State, x: Tensor, heads: int) -> Tensor:
     x = torch.cat([s['cls_token'].expand(b, -1, -1), x.flatten(2).transpose(1, 2)], 1) + s['pos_embed']
     block = 0
     while (p := f'blocks.{block}.') + 'norm1.weight' in s:
-        y = _norm(s, p + 'norm1.', x, 1e-6)
-        q, k, v = F.linear(y, s[p + 'attn.qkv.weight'], s[p + 'attn.qkv.bias']).chunk(3, -1)
-
-        def split(t: Tensor) -> Tensor:
-            return t.reshape(b, -1, heads, c // heads).transpose(1, 2)
-
-        scale = (c // heads) ** -0.5
+        y = norm(s, p + 'norm1.', x, 1e-6)
         if p + 'attn.an_bias' in s:
-            a = p + 'attn.'
-            n = s[a + 'an_bias'].shape[1]
-            grid = q[:, 1:].transpose(1, 2).reshape(b, c, height, width)
-            agents = split(F.adaptive_avg_pool2d(grid, isqrt(n)).flatten(2).transpose(1, 2))
-            size = dict(size=(height, width), mode='bilinear')
-            first = F.interpolate(s[a + 'an_bias'], **size) + (s[a + 'ah_bias'] + s[a + 'aw_bias'])[0]
-            first = torch.cat([s[a + 'ac_bias'], first.flatten(2)[None]], -1)  # (1, H, n, 1 + h w)
-            second = F.interpolate(s[a + 'na_bias'], **size).flatten(2).transpose(1, 2)  # (H, h w, n)
-            second = second + (s[a + 'ha_bias'] + s[a + 'wa_bias']).flatten(2, 3)[0]
-            second = torch.cat([s[a + 'ca_bias'], second[None]], -2)
-            gathered = (scale * agents @ split(k).transpose(-1, -2) + first).softmax(-1) @ split(v)
-            out = (scale * split(q) @ agents.transpose(-1, -2) + second).softmax(-1) @ gathered
-            out = out.transpose(1, 2).reshape(b, -1, c)
-            grid = v[:, 1:].transpose(1, 2).reshape(b, c, height, width)
-            local = F.conv2d(grid, s[a + 'dwc.weight'], s[a + 'dwc.bias'], padding=1, groups=c)
-            out[:, 1:] += local.flatten(2).transpose(1, 2)
+            agents = s[p + 'attn.an_bias'].shape[1]
+            x = x + agent_attention(s, p + 'attn.', y, (height, width), heads, agents)
         else:
-            out = (scale * split(q) @ split(k).transpose(-1, -2)).softmax(-1) @ split(v)
+            qkv = F.linear(y, s[p + 'attn.qkv.weight'], s[p + 'attn.qkv.bias'])
+            q, k, v = (t.reshape(b, -1, heads, c // heads).transpose(1, 2) for t in qkv.chunk(3, -1))
+            out = ((c // heads) ** -0.5 * q @ k.transpose(-1, -2)).softmax(-1) @ v
             out = out.transpose(1, 2).reshape(b, -1, c)
-        x = x + F.linear(out, s[p + 'attn.proj.weight'], s[p + 'attn.proj.bias'])
-        x = x + _mlp(s, p + 'mlp.', _norm(s, p + 'norm2.', x, 1e-6))
+            x = x + F.linear(out, s[p + 'attn.proj.weight'], s[p + 'attn.proj.bias'])
+        x = x + mlp(s, p + 'mlp.', norm(s, p + 'norm2.', x, 1e-6))
         block += 1
-    return F.linear(_norm(s, 'norm.', x, 1e-6)[:, 0], s['head.weight'], s['head.bias'])
+    return F.linear(norm(s, 'norm.', x, 1e-6)[:, 0], s['head.weight'], s['head.bias'])
 
 
 def pooled_logits(s: State, last: Tensor) -> Tensor:
@@ -286,19 +274,14 @@ def pooled_logits(s: State, last: Tensor) -> Tensor:
 def random_deit(depth: int, agents: int, blocks: int, c: int = 192, heads: int = 3) -> State:
     """A checkpoint of Agent-DeiT's key layout with random numbers; ``agents`` in the first ``blocks`` blocks."""
     s: State = {'cls_token': torch.randn(1, 1, c), 'pos_embed': 0.1 * torch.randn(1, 197, c)}
-    _linear(s, 'patch_embed.proj.', c, (3, 16, 16))
+    random_linear(s, 'patch_embed.proj.', c, (3, 16, 16))
     for i in range(depth):
         p = f'blocks.{i}.'
-        _layer_norm(s, p + 'norm1.', c)
-        _linear(s, p + 'attn.qkv.', 3 * c, (c,))
-        _linear(s, p + 'attn.proj.', c, (c,))
+        random_block(s, p, c)
         if i < blocks:
-            _agent(s, p + 'attn.', c, heads, agents, 14)
+            random_agent(s, p + 'attn.', c, heads, agents, 14)
             s[p + 'attn.ac_bias'] = torch.randn(1, heads, agents, 1)
             s[p + 'attn.ca_bias'] = torch.randn(1, heads, 1, agents)
-        _layer_norm(s, p + 'norm2.', c)
-        _linear(s, p + 'mlp.fc1.', 4 * c, (c,))
-        _linear(s, p + 'mlp.fc2.', c, (4 * c,))
-    _layer_norm(s, 'norm.', c)
-    _linear(s, 'head.', 1000, (c,))
+    random_norm(s, 'norm.', c)
+    random_linear(s, 'head.', 1000, (c,))
     return s

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from published import agent_attention
+from published import agent_attention, mlp, random_agent, random_block, random_linear, random_norm
 from torch import Tensor
 
 SMALL: dict[str, Any] = dict(depths=(1, 2, 2, 1), embed_dims=16, num_heads=(2, 2, 4, 4))
@@ -15,54 +15,27 @@ State = dict[str, Tensor]
 
 def random_cswin(agents: bool, image: int = 224) -> State:
     """A state dict in the authors' names: agents in stages 1 and 2, or stripes 1 and 2 wide."""
-    state: State = {
-        'stage1_conv_embed.0.weight': torch.randn(16, 3, 7, 7) * 0.1,
-        'stage1_conv_embed.0.bias': torch.randn(16) * 0.1,
-    }
-
-    def norm(name: str, channels: int) -> None:
-        state[f'{name}.weight'], state[f'{name}.bias'] = 1 + torch.randn(channels) * 0.1, torch.randn(channels) * 0.1
-
-    def linear(name: str, inputs: int, outputs: int) -> None:
-        state[f'{name}.weight'], state[f'{name}.bias'] = torch.randn(outputs, inputs) * 0.1, torch.randn(outputs) * 0.1
-
-    norm('stage1_conv_embed.2', 16)
+    state: State = {}
+    random_linear(state, 'stage1_conv_embed.0.', 16, (3, 7, 7))
+    random_norm(state, 'stage1_conv_embed.2.', 16)
     for i, (depth, heads) in enumerate(zip(SMALL['depths'], SMALL['num_heads'], strict=True)):
         channels, side = 16 * 2**i, image // 4 // 2**i
         if i:
-            state[f'merge{i}.conv.weight'] = torch.randn(channels, channels // 2, 3, 3) * 0.1
-            state[f'merge{i}.conv.bias'] = torch.randn(channels) * 0.1
-            norm(f'merge{i}.norm', channels)
+            random_linear(state, f'merge{i}.conv.', channels, (channels // 2, 3, 3))
+            random_norm(state, f'merge{i}.norm.', channels)
         for j in range(depth):
-            block = f'stage{i + 1}.{j}'
-            for name, inputs, outputs in (
-                ('qkv', channels, 3 * channels),
-                ('proj', channels, channels),
-                ('mlp.fc1', channels, 4 * channels),
-                ('mlp.fc2', 4 * channels, channels),
-            ):
-                linear(f'{block}.{name}', inputs, outputs)
-            norm(f'{block}.norm1', channels)
-            norm(f'{block}.norm2', channels)
-            has_agents = agents and i < 2
-            branches = 1 if has_agents or i == 3 else 2
+            block = f'stage{i + 1}.{j}.'
+            random_block(state, block, channels, projections={'qkv.': 3, 'proj.': 1})
+            if agents and i < 2:
+                random_agent(state, f'{block}attns.0.', channels, heads, (9, 16)[i], side)
+                for part in ('weight', 'bias'):
+                    state[f'{block}attns.0.get_v.{part}'] = state.pop(f'{block}attns.0.dwc.{part}')
+                continue
+            branches = 1 if i == 3 else 2
             for branch in range(branches):
-                share = channels // branches
-                state[f'{block}.attns.{branch}.get_v.weight'] = torch.randn(share, 1, 3, 3) * 0.2
-                state[f'{block}.attns.{branch}.get_v.bias'] = torch.randn(share) * 0.2
-            if has_agents:
-                n = (9, 16)[i]
-                for name, shape in (
-                    ('an_bias', (heads, n, 7, 7)),
-                    ('na_bias', (heads, n, 7, 7)),
-                    ('ah_bias', (1, heads, n, side, 1)),
-                    ('aw_bias', (1, heads, n, 1, side)),
-                    ('ha_bias', (1, heads, side, 1, n)),
-                    ('wa_bias', (1, heads, 1, side, n)),
-                ):
-                    state[f'{block}.attns.0.{name}'] = torch.randn(shape) * 0.3
-    norm('norm', 128)
-    linear('head', 128, 10)
+                random_linear(state, f'{block}attns.{branch}.get_v.', channels // branches, (1, 3, 3))
+    random_norm(state, 'norm.', 128)
+    random_linear(state, 'head.', 10, (128,))
     return state
 
 
@@ -113,8 +86,7 @@ def published_cswin(state: State, image: Tensor, splits: tuple[int, ...]) -> Ten
                     mixed_parts.append(torch.cat(outs, axis))
                 mixed = linear(torch.cat(mixed_parts, 1).flatten(2).transpose(1, 2), f'{block}.proj')
             x = x + mixed
-            hidden = F.gelu(linear(norm(x, f'{block}.norm2'), f'{block}.mlp.fc1'))
-            x = x + linear(hidden, f'{block}.mlp.fc2')
+            x = x + mlp(state, f'{block}.mlp.', norm(x, f'{block}.norm2'))
         if i < 3:
             x = x.transpose(1, 2).unflatten(-1, (height, width))
     return linear(norm(x, 'norm').mean(1), 'head')

@@ -16,7 +16,6 @@ from mmengine.runner import save_checkpoint
 from torch import Tensor, nn
 from zoo import ZOO
 
-import mmgate
 from mmgate import restore_attention, swap_attention
 from mmgate.hosts import adapter_for, gates_for
 from mmgate.layers.base.map import MapAttention
@@ -334,26 +333,6 @@ def test_a_second_initialisation_leaves_gates_as_the_host() -> None:
     nn.init.constant_(model.layers[0].attn.attn.gml.bias, 9.0)
     model.init_weights()
     assert model.layers[0].attn.attn.gml.bias.eq(9).all()
-
-
-def test_a_gate_that_knows_nothing_of_starts_initialises_itself() -> None:
-    from mmpretrain.models.utils import MultiheadAttention
-
-    class Own(MultiheadAttention):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.own = nn.Linear(self.embed_dims, 1)
-
-        def init_weights(self) -> None:
-            super().init_weights()
-            nn.init.constant_(self.own.weight, 4.0)
-            nn.init.zeros_(self.qkv.weight)
-
-    mmgate.adapts(Own, MultiheadAttention)(lambda gate, host, /, **options: gate(host.embed_dims, host.num_heads))
-    vit = dict(type='mmpretrain.VisionTransformer', **VIT)
-    vanilla, gated = initialised(vit), initialised(vit, [dict(path='layers.*.attn', type=Own)])
-    assert_starts_as(vanilla, gated)
-    assert gated[0].layers[0].attn.own.weight.eq(4).all()
 
 
 def test_parameters_that_are_gone_are_named() -> None:

@@ -9,8 +9,6 @@ from typing import Any, NoReturn
 from mmgate._environment import available
 from mmgate.registry import MODELS
 
-from .classifier import Classifier
-
 # name: the package and the class that it is built on, and our file
 HOSTS = {
     'AgentCSwin': ('mmengine', 'BaseModule', 'cswin'),
@@ -31,7 +29,7 @@ def _absent(name: str, **_: object) -> NoReturn:
     raise ImportError(f"{name} is built on {package}'s {host}, and {package} cannot be imported here; install it.")
 
 
-__all__ = ['Classifier']
+__all__: list[str] = []
 for _name, (_package, _, _file) in HOSTS.items():
     if available(_package):
         globals()[_name] = getattr(import_module(f'{__name__}.{_file}'), _name)

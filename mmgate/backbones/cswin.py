@@ -14,6 +14,7 @@ from mmgate.backbones.weights import PublishedWeights, cswin_layout
 from mmgate.checkpoints.tensors import State
 from mmgate.errors import ConfigError
 from mmgate.hosts import adapts
+from mmgate.hosts.core import attend_over_map
 from mmgate.layers.base.init import start_linear
 from mmgate.layers.base.map import MapAttention
 from mmgate.layers.cross_window import CrossWindowAttention
@@ -104,13 +105,8 @@ class AgentCSwin(PublishedWeights, BaseModule):
         init_cfg: dict | None = None,
     ) -> None:
         super().__init__(init_cfg)
-        chosen = dict(depths=depths, embed_dims=embed_dims, num_heads=num_heads)
-        sizes = preset(CSWIN, arch, {key: value for key, value in chosen.items() if value is not None})
+        sizes = preset(CSWIN, arch, dict(depths=depths, embed_dims=embed_dims, num_heads=num_heads))
         agents = pretrain_agent_nums if agent_nums is None else agent_nums
-        if agent_nums is not None:
-            pretrain_agent_nums = [
-                p if n is not None else None for p, n in zip(pretrain_agent_nums, agents, strict=False)
-            ]
         check_stages(STAGES, depths=sizes['depths'], num_heads=sizes['num_heads'], agent_nums=agents, splits=splits)
         if not set(out_indices) <= set(range(STAGES)):
             raise ConfigError(f'out_indices={tuple(out_indices)} must lie in 0 to {STAGES - 1}.')
@@ -153,7 +149,8 @@ class AgentCSwin(PublishedWeights, BaseModule):
 
     def rename(self, state: State) -> State:
         """Return the tensors of the authors' CSwin, or of ours, under the names that they have here."""
-        return cswin_layout(state, self.state_dict())
+        own = self.state_dict()  # where there are agents, the convolutions in a vanilla block's stripes have no place
+        return {key: value for key, value in cswin_layout(state).items() if key in own or '.lepe.' not in key}
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
@@ -170,9 +167,4 @@ class AgentCSwin(PublishedWeights, BaseModule):
         return tuple(maps)
 
 
-@adapts(MapAttention, CrossWindowAttention)
-def _whole_map(gate: type[MapAttention], host: CrossWindowAttention, /, **options: Any) -> MapAttention:
-    qkv_bias, drops = host.qkv.bias is not None, dict[str, Any](attn_drop=host.attn_drop, proj_drop=host.proj_drop.p)
-    module = gate(host.embed_dims, host.num_heads, qkv_bias=qkv_bias, qk_scale=host.scale, **drops, **options)
-    module.dropout_layer = host.dropout_layer
-    return module
+adapts(MapAttention, CrossWindowAttention)(attend_over_map)

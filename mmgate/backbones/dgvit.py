@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmpretrain.models.backbones import VisionTransformer
-from torch import nn
 
 from mmgate.backbones.presets import preset
 from mmgate.layers.swiglu import SwiGLU
@@ -60,8 +59,7 @@ class DGViT(VisionTransformer):
         num_heads: int | None = None,
         **kwargs: Any,
     ) -> None:
-        chosen = dict(embed_dims=embed_dims, num_layers=num_layers, num_heads=num_heads)
-        sizes = preset(DGVIT, arch, {key: value for key, value in chosen.items() if value is not None})
+        sizes = preset(DGVIT, arch, dict(embed_dims=embed_dims, num_layers=num_layers, num_heads=num_heads))
         super().__init__(
             {**sizes, 'feedforward_channels': CHECKED_BY_HOST},
             img_size=img_size,
@@ -70,13 +68,8 @@ class DGViT(VisionTransformer):
             **kwargs,
         )
         for layer in self.layers:
-            layer.ffn = SwiGLU(
-                sizes['embed_dims'],
-                expansion,
-                dropouts=ffn_dropouts,
-                drop=drop_rate,
-                drop_path=layer.ffn.dropout_layer,
-            )
+            drops: dict[str, Any] = dict(dropouts=ffn_dropouts, drop=drop_rate, drop_path=layer.ffn.dropout_layer)
+            layer.ffn = SwiGLU(sizes['embed_dims'], expansion, **drops)
         if attention is not None:
             swap_attention(self, [_rule(attention, number) for number in range(len(self.layers))])
 
@@ -85,5 +78,5 @@ def _rule(attention: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return the rule of one layer, with its depth where the type has such an option."""
     kind = MODELS.get(attention['type'])
     core = getattr(kind, 'core', kind)
-    has_depth = inspect.isclass(core) and issubclass(core, nn.Module) and 'depth' in inspect.signature(core).parameters
+    has_depth = core is not None and 'depth' in inspect.signature(core).parameters
     return {'path': f'layers.{number}.attn', **(dict(depth=number + 1) if has_depth else {}), **attention}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmgate.errors import ConfigError
+from mmgate.hosts.map_size import needs_map_size
 from mmgate.registry import MODELS
 
 Options = Mapping[str, Any]
@@ -34,14 +34,14 @@ SAGA_SWIN_BLOCKS = {'tiny': (2, 2, 6, 0), 'small': (2, 2, 18, 0), 'base': (2, 2,
 
 
 def preset(presets: Mapping[str, Mapping[str, Any]], arch: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sizes of ``arch`` with ``overrides``.
+    """Return the sizes of ``arch`` with those ``overrides`` that are not None.
 
     Raises:
         ValueError: An unknown ``arch``; the message lists the names there are.
     """
     if arch not in presets:
         raise ConfigError(f'arch={arch!r} is unknown; choose one of {", ".join(presets)} and override its fields.')
-    return {**presets[arch], **overrides}
+    return {**presets[arch], **{name: value for name, value in overrides.items() if value is not None}}
 
 
 def check_stages(stages: int, **options: Any) -> None:
@@ -70,15 +70,11 @@ def stage_rules(
 ) -> list[dict[str, Any]]:
     """Return the attention of every stage as a rule of swaps names it, less its path; none for the vanilla attention.
 
-    Args:
-        attention: Options for every stage, or for each.
-        kind: The attention's type where ``attention`` names none.
-        sizes: Height and width of each stage's map in pre-training, for a type that needs them.
-        agent_nums: Agent tokens of each stage; those of pre-training by default.
-        pretrain_agent_nums: Agent tokens of each stage in pre-training.
+    ``kind`` is its type where ``attention``, options for every stage or for each, names none; ``sizes`` are those of
+    the stages' maps in pre-training, for a type that needs them.
 
     Raises:
-        ValueError: Not one for each stage, or without a type.
+        ConfigError: Not one for each stage, or without a type.
     """
     if attention is None and kind is None and agent_nums is None and pretrain_agent_nums is None:
         return []
@@ -96,7 +92,6 @@ def stage_rules(
     rules = [{**rule, **stage} for rule, stage in zip(rules, stages, strict=True)]
     for rule, size in zip(rules, sizes, strict=True):
         gate = MODELS.get(rule['type'])
-        needed = inspect.signature(gate).parameters.get('map_size') if inspect.isclass(gate) else None
-        if needed is not None and needed.default is inspect.Parameter.empty:
+        if gate is not None and needs_map_size(gate):
             rule.setdefault('map_size', size)
     return rules

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from mmdet.models.backbones.pvt import PVTEncoderLayer, PyramidVisionTransformer, PyramidVisionTransformerV2
-from mmdet.models.layers import nlc_to_nchw
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from mmdet.models.backbones.pvt import PyramidVisionTransformer, PyramidVisionTransformerV2
+from torch import nn
 
 from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, Options, map_sizes, preset, stage_rules
-from mmgate.backbones.token_ffn import TokenFFN
 from mmgate.backbones.weights import PublishedWeights
-from mmgate.errors import ConfigError
 from mmgate.layers.base.init import start_linear
 from mmgate.layers.gml import check_option
 from mmgate.registry import MODELS
@@ -39,8 +35,6 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         init: ``'host'`` (default): what is shared with mmdet's PVT starts as there; ``'paper'``: as in the authors'
             code, every linear layer normal with deviation 0.02. The vanilla partner has the same option.
-        frozen_stages: How many stages, from the first on, are not trained; -1 for none.
-        with_cp: Recompute the blocks in the backward pass.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors, with agent attention
             or vanilla, and of mmdet are recognised: a vanilla checkpoint fills what is shared, see
             :func:`.weights.load_pretrained`.
@@ -54,8 +48,6 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
     """
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = PVT
-    attention_type: ClassVar[str | None] = None
-    pretrain_agents: ClassVar[Sequence[int] | None] = None
     convolves = False  # whether the feed-forward networks convolve by default
 
     def __init__(
@@ -66,8 +58,6 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
         agent_nums: Sequence[int] | None = None,
         pretrain_agent_nums: Sequence[int] | None = None,
         init: str = 'host',
-        frozen_stages: int = -1,
-        with_cp: bool = False,
         init_cfg: dict | None = None,
         **overrides: Any,
     ) -> None:
@@ -79,58 +69,24 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
         )
         check_option('init', init, INITS)
         super().__init__(**{'sr_ratios': SR_RATIOS[:stages], 'num_stages': stages, **fields}, init_cfg=init_cfg)
-        if not -1 <= frozen_stages <= stages:
-            raise ConfigError(f'frozen_stages={frozen_stages} must be -1 (none) to {stages}.')
-        self.init, self.frozen_stages, self.with_cp = init, frozen_stages, with_cp
-        for embed, blocks, _ in self.layers:
+        self.init = init
+        for embed, _, _ in self.layers:
             embed.norm.eps = PATCH_NORM_EPS
-            for block in blocks:
-                if isinstance(block, PVTEncoderLayer) and not fields.get('use_conv_ffn', self.convolves):
-                    block.ffn = TokenFFN(block.ffn)
         if rules:
             swap_attention(self, [{'path': f'layers.{i}.1.*.attn', **rule} for i, rule in enumerate(rules)])
-        self._freeze_stages()
 
     def init_weights(self) -> None:
         """Initialise from scratch, or strictly from the checkpoint of a ``Pretrained`` init_cfg."""
         super().init_weights()
-        if self.init_cfg is None and self.init == 'paper':
-            self._start_as_the_authors()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
-        maps = []
-        for i, (embed, blocks, norm) in enumerate(self.layers):
-            x, hw_shape = embed(x)
-            for block in blocks:
-                if self.with_cp and x.requires_grad:
-                    x = checkpoint(block, x, hw_shape, use_reentrant=False)
-                else:
-                    x = block(x, hw_shape)
-            x = nlc_to_nchw(norm(x), hw_shape)
-            if i in self.out_indices:
-                maps.append(x)
-        return tuple(maps)  # mmpretrain's necks and heads take no list
-
-    def train(self, mode: bool = True) -> GatedPVT:
-        """Set the mode; frozen stages stay in evaluation."""
-        super().train(mode)
-        self._freeze_stages()
-        return self
-
-    def _start_as_the_authors(self) -> None:
-        """Draw what mmdet starts otherwise than the authors, whose feed-forward layers and qkv are ``nn.Linear``."""
-        for module in self.modules():
+        if self.init_cfg is not None or self.init == 'host':
+            return
+        for module in self.modules():  # what mmdet starts otherwise: the authors' networks and qkv are nn.Linear
             if isinstance(module, nn.MultiheadAttention):
                 nn.init.trunc_normal_(module.in_proj_weight, std=0.02)
             elif isinstance(module, nn.Conv2d) and module.kernel_size == (1, 1):
                 start_linear(module)
             elif isinstance(module, nn.Conv2d) and not self.convolves:  # PVTv2 draws them as mmdet does
                 module.reset_parameters()
-
-    def _freeze_stages(self) -> None:
-        for stage in self.layers[: max(self.frozen_stages, 0)]:
-            stage.eval().requires_grad_(False)
 
 
 @MODELS.register_module()

@@ -58,28 +58,20 @@ class GatedSwin(PublishedWeights, SwinTransformer):
 
     Args:
         arch: ``'tiny'``, ``'small'`` or ``'base'``.
-        attention: Options of the attention for every stage, such as ``dict(bias=False)``, or a list of them, one a
-            stage. With ``type`` they name another attention, a registered
-            :class:`~mmgate.layers.base.map.MapAttention`; ``map_size`` is filled in for a type that needs it.
-        agent_nums: Agent tokens of each stage, of agent attention; those of pre-training by default.
-        pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
+        attention: As :class:`.pvt.GatedPVT` takes it, and so the next two.
+        agent_nums: Agent tokens of each stage.
+        pretrain_agent_nums: Agent tokens of each stage in pre-training.
         blocks: How many blocks of each stage, from its first on, have the attention; the preset's by default.
         pad_small_map: Whether windows shift where one of them holds the whole map, as mmdet's do; Swin's classifiers do
             not (mmpretrain's name for it).
-        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None. The layouts of the authors, with agent attention
-            or vanilla, and of mmdet and mmseg are recognised: a vanilla checkpoint fills what is shared, see
-            :func:`.weights.load_pretrained`.
+        init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None, see :func:`.weights.load_pretrained`.
         **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's: ``with_cp``,
             ``frozen_stages``, ``drop_path_rate``, ``out_indices``, ...; ``convert_weights`` makes no difference.
 
     Raises:
-        ValueError: An unknown ``arch``, numbers or attentions that do not fit the stages, or a linear attention with
-            an ``attn_drop_rate``: it has no attention weights to drop.
-        TypeError: An option that the attention does not have.
+        ConfigError: As :class:`.pvt.GatedPVT`, or more ``blocks`` than a stage has.
     """
 
-    attention_type: ClassVar[str | None] = None
-    pretrain_agents: ClassVar[Sequence[int] | None] = None
     swapped_blocks: ClassVar[Mapping[str, Sequence[int]]] = LINEAR_SWIN_BLOCKS
 
     def __init__(
@@ -116,10 +108,6 @@ class GatedSwin(PublishedWeights, SwinTransformer):
             if not pad_small_map and type(module) is ShiftWindowMSA:
                 module.__class__ = UnshiftedWhole
         self._freeze_stages()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
-        return tuple(super().forward(x))  # mmpretrain's necks and heads take no list
 
     def train(self, mode: bool = True) -> GatedSwin:
         """Set the mode; frozen stages stay in evaluation."""

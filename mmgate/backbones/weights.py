@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
 from mmgate.layers.base.init import gate_parameters
-from mmgate.layers.base.map import MapAttention
 from mmgate.layers.resizing import resize_grid
 from mmgate.weight_init import gates_in_place
 
@@ -23,9 +22,20 @@ _OF_CLASSIFIERS = ('head.', 'norm.', 'head_dist.', 'cls_token')  # what a backbo
 
 
 class PublishedWeights:
-    """Base, before a host's backbone, of one that starts from published files and resizes positions on loading."""
+    """Base, before a host's backbone, of one that starts from published files and resizes positions on loading.
+
+    Attributes:
+        attention_type: What attends in its stages where ``attention`` names no type; None for the host's own.
+        pretrain_agents: Agent tokens of each stage in pre-training, by default.
+    """
 
     init_cfg: Any
+    attention_type: ClassVar[str | None] = None
+    pretrain_agents: ClassVar[Sequence[int] | None] = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
+        return tuple(super().forward(x))  # type: ignore[misc]  # mmpretrain's necks and heads take no list
 
     def init_weights(self) -> None:
         """Initialise from scratch, or strictly from the checkpoint of a ``Pretrained`` init_cfg."""
@@ -75,61 +85,29 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
     state = {key: value for key, value in state.items() if key in own or not OUTPUT_NORM.fullmatch(key)}
     gates = tuple(name for name, _ in gate_parameters(backbone, remove_duplicate=False))
     vanilla = not any(key.endswith(gates) for key in state)
-    faults = misfits(backbone, state, may_miss=gates if vanilla else ())
+    may_miss = (*DERIVED, *gates) if vanilla else DERIVED
+    try:
+        keys = backbone.load_state_dict(state, strict=False)
+        missing = [key for key in keys.missing_keys if not key.endswith(may_miss) and not OUTPUT_NORM.fullmatch(key)]
+        faults = [f'unknown: {key}' for key in keys.unexpected_keys] + [f'missing: {key}' for key in missing]
+    except RuntimeError as error:  # other shapes
+        faults = str(error).split('\n\t')[1:]
     if faults:
         listed = '\n  '.join(faults[:20] + [f'... and {len(faults) - 20} more'] * (len(faults) > 20))
         raise ValueError(
             f'{source} does not fit {type(backbone).__name__} (keys by its names):\n  {listed}\n'
             'The sizes have to be those of the checkpoint: arch, depths or blocks, agents in pre-training.'
         )
-    start = backbone.load_state_dict(state, strict=False).missing_keys
-    kept = sorted({key.split('.attn.')[-1] for key in start if not key.endswith(DERIVED)})
+    kept = sorted({key.split('.attn.')[-1] for key in keys.missing_keys if not key.endswith(DERIVED)})
     if kept:
         print_log(f'{source} has no {", ".join(kept)}: they keep their start', logger='current')
-
-
-def misfits(backbone: nn.Module, state: Mapping[str, Tensor], may_miss: Sequence[str] = ()) -> list[str]:
-    """Return what keeps ``state`` from filling ``backbone``: unknown and missing keys and other shapes.
-
-    Keys of the vanilla attention count as those of the attention in its place, and positions of another resolution
-    fit. What a backbone derives, and output norms, may be missing.
-
-    Args:
-        backbone: The model.
-        state: Its state dict to be.
-        may_miss: Endings of further keys that may be missing.
-    """
-    state = dict(state)
-    resize_positions(backbone, state)
-    for name, module in backbone.named_modules():
-        if isinstance(module, MapAttention):
-            module.adopt(state, f'{name}.')
-    own, free = backbone.state_dict(), (*DERIVED, *may_miss)
-    missing = [key for key in own if key not in state and not key.endswith(free) and not OUTPUT_NORM.fullmatch(key)]
-    return [
-        *(f'unknown: {key}' for key in state if key not in own),
-        *(f'missing: {key}' for key in missing),
-        *(
-            f'shape: {key} {tuple(value.shape)}, expected {tuple(own[key].shape)}'
-            for key, value in state.items()
-            if key in own and value.shape != own[key].shape
-        ),
-    ]
 
 
 def resize_positions(backbone: nn.Module, state: dict[str, Any], prefix: str = '') -> list[str]:
     """Resize mmdet's position embeddings (PVT) and relative position tables (Swin) in ``state``, in place.
 
     As the hosts do: embeddings bilinearly, as PVT's forward pass on a larger image; tables bicubically. The attentions
-    of ours in a backbone see to their own positions.
-
-    Args:
-        backbone: Whose shapes they get.
-        state: A state dict to be loaded.
-        prefix: Of the backbone's keys in it.
-
-    Returns:
-        The names of the tensors that were resized.
+    of ours in a backbone see to their own positions. Returns the names of what was resized.
     """
     resized: dict[str, Tensor] = {}
     for name, module in backbone.named_modules():
@@ -152,8 +130,7 @@ def resize_positions(backbone: nn.Module, state: dict[str, Any], prefix: str = '
 def host_layout(state: State) -> State:
     """Return the tensors of a PVT or Swin under mmdet's names, less what a backbone does not need.
 
-    Args:
-        state: In the authors' names of PVT, PVTv2 or Swin, with agent attention or vanilla, or in mmdet's or mmseg's.
+    They are in the authors' names of PVT, PVTv2 or Swin, with agent attention or vanilla, or in mmdet's or mmseg's.
 
     Raises:
         ValueError: The keys are of neither backbone, or a half of a projection is missing.
@@ -183,58 +160,52 @@ def host_layout(state: State) -> State:
     )
 
 
-_CSWIN = (
-    (r'^stage1_conv_embed\.0\.', 'embeddings.0.conv.'),
-    (r'^stage1_conv_embed\.2\.', 'embeddings.0.norm.'),
-    (r'^merge(\d)\.', r'embeddings.\1.'),
-    (r'^norm\.', f'norm{LAST}.'),
-)
-
-
 def is_cswin(state: State) -> bool:
     """Return whether the keys are those of CSwin's authors."""
     return 'stage1_conv_embed.0.weight' in state
 
 
-def cswin_layout(state: State, own: Container[str]) -> State:
-    """Return the tensors of a CSwin under our names, less the head; ours pass as they are.
+_CSWIN = {
+    r'stage1_conv_embed\.0\.': 'embeddings.0.conv.',
+    r'stage1_conv_embed\.2\.': 'embeddings.0.norm.',
+    r'merge(\d)\.': r'embeddings.\1.',
+    r'norm\.': f'norm{LAST}.',
+}
+_OF_CSWIN_BLOCKS = {
+    r'(norm\d\.)': r'\1',
+    r'mlp\.fc1\.': 'mlp.0.',
+    r'mlp\.fc2\.': 'mlp.2.',
+    r'attns\.(\d)\.get_v\.': r'attn.lepe.\1.',
+    r'attns\.0\.': 'attn.',
+    '': 'attn.',
+}
+_DEIT = {
+    r'patch_embed\.proj\.': 'patch_embed.projection.',
+    r'blocks\.(\d+)\.norm([12])\.': r'layers.\1.ln\2.',
+    r'blocks\.(\d+)\.mlp\.fc1\.': r'layers.\1.ffn.layers.0.0.',
+    r'blocks\.(\d+)\.mlp\.fc2\.': r'layers.\1.ffn.layers.1.',
+    r'blocks\.(\d+)\.attn\.': r'layers.\1.attn.',
+    r'norm\.': 'ln1.',
+    r'(cls_token|pos_embed)$': r'\1',
+}
 
-    Args:
-        state: In the authors' names of CSwin, with agent attention or vanilla, or in ours.
-        own: The names in the backbone that is to hold them. Where it has agents, the convolutions in a vanilla block's
-            stripes have no place.
+
+def cswin_layout(state: State) -> State:
+    """Return the tensors of a CSwin, in its authors' names or ours, with agents or vanilla, under ours, less the head.
+
+    Ours pass as they are.
     """
-    agents = {key.removesuffix('attns.0.an_bias') for key in state if key.endswith('attns.0.an_bias')}
     converted = {}
     for key, value in state.items():
-        for old, new in _CSWIN:
-            key = re.sub(old, new, key)
         block = re.match(r'stage(\d)\.(\d+)\.', key)
         if block:
-            rest = key[block.end() :]
-            rest = re.sub(r'^attns\.(\d)\.get_v\.', 'dwc.' if block.group() in agents else r'lepe.\1.', rest)
-            rest = re.sub(r'^attns\.0\.', '', rest)
-            rest = rest.replace('mlp.fc1.', 'mlp.0.').replace('mlp.fc2.', 'mlp.2.')
-            inner = '' if rest.startswith(('norm', 'mlp')) else 'attn.'
-            key = f'stages.{int(block.group(1)) - 1}.{block.group(2)}.{inner}{rest}'
-        if not key.startswith('head.') and (key in own or '.lepe.' not in key):
-            converted[key] = value
+            rest = _renamed(key[block.end() :], _OF_CSWIN_BLOCKS)
+            if f'{block.group()}attns.0.an_bias' in state:  # agents have one convolution
+                rest = rest.replace('lepe.0.', 'dwc.')
+            converted[f'stages.{int(block.group(1)) - 1}.{block.group(2)}.{rest}'] = value
+        elif not key.startswith('head.'):
+            converted[_renamed(key, _CSWIN)] = value
     return converted
-
-
-_DEIT = (
-    (r'patch_embed\.proj\.', 'patch_embed.projection.'),
-    (r'blocks\.(\d+)\.norm([12])\.', r'layers.\1.ln\2.'),
-    (r'blocks\.(\d+)\.mlp\.fc1\.', r'layers.\1.ffn.layers.0.0.'),
-    (r'blocks\.(\d+)\.mlp\.fc2\.', r'layers.\1.ffn.layers.1.'),
-    (r'blocks\.(\d+)\.attn\.', r'layers.\1.attn.'),
-    (r'norm\.', 'ln1.'),
-    (r'(cls_token|pos_embed)$', r'\1'),
-)
-_OF_DEIT = (
-    *('patch_embed.projection.weight', 'patch_embed.projection.bias', 'ln1.weight', 'ln1.bias', 'cls_token'),
-    *('pos_embed', 'layers.0.attn.qkv.weight', 'layers.0.attn.proj.weight'),
-)
 
 
 def is_deit(state: State) -> bool:
@@ -243,25 +214,21 @@ def is_deit(state: State) -> bool:
 
 
 def deit_layout(state: State) -> State:
-    """Return the tensors of a DeiT under the names of ``mmpretrain.VisionTransformer``, without the head.
-
-    Args:
-        state: In the authors' names, with agent attention or vanilla.
+    """Return the tensors of a DeiT, with agents or vanilla, under mmpretrain's names, without the head.
 
     Raises:
-        ValueError: A key is unknown or missing, or the model is distilled.
+        ValueError: A key is unknown, or the model is distilled.
     """
     if 'dist_token' in state:
         raise ValueError('A distilled DeiT predicts from two tokens; take the one without distillation.')
-    converted = {}
-    for key, value in state.items():
-        if key.startswith('head.'):
-            continue
-        new = next((re.sub(f'^{old}', name, key) for old, name in _DEIT if re.match(old, key)), None)
-        if new is None:
-            raise ValueError(f"The checkpoint does not convert (keys as DeiT's authors name them): unknown: {key}")
-        converted[new] = value
-    missing = [key for key in _OF_DEIT if key not in converted]
-    if missing:
-        raise ValueError(f'The checkpoint does not convert (keys as mmpretrain names them): missing: {missing}')
-    return converted
+    state = {key: value for key, value in state.items() if not key.startswith('head.')}
+    unknown = [key for key in state if not any(re.match(old, key) for old in _DEIT)]
+    if unknown:
+        listed = ', '.join(unknown)
+        raise ValueError(f"The checkpoint does not convert (keys as DeiT's authors name them): unknown: {listed}")
+    return {_renamed(key, _DEIT): value for key, value in state.items()}
+
+
+def _renamed(key: str, names: Mapping[str, str]) -> str:
+    """Return ``key`` with its beginning renamed by the first pattern that fits."""
+    return next((re.sub(f'^{old}', new, key) for old, new in names.items() if re.match(old, key)), key)

@@ -54,10 +54,9 @@ def Gated(
         An instance of the host's own class: no wrapper, no prefix in the state dict.
 
     Raises:
-        ConfigError: The file of gates does not fit, see :func:`load_gates`.
-        TypeError: A rule or the host's config is malformed.
-        ValueError: ``host`` is not registered, a pattern matches nothing, or a gate does not fit, see
-            :func:`swap_attention`; ``train`` is unknown.
+        OptionError: Neither rules nor a file, or a rule is malformed, see :func:`swap_attention`.
+        ConfigError: ``host`` is not registered, a pattern matches nothing, a gate or a file of gates does not fit, see
+            :func:`swap_attention` and :func:`load_gates`; ``train`` is unknown.
     """
     if attention is None and gates is None:
         raise OptionError('mmgate.Gated needs attention (a rule or a list of rules) or gates (a file of gates).')

@@ -155,7 +155,6 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     for path, swap in swaps_by_path(model).items():
         inside = {name.removeprefix(f'{path}.'): left.pop(name) for name in list(left) if name.startswith(f'{path}.')}
         unknown += [f'{path}.{name}' for name in swap.gate.load_state_dict(inside, strict=False).unexpected_keys]
-        swap.loaded = True
     if left:  # trained beside the gates, or gates of a backbone that has them without a host's
         unknown += model.load_state_dict(left, strict=False).unexpected_keys
     if unknown:

@@ -38,7 +38,7 @@ def gates_disabled(model: nn.Module) -> Iterator[None]:
     with ExitStack() as undo:
         for holder in list(model.modules()):
             for swap in standing_swaps(holder):
-                undo.enter_context(swap.vanilla_in_place(holder))
+                undo.enter_context(swap.disabled(holder))
         yield
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mmgate.hosts.table import Host, adapts
 from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
+from mmgate.layers.base.map import MapAttention
 from mmgate.ops.masks import merge_masks
 
 Core = TypeVar('Core', bound=DenseAttention)
@@ -37,9 +38,14 @@ def copy_as(kind: type[Kind], host: nn.Module, **gates: nn.Module) -> Kind:
     return gated
 
 
+def of_attributes(host: Any) -> tuple[int, int, float]:
+    """Return channels, heads and the rate of dropped weights of a host that names them as mm packages do."""
+    return host.embed_dims, host.num_heads, host.attn_drop.p
+
+
 def holds_gates(
     *hosts: Host,
-    sizes: Callable[[Any], tuple[int, int, float]],
+    sizes: Callable[[Any], tuple[int, int, float]] = of_attributes,
     width: Callable[[Any], int] | None = None,
     refuses: Callable[[Any, DenseAttention], str | None] = lambda host, core: None,
 ) -> Callable[[type[Kind]], type[Kind]]:
@@ -60,13 +66,9 @@ def holds_gates(
             inputs: dict[str, Any] = {} if wide == channels else dict(qdim=wide, kdim=wide, vdim=wide)
             core = gate.core(channels, heads, dropout, batch_first=True, **inputs, **options)
             reason = refuses(host, core)
-            if inputs and core.finishes:
-                reason = (
-                    'acts behind an output projection as wide as the heads, but that of this '
-                    f'{type(host).__name__} goes from {channels} to {wide} channels.'
-                )
             if reason:
                 raise ValueError(f'{gate.__name__} {reason}')
+            refuse_finish(gate, core, wide)
             return copy_as(kind, host, gate=without_projections(core))
 
         return kind
@@ -74,10 +76,28 @@ def holds_gates(
     return register
 
 
+def refuse_finish(gate: type[nn.Module], core: DenseAttention, width: int) -> None:
+    """Raise ValueError if ``core`` acts on a host's output of another ``width`` than that of the heads together."""
+    if core.finishes and width != core.embed_dim:
+        raise ValueError(
+            f'{gate.__name__} acts behind an output projection as wide as the heads, but this one goes from '
+            f'{core.embed_dim} to {width} channels.'
+        )
+
+
 def own_scale(host: Any, core: DenseAttention | None = None) -> str | None:
     """Return that ``host`` scales its logits by another number than ``1 / sqrt(d)``, which a gate would lose."""
     default = (host.embed_dims // host.num_heads) ** -0.5
     return None if host.scale == default else f'does not replace a {type(host).__name__} with a qk_scale of its own.'
+
+
+def attend_over_map(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:
+    """Return a gate with sizes, scale and dropouts of ``host``, which attends within windows or stripes."""
+    bias, drop = host.qkv.bias is not None, getattr(host.attn_drop, 'p', host.attn_drop)
+    taken = dict(qkv_bias=bias, qk_scale=host.scale, attn_drop=drop, proj_drop=host.proj_drop.p)
+    module = gate(host.embed_dims, host.num_heads, **taken, **options)
+    module.dropout_layer = getattr(host, 'dropout_layer', module.dropout_layer)
+    return module
 
 
 def attend_in_host(

@@ -22,20 +22,12 @@ def map_options(
     """Return ``map_size``, and ``class_token`` where there is one, by the id of each attention whose gate needs them.
 
     The size is that of the map for images of the backbone's ``pretrain_img_size`` or ``img_size``, or of 224 x 224
-    pixels. A copy of the backbone on the device ``meta`` runs once.
-
-    Args:
-        model: The host model.
-        names: Of the attentions in it, that the gate is to replace.
-        gate: Class of the gate.
-        options: What the rule sets; a ``map_size`` in it stands.
+    pixels. A copy of the backbone on the device ``meta`` runs once. A ``map_size`` that the rule sets stands.
 
     Raises:
         ValueError: The size cannot be derived; the message says what to write.
     """
-    parameters = inspect.signature(gate).parameters
-    needed = 'map_size' in parameters and parameters['map_size'].default is inspect.Parameter.empty
-    if not needed or 'map_size' in options or not names:
+    if not needs_map_size(gate) or 'map_size' in options or not names:
         return {}
     parts = next(iter(names)).split('.')
     owner = next(
@@ -62,6 +54,12 @@ def map_options(
             'images of 224 pixels and a stride of 16.'
         )
     return found
+
+
+def needs_map_size(gate: Any) -> bool:
+    """Return whether ``gate`` is not made without a ``map_size``."""
+    parameter = inspect.signature(gate).parameters.get('map_size')
+    return parameter is not None and parameter.default is parameter.empty
 
 
 def _on_meta(owner: nn.Module) -> nn.Module:

@@ -11,9 +11,8 @@ from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from torch import Tensor
 
-from mmgate.hosts.core import attend_in_host, copy_as, holds_gates, without_projections
-from mmgate.hosts.reduced import adapt_reduced
-from mmgate.hosts.swin import adapt_swin
+from mmgate.hosts.core import attend_in_host, copy_as, holds_gates, refuse_finish, without_projections
+from mmgate.hosts.pyramids import adapt_reduced, adapt_swin
 from mmgate.hosts.table import adapts
 from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
 
@@ -23,7 +22,6 @@ adapt_reduced(SpatialReductionAttention)
 
 @holds_gates(
     ConditionalAttention,
-    sizes=lambda host: (host.embed_dims, host.num_heads, host.attn_drop.p),
     refuses=lambda host, core: (
         'splits heads into two streams, but those of a conditional cross-attention are content and position already.'
         if host.cross_attn and core.two_streams
@@ -139,11 +137,7 @@ def bidirectional(
     def make(own: int, other: int) -> DenseAttention:
         sizes: dict[str, Any] = dict(qdim=own, kdim=other, vdim=other, batch_first=True)
         core = gate.core(host.embed_dim, host.num_heads, host.dropout, **sizes, **options)
-        if core.finishes and own != host.embed_dim:
-            raise ValueError(
-                f'{gate.__name__} acts on the projected output with these options and needs it {host.embed_dim} '
-                f'channels wide, as the heads are; it has {own} here.'
-            )
+        refuse_finish(gate, core, own)
         return without_projections(core)
 
     gates = dict(gate_v=make(host.v_dim, host.l_dim), gate_l=make(host.l_dim, host.v_dim))

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from mmengine.logging import print_log
 from mmpretrain.models.backbones.vit_sam import Attention
 from mmpretrain.models.backbones.xcit import XCA
 from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention, ShiftWindowMSA, WindowMSA, WindowMSAV2
 from torch import Tensor, nn
 
 from mmgate.hosts.core import attend_in_host, holds_gates
+from mmgate.hosts.pyramids import adapt_swin
 from mmgate.hosts.relative_positions import adapt_relative
-from mmgate.hosts.swin import adapt_swin
 from mmgate.hosts.table import adapts
-from mmgate.hosts.token_attention import GatedTokenAttention
-from mmgate.layers.base.dense import GatedMultiheadAttention
+from mmgate.hosts.window import Renamed
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
 from mmgate.layers.base.map import MapAttention
 from mmgate.layers.plug_dense import PLuGAttention
 
@@ -32,7 +29,6 @@ adapt_relative(Attention)
 
 @holds_gates(
     WindowMSAV2,
-    sizes=lambda host: (host.embed_dims, host.num_heads, host.attn_drop.p),
     refuses=lambda host, core: (
         'splits heads into two streams, but a WindowMSAV2 attends by the cosine of whole heads: halves of unit vectors '
         'are none.'
@@ -78,16 +74,32 @@ class GatedWindowMSAV2(WindowMSAV2):
         return 16 * table[self.relative_position_index].permute(2, 0, 1).sigmoid()  # (H, N, N)
 
 
+class GatedTokenAttention(Renamed):
+    """Self-attention over the tokens of a ViT around a gated attention.
+
+    Drop-in for mmpretrain's ``MultiheadAttention``, whose checkpoints it loads: the projections are renamed.
+    """
+
+    def __init__(self, attn: DenseAttention, proj_drop: nn.Module, layer_scale: nn.Module, out_drop: nn.Module) -> None:
+        super().__init__()
+        self.attn, self.proj_drop, self.gamma1, self.out_drop = attn, proj_drop, layer_scale, out_drop
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend over ``(B, N, C)`` tokens."""
+        out = self.attn(x, x, x)[0].contiguous()  # as the host's, for what is dropped to be the same
+        return self.out_drop(self.gamma1(self.proj_drop(out)))
+
+
 @adapts(GatedMultiheadAttention, MultiheadAttention)
 def tokens(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedTokenAttention:
     """Take over sizes, dropouts and layer scale.
+
+    Logits are scaled by ``1 / sqrt(d)``, as T2T-ViT's paper has it; a host with a qk_scale divides by that number.
 
     Raises:
         ValueError: The host has an extra that the core lacks.
     """
     _refuse_extras(gate, host)
-    if isinstance(host.scaled_dot_product_attention, partial):
-        _warn_of_scale(gate.__name__)
     core = gate.core(host.embed_dims, host.num_heads, host.attn_drop, batch_first=True, **options)
     if host.qkv.bias is None:  # T2T-ViT has one of the two
         core.register_parameter('in_proj_bias', None)
@@ -105,26 +117,10 @@ def map_of_tokens(gate: type[MapAttention], host: Any, /, **options: Any) -> Map
     """
     layer_scale = not isinstance(host.gamma1, nn.Identity)
     _refuse_extras(gate, host, layer_scale=layer_scale, projection_without_bias=host.proj.bias is None)
-    module = gate(
-        host.embed_dims,
-        host.num_heads,
-        qkv_bias=host.qkv.bias is not None,
-        attn_drop=host.attn_drop,
-        proj_drop=host.proj_drop.p,
-        **options,
-    )
+    drops = dict(attn_drop=host.attn_drop, proj_drop=host.proj_drop.p)
+    module = gate(host.embed_dims, host.num_heads, qkv_bias=host.qkv.bias is not None, **drops, **options)
     module.dropout_layer = host.out_drop
     return module
-
-
-@cache
-def _warn_of_scale(gate: str) -> None:
-    print_log(
-        f"{gate} scales logits by 1 / sqrt(d), as T2T-ViT's paper. mmpretrain's MultiheadAttention with a qk_scale "
-        'divides them by that number, so that without the gate the model computes something else.',
-        logger='current',
-        level=logging.WARNING,
-    )
 
 
 def _refuse_extras(gate: type[nn.Module], host: Any, **further: bool) -> None:

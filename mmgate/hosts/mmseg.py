@@ -13,9 +13,8 @@ from mmseg.models.backbones.swin import ShiftWindowMSA, WindowMSA
 from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroupedSelfAttention
 from torch import Tensor
 
-from mmgate.hosts.core import attend_in_host, holds_gates, own_scale
-from mmgate.hosts.reduced import adapt_reduced
-from mmgate.hosts.swin import adapt_swin, attend_over_map
+from mmgate.hosts.core import attend_in_host, attend_over_map, holds_gates, own_scale
+from mmgate.hosts.pyramids import adapt_reduced, adapt_swin
 from mmgate.hosts.table import adapts
 from mmgate.layers.base.map import MapAttention
 
@@ -23,11 +22,7 @@ adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 
 
-def _sizes(host: Any) -> tuple[int, int, float]:
-    return host.embed_dims, host.num_heads, host.attn_drop.p
-
-
-@holds_gates(BEiTAttention, sizes=_sizes, refuses=own_scale)
+@holds_gates(BEiTAttention, refuses=own_scale)
 class GatedBEiTAttention(BEiTAttention):
     """Drop-in for ``BEiTAttention`` that holds a gate; the relative position bias is added after it."""
 
@@ -45,12 +40,12 @@ class GatedBEiTAttention(BEiTAttention):
         return self.proj_drop(attend_in_host(self.gate, (query, key, value), (x, x, x), self.proj, position))
 
 
-@holds_gates(MAEAttention, sizes=_sizes, refuses=own_scale)
+@holds_gates(MAEAttention, refuses=own_scale)
 class GatedMAEAttention(GatedBEiTAttention, MAEAttention):
     """Drop-in for ``MAEAttention`` that holds a gate."""
 
 
-@holds_gates(LocallyGroupedSelfAttention, sizes=_sizes, refuses=own_scale)
+@holds_gates(LocallyGroupedSelfAttention, refuses=own_scale)
 class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
     """Drop-in for Twins' ``LocallyGroupedSelfAttention`` that holds a gate."""
 
@@ -83,7 +78,4 @@ class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
         return windows.flatten(3, 4).flatten(0, 2)  # (B nW, N, C)
 
 
-@adapts(MapAttention, LocallyGroupedSelfAttention)
-def whole_map(gate: type[MapAttention], host: LocallyGroupedSelfAttention, /, **options: Any) -> MapAttention:
-    """Attend over the whole map in the place of windows, as in Swin."""
-    return attend_over_map(gate, host, **options)
+adapts(MapAttention, LocallyGroupedSelfAttention)(attend_over_map)  # the whole map in the place of windows, as in Swin

@@ -29,16 +29,12 @@ def ms_deform_attn(
         ValueError: A class of this name that is called otherwise, or that has options of its own.
     """
     called = tuple(inspect.signature(host.forward).parameters)
-    if called[:5] != ARGUMENTS:
-        raise ValueError(
-            f'{gate.__name__} replaces an MSDeformAttn that is called with {", ".join(ARGUMENTS)}; that of '
-            f'{full_name(type(host))} is called with {", ".join(called)}.'
-        )
     own = [name for name in inspect.signature(type(host)).parameters if name not in SIZES]
-    if own:
+    if called[:5] != ARGUMENTS or own:
+        differs = f'takes {", ".join(own)}' if own else f'is called with {", ".join(called)}'
         raise ValueError(
-            f'{gate.__name__} does not replace {full_name(type(host))}, which takes {", ".join(own)} and may compute '
-            'something else; write its adapter with mmgate.adapts.'
+            f'{gate.__name__} does not replace {full_name(type(host))}, which {differs} and may compute something '
+            'else; write its adapter with mmgate.adapts.'
         )
     ratio = host.value_proj.out_features / host.d_model  # below 1 in ViT-Adapter
     sizes = (host.d_model, host.n_heads, host.n_levels, host.n_points)

@@ -17,14 +17,8 @@ class GatedRelativeAttention(nn.Module):
     """Drop-in for ViTDet's ``Attention`` that holds a gate, with the host's own projections and tables.
 
     A query's bias of a key is ``q Rh[y - y'] + q Rw[x - x']``, added to the logits after the gate. The tables are
-    interpolated where the map is not of their size.
-
-    Args:
-        gate: Without projections, see :func:`~mmgate.hosts.core.without_projections`.
-        qkv: The host's projection of query, key and value.
-        proj: The host's output projection.
-        rel_pos_h: Table ``(2 H - 1, d)`` of distances down, or None for no relative positions.
-        rel_pos_w: Table ``(2 W - 1, d)`` of distances to the right, likewise.
+    interpolated where the map is not of their size: ``rel_pos_h`` ``(2 H - 1, d)`` of distances down, ``rel_pos_w``
+    ``(2 W - 1, d)`` to the right, or None.
 
     Source: MViTv2 (arXiv 2112.01526), Eq. 4; ViTDet (arXiv 2203.16527), section 3.
     """

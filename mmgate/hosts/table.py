@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import overload
 
 from torch import nn
 
@@ -18,17 +17,9 @@ LATE = ('timm', 'transformers')
 _ADAPTERS: dict[tuple[type, type | str], Adapter] = {}
 
 
-@overload
-def adapts(gate: type[nn.Module], *hosts: Host) -> Callable[[Adapter], Adapter]: ...
-
-
-@overload
-def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module]) -> None: ...
-
-
 def adapts(
     gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = None
-) -> Callable[[Adapter], Adapter] | None:
+) -> Callable[[Adapter], Adapter]:
     """Say how ``gate`` replaces modules of the classes ``hosts``.
 
     As a decorator it registers a function ``(gate class, host module, **options) -> gate module`` that takes over the
@@ -47,27 +38,24 @@ def adapts(
         TypeError: Something else than a class or a dotted name, or no host.
         LookupError: ``gate`` has no adapter for ``like``.
     """
-    for cls in (gate, *hosts, *([] if like is None else [like])):
+    for cls in (gate, *hosts, gate if like is None else like):
         if not inspect.isclass(cls) and not (isinstance(cls, str) and cls in hosts):
             raise TypeError(f'adapts needs classes, got {cls!r}.')
-    for host in hosts:
-        if isinstance(host, str) and not all('.' in host and part for part in host.split('.')):
-            raise TypeError(f'{host!r} is no dotted name of a host class, such as vitdet.vit.Attention.')
+        if isinstance(cls, str) and not all('.' in cls and part for part in cls.split('.')):
+            raise TypeError(f'{cls!r} is no dotted name of a host class, such as vitdet.vit.Attention.')
     if not hosts:
         raise TypeError(f'adapts({gate.__name__}) names no host class.')
-    if like is not None:
-        adapter = _adapter(gate, like)
-        if adapter is None:
-            fits = ', '.join(host_names(gate)) or 'nothing'
-            raise LookupError(f'{full_name(gate)} has no adapter for {full_name(like)}; it replaces {fits}.')
-        _ADAPTERS.update({(gate, host): adapter for host in hosts})
-        return None
 
     def register(adapter: Adapter) -> Adapter:
-        for host in hosts:
-            _ADAPTERS[gate, host] = adapter
+        _ADAPTERS.update({(gate, host): adapter for host in hosts})
         return adapter
 
+    if like is not None:
+        known = _adapter(gate, like)
+        if known is None:
+            fits = ', '.join(host_names(gate)) or 'nothing'
+            raise LookupError(f'{full_name(gate)} has no adapter for {full_name(like)}; it replaces {fits}.')
+        register(known)
     return register
 
 

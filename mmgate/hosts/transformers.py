@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from mmgate.hosts.core import attend_in_host, copy_as, without_projections
+from mmgate.hosts.core import attend_in_host, copy_as, refuse_finish, without_projections
 from mmgate.hosts.hosted import HostedDeformableAttention, Shell, subclass
 from mmgate.hosts.table import adapts, full_name
 from mmgate.layers import MultiScaleDeformableAttention
@@ -135,11 +135,7 @@ def interface_attention(gate: type[GatedMultiheadAttention], host: Any, /, **opt
         raise ValueError(
             f'{gate.__name__} splits heads into two streams, but {type(host).__name__} rotates their halves together.'
         )
-    if core.finishes and host.o_proj.out_features != channels:
-        raise ValueError(
-            f'{gate.__name__} acts behind an output projection as wide as the heads, but this one goes from {channels} '
-            f'to {host.o_proj.out_features} channels.'
-        )
+    refuse_finish(gate, core, host.o_proj.out_features)
     gated = copy_as(subclass(HostedInterfaceAttention, type(host)), host, gate=without_projections(core))
     gated.config._attn_implementation = NAME  # the module's own copy: the model's others attend as before
     for name in READ:

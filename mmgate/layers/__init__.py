@@ -7,17 +7,15 @@ from .cross_window import CrossWindowAttention
 from .dgsa import DifferentialGatedAttention, DifferentialGatedMultiheadAttention
 from .differential import DifferentialAttention, DifferentialMultiheadAttention
 from .gml import GatingModulation
-from .linear import (
-    EfficientAttention,
-    EnhancedLinearAttention,
-    FocusedLinearAttention,
-    HydraAttention,
-    InLineAttention,
-    LinearAngularAttention,
-    MLLAAttention,
-    PolaFormerAttention,
-    RALAAttention,
-)
+from .linear.angular import LinearAngularAttention
+from .linear.efficient import EfficientAttention
+from .linear.enhanced import EnhancedLinearAttention
+from .linear.focused import FocusedLinearAttention
+from .linear.hydra import HydraAttention
+from .linear.inline import InLineAttention
+from .linear.mlla import MLLAAttention
+from .linear.polaformer import PolaFormerAttention
+from .linear.rala import RALAAttention
 from .plug import PLuGMultiScaleDeformableAttention
 from .plug_dense import PLuGAttention, PLuGMultiheadAttention
 from .saga import SAGAAttention

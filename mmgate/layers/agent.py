@@ -94,11 +94,12 @@ class AgentAttention(GateInit, AgentBiases):
         if window is not None:
             height, width = min(window, height), min(window, width)
         self.map_size = (height, width)
-        self.class_tokens, self.window, n = int(class_token), window, pretrain_agent_num
+        self.class_tokens, self.window = int(class_token), window
         self.value_factor, self.broadcast_scale = value_factor, broadcast_scale
         self.dwc = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims) if dwc else None
-        self.agent_tokens = nn.Parameter(torch.empty(1, n, embed_dims)) if agents == 'static' else None
-        self.make_biases(n, bias=bias, class_token=class_token)
+        static = torch.empty(1, pretrain_agent_num, embed_dims)
+        self.agent_tokens = nn.Parameter(static) if agents == 'static' else None
+        self.make_biases(bias=bias, class_token=class_token)
         self.reset_gate()
 
     def reset_gate(self) -> None:
@@ -144,11 +145,6 @@ class AgentAttention(GateInit, AgentBiases):
             agents = agents.expand(q.shape[0], -1, -1, -1).to(q.dtype)
         return agents.flatten(2).transpose(1, 2).contiguous()
 
-    def extra_repr(self) -> str:
-        """Sizes for ``print(module)``."""
-        return (
-            f'agents={self.grid}x{self.grid}, pretrained={self.pretrain_grid}x{self.pretrain_grid}, map={self.map_size}'
-        )
 
 
 def _roll(x: Tensor, hw_shape: tuple[int, int], shift: tuple[int, int]) -> Tensor:

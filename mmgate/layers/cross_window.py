@@ -54,22 +54,17 @@ class CrossWindowAttention(GateInit, MapAttention):
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every branch, on its share of the channels."""
-        height, width = hw_shape
-        stripes = [hw_shape] if self.split is None else [(height, self.split), (self.split, width)]
-        shares = zip(*(t.chunk(self.branches, -1) for t in (q, k, v)), strict=True)
-        outs = [
-            self._branch(share, lepe, hw_shape, stripe)
-            for share, lepe, stripe in zip(shares, self.lepe, stripes, strict=True)
-        ]
-        return torch.cat(outs, -1)
+        stripes = [hw_shape] if self.split is None else [(hw_shape[0], self.split), (self.split, hw_shape[1])]
+        shares = (t.chunk(self.branches, -1) for t in (q, k, v))
+        branches: Any = zip(*shares, self.lepe, stripes, strict=True)
+        return torch.cat([self._branch(*branch, hw_shape) for branch in branches], -1)
 
     def _branch(
-        self, qkv: tuple[Tensor, ...], lepe: nn.Module, hw_shape: tuple[int, int], stripe: tuple[int, int]
+        self, q: Tensor, k: Tensor, v: Tensor, lepe: nn.Module, stripe: tuple[int, int], hw_shape: tuple[int, int]
     ) -> Tensor:
         stripe = (min(stripe[0], hw_shape[0]), min(stripe[1], hw_shape[1]))
-        q, k, v = (split_stripes(t, hw_shape, stripe) for t in qkv)
-        values = v.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B n, H / branches, N, d)
-        q, k = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k))
-        out = F.scaled_dot_product_attention(q, k, values, dropout_p=self._drop, scale=self.scale)
+        q, k, v = (split_stripes(t, hw_shape, stripe) for t in (q, k, v))
         local = lepe(v.transpose(1, 2).unflatten(-1, stripe)).flatten(2).transpose(1, 2)  # within the stripe
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # (B n, H / branches, N, d)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=self._drop, scale=self.scale)
         return merge_stripes(out.transpose(1, 2).flatten(2) + local, hw_shape, stripe)

@@ -63,8 +63,6 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
     ) -> None:
         check_option('residual', residual, RESIDUALS)
         super().__init__(embed_dim, num_heads, dropout, **kwargs)
-        if self.head_dim % 2:
-            raise ValueError(f'The head width {self.head_dim} must be even, half of it for each stream.')
         if gate_depth < 1:
             raise ValueError(f'gate_depth={gate_depth} must be the number of layers, from 1 on.')
         self.residual, self.lambda_start = residual, lambda_init

@@ -45,10 +45,10 @@ class DifferentialAttention(GateInit, DenseAttention):
     gate_parameters = (*LAMBDAS, 'head_norm')
     undecayed = ('head_norm',)
     two_streams = True
-    lambda_q1: nn.Parameter | None
-    lambda_k1: nn.Parameter | None
-    lambda_q2: nn.Parameter | None
-    lambda_k2: nn.Parameter | None
+    lambda_q1: Any
+    lambda_k1: Any
+    lambda_q2: Any
+    lambda_k2: Any
 
     def __init__(
         self,
@@ -62,8 +62,6 @@ class DifferentialAttention(GateInit, DenseAttention):
         **kwargs: Any,
     ) -> None:
         super().__init__(embed_dim, num_heads, dropout, **kwargs)
-        if self.head_dim % 2:
-            raise ValueError(f'The head width {self.head_dim} must be even, half of it for each stream.')
         if depth < 1:
             raise ValueError(f'depth={depth} must be the number of the layer, from 1 on.')
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (depth - 1)) if lambda_init is None else lambda_init
@@ -82,7 +80,7 @@ class DifferentialAttention(GateInit, DenseAttention):
 
     def weight(self) -> Tensor | float:
         """Return lambda."""
-        if self.lambda_q1 is None or self.lambda_k1 is None or self.lambda_q2 is None or self.lambda_k2 is None:
+        if self.lambda_q1 is None:
             return self.lambda_init
         first, second = (self.lambda_q1 * self.lambda_k1).sum(), (self.lambda_q2 * self.lambda_k2).sum()
         return first.exp() - second.exp() + self.lambda_init

@@ -8,7 +8,16 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 
-VARIANTS = ('product', 'sum', 'single', 'mlp', 'none')
+# biases of the factors that make the identity, with the residual and without: a product that starts with both factors
+# at 0 would never receive a gradient
+IDENTITIES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    'product': ((0, 1), (1, 1)),
+    'sum': ((0, 0), (0.5, 0.5)),
+    'single': ((0,), (1,)),
+    'mlp': ((0, 1), (1, 1)),
+    'none': ((), ()),
+}
+VARIANTS = tuple(IDENTITIES)
 ACTIVATIONS = {'none': None, 'tanh': torch.tanh, 'hardtanh': F.hardtanh, 'softsign': F.softsign}
 INITS = ('identity', 'paper')
 MLP_WIDTH = 4  # Table 4 (D): h_int
@@ -70,7 +79,7 @@ class GatingModulation(nn.Module):
                 "a gradient; use init='paper' or activation='none'."
             )
         self.variant, self.activation, self.residual, self.init = variant, activation, residual, init
-        factors = {'product': 2, 'sum': 2, 'single': 1, 'mlp': 2, 'none': 0}[variant]
+        factors = len(IDENTITIES[variant][0])
         if variant == 'mlp':
             self.hidden_weight = nn.Parameter(torch.empty(MLP_WIDTH))
             self.hidden_bias = nn.Parameter(torch.empty(MLP_WIDTH))
@@ -83,23 +92,16 @@ class GatingModulation(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set the start that ``init`` names.
-
-        The identity of the product is ``gA`` constant 0 and ``gB`` constant 1: with both at 0 neither would ever
-        receive a gradient.
-        """
+        """Set the start that ``init`` names."""
         if self.variant == 'none':
             return
         if self.variant == 'mlp':
             _draw(self.hidden_weight, self.hidden_bias, 1)  # in both inits
         if self.init == 'paper':
             _draw(self.weight, self.bias, MLP_WIDTH if self.variant == 'mlp' else 1)
-            return
-        self.weight.zero_()
-        start: tuple[float, ...] = {'product': (0, 1), 'mlp': (0, 1), 'sum': (0, 0), 'single': (0,)}[self.variant]
-        if not self.residual:
-            start = {'product': (1, 1), 'mlp': (1, 1), 'sum': (0.5, 0.5), 'single': (1,)}[self.variant]
-        self.bias.copy_(self.bias.new_tensor(start))
+        else:
+            self.weight.zero_()
+            self.bias.copy_(self.bias.new_tensor(IDENTITIES[self.variant][not self.residual]))
 
     def forward(self, r: Tensor) -> Tensor:
         """Return the gate, of the shape of ``r``, in no less than float32: products of factors leave half precision."""
@@ -110,19 +112,13 @@ class GatingModulation(nn.Module):
     def _modulate(self, r: Tensor) -> Tensor:
         if self.variant == 'none':
             return r
+        if self.variant == 'single':
+            return self.weight * r + self.bias
         if self.variant == 'mlp':
             hidden = F.relu(r[..., None] * self.hidden_weight + self.hidden_bias)  # (..., 4)
             weight, bias = self.weight.view(2, MLP_WIDTH).to(hidden.dtype), self.bias.to(hidden.dtype)
             first, second = F.linear(hidden, weight, bias).to(hidden.dtype).unbind(-1)
-            return first * second
-        if self.variant == 'single':
-            return self.weight * r + self.bias
-        a, c = self.weight
-        b, e = self.bias
-        if self.variant == 'sum':
-            return (a * r + b) + (c * r + e)
-        return (a * r + b) * (c * r + e)
-
-    def extra_repr(self) -> str:
-        """Options for ``print(module)``."""
-        return f'variant={self.variant!r}, activation={self.activation!r}, residual={self.residual}, init={self.init!r}'
+        else:
+            (a, c), (b, e) = self.weight, self.bias
+            first, second = a * r + b, c * r + e
+        return first + second if self.variant == 'sum' else first * second

@@ -19,14 +19,9 @@ def resize_axis(x: Tensor, axis: int, size: int) -> Tensor:
 
 
 def resize_grid(x: Tensor, size: tuple[int, int], mode: str = 'bilinear') -> Tensor:
-    """Return ``(1, N, C)`` of a square grid as ``(1, h w, C)``.
+    """Return ``(1, N, C)`` of a square grid, row by row, as ``(1, h w, C)``.
 
     What is no square grid is returned as it is; loading it will name its shape.
-
-    Args:
-        x: Values by position, row by row.
-        size: Height h and width w.
-        mode: Of ``F.interpolate``.
     """
     side = isqrt(x.shape[1]) if x.dim() == 3 else 0
     if x.dim() != 3 or side**2 != x.shape[1] or x.shape[1] == size[0] * size[1]:

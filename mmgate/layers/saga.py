@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmgate.layers.base.init import start_linear
 from mmgate.ops.gated_linear_attention import gated_linear_attention
 from mmgate.registry import MODELS
 
@@ -47,6 +46,7 @@ class SAGAAttention(LinearAttention):
     """
 
     gate_parameters = (*LinearAttention.gate_parameters, *GATES)
+    gates = GATES
 
     def __init__(
         self,
@@ -68,20 +68,15 @@ class SAGAAttention(LinearAttention):
             class_token=class_token,
         )
         super().__init__(embed_dims, num_heads, **sizes, **kwargs)
-        bias = self.qkv.bias is not None
-        self.gate_k = nn.Linear(embed_dims, embed_dims, bias=bias) if gate else None
-        self.gate_v = nn.Linear(embed_dims, embed_dims, bias=bias) if gate else None
-        self.gate_out = nn.Linear(embed_dims, embed_dims, bias=bias) if output_augmentation else None
+        if not gate:
+            self.gate_k = self.gate_v = None
+        if not output_augmentation:
+            self.gate_out = None
         self.gate_readings = {name: 'channels' for name in GATES if getattr(self, name) is not None}
-
-    def reset_gate(self) -> None:
-        """Start the convolution, the position encoding and the gates anew."""
-        super().reset_gate()
-        start_linear(self.gate_k, self.gate_v, self.gate_out)
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
         """Return one of the three gates ``(B, N, C)``, those of keys and values behind their sigmoid."""
-        gate = getattr(self, name)(inputs[0])
+        gate = super().read_gate(name, *inputs)
         return gate if name == 'gate_out' else gate.sigmoid()
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
@@ -90,8 +85,3 @@ class SAGAAttention(LinearAttention):
         gate_v = None if self.gate_v is None else self.split_heads(self.gate_v(x).sigmoid())
         q, k, v = (self.split_heads(t) for t in (q, k, v))
         return self.merge_heads(gated_linear_attention(q, k, v, gate_k, gate_v, scale=self.scale))
-
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Attend, add the convolved values and gate the sum."""
-        out = super().mix(x, q, k, v, hw_shape)
-        return out if self.gate_out is None else out * self.gate_out(x)

@@ -154,9 +154,9 @@ class SDPAGatedAttention(GateInit, DenseAttention):
 
     def finish(self, output: Tensor, query: Tensor, inputs: Inputs) -> Tensor:
         """Gate what was projected (G5)."""
-        if self.position == 'G5':
-            output = self._gated(self.split_heads(output), inputs).transpose(1, 2).flatten(2)
-        return output
+        if not self.finishes:
+            return output
+        return self._gated(self.split_heads(output), inputs).transpose(1, 2).flatten(2)
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the attention weights, before any gate on values or outputs."""

@@ -9,12 +9,7 @@ from torch import Tensor
 def split_stripes(x: Tensor, hw_shape: tuple[int, int], stripe: tuple[int, int]) -> Tensor:
     """Return tokens ``(B, h w, C)`` as ``(B n, sh sw, C)``: the n stripes of an image next to each other.
 
-    The map is padded with zeros, below and on the right, to whole stripes.
-
-    Args:
-        x: Tokens of a map.
-        hw_shape: Its height and width.
-        stripe: Height and width of a stripe.
+    The map of ``hw_shape`` is padded with zeros, below and on the right, to whole stripes.
     """
     (height, width), (rows, columns) = hw_shape, stripe
     x = F.pad(x.unflatten(1, hw_shape), (0, 0, 0, -width % columns, 0, -height % rows))

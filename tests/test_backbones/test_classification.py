@@ -63,30 +63,6 @@ def test_vit_with_a_gate(name: str) -> None:
     assert not without
 
 
-@needs_mmpretrain
-def test_plug_starts_as_the_vanilla_vit() -> None:
-    model, vanilla = vit(RULES['plug']).eval(), vit(None).eval()
-    vanilla.init_weights()
-    nn.init.normal_(vanilla.head.layers.head.weight)
-    assert not model.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys
-    x = torch.randn(2, 3, 224, 224)
-    with torch.no_grad():
-        torch.testing.assert_close(model(x), vanilla(x), rtol=1e-4, atol=1e-5)
-
-
-@needs_mmpretrain
-@pytest.mark.parametrize('name', ['agent', 'saga'])
-def test_class_token_stands_apart_from_the_map(name: str) -> None:
-    """Its value reaches the other tokens by attention; one token more is no map."""
-    layer = vit(RULES[name], layers=1).backbone.layers[0].attn.eval()
-    x = torch.randn(1, 197, 192)
-    with torch.no_grad():
-        moved = layer(x + torch.nn.functional.pad(torch.ones(1, 1, 192), (0, 0, 0, 196)))
-        assert layer(x).shape == x.shape and (moved - layer(x)).abs().amax() > 0
-    with pytest.raises(ValueError, match=r'198 tokens do not make a map of 14 x 14 and 1 class token'):
-        layer(torch.randn(1, 198, 192))
-
-
 SIZES = [  # of DeiT-T; where multiply-accumulates differ, a comment has the paper's and a table why
     ('agent/classification/agent-deit-t_8xb128-300e_in1k', 224, 6.016, 1.2),
     ('saga/classification/saga-deit-t_8xb128-300e_in1k', 224, 7.071, 1.4),  # the paper prints 7.0

@@ -95,56 +95,6 @@ def test_swiglu_is_its_equation(dropouts: int) -> None:
             SwiGLU(8, **options)
 
 
-@pytest.mark.parametrize('learnable', [True, False], ids=['learnt', 'fixed'])
-def test_differential_attention_is_its_equation(learnable: bool) -> None:
-    attention = DifferentialAttention(16, 2, batch_first=True, depth=3, learnable=learnable).double()
-    x = torch.randn(2, 6, 16, dtype=torch.float64, requires_grad=True)
-    weights, bias = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
-    q, k, v = ((x @ w.T + b).view(2, 6, 2, 8).transpose(1, 2) for w, b in zip(weights, bias, strict=True))
-    maps = [(a @ b.mT / 4**0.5).softmax(-1) for a, b in zip(q.chunk(2, -1), k.chunk(2, -1), strict=True)]
-    start = weight = 0.8 - 0.6 * np.exp(-0.6)
-    if learnable:
-        vectors = [getattr(attention, f'lambda_{name}') for name in ('q1', 'k1', 'q2', 'k2')]
-        weight = (vectors[0] @ vectors[1]).exp() - (vectors[2] @ vectors[3]).exp() + start
-    heads = (maps[0] - weight * maps[1]) @ v
-    heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + 1e-5) * (1 - start)
-    expected = attention.out_proj(heads.transpose(1, 2).flatten(2))
-    torch.testing.assert_close(attention(x, x, x)[0], expected)
-    assert len(list(attention.parameters())) == (9 if learnable else 5)
-    assert torch.autograd.gradcheck(lambda x: attention(x, x, x)[0], (x,), fast_mode=True)
-    with pytest.raises(ValueError, match='depth=0'):
-        DifferentialAttention(16, 2, depth=0)
-
-
-@pytest.mark.parametrize('depth, learnable', [(1, False), (3, False), (1, True)])
-def test_m_dgsa_with_a_deeper_gate_or_a_learnt_lambda(depth: int, learnable: bool) -> None:
-    """A.5: further layers before the gate's, and the share of the heads as a parameter that starts at 0.8."""
-    options = dict(gate_depth=depth, learnable=learnable, residual='none', batch_first=True)
-    attention = DifferentialGatedAttention(16, 2, **options).double()
-    attention.init_weights()
-    x = torch.randn(2, 6, 16, dtype=torch.float64)
-    if learnable:
-        assert attention.lambda_init.tolist() == [0.8]
-        nn.init.constant_(attention.lambda_init, 0.3)
-    hidden = x
-    for layer in attention.gate_hidden:
-        hidden = F.gelu(hidden @ layer.weight.T + layer.bias)
-    gate = torch.sigmoid(hidden @ attention.gate_proj.weight.T + attention.gate_proj.bias).transpose(1, 2)[..., None]
-    weights, bias = attention.in_proj_weight.chunk(3), attention.in_proj_bias.chunk(3)
-    q, k, v = ((x @ w.T + b).view(2, 6, 2, 8).transpose(1, 2) for w, b in zip(weights, bias, strict=True))
-    maps = [(a @ b.mT / 4**0.5).softmax(-1) for a, b in zip(q.chunk(2, -1), k.chunk(2, -1), strict=True)]
-    heads = (gate * maps[0] - (1 - gate) * maps[1]) @ v
-    heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + 1e-5) * (0.7 if learnable else 0.2)
-    out = attention(x, x, x)[0]
-    torch.testing.assert_close(out, attention.out_proj(heads.transpose(1, 2).flatten(2)))
-    out.square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in attention.parameters())
-    plain = sum(p.numel() for p in DifferentialGatedAttention(16, 2).parameters())
-    assert sum(p.numel() for p in attention.parameters()) == plain + (depth - 1) * 16 * 17 + learnable
-    with pytest.raises(ValueError, match='gate_depth=0'):
-        DifferentialGatedAttention(16, 2, gate_depth=0)
-
-
 def test_svhn_reads_the_published_files(tmp_path: Path) -> None:
     io = pytest.importorskip('scipy.io', reason='scipy')
     images = np.random.default_rng(0).integers(0, 256, (32, 32, 3, 5), dtype=np.uint8)

@@ -46,23 +46,6 @@ def test_any_type_in_any_size(kind: str, attention: str) -> None:
         assert len(maps) == 4 and all(m.isfinite().all() for m in maps)
 
 
-def test_vanilla_weights_fill_what_is_shared(tmp_path: Any) -> None:
-    host = MODELS.build(dict(type='mmdet.SwinTransformer', **TINY['LinearSwin']))
-    host.init_weights()
-    path = tmp_path / 'swin.pth'
-    torch.save({'state_dict': host.state_dict()}, path)
-    for attention in ('FocusedLinearAttention', 'PolaFormerAttention', 'InLineAttention', 'RALAAttention'):
-        model = build('LinearSwin', dict(type=attention), init_cfg=dict(type='Pretrained', checkpoint=str(path)))
-        model.init_weights()
-        expected = host.stages[0].blocks[0].attn.w_msa.qkv.weight
-        assert torch.equal(model.stages[0].blocks[0].attn.qkv.weight, expected)
-        again = tmp_path / f'{attention}.pth'
-        torch.save(model.state_dict(), again)
-        build(
-            'LinearSwin', dict(type=attention), init_cfg=dict(type='Pretrained', checkpoint=str(again))
-        ).init_weights()
-
-
 def test_an_attention_for_each_stage() -> None:
     kinds = ['HydraAttention', 'EfficientAttention', 'AgentAttention', 'SAGAAttention']
     model = build('LinearPVT', [dict(type=kind) for kind in kinds])

@@ -161,7 +161,6 @@ WRONG = [
     (dict(type='AgentPVT', arch='huge'), 'tiny, small, medium, large'),
     (dict(type='AgentPVT', agent_nums=(9, 16, 49)), 'agent_nums=.* needs one value for each of the 4 stages'),
     (dict(type='AgentPVT', agent_nums=(9, 16, 50, 49)), 'agent_num=50 must be a square number'),
-    (dict(type='AgentPVT', frozen_stages=7), 'frozen_stages=7'),
     (dict(type='AgentPVT', init='authors'), "init='authors'"),
     (dict(type='AgentSwin', blocks=(2, 2, 9, 0)), 'blocks=.* do not have as many'),
     (dict(type='AgentSwin', blocks=(2, 2)), 'blocks=.* needs one value for each of the 4 stages'),

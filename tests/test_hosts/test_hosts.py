@@ -6,13 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from conftest import ROOT
-from mmdet.structures import DetDataSample
-from mmdet.structures.mask import BitmapMasks
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
-from mmengine.structures import InstanceData, PixelData
-from mmseg.structures import SegDataSample
 from torch import Tensor, nn
 
 import mmgate.registry
@@ -62,8 +59,7 @@ def test_training_step(name: str) -> None:
     model = MODELS.build(model_cfg)
     model.init_weights()
     model.train()
-    data = segmentation() if cfg.default_scope == 'mmseg' else detection()
-    losses = model(torch.randn(2, 3, SIDE, SIDE), data, mode='loss')
+    losses = model(**zoo.batch(cfg, (SIDE, SIDE)), mode='loss')
     total = sum(v if isinstance(v, Tensor) else sum(v) for k, v in losses.items() if 'loss' in k)
     assert total.isfinite()
     total.backward()
@@ -71,28 +67,6 @@ def test_training_step(name: str) -> None:
     # Swin norms each output, of which RetinaNet's FPN skips the first
     assert not [n for n in silent if not n.startswith('norm')]
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
-
-
-def detection() -> list[DetDataSample]:
-    samples = []
-    for _ in range(2):
-        masks = torch.zeros(1, SIDE, SIDE)
-        masks[:, 8:40, 8:40] = 1
-        instances = InstanceData(
-            bboxes=torch.tensor([[8.0, 8, 40, 40]]),
-            labels=torch.tensor([1]),
-            masks=BitmapMasks(masks.numpy(), SIDE, SIDE),
-        )
-        size = (SIDE, SIDE)
-        meta = dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size, scale_factor=(1.0, 1.0))
-        samples.append(DetDataSample(metainfo=meta, gt_instances=instances))
-    return samples
-
-
-def segmentation() -> list[SegDataSample]:
-    labels = torch.randint(0, 150, (1, SIDE, SIDE))
-    meta = dict(img_shape=(SIDE, SIDE), ori_shape=(SIDE, SIDE), pad_shape=(SIDE, SIDE))
-    return [SegDataSample(metainfo=meta, gt_sem_seg=PixelData(data=labels)) for _ in range(2)]
 
 
 def test_the_guide_for_contributors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from mmcv.cnn.bricks.transformer import BaseTransformerLayer
 from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from test_adapters import GATES, gated_copy, gradients, trained
 from torch import Tensor, nn
@@ -138,37 +136,13 @@ def test_the_call_of_the_original_deformable_attention(ratio: float, columns: in
     assert not torch.allclose(gated['attn'](*inputs[:-1]), expected)
 
 
-def test_a_training_step_of_mask_dinos_decoder_layer() -> None:
-    layer = DecoderLayer()
-    query, points, memory, *_, mask = deformable_inputs()
-    inputs = (query.transpose(0, 1), points, memory.transpose(0, 1), mask)
-    expected = layer(*inputs)
-    rules = [
-        dict(type='PLuGMultiheadAttention', path='self_attn'),
-        dict(type='PLuGMultiScaleDeformableAttention', path='cross_attn'),
-    ]
-    assert swap_attention(layer, rules) == ['self_attn', 'cross_attn']
-    torch.testing.assert_close(layer(*inputs), expected, rtol=1e-5, atol=1e-5)
-    gates = {name: p for name, p in layer.named_parameters() if '.gml.' in name or '.gate_' in name}
-    before = {name: p.detach().clone() for name, p in gates.items() if '.gml.' in name}
-    optimizer = torch.optim.AdamW(gates.values(), lr=1e-3, weight_decay=0)
-    loss = F.mse_loss(layer(*inputs), torch.randn_like(inputs[0]))
-    loss.backward()
-    optimizer.step()
-    assert loss.isfinite()
-    assert {name.split('.')[0] for name, p in before.items() if not torch.equal(p, gates[name])} == {
-        'self_attn',
-        'cross_attn',
-    }
-
-
 def test_another_class_of_the_name_is_refused() -> None:
     class Else(MSDeformAttn):
         def forward(self, x: Tensor, points: Tensor) -> Tensor:  # type: ignore[override]
             return x
 
     Else.__qualname__, Else.__module__ = 'MSDeformAttn', 'their.ms_deform_attn'
-    with pytest.raises(ValueError, match=r'called with query, .* their.ms_deform_attn.MSDeformAttn is .* x, points'):
+    with pytest.raises(ValueError, match='their.ms_deform_attn.MSDeformAttn, which is called with x, points and may'):
         swap_attention(nn.ModuleDict(dict(attn=Else(32, 2, 4, 3))), dict(type=DEFORMABLE[0], path='attn'))
 
 
@@ -217,27 +191,3 @@ def test_a_host_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_name_needs_its_module(name: str) -> None:
     with pytest.raises(TypeError, match='is no dotted name of a host class'):
         adapts(PLuGMultiScaleDeformableAttention, name)
-
-
-@pytest.mark.parametrize('gate', DEFORMABLE)
-def test_co_detrs_layers_are_mmcvs(gate: str) -> None:
-    """Its encoder and decoder are built from mmcv's layers, whose attentions stand in a list."""
-    common = dict(embed_dims=32, num_heads=4, dropout=0.0)
-    attentions = [
-        dict(type='MultiheadAttention', **common),
-        dict(type='MultiScaleDeformableAttention', num_levels=2, num_points=3, **common),
-    ]
-    layer = BaseTransformerLayer(
-        attn_cfgs=attentions,
-        ffn_cfgs=dict(type='FFN', embed_dims=32, feedforward_channels=32),
-        operation_order=('self_attn', 'norm', 'cross_attn', 'norm', 'ffn', 'norm'),
-    )
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    query, points, memory, *_, mask = deformable_inputs()
-    inputs: dict[str, Any] = dict(query=query.transpose(0, 1), value=memory.transpose(0, 1), key_padding_mask=mask)
-    inputs.update(key=None, reference_points=points, spatial_shapes=SHAPES, level_start_index=STARTS)
-    expected = layer(**inputs)
-    rules = [dict(type='PLuGMultiheadAttention', path='attentions.0'), dict(type=gate, path='attentions.1')]
-    swap_attention(layer, rules)
-    torch.testing.assert_close(layer(**inputs), expected, rtol=1e-5, atol=1e-5)

@@ -47,6 +47,12 @@ def windows(module: nn.Module, x: dict[str, Tensor]) -> Tensor:
     return module(x['x'][:, :16], mask=x['mask'])
 
 
+def vit(a: float, p: float, d: float, layer_scale: float = 0.5) -> nn.Module:
+    from mmpretrain.models.utils.attention import MultiheadAttention as ViTAttention
+
+    return ViTAttention(C, H, attn_drop=a, proj_drop=p, dropout_layer=path(d), layer_scale_init_value=layer_scale)
+
+
 # name: the host by its three rates (of weights, output, path), how it is called, which rates it has
 HOSTS: dict[str, tuple[Make, Run, str]] = {
     'mmcv': (
@@ -86,8 +92,15 @@ HOSTS: dict[str, tuple[Make, Run, str]] = {
         ),
         'p',
     ),
+    'vit': (vit, lambda m, x: m(x['x']), 'apd'),
 }
-CASES = [(name, rate) for name, (_, _, rates) in HOSTS.items() for rate in rates]
+
+
+def cases(rates: dict[str, str]) -> list[Any]:
+    """Names and rates; those of mmpretrain are skipped where it is missing."""
+    return [
+        pytest.param(name, rate, marks=[needs_mmpretrain] * (name == 'vit')) for name in rates for rate in rates[name]
+    ]
 
 
 def inputs() -> dict[str, Tensor]:
@@ -103,7 +116,7 @@ def filled(module: nn.Module) -> nn.Module:
     return module
 
 
-@pytest.mark.parametrize('name, rate', CASES)
+@pytest.mark.parametrize('name, rate', cases({name: rates for name, (_, _, rates) in HOSTS.items()}))
 def test_a_dense_gate_drops_what_its_host_drops(name: str, rate: str) -> None:
     """With a gate that starts as the identity; all of the weights or of the output, or one path in two, by a seed."""
     make, run, _ = HOSTS[name]
@@ -122,30 +135,8 @@ def test_a_dense_gate_drops_what_its_host_drops(name: str, rate: str) -> None:
     assert not torch.allclose(outputs['gated', True], outputs['gated', False], atol=1e-2)
 
 
-@needs_mmpretrain
-@pytest.mark.parametrize('rate', 'apd')
-@pytest.mark.parametrize('gate', ['PLuGMultiheadAttention', 'AgentAttention'])
-def test_a_vits_attention(gate: str, rate: str) -> None:
-    from mmpretrain.models.utils.attention import MultiheadAttention as ViTAttention
-
-    a, p, d = (float(rate == kind) for kind in 'apd')
-    host = filled(ViTAttention(C, H, attn_drop=a, proj_drop=p, dropout_layer=path(d / 2), layer_scale_init_value=0.5))
-    if gate == 'AgentAttention':  # which has no layer scale
-        host.gamma1 = nn.Identity()
-    model = nn.ModuleDict(dict(attn=host))
-    options = dict(map_size=MAP, agent_num=4, dwc=False) if gate == 'AgentAttention' else {}
-    swap_attention(model, dict(path='attn', type=gate, **options))
-    attention, x = model['attn'].train(), torch.randn(B, 24, C)
-    if rate == 'd':
-        dropped = attention(x).flatten(1).abs().amax(1) < 1e-7
-        assert 0 < dropped.sum() < B
-    else:
-        bias = host.gamma1(host.proj.bias) if rate == 'a' else torch.zeros(C)
-        torch.testing.assert_close(attention(x), bias.expand(B, 24, C))
-    assert attention.eval()(x).std() > 0.01
-
-
 MAP_HOSTS: dict[str, Callable[..., nn.Module]] = {
+    'vit': lambda a, p, d, **_: vit(a, p, d, layer_scale=0.0),
     'pvt': lambda a, p, d, **_: SpatialReductionAttention(C, H, a, p, path(d)),
     'swin_of_mmdet': lambda a, p, d, **k: DetShiftWindowMSA(C, H, 4, 0, True, k.get('scale'), a, p, path(d)),
     'swin_of_mmseg': lambda a, p, d, **k: SegShiftWindowMSA(C, H, 4, 0, True, k.get('scale'), a, p, path(d)),
@@ -159,7 +150,7 @@ def over_the_map(name: str, *rates: float, **options: Any) -> AgentAttention:
     return model['attn']
 
 
-@pytest.mark.parametrize('name, rate', [(name, rate) for name in MAP_HOSTS for rate in ('apd', 'ap')[name == 'twins']])
+@pytest.mark.parametrize('name, rate', cases({name: 'ap' if name == 'twins' else 'apd' for name in MAP_HOSTS}))
 def test_attention_over_the_whole_map_drops_what_its_host_drops(name: str, rate: str) -> None:
     a, p, d = (float(rate == kind) for kind in 'apd')
     attention, x = over_the_map(name, a, p, d / 2).train(), torch.randn(B, 24, C)
@@ -173,7 +164,7 @@ def test_attention_over_the_whole_map_drops_what_its_host_drops(name: str, rate:
 
 
 @pytest.mark.parametrize('scale', [None, 0.9])
-@pytest.mark.parametrize('name', [name for name in MAP_HOSTS if name != 'pvt'])
+@pytest.mark.parametrize('name', ['swin_of_mmdet', 'swin_of_mmseg', 'twins'])
 def test_attention_over_the_whole_map_scales_as_its_host(name: str, scale: float | None) -> None:
     attention, x = over_the_map(name, 0.0, 0.0, 0.0, scale=scale).eval(), torch.randn(B, 24, C)
     q, k, v = (attention.split_heads(part) for part in attention.qkv(x).chunk(3, -1))

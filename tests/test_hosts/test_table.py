@@ -185,7 +185,10 @@ def test_every_host_has_its_block() -> None:
 
 @pytest.mark.parametrize('host', [needs(host) for host in BLOCKS])
 def test_every_gate_runs_in_its_hosts_block(host: str) -> None:
-    """Those that start as the identity compute what the block did; all have a gradient and the host's attributes."""
+    """Those that start as the identity compute what the block did, and a vanilla checkpoint fills them.
+
+    All are finite in 16 bits and have a gradient and the host's attributes.
+    """
     block = BLOCKS[host]
     path, vanilla = block.path, randomised(block.make())
     with torch.no_grad():
@@ -204,10 +207,13 @@ def test_every_gate_runs_in_its_hosts_block(host: str) -> None:
             assert gate.__name__ in str(error)
             continue
         tried += 1
+        assert not model.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys
         actual = called(model, block)
         assert actual.shape == expected.shape and actual.isfinite().all(), gate
         if getattr(getattr(gate, 'core', gate), 'identity_start', gate is MultiScaleDeformableAttention):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        with torch.autocast('cpu', torch.bfloat16):
+            assert called(model, block).isfinite().all(), gate
         model.train()
         called(model, block).square().sum().backward()
         added = dict(gate_parameters(model))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,8 +23,6 @@ from timm.models.pvt_v2 import Attention as PVTAttention
 from timm.models.visformer import Attention as VisformerAttention
 
 from mmgate import swap_attention
-from mmgate.analysis.probes.recording import readable, record
-from mmgate.hosts import mmpretrain as mmpretrain_adapters
 
 C, HEADS = 32, 4
 
@@ -144,31 +141,3 @@ def test_cross_covariance_gates_pairs_of_channels() -> None:
 def test_what_does_not_fit_says_why(host: Callable[[], nn.Module], rule: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         swap_attention(nn.ModuleDict(dict(attn=host())), dict(rule, path='attn'))
-
-
-def test_the_wrong_scale_of_a_host_is_told() -> None:
-    """mmpretrain divides by 1 / sqrt(d) where a qk_scale is given, as in its T2T-ViT."""
-    layer = T2TTransformerLayer(C, HEADS, 64)
-    x = torch.randn(1, 9, C)
-    q, k, v = layer.attn.qkv(x).reshape(1, 9, 3, HEADS, C // HEADS).permute(2, 0, 3, 1, 4)
-    expected = ((q @ k.transpose(-1, -2) * (C // HEADS) ** 0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
-    torch.testing.assert_close(layer.attn(x), layer.attn.proj(expected))  # once this fails, the warning may go
-    warned = mmpretrain_adapters._warn_of_scale
-    warned.cache_clear()
-    swap_attention(nn.ModuleDict(dict(layer=layer)), dict(PLUG, path='layer.attn'))
-    assert warned.cache_info().misses == 1
-
-
-@pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
-@pytest.mark.parametrize('name', ['tinyvit', 'xcit'])
-def test_recording_does_not_disturb(name: str, training: bool) -> None:
-    """XCiT's channels attend to each other: there is no map of tokens to read."""
-    model = gated(vanilla(name))
-    model.train(training)
-    plain = call(model, name)
-    with record(model, ('gate',)) if name != 'xcit' else nullcontext() as recording:
-        torch.testing.assert_close(call(model, name), plain, rtol=0, atol=0)
-    if name == 'xcit':
-        assert not any('gate' in names for names in readable(model).values())
-    else:
-        assert recording

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from mmdet.models.backbones.pvt import MixFFN
 from torch import Tensor, nn
 
-from mmgate.backbones.token_ffn import TokenFFN
 from mmgate.layers import (
     AgentAttention,
     CrossWindowAttention,
@@ -132,25 +130,3 @@ def check_paths(added: Tensor, out: Tensor) -> None:
     kept = added.flatten(1).abs().amax(1) > 1e-6
     assert 0.25 < kept.float().mean() < 0.75
     torch.testing.assert_close(added, 2 * out * kept[:, None, None], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize('grad', [True, False], ids=['gradients', 'pieces'])
-def test_feed_forward_network_of_pvt(grad: bool) -> None:
-    """Its drop path is the host's, and its dropout acts behind the activation and behind the second layer."""
-    host = filled(MixFFN(C, 2 * C, ffn_drop=0.0, dropout_layer=dict(type='DropPath', drop_prob=0.5)))
-    network, x, identity = TokenFFN(host), torch.randn(64, N, C), torch.randn(64, N, C)
-    with torch.set_grad_enabled(grad):
-        torch.testing.assert_close(network.eval()(x, (2, 3)), host.eval()(x, (2, 3)))
-        out = network(x, (2, 3), identity=identity) - identity
-        check_paths(network.train()(x, (2, 3), identity=identity) - identity, out)
-
-        network = TokenFFN(MixFFN(C, C, act_cfg=dict(type='ReLU'), ffn_drop=0.5))
-        first, second = network.layers[0], network.layers[3]
-        for layer, bias in ((first, 1.0), (second, 0.0)):
-            nn.init.constant_(layer.bias, bias)
-        nn.init.zeros_(first.weight)
-        second.weight.data[:, :, 0, 0] = torch.eye(C)
-        dropped = network.train()(x, (2, 3), identity=torch.zeros_like(x))
-        assert values(dropped) == {0.0, 4.0}
-        assert 0.2 < (dropped > 0).float().mean() < 0.3
-        assert values(network.eval()(x, (2, 3), identity=torch.zeros_like(x))) == {1.0}

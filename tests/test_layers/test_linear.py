@@ -22,7 +22,7 @@ from mmgate.layers import (
     PolaFormerAttention,
     RALAAttention,
 )
-from mmgate.layers.linear import LinearAttention
+from mmgate.layers.linear.base import LinearAttention
 from mmgate.ops import linear_attention as ops
 from mmgate.registry import MODELS
 

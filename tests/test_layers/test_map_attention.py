@@ -6,13 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_same, half_on_cpu, values_and_gradients
-from mmdet.models.backbones.swin import WindowMSA
-from mmseg.models.backbones.swin import WindowMSA as SegWindowMSA
 from published import agent_attention as published_agent_attention
 from torch import nn
 
-from mmgate.hosts.window import GatedWindowMSA
-from mmgate.layers import AgentAttention, CrossWindowAttention, PLuGAttention, SAGAAttention, SDPAGatedAttention
+from mmgate.layers import AgentAttention, CrossWindowAttention, SAGAAttention
 from mmgate.layers.base.map import MapAttention
 from mmgate.ops.agent_attention import agent_attention, agent_attention_reference, interpolation_matrix
 from mmgate.ops.gated_linear_attention import gated_linear_attention, gated_linear_attention_reference
@@ -156,42 +153,6 @@ def test_gradcheck_and_wrong_maps(layer: MapAttention) -> None:
         type(layer)(8, 3, map_size=(3, 4))
 
 
-@torch.no_grad()
-@pytest.mark.parametrize('first', ['float32', 'autocast', 'half'])
-def test_agent_biases_follow_dtype_and_autocast(first: str) -> None:
-    """What an evaluation keeps of the biases is of no use in another dtype."""
-    layer = AgentAttention(16, 2, map_size=(4, 4), agent_num=4, pretrain_agent_num=9).eval()
-    x = torch.randn(1, 30, 16)
-
-    def run(mode: str) -> torch.Tensor:
-        if mode == 'autocast':
-            with torch.autocast('cpu', torch.bfloat16):
-                return layer(x, (5, 6)).float()
-        if mode == 'half':
-            out = layer.bfloat16()(x.bfloat16(), (5, 6)).float()
-            layer.float()
-            return out
-        return layer(x, (5, 6))
-
-    run(first)
-    for mode in ('float32', 'autocast', 'half', 'float32'):
-        kept = run(mode)
-        layer.train().eval()  # forgets
-        assert torch.equal(run(mode), kept)
-        run(first)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
-@torch.no_grad()
-def test_agent_biases_follow_the_device() -> None:
-    """Parameters keep their identity and their counter on the way to another device."""
-    layer = AgentAttention(16, 2, map_size=(4, 4), agent_num=4).eval()
-    kept = layer.biases((5, 6))
-    for here, there in zip(kept, layer.cuda().biases((5, 6)), strict=True):
-        assert there.device.type == 'cuda'
-        torch.testing.assert_close(there.cpu(), here)
-
-
 @half_on_cpu
 def test_saga_keeps_small_keys_in_half_precision() -> None:
     """1 / N on the keys alone rounds many of them to 0: an error of 4 % here."""
@@ -200,11 +161,6 @@ def test_saga_keeps_small_keys_in_half_precision() -> None:
     exact = gated_linear_attention(*(x.double() for x in (q, k, v)))
     half = gated_linear_attention(q.half(), k.half(), v.half())
     assert (half.double() - exact).norm() / exact.norm() < 0.01
-
-
-def test_saga_has_no_attention_weights_to_drop() -> None:
-    with pytest.raises(ValueError, match='no attention weights to drop.*attn_drop_rate'):
-        SAGAAttention(16, 2, map_size=(4, 4), attn_drop=0.1)
 
 
 @pytest.mark.parametrize('scale', [None, 0.9])
@@ -233,31 +189,3 @@ def test_a_scale_that_is_not_the_default(scale: float | None) -> None:
     q, k, v, tokens = tensors(*[(B, H, N, D)] * 3, (B, H, AGENTS, D))
     expected = agent_attention_reference(q, k, v, tokens, None, None, D**-0.5)
     torch.testing.assert_close(agent_attention(q, k, v, tokens), expected)  # of the function, too
-
-
-@torch.no_grad()
-@pytest.mark.parametrize('host', [WindowMSA, SegWindowMSA], ids=['mmdet', 'mmseg'])
-@pytest.mark.parametrize('gate', [SDPAGatedAttention, PLuGAttention])
-def test_windows_of_two_images_with_a_mask_and_a_table(gate: type, host: type) -> None:
-    """Image by image, and as the host has them; the table is a map of positions, not the zeros that it starts as."""
-    options = dict(scale=2.0, init='identity') if gate is SDPAGatedAttention else {}
-    vanilla, gated = host(16, 4, (2, 3)), GatedWindowMSA(gate(16, 4, batch_first=True, **options), (2, 3))
-    for parameter in vanilla.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    gated.load_state_dict(vanilla.state_dict(), strict=False)
-    x, mask = torch.randn(2 * 3, 6, 16), torch.randn(3, 6, 6) * 3  # two images of three windows
-    for given in (mask, None):
-        torch.testing.assert_close(gated(x, given), vanilla(x, given), rtol=1e-5, atol=1e-5)
-    alone = torch.cat([gated(image, mask) for image in x.chunk(2)])
-    torch.testing.assert_close(gated(x, mask), alone)
-
-
-@pytest.mark.parametrize('window', [(7, 7), (3, 5)], ids=str)
-def test_windows_do_not_need_their_index_from_a_checkpoint(window: tuple[int, int]) -> None:
-    host = WindowMSA(16, 4, window)
-    gated = GatedWindowMSA(SDPAGatedAttention(16, 4, batch_first=True), window)
-    assert torch.equal(gated.relative_position_index, host.relative_position_index)
-    state = gated.state_dict()
-    del state['relative_position_index']
-    gated.load_state_dict(state)
-    assert torch.equal(gated.relative_position_index, host.relative_position_index)

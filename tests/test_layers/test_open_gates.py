@@ -225,18 +225,27 @@ def normed(heads: Tensor, weight: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('residual', ['query', 'input', 'none'])
-def test_differential_gate(residual: str) -> None:
-    """M-DGSA: ``g A+ - (1 - g) A-``, each stream of half a head's width."""
-    layer = opened(DifferentialGatedMultiheadAttention(C, H, batch_first=True, residual=residual, lambda_init=0.6))
+@pytest.mark.parametrize(
+    'options',
+    [{}, dict(residual='input'), dict(residual='none'), dict(gate_depth=3), dict(learnable=True)],
+    ids=str,
+)
+def test_differential_gate(options: dict[str, Any]) -> None:
+    """M-DGSA: ``g A+ - (1 - g) A-``, each stream of half a head's width; A.5's deeper gate and learnt lambda."""
+    layer = opened(DifferentialGatedMultiheadAttention(C, H, batch_first=True, lambda_init=0.6, **options))
     call = Call(layer)
     plus, minus = (
         (q @ k.mT / (D / 2) ** 0.5 + call.bias).softmax(-1)
         for q, k in zip(call.q.chunk(2, -1), call.k.chunk(2, -1), strict=True)
     )
-    gate = linear(layer.attn.gate_proj, call.inputs[0]).sigmoid().transpose(1, 2)[..., None]
-    heads = normed((gate * plus - (1 - gate) * minus) @ call.v, layer.attn.head_norm.weight) * 0.4
-    added = {'query': call.q.transpose(1, 2).flatten(2), 'input': call.inputs[0], 'none': 0}[residual]
+    hidden = call.inputs[0]
+    for before in layer.attn.gate_hidden:
+        hidden = F.gelu(linear(before, hidden))
+    gate = linear(layer.attn.gate_proj, hidden).sigmoid().transpose(1, 2)[..., None]
+    share = 1 - (layer.attn.lambda_init if 'learnable' in options else 0.6)
+    heads = normed((gate * plus - (1 - gate) * minus) @ call.v, layer.attn.head_norm.weight) * share
+    queries = call.q.transpose(1, 2).flatten(2)
+    added = {'query': queries, 'input': call.inputs[0], 'none': 0}[options.get('residual', 'query')]
     torch.testing.assert_close(call.run(layer), call.identity + call.finish(layer, heads) + added)
 
 

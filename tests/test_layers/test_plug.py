@@ -1,16 +1,22 @@
-"""PLuG deformable attention against mmcv's class and against the paper's equations."""
+"""The deformable attentions against mmcv's: the one that gates nothing, and PLuG at its identity start."""
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
 import torch
-from conftest import one_graph
+from conftest import one_graph, values_and_gradients
 from mmcv.ops import MultiScaleDeformableAttention
+from mmengine.registry import MODELS as ROOT
 from torch import Tensor, nn
 
+from mmgate import layers, swap_attention
 from mmgate.layers import GatingModulation, PLuGMultiScaleDeformableAttention
 from mmgate.layers.gml import VARIANTS
 from mmgate.layers.plug import GRANULARITIES
+from mmgate.registry import MODELS
 
 SIZES = dict(embed_dims=16, num_heads=4, num_levels=2, num_points=3)
 GATED = {
@@ -168,3 +174,50 @@ def test_bad_options(options: dict, error: type, message: str) -> None:
 def test_missing_reference_points() -> None:
     with pytest.raises(ValueError, match='reference_points, spatial_shapes'):
         PLuGMultiScaleDeformableAttention(**SIZES)(torch.randn(5, 2, 16))
+
+
+def swapped(kind: Any, backend: str = 'auto', **kwargs: Any) -> tuple[nn.Module, Any]:
+    """mmcv's attention, and what a rule makes of a copy."""
+    vanilla = MultiScaleDeformableAttention(32, 4, 2, 3, dropout=0.0, **kwargs)
+    for parameter in vanilla.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    model = nn.ModuleDict(dict(attn=copy.deepcopy(vanilla)))
+    swap_attention(model, dict(path='attn', type=kind, backend=backend))
+    return vanilla, model['attn']
+
+
+@pytest.mark.parametrize('kind', [layers.MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention])
+@pytest.mark.parametrize('batch_first', [True, False])
+@pytest.mark.parametrize('columns', [2, 4])
+@pytest.mark.parametrize('ratio', [1.0, 0.5])
+def test_outputs_and_gradients_are_mmcvs(batch_first: bool, columns: int, ratio: float, kind: type) -> None:
+    vanilla, ours = swapped(kind, batch_first=batch_first, value_proj_ratio=ratio)
+    assert type(ours) is kind
+    shapes = torch.tensor([[4, 6], [2, 3]])
+    query, query_pos, value = torch.randn(2, 5, 32), torch.randn(2, 5, 32), torch.randn(2, 30, 32)
+    mask = torch.arange(30)[None] >= torch.tensor([[30], [25]])
+    fixed = dict(key_padding_mask=mask, spatial_shapes=shapes, level_start_index=torch.tensor([0, 24]))
+    points = torch.rand(2, 5, 2, columns)
+    tensors = [x if batch_first else x.transpose(0, 1) for x in (query, query_pos, value)]
+
+    def run(attention: nn.Module) -> dict[str, Tensor]:
+        def call(query: Tensor, query_pos: Tensor, value: Tensor, points: Tensor) -> Tensor:
+            return attention(query, value=value, query_pos=query_pos, reference_points=points, **fixed)
+
+        return values_and_gradients(call, [*tensors, points], (0, 1, 2, 3))
+
+    actual, expected = run(ours), run(vanilla)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+def test_the_name_means_ours_in_a_rule_and_mmcvs_elsewhere() -> None:
+    assert MODELS.get('MultiScaleDeformableAttention') is layers.MultiScaleDeformableAttention
+    assert ROOT.get('mmgate.MultiScaleDeformableAttention') is layers.MultiScaleDeformableAttention
+    assert ROOT.get('MultiScaleDeformableAttention') is MultiScaleDeformableAttention
+    vanilla, ours = swapped('mmgate.MultiScaleDeformableAttention', backend='torch')
+    assert ours.backend == 'torch' and list(vanilla.state_dict()) == list(ours.state_dict())
+    with pytest.raises(ValueError, match='backend'):
+        layers.MultiScaleDeformableAttention(32, 4, 2, 3, backend='gpu')
+    with pytest.raises(TypeError, match='embed_dim'):
+        layers.MultiScaleDeformableAttention(embed_dim=32)

@@ -9,8 +9,10 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.hub import get_config
 from mmengine.logging import MMLogger
+from torch import Tensor, nn
 
 from mmgate.analysis.report.flops import count_config
+from mmgate.registry import MODELS
 
 IMAGENET = (224, 224)
 ORIGINAL = (
@@ -38,6 +40,19 @@ VITS = "the paper's counter is not known; the vanilla model counts as in the pap
 T2T = "the paper's T2T-ViT-10 has Performer layers in its tokens-to-token module, mmpretrain's plain attention"
 PVT_GATE = 'unknown: the gate adds 0.26 to the 13.23 of its vanilla partner, two projections in each of 8 blocks'
 NO_HOST = 'no maintained package has this model: neither mmpretrain nor timm'
+
+
+@MODELS.register_module(force=True)
+class Classifier(nn.Module):
+    """A backbone with a linear classifier on the mean of its last map, as the papers count parameters."""
+
+    def __init__(self, backbone: dict[str, Any], in_channels: int) -> None:
+        super().__init__()
+        self.backbone, self.head = MODELS.build(backbone), nn.Linear(in_channels, 1000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits ``(B, 1000)`` for images ``(B, 3, H, W)``."""
+        return self.head(self.backbone(x)[-1].mean((2, 3)))
 
 
 @dataclass(frozen=True)

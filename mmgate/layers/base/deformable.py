@@ -101,7 +101,15 @@ class MultiScaleDeformableAttention(MMCVMultiScaleDeformableAttention):
             identity = kwargs['residual']
         value = query if value is None else value
         identity = query if identity is None else identity
-        self._check(query, value, identity, query_pos, key_padding_mask)
+        of_query, of_value = ('B Q', 'B S') if self.batch_first else ('Q B', 'S B')
+        added = ' '.join(f'{axis}|1' for axis in (*of_query.split(), self.embed_dims))
+        check_layout(
+            ('query', query, f'{of_query} {self.embed_dims}'),
+            ('value', value, f'{of_value} {self.embed_dims}'),
+            ('identity', identity, added),
+            ('query_pos', query_pos, added),
+            one_dtype=False,
+        )
         query = query if query_pos is None else query + query_pos
         if not self.batch_first:
             query, value = query.transpose(0, 1), value.transpose(0, 1)
@@ -109,6 +117,8 @@ class MultiScaleDeformableAttention(MMCVMultiScaleDeformableAttention):
         heads_levels_points = (self.num_heads, self.num_levels, self.num_points)
         value = self.value_proj(value)  # (B, S, C)
         if key_padding_mask is not None:
+            if not broadcasts_to(key_padding_mask.shape, value.shape[:2]):
+                raise ValueError(f'key_padding_mask must be (B, S), got {tuple(key_padding_mask.shape)}.')
             value = value.masked_fill(key_padding_mask[..., None], 0.0)
         value = value.unflatten(-1, (self.num_heads, -1))  # (B, S, H, d)
         offsets = self.sampling_offsets(query).unflatten(-1, (*heads_levels_points, 2))  # (B, Q, H, L, P, 2)
@@ -127,24 +137,3 @@ class MultiScaleDeformableAttention(MMCVMultiScaleDeformableAttention):
         if not self.batch_first:
             output = output.transpose(0, 1)
         return self.dropout(output) + identity
-
-    def _check(
-        self,
-        query: Tensor,
-        value: Tensor,
-        identity: Tensor,
-        query_pos: Tensor | None,
-        key_padding_mask: Tensor | None,
-    ) -> None:
-        of_query, of_value = ('B Q', 'B S') if self.batch_first else ('Q B', 'S B')
-        check_layout(
-            ('query', query, f'{of_query} {self.embed_dims}'),
-            ('value', value, f'{of_value} {self.embed_dims}'),
-            one_dtype=False,
-        )
-        for name, x in dict(identity=identity, query_pos=query_pos).items():
-            if x is not None and not broadcasts_to(x.shape, query.shape):
-                raise ValueError(f'{name} must be of the shape of query, {tuple(query.shape)}, got {tuple(x.shape)}.')
-        shape = (value.shape[0], value.shape[1]) if self.batch_first else (value.shape[1], value.shape[0])
-        if key_padding_mask is not None and not broadcasts_to(key_padding_mask.shape, shape):
-            raise ValueError(f'key_padding_mask must be (B, S) = {shape}, got {tuple(key_padding_mask.shape)}.')

@@ -42,7 +42,8 @@ class DenseAttention(nn.MultiheadAttention):
             (:func:`~mmgate.hosts.core.without_projections`); C by default.
 
     Raises:
-        ValueError: ``embed_dim`` is no multiple of ``num_heads``, or a key would be appended.
+        ValueError: ``embed_dim`` is no multiple of ``num_heads``, a head of ``two_streams`` has an odd width, or a key
+            would be appended.
 
     Attributes:
         two_streams: Whether the halves of a head attend separately.
@@ -71,23 +72,16 @@ class DenseAttention(nn.MultiheadAttention):
     ) -> None:
         if embed_dim % num_heads:
             raise ValueError(f'embed_dim={embed_dim} is not a multiple of num_heads={num_heads}.')
+        if self.two_streams and embed_dim // num_heads % 2:
+            raise ValueError(f'The head width {embed_dim // num_heads} must be even, half of it for each stream.')
         appended = [name for name, used in dict(add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn).items() if used]
         if appended:
             raise ValueError(
                 f'{type(self).__name__} has no {", ".join(appended)}: no input belongs to the key that is appended, so '
                 'its gate has nothing to read. Leave it at False.'
             )
-        super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias=bias,
-            kdim=kdim,
-            vdim=vdim,
-            batch_first=batch_first,
-            device=device,
-            dtype=dtype,
-        )
+        inputs: dict[str, Any] = dict(kdim=kdim, vdim=vdim, batch_first=batch_first, device=device, dtype=dtype)
+        super().__init__(embed_dim, num_heads, dropout, bias=bias, **inputs)
         # torch's encoder layers have a fused path in eval mode that reads our weights and skips our forward;
         # it asks for this attribute, which nothing else needs after construction.
         self._qkv_same_embed_dim = False

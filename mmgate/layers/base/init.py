@@ -112,12 +112,7 @@ def start_linear(*layers: nn.Linear | nn.Conv2d | None) -> None:
 
 @contextmanager
 def random_stream(name: str, device: torch.device | None = None) -> Iterator[None]:
-    """Draw from a stream of random numbers that the seed and ``name`` determine; the global one stays where it was.
-
-    Args:
-        name: Of the module that starts.
-        device: Where its parameters are.
-    """
+    """Draw, on the CPU and on ``device``, random numbers that the seed and ``name`` determine; the global ones stay."""
     seed = (torch.initial_seed() + crc32(name.encode())) % 2**63
     generators = [torch.default_generator]
     if device is not None and device.type == 'cuda':

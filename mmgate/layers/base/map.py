@@ -116,15 +116,7 @@ class MapAttention(nn.Module):
         return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
 
     def adopt(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
-        """Rename what a host's state dict holds, and resize what is of another resolution, in place.
-
-        Args:
-            state_dict: What is to be loaded.
-            prefix: Of this module's keys in it.
-
-        Returns:
-            The names of the parameters that were resized.
-        """
+        """Rename what a host's state dict holds, and resize what is of another resolution; return what was resized."""
         for old, new in _RENAMED.items():
             value = state_dict.pop(prefix + old, None)
             if value is not None:

@@ -12,17 +12,7 @@ from torch import Tensor, nn
 class DeformableShell(nn.Module):
     """The projections of multi-scale deformable attention, as mmcv's module of that name has them.
 
-    Args:
-        embed_dims: Channels C, a multiple of ``num_heads``.
-        num_heads: Heads H.
-        num_levels: Feature levels L.
-        num_points: Sampling points P of a head and level.
-        im2col_step: Kept for mmcv's operator, which takes it.
-        dropout: After the output projection.
-        batch_first: ``(B, Q, C)`` in the place of ``(Q, B, C)``.
-        norm_cfg: Not used, as in mmcv.
-        init_cfg: Has to be None: mmengine reads it.
-        value_proj_ratio: Channels of the values over C.
+    The arguments are mmcv's; ``init_cfg``, which mmengine reads, has to be None.
 
     Raises:
         ValueError: ``embed_dims`` is no multiple of ``num_heads``, or an ``init_cfg``.
@@ -77,16 +67,7 @@ class DeformableShell(nn.Module):
 class MultiheadShell(nn.Module):
     """``torch.nn.MultiheadAttention`` with position embeddings and an identity, called as mmcv's module of that name.
 
-    Args:
-        embed_dims: Channels C.
-        num_heads: Heads H.
-        attn_drop: Probability of dropping an attention weight.
-        proj_drop: Dropout after the output projection.
-        dropout_layer: Dropout or drop path before the identity is added.
-        init_cfg: Has to be None: mmengine reads it.
-        batch_first: ``(B, N, C)`` in the place of ``(N, B, C)``.
-        dropout: Of weights and in ``dropout_layer`` at once.
-        **kwargs: Of torch's module.
+    The arguments are mmcv's; ``init_cfg``, which mmengine reads, has to be None.
 
     Raises:
         ValueError: An ``init_cfg``.
@@ -127,16 +108,8 @@ class MultiheadShell(nn.Module):
     ) -> Tensor:
         """Attend and add ``identity``.
 
-        Args:
-            query: ``(N, B, C)``, or ``(B, N, C)`` if ``batch_first``, as all of the following.
-            key: ``(M, B, C)``; default ``query``.
-            value: ``(M, B, C)``; default ``key``.
-            identity: Added to the result; default ``query``.
-            query_pos: Added to ``query``, and to a ``key`` of its shape that has no ``key_pos``.
-            key_pos: Added to ``key``.
-            attn_mask: Of torch's module.
-            key_padding_mask: Of torch's module.
-            **kwargs: What layers hand to every attention; not used, as in mmcv.
+        Tensors are ``(N, B, C)``, or ``(B, N, C)`` if ``batch_first``. Without ``key_pos``, ``query_pos`` is added to a
+        ``key`` of its shape, too. What layers hand to every attention besides is not used, as in mmcv.
         """
         key = query if key is None else key
         value = key if value is None else value

@@ -50,8 +50,6 @@ class LinearAngularAttention(LinearAttention):
         """Attend in every head."""
         return self.merge_heads(linear_angular_attention(*(self.split_heads(t) for t in (q, k, v))))
 
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Attend and add the convolved values."""
-        if self.dwc is None or not self.along_tokens:
-            return super().mix(x, q, k, v, hw_shape)
-        return self.attend(x, q, k, v, hw_shape) + self.merge_heads(self.dwc(self.split_heads(v)))
+    def convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Return the values convolved along the tokens, or over the map."""
+        return self.merge_heads(self.dwc(self.split_heads(v))) if self.along_tokens else super().convolve(v, hw_shape)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.init import GateInit
+from mmgate.layers.base.init import GateInit, start_linear
 from mmgate.layers.base.map import MapAttention
 from mmgate.ops.linear_attention import rotate
 
@@ -34,11 +34,15 @@ class LinearAttention(GateInit, MapAttention):
     Raises:
         ValueError: ``embed_dims`` is no multiple of ``num_heads``, or ``attn_drop`` is not 0.
 
-    The convolution starts as torch's and the position encoding at 0.
+    The convolution starts as torch's, the position encoding at 0 and the gates as PVT's linear layers.
+
+    Attributes:
+        gates: Names of linear layers of the input; ``gate_out`` multiplies the output.
     """
 
     gate_parameters: tuple[str, ...] = ('dwc', 'position_encoding')
     undecayed: tuple[str, ...] = ('position_encoding',)
+    gates: tuple[str, ...] = ()
     takes_class_token = True
     default_dwc = 0
 
@@ -64,31 +68,47 @@ class LinearAttention(GateInit, MapAttention):
             raise ValueError(f'dwc={dwc} must be the odd side of a kernel, or 0 for no convolution.')
         self.class_tokens = int(class_token)
         channels = self.head_dim if dwc_shared else embed_dims
-        self.dwc = nn.Conv2d(channels, channels, dwc, padding=dwc // 2, groups=channels) if dwc else None
+        self.dwc: Any = nn.Conv2d(channels, channels, dwc, padding=dwc // 2, groups=channels) if dwc else None
         self.map_size = None if map_size is None else (int(map_size[0]), int(map_size[1]))
-        self.position_encoding: nn.Parameter | None = None
+        self.position_encoding: Any = None
         if self.map_size is not None:
             self.position_encoding = nn.Parameter(torch.zeros(1, self.map_size[0] * self.map_size[1], embed_dims))
+        for name in self.gates:
+            self.add_module(name, nn.Linear(embed_dims, embed_dims, bias=self.qkv.bias is not None))
 
     def reset_gate(self) -> None:
-        """Start the convolution and the position encoding anew."""
+        """Start the convolution, the position encoding and the gates anew."""
         if self.dwc is not None:
             self.dwc.reset_parameters()
         if self.position_encoding is not None:
             nn.init.zeros_(self.position_encoding)
+        start_linear(*(getattr(self, name) for name in self.gates))
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return a gate of every token and channel, ``(B, N, C)``."""
+        return getattr(self, name)(inputs[0])
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Return the mixed tokens ``(B, N, C)`` without the convolution; arguments as :meth:`mix`."""
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Attend and add the convolved values."""
+        """Attend, add the convolved values and gate the sum."""
         if self.position_encoding is not None:
             k = k + self.behind_class_token(self._resized_encoding(hw_shape))
         out = self.attend(x, q, k, v, hw_shape)
-        if self.dwc is None:
-            return out
-        return out + self.behind_class_token(self._convolve(v[:, self.class_tokens :], hw_shape))
+        if self.dwc is not None:
+            out = out + self.convolve(v, hw_shape)
+        gate_out = getattr(self, 'gate_out', None)
+        return out if gate_out is None else out * gate_out(x)
+
+    def convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+        """Return the convolved values ``(B, N, C)``, zeros for the class token."""
+        repeats = self.embed_dims // self.dwc.weight.shape[0]
+        weight, bias = self.dwc.weight.repeat(repeats, 1, 1, 1), self.dwc.bias.repeat(repeats)
+        values = v[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w), channels last
+        out = F.conv2d(values, weight, bias, padding=self.dwc.padding, groups=self.embed_dims)
+        return self.behind_class_token(out.flatten(2).transpose(1, 2))
 
     def adopt(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         """Resize a position encoding of another resolution, too."""
@@ -108,23 +128,8 @@ class LinearAttention(GateInit, MapAttention):
         """Return ``(B, H, N, d)`` as ``(B, N, C)``."""
         return x.transpose(1, 2).flatten(2)
 
-    def _convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        assert self.dwc is not None
-        weight, bias = self.dwc.weight, self.dwc.bias
-        assert bias is not None
-        repeats = self.embed_dims // weight.shape[0]
-        values = v.transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w), channels last in memory
-        weight, bias = weight.repeat(repeats, 1, 1, 1), bias.repeat(repeats)
-        out = F.conv2d(values, weight, bias, padding=self.dwc.padding, groups=self.embed_dims)
-        return out.flatten(2).transpose(1, 2)
-
     def _resized_encoding(self, hw_shape: tuple[int, int]) -> Tensor:
-        assert self.position_encoding is not None and self.map_size is not None
         if hw_shape == self.map_size:
             return self.position_encoding
         grid = self.position_encoding.transpose(1, 2).unflatten(-1, self.map_size)
         return F.interpolate(grid, size=hw_shape, mode='bilinear').flatten(2).transpose(1, 2)
-
-    def extra_repr(self) -> str:
-        """Sizes for ``print(module)``."""
-        return '' if self.map_size is None else f'map={self.map_size}'

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.init import start_linear
 from mmgate.ops.linear_attention import polarity_attention
 from mmgate.registry import MODELS
 
@@ -37,6 +36,7 @@ class PolaFormerAttention(LinearAttention):
     """
 
     gate_parameters = (*LinearAttention.gate_parameters, 'focus_scale', 'power', 'gate_out')
+    gates = ('gate_out',)
     default_dwc = 5
     undecayed = (*LinearAttention.undecayed, 'focus_scale', 'power')
     gate_readings = {'gate_out': 'channels'}
@@ -54,7 +54,6 @@ class PolaFormerAttention(LinearAttention):
         if self.head_dim % 2:
             raise ValueError(f'The head width {self.head_dim} must be even, half of it for each polarity.')
         self.alpha = alpha
-        self.gate_out = nn.Linear(embed_dims, embed_dims, bias=self.qkv.bias is not None)
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, embed_dims))
         self.power = nn.Parameter(torch.zeros(1, num_heads, 1, self.head_dim))
 
@@ -63,18 +62,9 @@ class PolaFormerAttention(LinearAttention):
         super().reset_gate()
         nn.init.zeros_(self.focus_scale)
         nn.init.zeros_(self.power)
-        start_linear(self.gate_out)
-
-    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate of the output, ``(B, N, C)``."""
-        return self.gate_out(inputs[0])
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend by both polarities in every head."""
         scale = F.softplus(self.focus_scale)
         q, k, v = (self.split_heads(t) for t in (q / scale, k / scale, v))
         return self.merge_heads(polarity_attention(q, k, v, 1 + self.alpha * self.power.sigmoid()))
-
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Attend, add the convolved values and gate the sum."""
-        return super().mix(x, q, k, v, hw_shape) * self.gate_out(x)

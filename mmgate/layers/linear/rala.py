@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmgate.layers.base.init import start_linear
 from mmgate.ops.linear_attention import kernel_attention, rank_augmented_keys
 from mmgate.registry import MODELS
 
@@ -30,8 +29,8 @@ class RALAAttention(LinearAttention):
     """
 
     gate_parameters = (*LinearAttention.gate_parameters, 'gate_out')
+    gates = ('gate_out',)
     gate_readings = {'gate_out': 'channels'}
-
     default_dwc = 5
 
     def __init__(self, embed_dims: int, num_heads: int, **kwargs: Any) -> None:
@@ -40,16 +39,6 @@ class RALAAttention(LinearAttention):
             raise ValueError(
                 f'The head width {self.head_dim} must be a multiple of 4: half the pairs turn by row, half by column.'
             )
-        self.gate_out = nn.Linear(embed_dims, embed_dims, bias=self.qkv.bias is not None)
-
-    def reset_gate(self) -> None:
-        """Start the convolution and the gate anew."""
-        super().reset_gate()
-        start_linear(self.gate_out)
-
-    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return the gate of the output, ``(B, N, C)``."""
-        return self.gate_out(inputs[0])
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head; the denominator, which has to stay positive, is not rotated."""
@@ -57,7 +46,3 @@ class RALAAttention(LinearAttention):
         k = rank_augmented_keys(q, k, scale=self.scale)
         turned_q, turned_k = (self.rotate(t, hw_shape, inclusive=True) for t in (q, k))
         return self.merge_heads(kernel_attention(turned_q, turned_k, v, q, k))
-
-    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
-        """Attend, add the convolved values and gate the sum."""
-        return super().mix(x, q, k, v, hw_shape) * self.gate_out(x)

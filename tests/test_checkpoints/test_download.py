@@ -1,0 +1,89 @@
+"""Checkpoints from a web address: once, whole, each under a name of its own."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmgate.checkpoints.tensors import read_checkpoint
+
+
+class _Drive(http.server.BaseHTTPRequestHandler):
+    """A cloud drive: addresses that end in a slash, one of a file, one of a page."""
+
+    content = b''
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path.startswith(('/f/', '/page/')) else 404)
+        self.end_headers()
+        if self.path.startswith('/f/'):
+            self.wfile.write(self.content)
+        elif self.path.startswith('/page/'):
+            self.wfile.write(b'<!DOCTYPE html>')
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    torch.save({'model': {'weight': torch.ones(3)}}, tmp_path / 'served.pth')
+    monkeypatch.setattr(_Drive, 'content', (tmp_path / 'served.pth').read_bytes())
+    monkeypatch.setenv('no_proxy', '*')
+    monkeypatch.setattr(torch.hub, 'get_dir', lambda: str(tmp_path / 'hub'))
+    server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), _Drive)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f'http://127.0.0.1:{server.server_port}'
+    server.shutdown()
+    server.server_close()
+
+
+def test_downloads_from_a_cloud_drive_once(drive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f'{drive}/f/13fdf0e0a7c5498c934f/?dl=1'
+    assert read_checkpoint(url)['model']['weight'].sum() == 3
+    assert (tmp_path / 'hub/checkpoints/13fdf0e0a7c5498c934f.pth').is_file()
+    monkeypatch.setattr(_Drive, 'content', b'changed')
+    assert read_checkpoint(url)['model']['weight'].sum() == 3
+
+
+def test_addresses_with_one_name_are_two_files(drive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / 'hub/checkpoints'
+    for number, server in enumerate(('a', 'b')):
+        torch.save({'model': {'weight': torch.full((3,), number)}}, tmp_path / 'served.pth')
+        monkeypatch.setattr(_Drive, 'content', (tmp_path / 'served.pth').read_bytes())
+        assert read_checkpoint(f'{drive}/f/{server}/best.pth')['model']['weight'].sum() == 3 * number
+    monkeypatch.setattr(_Drive, 'content', b'changed')
+    for number, server in enumerate(('a', 'b')):  # each is there
+        assert read_checkpoint(f'{drive}/f/{server}/best.pth')['model']['weight'].sum() == 3 * number
+    assert len(list(folder.glob('*.pth'))) == 2
+    for signature in ('x', 'y'):  # of one file, for a time
+        assert read_checkpoint(f'{drive}/f/a/best.pth?Signature={signature}')['model']['weight'].sum() == 0
+    (tmp_path / 'served.pth').rename(folder / 'mine.pth')  # put there by hand, or by torch
+    assert read_checkpoint(f'{drive}/f/c/mine.pth')['model']['weight'].sum() == 3
+
+
+def test_a_download_that_ends_early_is_not_kept(drive: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = _Drive.content
+    monkeypatch.setattr(_Drive, 'content', whole[:-100])
+    with pytest.raises(ConnectionError, match='ended early'):
+        read_checkpoint(f'{drive}/f/model.pth')
+    monkeypatch.setattr(_Drive, 'content', whole)
+    assert read_checkpoint(f'{drive}/f/model.pth')['model']['weight'].sum() == 3
+
+
+def test_one_message_for_a_checkpoint_that_cannot_be_had(drive: str, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r'agent\.pth does not exist .*init_cfg=None'):
+        read_checkpoint('agent.pth')
+    with pytest.raises(ConnectionError, match=r'/gone/ cannot be downloaded \(HTTP Error 404.*init_cfg\.checkpoint'):
+        read_checkpoint(f'{drive}/gone/')
+    with pytest.raises(ValueError, match='cannot be read as a torch checkpoint .*web page'):
+        read_checkpoint(f'{drive}/page/')
+    (tmp_path / 'cut.pth').write_bytes(_Drive.content[:-100])
+    with pytest.raises(ValueError, match='cut short'):
+        read_checkpoint(str(tmp_path / 'cut.pth'))
