@@ -36,7 +36,7 @@ def multihead_attention(
     gate: type[GatedMultiheadAttention], host: MultiheadAttention, /, **options: Any
 ) -> GatedMultiheadAttention:
     """Take over sizes, dropouts and layout of mmcv's wrapper and of the module in it."""
-    core = torch_host(gate, host.attn, **options)
+    core: Any = torch_host(gate, host.attn, **options)
     kept: dict[str, Any] = dict(init_cfg=host.init_cfg, batch_first=host.batch_first)
     gated = gate(host.embed_dims, host.num_heads, host.attn.dropout, host.proj_drop.p, **kept)
     gated.attn, gated.dropout_layer = core, host.dropout_layer

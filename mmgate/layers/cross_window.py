@@ -57,7 +57,7 @@ class CrossWindowAttention(GateInit, MapAttention):
         stripes = [hw_shape] if self.split is None else [(hw_shape[0], self.split), (self.split, hw_shape[1])]
         shares = (t.chunk(self.branches, -1) for t in (q, k, v))
         branches: Any = zip(*shares, self.lepe, stripes, strict=True)
-        return torch.cat([self._branch(*branch, hw_shape) for branch in branches], -1)
+        return torch.cat([self._branch(a, b, c, lepe, stripe, hw_shape) for a, b, c, lepe, stripe in branches], -1)
 
     def _branch(
         self, q: Tensor, k: Tensor, v: Tensor, lepe: nn.Module, stripe: tuple[int, int], hw_shape: tuple[int, int]

@@ -29,7 +29,8 @@ def attend(*arguments: Any) -> Tensor:
     learnt_bias = call.bias is not None and call.bias.requires_grad
     if call.dropout or learnt_bias or is_compiling() or not isinstance(call.modulation, nn.Module):
         return _checkpointed(step, call)
-    tensors, narrow = call[:5], autocast_dtype(call.query.device.type)
+    tensors: tuple[Tensor, ...] = call[:5]
+    narrow = autocast_dtype(call.query.device.type)
     if narrow is not None:
         tensors = tuple(x.to(narrow) for x in tensors)
 
