@@ -160,9 +160,10 @@ def _planned(study: Study, out: Path, budget: str | None) -> Iterator[tuple[Path
 
 def _done(folder: Path, settings: dict[str, Any]) -> bool:
     result, begun = folder / RESULT, folder / SETTINGS
+    wanted = json.loads(json.dumps(settings))  # as a file has it: a tuple is a list there
     for path in (result, begun):
-        kept = json.loads(path.read_text()) if path.is_file() else settings
-        if kept.get('settings', kept) != json.loads(json.dumps(settings)):
+        kept = json.loads(path.read_text()) if path.is_file() else wanted
+        if kept.get('settings', kept) != wanted:
             raise ConfigError(f'{path} is of other settings than the study has now; choose another --out or remove it.')
     return result.is_file()
 
