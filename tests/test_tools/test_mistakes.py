@@ -95,7 +95,8 @@ MISTAKES = {
         goes_on=True,
     ),
     'backend': Mistake(
-        "backend 'triton' cannot run here: it is for CUDA tensors", "model = dict(attention=dict(backend='triton'))"
+        r"encoder\.layers\.0\.self_attn: ms_deform_attn: backend 'triton' cannot run here: it is for CUDA tensors",
+        "model = dict(attention=dict(backend='triton'))"
     ),
     'index': Mistake('model.neck.in_channels.7', arguments=('--cfg-options', 'model.neck.in_channels.7=1')),
     'accumulation': Mistake(
