@@ -47,7 +47,7 @@ class Tools:
 @pytest.fixture
 def study() -> Any:
     return studies.Study(
-        Path('s.py'), dict(vanilla='v.py', plug='p.py'), [0, 1], METRIC, {'a.b': 1}, dict(gpu={'a.b': [2]})
+        Path('s.py'), dict(vanilla='v.py', plug='p.py'), [0, 1], METRIC, {'a.b': 1, 'scale': (2, 2)}, dict(gpu={'a.b': [2]})
     )
 
 
@@ -58,7 +58,7 @@ def test_runs_resumes_and_reports(study: Any, tmp_path: Path) -> None:
     assert studies.run_study(study, tmp_path, execute=tools, most=2) == 2
     resumed = tools.commands[1]
     assert resumed[:2] == ['train', 'v.py'] and '--resume' in resumed
-    assert resumed[-3:] == ['--cfg-options', 'a.b=1', 'randomness.seed=0']
+    assert resumed[-4:] == ['--cfg-options', 'a.b=1', 'scale=(2, 2)', 'randomness.seed=0']
     assert 'seeds 0 (of 2 planned)' in studies.report_study(study, tmp_path)
     assert studies.run_study(study, tmp_path, execute=tools) == 0
     done = len(tools.commands)
