@@ -43,5 +43,18 @@ def write_onnx(program: Any, network: Network, path: Path, notes: Mapping[str, A
             )
     finally:
         logging.disable(silenced)
+    _keep_constants(written.model.graph)
+    written.model.graph.sort()  # the optimiser may leave a shared constant behind its first use
     written.model.metadata_props[NOTES] = json.dumps(notes)
     written.save(path, external_data=False)
+
+
+def _keep_constants(graph: Any) -> None:
+    """Make initializers of the constants that the optimiser leaves without a node that they came from."""
+    inputs = set(graph.inputs)
+    for node in graph.all_nodes():
+        for value in node.inputs:
+            if value is None or value in inputs or value.name in graph.initializers:
+                continue
+            if value.producer() is None and value.const_value is not None:
+                graph.register_initializer(value)
