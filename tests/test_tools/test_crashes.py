@@ -53,8 +53,9 @@ def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
     while kills < KILLS:
         before = last.stat().st_mtime_ns if last.exists() else 0
         process = train(tmp_path, tmp_path / 'killed')
-        while process.poll() is None and (last.stat().st_mtime_ns if last.exists() else 0) == before:
-            time.sleep(0.02)  # until it trains
+        # until it trains, and the file has text: mmengine writes it in place, and a kill in between leaves it empty
+        while process.poll() is None and not (last.exists() and last.stat().st_mtime_ns > before and last.read_text()):
+            time.sleep(0.02)
         time.sleep(rng.uniform(0, 0.3))
         if process.poll() is not None:
             assert process.returncode == 0, (tmp_path / 'log').read_text()[-2000:]
