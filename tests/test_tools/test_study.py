@@ -46,8 +46,8 @@ class Tools:
 
 @pytest.fixture
 def study() -> Any:
-    options = {'a.b': 1, 'scale': (2, 2)}
-    return studies.Study(Path('s.py'), dict(vanilla='v.py', plug='p.py'), [0, 1], METRIC, options, dict(gpu={'a.b': [2]}))
+    runs, options = dict(vanilla='v.py', plug='p.py'), {'a.b': 1, 'scale': (2, 2)}
+    return studies.Study(Path('s.py'), runs, [0, 1], METRIC, options, dict(gpu={'a.b': [2]}))
 
 
 def test_runs_resumes_and_reports(study: Any, tmp_path: Path) -> None:
