@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..library import autocast_dtype, is_compiling
 from . import reference
 from .reference import Arguments
-from .rows import GatedRows
+from .rows import GatedRows, part_of
 
 CHUNK = 1 << 21  # elements of (B, H, rows, M) that exist at a time
 
@@ -54,8 +54,7 @@ def _checkpointed(step: int, call: Arguments) -> Tensor:
 
     outputs = []
     for part in (slice(start, start + step) for start in range(0, call.query.shape[-2], step)):
-        bias = call.bias if call.bias is None or call.bias.shape[-2] == 1 else call.bias[:, :, part]
-        inputs: Any = call.query[:, :, part], call.gate_query[:, :, part], bias, *wide
+        inputs: Any = call.query[:, :, part], call.gate_query[:, :, part], part_of(call.bias, part), *wide
         if torch.is_grad_enabled():
             outputs.append(checkpoint(attend_rows, *inputs, use_reentrant=False, preserve_rng_state=call.dropout > 0))
         else:

@@ -45,7 +45,7 @@ class GatedRows(torch.autograd.Function):
         for rows in chunks:
             f = factor(gate_query[:, :, rows], gate_key)
             logits = chunks.product(0, query[:, :, rows], key, query.shape[-1] ** -0.5)
-            weights = _softmax(logits, None if post_softmax else f, _part(bias, rows))
+            weights = _softmax(logits, None if post_softmax else f, part_of(bias, rows))
             if post_softmax:
                 weights = weights.mul_(f)
             output[:, :, rows] = weights.to(value.dtype) @ value
@@ -72,7 +72,7 @@ class GatedRows(torch.autograd.Function):
                 gate = ctx.factor(leaf_query, leaf_key)
             f, q, grad = gate.detach(), query[:, :, rows], grad_output[:, :, rows]
             logits = chunks.product(0, q, key, scale)
-            weights = _softmax(chunks.copy(1, logits), None if ctx.post_softmax else f, _part(bias, rows))
+            weights = _softmax(chunks.copy(1, logits), None if ctx.post_softmax else f, part_of(bias, rows))
             delta = (grad * output[:, :, rows]).sum(-1, keepdim=True, dtype=chunks.dtype)
             grad_weights = chunks.product(2, grad, value, 1.0)
             if ctx.post_softmax:
@@ -144,5 +144,6 @@ def _sum_heads(grad: Tensor, gate: Tensor) -> Tensor:
     return grad.sum(1, keepdim=True) if gate.shape[1] == 1 else grad
 
 
-def _part(bias: Tensor | None, rows: slice) -> Tensor | None:
+def part_of(bias: Tensor | None, rows: slice) -> Tensor | None:
+    """Return the rows of a bias, which may have one for all."""
     return bias if bias is None or bias.shape[-2] == 1 else bias[:, :, rows]
