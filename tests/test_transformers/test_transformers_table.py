@@ -8,10 +8,12 @@ import pytest
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
+from conftest import tool
 from hub_models import build
 
-from mmgate.benchmarks import transformers as benchmark
 from mmgate.errors import ConfigError
+
+benchmark = tool('transformers_table', 'dev')
 
 
 def test_a_table_of_small_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Our sampler in transformers' detectors: how far its outputs are from theirs, and how much sooner they are there.
 
-``python -m mmgate.benchmarks.transformers`` prints a table and, with ``--file``, writes it between two markers. Models
+``python tools/dev/transformers_table.py`` prints a table and, with ``--file``, writes it between two markers. Models
 have the sizes of transformers' default configs and random weights; nothing is downloaded.
 """
 
@@ -23,7 +23,7 @@ from mmgate.errors import ConfigError
 from mmgate.gates import gates_disabled
 from mmgate.swap import swap_attention
 
-BEGIN, END = '<!-- benchmarks.transformers begins -->\n', '<!-- benchmarks.transformers ends -->\n'
+BEGIN, END = '<!-- transformers_table begins -->\n', '<!-- transformers_table ends -->\n'
 RULE = dict(type='MultiScaleDeformableAttention')
 SIZE = (480, 640)
 # by the name of a model: what its config and class are called, the size of its images, and what the config is given
