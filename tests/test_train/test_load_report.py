@@ -113,9 +113,7 @@ def test_less_than_half_is_refused(lines: list) -> None:
 @pytest.mark.parametrize(
     'left_out, level', [(0, 'INFO'), (2, 'WARNING'), (3, None)], ids=['whole', 'in part', 'little']
 )
-def test_weights_without_a_run_are_counted_too(
-    left_out: int, level: str | None, tmp_path: Path, lines: list
-) -> None:
+def test_weights_without_a_run_are_counted_too(left_out: int, level: str | None, tmp_path: Path, lines: list) -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
     given = dict(list(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).state_dict().items())[left_out:])
     torch.save(given, path := str(tmp_path / 'weights.pth'))
