@@ -158,11 +158,19 @@ def bomb(path: Path) -> None:
         file.writestr('archive/data.pkl', b'\0' * (100 << 20))
 
 
+def raw(path: Path) -> None:
+    path.write_bytes(pickle.dumps(dict(state_dict={})))
+
+
 @LOADERS
 @pytest.mark.parametrize(
     'write, message',
-    [(script, 'TorchScript'), (tar, 'no checkpoint of torch'), (bomb, 'unpacks into 104,857,600')],
-    ids=['script', 'tar', 'bomb'],
+    [
+        (script, 'TorchScript'),
+        (tar, 'no checkpoint of torch'),
+        (bomb, 'unpacks into 104,857,600'),
+        (raw, 'cannot be read'),
+    ],
 )
 def test_other_formats(write: Callable[[Path], None], message: str, load: Callable[[str], Any], tmp_path: Path) -> None:
     write(tmp_path / 'a.pth')

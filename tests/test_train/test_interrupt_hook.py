@@ -21,7 +21,9 @@ from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, HOOKS, METRICS, MODELS
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.train import cli, interrupt_hook
+from mmgate.train.reproducible import ReproducibleHook
 
 CONFIG = """
 model = dict(type='InterruptedNet')
@@ -163,6 +165,24 @@ def test_a_saved_run_ends_as_one_that_was_not_stopped(
     assert stopped['param_schedulers'][0]['last_step'] == whole['param_schedulers'][0]['last_step']
 
 
+def test_a_run_that_died_ends_as_one_that_did_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on from an epoch's checkpoint, as after a crash or SIGKILL."""
+
+    def die(number: int, frame: Any) -> None:
+        raise RuntimeError('died')
+
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGUSR1, die)
+    settings = dict(EPOCHS, WORKERS='1') | {"interval=24, out_dir='kept', by_epoch=False": "out_dir='kept'"}
+    assert train('whole', **settings) == 0
+    with pytest.raises(RuntimeError, match='died'):
+        train('died', **settings, TELL="name='SIGUSR1', step=14")
+    signal.signal(signal.SIGUSR1, before)
+    assert train('died', '--resume', **settings) == 0
+    whole, died = (torch.load(f'kept/{name}/epoch_6.pth', weights_only=False) for name in ('whole', 'died'))
+    assert_equal(died['state_dict'], whole['state_dict'])
+
+
 def test_a_cluster_ends_the_workers_too(tmp_path: Path) -> None:
     """``timeout`` and slurm signal the whole group: what a killed worker makes torch say is no error of the run."""
     text = CONFIG
@@ -218,3 +238,15 @@ def test_processes_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(interrupt_hook.signal, 'signal', lambda *_: None)
     interrupt_hook._end_workers()
     assert ended == [True]
+
+
+@pytest.mark.parametrize(
+    ('seed', 'keeps', 'error'),
+    [(None, False, 'needs --cfg-options randomness.seed=0'), (0, True, 'persistent_workers=False')],
+    ids=['seed', 'workers'],
+)
+def test_reproducible_hook_refuses(seed: int | None, keeps: bool, error: str) -> None:
+    loader = SimpleNamespace(persistent_workers=keeps, num_workers=1)
+    runner: Any = SimpleNamespace(_randomness_cfg=dict(seed=seed), train_dataloader=loader, train_loop=None)
+    with pytest.raises(ConfigError, match=error):
+        ReproducibleHook().before_train(runner)
