@@ -36,11 +36,8 @@ def test_a_config_is_left_out(tmp_path: Path) -> None:
 
 
 def test_what_is_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='its metadata meta is no dictionary'):
+        loaded(tmp_path, meta='[1]')
     (tmp_path / 'a.safetensors').write_bytes(b'nonsense')
     with pytest.raises(ConfigError, match='cannot be read'):
         CheckpointLoader.load_checkpoint(str(tmp_path / 'a.safetensors'))
-
-
-def test_metadata_of_another_form(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match='its metadata meta is no dictionary'):
-        loaded(tmp_path, meta='[1]')
