@@ -70,9 +70,9 @@ bench: setup
 	@$(PY) tools/analysis_tools/benchmark_ops.py --op ms_deform_attn --device cpu
 
 # On a machine with a GPU, 8 minutes at most: tests of the kernels, calibration, benchmarks, training steps. It needs no mm
-# package: `python -m mmgate.benchmarks.gpu --out DIR` does the same with torch, triton, numpy and pytest alone.
+# package: `PYTHONPATH=. python tools/dev/gpu.py --out DIR` does the same with torch, triton, numpy and pytest alone.
 gpu: setup
-	@$(PY) -m mmgate.benchmarks.gpu --out benchmarks/results
+	@$(PY) tools/dev/gpu.py --out benchmarks/results
 
 # The wheel, the source archive, a bill of materials and their checksums, in dist.
 dist: setup

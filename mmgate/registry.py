@@ -53,7 +53,6 @@ else:
         root.HOOKS,
         'analysis.hooks',
         'speed.hooks',
-        'train.data_check_hook',
         'train.gates_hook',
         'train.interrupt_hook',
         'train.reproducible',

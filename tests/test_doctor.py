@@ -74,8 +74,8 @@ def test_torch_alone_is_enough(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     environment = os.environ | {'PYTHONPATH': paths, 'TRITON_INTERPRET': '0'}
     tiny = ['mmgate.doctor', '--device', 'cpu', '--sizes', 'tiny', '--json']
-    for arguments in (['mmgate.benchmarks.gpu', '--help'], tiny):
-        command = [sys.executable, '-W', 'ignore', '-m', *arguments]
+    for arguments in ([str(ROOT / 'tools/dev/gpu.py'), '--help'], ['-m', *tiny]):
+        command = [sys.executable, '-W', 'ignore', *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)

@@ -6,17 +6,14 @@ histories with numpy arrays) is on the list below, and nothing else is called.
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
-
-from .guarded_pickle import GuardedUnpickler, refuse
 
 ALLOWED = {
     'collections': {'Counter', 'defaultdict', 'deque'},
@@ -30,48 +27,39 @@ ALLOWED = {
     'torch.nn.parameter': {'Parameter'},
     'torch.serialization': {'_get_layout'},
     'mmengine.config.config': {'ConfigDict'},
-    'mmengine.logging.history_buffer': {'HistoryBuffer'},
 }
 OLD_NAMES = {'__builtin__': 'builtins', 'copy_reg': 'copyreg', 'mmcv.utils.config': 'mmengine.config.config'}
 
 
-class ListedUnpickler(GuardedUnpickler):
-    """Calls what is listed, and refuses the rest by name."""
+class UnsafeCheckpoint(ValueError):
+    """A checkpoint asks for what may run code or fill the memory; the message is what it does, as "calls os.system"."""
 
-    dispatch = dict(GuardedUnpickler.dispatch)
 
-    def find_other(self, module: str, name: str) -> Any:
-        """Return what stands for a name."""
-        module = OLD_NAMES.get(module, module)
-        if name in REPLACED.get(module, {}):
-            return REPLACED[module][name]
-        if module == HistoryBuffer.__module__ and name.startswith('HistoryBuffer.'):  # protocol 4 asks for no getattr
-            return _attribute(HistoryBuffer, name.partition('.')[2])
-        if name in ALLOWED.get(module, ()):  # a name with dots is in none
-            return getattr(import_module(module), name)
-        refuse(f'asks for {module}.{name}')
+def refuse(what: str) -> NoReturn:
+    """Raise :class:`UnsafeCheckpoint`."""
+    raise UnsafeCheckpoint(what)
 
-    def load_build(self) -> None:
-        """Change an object; a type of numpy's is what its name says."""
-        state, found = self.stack[-1], self.stack[-2]
-        if isinstance(found, np.dtype):  # its state holds flags and addresses of numpy's; the name has said all
-            if not isinstance(state, tuple) or state[1:2] not in (('<',), ('|',), ('=',)):
-                refuse('holds numbers of another byte order')
-            self.stack.pop()
-        else:
-            super().load_build()
 
-    def load_reduce(self) -> None:
-        """Call a function, but for a history with content."""
-        if self.stack[-2] is HistoryBuffer:  # mmengine's are made empty; nested lists would become a huge array
+def listed(module: str, name: str) -> Any:
+    """Return what stands for a name in a checkpoint of mmengine, and refuse one that is on no list."""
+    module = OLD_NAMES.get(module, module)
+    if name in REPLACED.get(module, {}):
+        return REPLACED[module][name]
+    if module == HistoryBuffer.__module__ and name.startswith('HistoryBuffer.'):  # protocol 4 asks for no getattr
+        return _attribute(_History, name.partition('.')[2])
+    if name in ALLOWED.get(module, ()):  # a name with dots is in none
+        return getattr(import_module(module), name)
+    refuse(f'asks for {module}.{name}')
+
+
+class _History:
+    """In the place of mmengine's HistoryBuffer: it makes empty ones; nested lists would become a huge array."""
+
+    def __new__(cls, *content: Any) -> Any:
+        """Return an empty history, whose content follows."""
+        if content:
             refuse('calls HistoryBuffer')
-        super().load_reduce()
-
-    def _instantiate(self, kind: Any, arguments: Any) -> None:
-        refuse(f'makes an object of {kind!r} as Python 2 did')
-
-    dispatch[pickle.BUILD[0]] = load_build
-    dispatch[pickle.REDUCE[0]] = load_reduce
+        return object.__new__(HistoryBuffer)
 
 
 class _Array:
@@ -84,7 +72,7 @@ class _OneCycle:
 
 def _attribute(owner: Any, name: str) -> Callable[..., Any]:
     """Stand for ``getattr``: a HistoryBuffer names its statistics by it, OneCycleLR its annealing."""
-    if owner is HistoryBuffer and not name.startswith('_'):
+    if owner is _History and not name.startswith('_'):
         return getattr(HistoryBuffer, name)
     if owner is _OneCycle and name in ('_annealing_cos', '_annealing_linear'):
         return getattr(OneCycleParamScheduler, name)
@@ -131,6 +119,7 @@ REPLACED: dict[str, dict[str, Callable[..., Any]]] = {
     'builtins': {'getattr': _attribute, 'bytes': _no_bytes},
     '_codecs': {'encode': _bytes},
     'numpy': {'dtype': _dtype, 'ndarray': _Array},
+    'mmengine.logging.history_buffer': {'HistoryBuffer': _History},
     'mmengine.optim.scheduler.param_scheduler': {'OneCycleParamScheduler': _OneCycle},
     'numpy.core.multiarray': _NUMPY,
     'numpy._core.multiarray': _NUMPY,

@@ -14,33 +14,36 @@ from collections import OrderedDict
 from collections.abc import Callable
 from math import prod
 from types import BuiltinFunctionType, FunctionType, ModuleType, SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from .allowed import UnsafeCheckpoint, listed, refuse
 from .safetensors_file import read_safetensors
 
 SLACK = 64 << 20  # bytes that a file may hold more inside than outside: torch does not compress
 _PythonUnpickler: Any = pickle._Unpickler  # the one in C has no instructions that could be refused
 
 
-class UnsafeCheckpoint(ValueError):
-    """A checkpoint asks for what may run code or fill the memory; the message is what it does, as "calls os.system"."""
+class _Unread:
+    """In the place of an object that is left out; it takes what pickle gives it."""
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
 
-def refuse(what: str) -> NoReturn:
-    """Raise :class:`UnsafeCheckpoint`."""
-    raise UnsafeCheckpoint(what)
+    __setstate__ = __setitem__ = append = extend = add = __init__
+
+    def __call__(self, *_: Any, **__: Any) -> _Unread:
+        return self
 
 
 class GuardedUnpickler(_PythonUnpickler):
-    """Makes tensors that fit into the file, and changes nothing but fresh objects.
-
-    A subclass says in :meth:`find_other` what any other name stands for.
-    """
+    """Makes tensors that fit into the file and what is listed, and changes nothing but fresh objects."""
 
     dispatch = dict(_PythonUnpickler.dispatch)
+    tensors_alone = False  # objects of any kind are left empty instead
     sizes: dict[str, int] | None = None  # bytes of a zip's members, by their names below its folder
     total = 0  # bytes of the file
 
@@ -48,18 +51,21 @@ class GuardedUnpickler(_PythonUnpickler):
         """Return what stands for a name, without importing a module that is not known."""
         if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        return _KNOWN[module, name] if (module, name) in _KNOWN else self.find_other(module, name)
-
-    def find_other(self, module: str, name: str) -> Any:
-        """Return what stands for any other name."""
-        refuse(f'asks for {module}.{name}')
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
+        return _Unread if self.tensors_alone else listed(module, name)
 
     def load_build(self) -> None:
-        """Change an object, which must not be one that was there."""
-        found = self.stack[-2]
+        """Change an object, which must not be one that was there; a type of numpy's is what its name says."""
+        state, found = self.stack[-1], self.stack[-2]
         if isinstance(found, (type, FunctionType, BuiltinFunctionType, ModuleType)):
             refuse(f'changes {found!r}')
-        super().load_build()
+        if isinstance(found, np.dtype):  # its state holds flags and addresses of numpy's; the name has said all
+            if not isinstance(state, tuple) or state[1:2] not in (('<',), ('|',), ('=',)):
+                refuse('holds numbers of another byte order')
+            self.stack.pop()
+        else:
+            super().load_build()
 
     def load_binpersid(self) -> None:
         """Refer to a storage of the file; torch believes the size that is declared here."""
@@ -88,25 +94,26 @@ class GuardedUnpickler(_PythonUnpickler):
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
 
 
-def load_file(path: str | os.PathLike[str], unpickler: type[GuardedUnpickler] | None, map_location: Any = None) -> Any:
+def load_file(path: str, map_location: Any = None, *, trusted: bool = False, tensors_alone: bool = False) -> Any:
     """Return what a file of ``torch.save`` holds, or a ``.safetensors`` file.
 
     Args:
         path: File.
-        unpickler: What reads it; None for pickle's own, which runs what the file asks for.
         map_location: As :func:`torch.load` takes it; what a ``.safetensors`` file holds comes on the CPU.
+        trusted: Whether pickle's own unpickler reads it, which runs what the file asks for.
+        tensors_alone: Whether objects beside tensors, numbers, strings and plain containers are left empty.
 
     Raises:
-        UnsafeCheckpoint: It asks for what the unpickler refuses, is a TorchScript archive or a zip bomb, or declares
+        UnsafeCheckpoint: It asks for what is on no list, is a TorchScript archive or a zip bomb, or declares
             tensors that it does not hold.
         ValueError: It cannot be read; the message is the reason.
     """
-    if os.fspath(path).endswith('.safetensors'):
+    if path.endswith('.safetensors'):
         return read_safetensors(path)
     options: dict[str, Any] = {}
-    if unpickler is not None:
-        limits = dict(sizes=_checked_members(path), total=os.path.getsize(path))
-        limited: Any = type(unpickler.__name__, (unpickler,), limits)
+    if not trusted:
+        limits = dict(sizes=_checked_members(path), total=os.path.getsize(path), tensors_alone=tensors_alone)
+        limited: Any = type('LimitedUnpickler', (GuardedUnpickler,), limits)
         # what torch.load asks of a pickle module
         options['pickle_module'] = SimpleNamespace(
             __name__=__name__, Unpickler=limited, load=lambda file, **kwargs: limited(file, **kwargs).load()
@@ -119,7 +126,7 @@ def load_file(path: str | os.PathLike[str], unpickler: type[GuardedUnpickler] | 
         raise ValueError((str(error).splitlines() or [type(error).__name__])[0]) from error
 
 
-def _checked_members(path: str | os.PathLike[str]) -> dict[str, int] | None:
+def _checked_members(path: str) -> dict[str, int] | None:
     """Return the sizes of a zip's members, None for torch's old format; refuse what would get past the unpickler."""
     with open(path, 'rb') as file:
         head = file.read(2)

@@ -13,38 +13,38 @@ from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmgate.errors import ConfigError, UntrustedCheckpoint
 
-from .allowed import ListedUnpickler
+from .allowed import UnsafeCheckpoint
 from .download import download
-from .guarded_pickle import UnsafeCheckpoint, load_file, refuse
-from .plain_config import running_part
+from .guarded_pickle import load_file
 
 TRUST = 'MMGATE_TRUST_CHECKPOINT'
 HOW_TO_TRUST = f'If you trust whoever made it, pass --trust-checkpoint, or set {TRUST}=1'
 
 
-def load_checkpoint_file(filename: str, map_location: Any = None) -> Any:
+def load_checkpoint_file(filename: str, map_location: Any = None, *, tensors_alone: bool = False) -> Any:
     """Load a checkpoint from a file without running code in it.
 
     Args:
         filename: Path.
         map_location: As :func:`torch.load` takes it; what a ``.safetensors`` file holds comes on the CPU.
+        tensors_alone: Whether other objects than tensors, numbers, strings and plain containers are left empty, whether
+            the file is trusted or not.
 
     Returns:
-        What the file holds; of a ``.safetensors`` file its ``state_dict`` and ``meta``.
+        What the file holds but for texts of configs, which mmengine would run (unless trusted); of a ``.safetensors``
+        file its ``state_dict`` and ``meta``.
 
     Raises:
         FileNotFoundError: There is no such file.
-        UntrustedCheckpoint: It asks for a function that is on no list, holds a config that calls some, or is a zip bomb
-            or a TorchScript archive (unless trusted).
+        UntrustedCheckpoint: It asks for a function on no list, is a zip bomb or TorchScript archive (unless trusted).
         ConfigError: It cannot be read, most often because it is cut short.
     """
     path = osp.expanduser(filename)
     if not osp.isfile(path):
-        raise FileNotFoundError(f'{filename} can not be found.')
+        raise FileNotFoundError(f'checkpoint {filename} is no file (looked for {osp.abspath(path)}).')
+    trusted = is_trusted() and not tensors_alone
     try:
-        checkpoint = load_file(path, None if is_trusted() else ListedUnpickler, map_location)
-        if not is_trusted():
-            _refuse_configs_that_run(checkpoint)
+        checkpoint = load_file(path, map_location, trusted=trusted, tensors_alone=tensors_alone)
     except UnsafeCheckpoint as error:
         raise UntrustedCheckpoint(
             f'checkpoint {filename} {error}, which no checkpoint of mmengine does and which may run code of whoever '
@@ -53,9 +53,11 @@ def load_checkpoint_file(filename: str, map_location: Any = None) -> Any:
         ) from error
     except ValueError as error:
         raise ConfigError(
-            f'checkpoint {filename} cannot be read ({error}); it may be cut short. Copy it again, delete it if it was '
-            'downloaded (it then is once more), or take an earlier one.'
+            f'checkpoint {filename} cannot be read ({error}); it may be cut short, or a web page that was saved in its '
+            'place. Copy it again, delete it if it was downloaded (it then is once more), or take an earlier one.'
         ) from error
+    if not trusted:
+        _leave_out_configs(checkpoint)
     return checkpoint
 
 
@@ -84,15 +86,13 @@ def register_safe_loader() -> None:
     CheckpointLoader.register_scheme(('http://', 'https://'), load_checkpoint_url, force=True)
 
 
-def _refuse_configs_that_run(checkpoint: Any) -> None:
-    """Refuse configs with more than values: mmengine runs their text when it resumes, and in its inferencers."""
+def _leave_out_configs(checkpoint: Any) -> None:
+    """Take out the texts of configs: mmengine runs them when it resumes, and in inferencers that are given none."""
 
     def inner(owner: Any, key: str) -> Any:
         return owner.get(key) if isinstance(owner, dict) else None
 
     for place in (inner(checkpoint, 'meta'), inner(inner(checkpoint, 'message_hub'), 'runtime_info')):
         for key in ('config', 'cfg'):
-            text = inner(place, key)
-            found = running_part(text) if isinstance(text, str) else None
-            if found:
-                refuse(f'holds a config, {key}, with {found}')
+            if isinstance(place, dict):
+                place.pop(key, None)

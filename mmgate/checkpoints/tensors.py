@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
@@ -12,29 +11,11 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor
 
 from .download import download
-from .guarded_pickle import GuardedUnpickler, UnsafeCheckpoint, load_file
+from .loading import load_checkpoint_file
 
 State = dict[str, Tensor]
 # the averaged weights first: those are what CSwin's authors, with agents and without, start from and evaluate
 PLACES = ('state_dict_ema', 'state_dict', 'model')
-TO_DO = 'point init_cfg.checkpoint at a file that you have, or start from scratch with init_cfg=None'
-
-
-class _Unread:
-    """In the place of every object that is neither a tensor nor a plain container; it takes what pickle gives it."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    __setstate__ = __setitem__ = append = extend = add = __init__
-
-    def __call__(self, *_: Any, **__: Any) -> _Unread:
-        return self
-
-
-class _TensorUnpickler(GuardedUnpickler):
-    def find_other(self, module: str, name: str) -> Any:
-        return _Unread
 
 
 def read_checkpoint(source: str) -> Any:
@@ -48,27 +29,12 @@ def read_checkpoint(source: str) -> Any:
     Raises:
         FileNotFoundError: There is no such file.
         ConnectionError: It cannot be downloaded.
-        ValueError: It is no checkpoint, cut short, or made to run code or to fill the memory.
+        ConfigError: It is no checkpoint, cut short, or made to run code or to fill the memory.
     """
     scheme = urlparse(source).scheme if '://' in source else ''
-    if scheme in ('http', 'https'):
-        file = download(source)
-    elif scheme:
+    if scheme not in ('', 'http', 'https'):
         return CheckpointLoader.load_checkpoint(source, map_location='cpu', logger='current')
-    else:
-        file = Path(source).expanduser()
-    if not file.is_file():
-        what = 'is a folder' if file.is_dir() else f'does not exist (looked for {file.absolute()})'
-        raise FileNotFoundError(f'checkpoint {source} {what}; {TO_DO}.')
-    try:
-        return load_file(file, _TensorUnpickler, map_location='cpu')
-    except UnsafeCheckpoint as error:
-        raise ValueError(f'{file} {error}, which no checkpoint of a training does; it was not loaded.') from error
-    except ValueError as error:
-        raise ValueError(
-            f'{file} cannot be read as a torch checkpoint ({error}); it may be cut short, or a web page that was '
-            f'saved in its place. Delete it and download {source} again, or {TO_DO}.'
-        ) from error
+    return load_checkpoint_file(str(download(source)) if scheme else source, 'cpu', tensors_alone=True)
 
 
 def tensors(checkpoint: Any) -> State:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import gc
+import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
+from typing import Any
 
 import torch
 from mmengine.config import Config, ConfigDict, DictAction
@@ -20,6 +22,7 @@ from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
 from torch import distributed, nn
 
+from mmgate._environment import log
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.errors import ConfigError
 from mmgate.layers.base.deformable import MultiScaleDeformableAttention
@@ -28,7 +31,6 @@ from mmgate.ops.backend import OPERATORS, candidates
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
 from .config_file import add_trust_option, check_checkpoint, check_data, check_pretrained, load_config, type_name
-from .data_check_hook import DataCheckHook, refuse_foreign_classes
 from .load_report import LoadReportHook
 
 
@@ -92,11 +94,8 @@ def train(argv: list[str]) -> None:
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
     if note:
         runner.logger.info(note)
-    try:
-        runner.train()
-    except ValueError:
-        refuse_foreign_classes(cfg, runner)
-        raise
+    check_classes(runner.train_dataloader.dataset)
+    runner.train()
 
 
 def test(argv: list[str]) -> None:
@@ -146,11 +145,10 @@ def test(argv: list[str]) -> None:
 
 
 def build_runner(cfg: Config) -> Runner | FlexibleRunner:
-    """Return the config's Runner, or mmengine's own, with the hooks of our command lines.
+    """Return the config's Runner, or mmengine's own.
 
     Args:
-        cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner, and
-            ``check_data=False`` leaves :class:`~mmgate.train.data_check_hook.DataCheckHook` out.
+        cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner.
 
     Raises:
         ConfigError: A rule matches nothing or has a wrong value, or a backend cannot run here.
@@ -167,9 +165,38 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
     except ConfigError as error:  # of mmgate's rules, gates and backbones; what others refuse keeps its traceback
         raise ConfigError(f'the config cannot be built: {error} (MMGATE_TRACEBACK=1 shows where)') from error
     check_backends(runner.model)
-    if cfg.get('check_data', True) and not any(isinstance(hook, DataCheckHook) for hook in runner.hooks):
-        runner.register_hook(DataCheckHook())  # which the config may name, too
     return runner
+
+
+def check_classes(dataset: Any) -> None:
+    """Refuse data to train on of which no class is a category of its COCO file: mmdet trains on images without a box.
+
+    Args:
+        dataset: A data set, or a wrapper such as RepeatDataset and ConcatDataset.
+
+    Raises:
+        ConfigError: With the file and the classes.
+    """
+    for inner in (getattr(dataset, 'dataset', None), *(getattr(dataset, 'datasets', None) or ())):
+        if inner is not None:
+            check_classes(inner)
+    read, labels = getattr(dataset, 'load_data_list', None), getattr(dataset, 'cat2label', None)
+    # someone's own data set may number categories otherwise; the unlabelled part of semi-supervised data has none
+    theirs = str(getattr(read, '__module__', '')).startswith('mmdet.')
+    if labels is None or not theirs or not getattr(dataset, 'cat_img_map', None):
+        return
+    classes = dataset.metainfo['classes']
+    if not labels:
+        raise ConfigError(
+            f'train_dataloader: none of the classes ({", ".join(classes[:8])}) is a category of {dataset.ann_file}. '
+            'Set metainfo=dict(classes=(...)) to the names in the file, spelt as there.'
+        )
+    if len(labels) < len(classes):
+        log(
+            f'{dataset.ann_file} has {len(labels)} of the {len(classes)} classes as categories. mmdet numbers those '
+            'that are there, in the order of the file.',
+            logging.WARNING,
+        )
 
 
 def check_backends(model: nn.Module) -> None:

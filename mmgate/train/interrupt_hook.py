@@ -20,7 +20,6 @@ from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch import distributed
 
-from mmgate.errors import ConfigError
 from mmgate.registry import HOOKS
 
 INTERRUPTED = 'interrupted.pth'
@@ -32,8 +31,8 @@ FORWARDED = 1.0  # seconds within which a launcher hands on the Ctrl-C that the 
 class SaveOnInterruptHook(Hook):
     """Saves a run at Ctrl-C or SIGTERM and ends it; ``--resume`` goes on from there, in the middle of an epoch, too.
 
-    The step under way is finished (the optimizer's, where gradients are accumulated; a validation, too), and all
-    processes stop after the same one. ``interrupted.pth`` is written where the run's checkpoints are, and
+    The step under way is finished (the optimizer's, where gradients are accumulated; after a validation the next), and
+    all processes stop after the same one. ``interrupted.pth`` is written where the run's checkpoints are, and
     ``last_checkpoint`` names it. The exit status is 130 after Ctrl-C and 143 after SIGTERM, as a shell has it. A second
     Ctrl-C ends the run at once and saves nothing. torchrun and slurm send SIGKILL 30 seconds after SIGTERM.
 
@@ -41,21 +40,15 @@ class SaveOnInterruptHook(Hook):
         signals: Names of what saves; ``'SIGUSR1'`` for ``sbatch --signal=USR1@120``, say.
 
     Raises:
-        ConfigError: There is no signal of that name.
+        KeyError: There is no signal of that name.
     """
 
     priority = 'LOWEST'  # after the schedulers, the averages and the checkpoints of the step
 
     def __init__(self, signals: Sequence[str] = ('SIGINT', 'SIGTERM')) -> None:
-        if isinstance(signals, str) or not set(signals) <= set(signal.Signals.__members__):
-            raise ConfigError(f"SaveOnInterruptHook: signals={signals!r} must be a list of names such as 'SIGTERM'.")
         self.signals = [signal.Signals[name] for name in signals]
         self._asked: int | None = None  # the signal
-        self._since = 0.0
         self._before: dict[int, Any] = {}
-        self._group: Any = None
-        self._process = 0
-        self._meta: dict[str, Any] = {}
         self._trained: dict[str, int] = {}
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
@@ -65,12 +58,13 @@ class SaveOnInterruptHook(Hook):
 
     def before_train(self, runner: Any) -> None:
         """Listen, shield the loaders' workers, and leave out what an interrupted epoch has trained."""
+        atexit.register(_end_workers)
         for loop in filter(None, (runner.train_loop, runner.val_loop)):
-            shield_workers(loop.dataloader)
+            loop.dataloader.worker_init_fn = partial(_start_shielded, loop.dataloader.worker_init_fn)
         if isinstance(runner.train_loop, IterBasedTrainLoop):
             _restart_workers(runner.train_loop)
         self._asked, self._process = None, os.getpid()
-        self._group = distributed.new_group(backend='gloo') if is_distributed() else None
+        self._group: Any = distributed.new_group(backend='gloo') if is_distributed() else None
         self._before = {number: signal.signal(number, self._note) for number in self.signals}
         if self._trained:
             self._leave_out(runner, **self._trained)
@@ -81,19 +75,8 @@ class SaveOnInterruptHook(Hook):
         """Save and end after an optimizer's step, if a process was asked to."""
         loop, wrapper = runner.train_loop, runner.optim_wrapper
         if self._is_asked() and (isinstance(wrapper, OptimWrapperDict) or wrapper.should_update()):
-            meta: dict[str, Any] = dict(epoch=runner.epoch, iter=runner.iter + 1)
-            if isinstance(loop, EpochBasedTrainLoop):
-                meta[KEY] = dict(batches=batch_idx + 1, of=len(loop.dataloader))
-            self._end(runner, meta)
-
-    def after_val_epoch(self, runner: Any, metrics: dict[str, float] | None = None) -> None:
-        """Save and end after a validation, if a process was asked to and there is more to train."""
-        if self._before and self._is_asked() and runner.iter < runner.max_iters:
-            self._end(runner, dict(epoch=runner.epoch, iter=runner.iter))
-
-    def before_save_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Say where the run is; FlexibleRunner counts by itself, and as if no validation came between."""
-        checkpoint['meta'].update(self._meta)
+            in_epoch = dict(batches=batch_idx + 1, of=len(loop.dataloader))
+            self._end(runner, {KEY: in_epoch} if isinstance(loop, EpochBasedTrainLoop) else {})
 
     def after_train(self, runner: Any) -> None:
         """Listen no longer."""
@@ -121,13 +104,12 @@ class SaveOnInterruptHook(Hook):
     def _end(self, runner: Any, meta: dict[str, Any]) -> None:
         hook = next((hook for hook in runner.hooks if isinstance(hook, CheckpointHook)), None)
         folder = getattr(hook, 'out_dir', None) or runner.work_dir
-        places = {name: getattr(hook, name, None) for name in ('file_client_args', 'backend_args')}
-        schedulers, self._meta = runner.param_schedulers is not None, meta
-        runner.save_checkpoint(folder, INTERRUPTED, by_epoch=False, save_param_scheduler=schedulers, **places)
+        options: dict[str, Any] = dict(meta=meta, by_epoch=False, backend_args=getattr(hook, 'backend_args', None))
+        runner.save_checkpoint(folder, INTERRUPTED, save_param_scheduler=runner.param_schedulers is not None, **options)
         asked, path = signal.Signals(self._asked or signal.SIGINT), f'{folder.rstrip("/")}/{INTERRUPTED}'
         if is_main_process():
             put_text(path, osp.join(runner.work_dir, 'last_checkpoint'))
-            said = f'{asked.name}: the run is saved as {path} after {meta["iter"]} iterations; --resume goes on.'
+            said = f'{asked.name}: the run is saved as {path} after {runner.iter + 1} iterations; --resume goes on.'
             runner.logger.info(said)
         if self._group is not None:
             distributed.barrier(self._group)  # a launcher ends all once one has ended
@@ -152,15 +134,6 @@ class SaveOnInterruptHook(Hook):
         loop.run_iter = untrained
 
 
-def shield_workers(loader: Any) -> None:
-    """Let the workers of a loader, not yet started, outlive the signals that a terminal or cluster sends to all."""
-    start = loader.worker_init_fn
-    if not (isinstance(start, partial) and start.func is _start_shielded):
-        loader.worker_init_fn = partial(_start_shielded, start)
-        atexit.unregister(_end_workers)
-        atexit.register(_end_workers)
-
-
 def _restart_workers(loop: Any) -> None:
     """Start the workers of a loop of iterations anew, shielded: mmengine 0.10.7 starts them when it builds the loop."""
     first = getattr(loop.dataloader_iterator, '_iterator', None)
@@ -172,6 +145,7 @@ def _restart_workers(loop: Any) -> None:
 
 
 def _start_shielded(start: Callable[[int], None] | None, worker: int) -> None:
+    """Let a worker outlive the signals that a terminal or a cluster sends to all."""
     if start is not None:
         start(worker)
     for number in (signal.SIGINT, signal.SIGTERM):

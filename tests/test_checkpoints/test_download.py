@@ -77,13 +77,10 @@ def test_a_download_that_ends_early_is_not_kept(drive: str, monkeypatch: pytest.
     assert read_checkpoint(f'{drive}/f/model.pth')['model']['weight'].sum() == 3
 
 
-def test_one_message_for_a_checkpoint_that_cannot_be_had(drive: str, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r'agent\.pth does not exist .*init_cfg=None'):
+def test_one_message_for_a_checkpoint_that_cannot_be_had(drive: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r'agent\.pth is no file'):
         read_checkpoint('agent.pth')
     with pytest.raises(ConnectionError, match=r'/gone/ cannot be downloaded \(HTTP Error 404.*init_cfg\.checkpoint'):
         read_checkpoint(f'{drive}/gone/')
-    with pytest.raises(ValueError, match='cannot be read as a torch checkpoint .*web page'):
+    with pytest.raises(ValueError, match='cannot be read .*web page'):
         read_checkpoint(f'{drive}/page/')
-    (tmp_path / 'cut.pth').write_bytes(_Drive.content[:-100])
-    with pytest.raises(ValueError, match='cut short'):
-        read_checkpoint(str(tmp_path / 'cut.pth'))

@@ -222,7 +222,3 @@ def test_channels_last() -> None:
     )
     torch.testing.assert_close(losses(deepcopy(model), None), expected, rtol=1e-3, atol=1e-4)
     assert seen == [True]
-
-
-def test_configs_that_name_the_hook_of_measured_choices_still_build() -> None:
-    assert HOOKS.build(dict(type='mmgate.BackendChoicesHook'))

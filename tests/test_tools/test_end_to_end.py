@@ -56,13 +56,6 @@ def test_train_then_test_with_all_outputs(project: Path) -> None:
     assert len(list((work / 'test').rglob('painted/*.jpg'))) == 2
 
 
-@pytest.mark.parametrize('script', ['dist_train.sh', 'dist_test.sh', 'slurm_train.sh', 'slurm_test.sh'])
-def test_shell_scripts_say_how_they_are_used(script: str) -> None:
-    result = subprocess.run(['bash', str(ROOT / 'tools' / script)], capture_output=True, text=True)
-    assert result.returncode == 2 and result.stderr.startswith('usage:')
-    assert os.access(ROOT / 'tools' / script, os.X_OK)
-
-
 @pytest.mark.parametrize(
     'script, arguments, expected',
     [
@@ -83,6 +76,7 @@ def test_shell_scripts_launch(tmp_path: Path, script: str, arguments: list[str],
         (tmp_path / launcher).chmod(0o755)
     environment = {**os.environ, 'PATH': f'{tmp_path}:{os.environ["PATH"]}'}
     path = str(ROOT / 'tools' / script)
+    assert os.access(path, os.X_OK)
     printed = subprocess.run(
         ['bash', path, *arguments], env=environment, capture_output=True, text=True, check=True
     ).stdout

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from conftest import ROOT
 
-DEV = ROOT / 'tools/dev'
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, DEV / f'{name}.py')
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 @pytest.fixture(scope='module')
 def mutants() -> ModuleType:
     pytest.importorskip('cosmic_ray', reason='needs cosmic-ray: the extra "mutants"')
-    load('trees')
-    return load('mutants')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / 'tools/dev')
+        return import_module('mutants')
 
 
 def test_every_module_has_tests(mutants: ModuleType) -> None:

@@ -9,11 +9,11 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, tool
 
 HAS_BOM = find_spec('cyclonedx_py') is not None
 
@@ -57,10 +57,7 @@ def test_a_release_is_reproducible_and_whole(tmp_path: Path) -> None:
 
 
 def test_an_audit_says_of_how_many_packages_it_knows() -> None:
-    spec = spec_from_file_location('audit', ROOT / 'tools/dev/audit.py')
-    assert spec is not None and spec.loader is not None
-    audit = module_from_spec(spec)
-    spec.loader.exec_module(audit)
+    audit = tool('audit', 'dev')
     clean, unknown = dict(name='a', version='1', vulns=[]), dict(name='b', skip_reason='not found')
     faulty = dict(name='c', version='2', vulns=[dict(id='X-1', fix_versions=['3'])])
     assert audit.report([clean, unknown]) == (

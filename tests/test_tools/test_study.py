@@ -90,7 +90,10 @@ def test_compares_each_with_its_baseline(study: Any, tmp_path: Path) -> None:
     assert f'{low:.3f} to {high:.3f}' in rows[-5] and f'either side by {(high - low) / 2:.3f}. 1 comp' in rows[-1]
 
 
-def test_refuses_runs_and_results_of_other_settings(study: Any, tmp_path: Path) -> None:
+def test_refuses_what_is_no_study_and_results_of_other_settings(study: Any, tmp_path: Path) -> None:
+    (tmp_path / 's.py').write_text("runs = dict()\nseed = [0]\nmetric = 'mIoU'")
+    with pytest.raises(ConfigError, match='lacks seeds and has unknown seed'):
+        studies.read_study(tmp_path / 's.py')
     with pytest.raises(ConfigError, match='stopped'):
         studies.run_study(study, tmp_path, execute=Tools(fails=1), budget='gpu')
     tools = Tools()
@@ -134,9 +137,3 @@ def check_key(cfg: Config, key: str) -> None:
     assert last in found or last in ('base_channels', 'indices', 'interval'), (
         f'{key}: {last} is in none of {list(found)}'
     )
-
-
-def test_refuses_what_is_no_study(tmp_path: Path) -> None:
-    (tmp_path / 's.py').write_text("runs = dict()\nseed = [0]\nmetric = 'mIoU'")
-    with pytest.raises(ConfigError, match='lacks seeds and has unknown seed'):
-        studies.read_study(tmp_path / 's.py')

@@ -85,6 +85,9 @@ def test_says_why_no_accumulation_does(
     monkeypatch.setenv('WORLD_SIZE', str(world))
     with pytest.raises(ConfigError, match=message):
         enable_auto_accumulate(make_config(**changes))
+    if 'auto_scale_lr' in changes:
+        with pytest.raises(ConfigError, match=message):
+            enable_auto_scale_lr(make_config(**changes))
 
 
 def test_iterations_are_stretched_so_that_the_steps_stay_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +130,3 @@ def test_the_learning_rate_counts_accumulated_images(base: int, counts: int) -> 
     wrapper = build_optim_wrapper(nn.Linear(1, 1), dict(optimizer, type='OptimWrapper'))
     Runner.scale_lr(runner, wrapper, cfg.auto_scale_lr)
     assert wrapper.get_lr()['lr'][0] == pytest.approx(0.1 * 2 * 4 * counts / base)
-
-
-def test_the_learning_rate_needs_a_batch_that_it_is_for() -> None:
-    with pytest.raises(ConfigError, match='needs auto_scale_lr.base_batch_size'):
-        enable_auto_scale_lr(make_config(auto_scale_lr=dict(enable=False)))

@@ -51,18 +51,6 @@ def test_without_mmpretrain_one_line_says_what_to_type(tmp_path: Path, monkeypat
         config_file.read_config(str(tmp_path / 'config.py'))
 
 
-@pytest.mark.parametrize(
-    'key', ['train_dataloader.pin_memory', 'model.neck.0.a', 'model.neck.0.b', 'resume', 'a.key.of.ones.own']
-)
-def test_any_option_is_merged(key: str) -> None:
-    cfg = Config(dict(model=dict(neck=[dict(a=1)]), train_dataloader=dict(batch_size=2)))
-    merge_options(cfg, {key: 3})
-    node: Any = cfg
-    for part in key.split('.'):
-        node = node[int(part) if part.isdigit() else part]
-    assert node == 3
-
-
 @pytest.mark.parametrize('key', ['neck.1.a', 'neck.first', 'hooks.0.type', 'lr.x', 'clip.norm', 'scale.0', 'neck.0'])
 def test_options_that_cannot_be_merged(key: str) -> None:
     cfg = Config(dict(neck=[dict(a=1)], hooks=[], lr=0.1, clip=None, scale=(3, 4)))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
 from mmgate.train import cli, interrupt_hook
-from mmgate.train.interrupt_hook import SaveOnInterruptHook
+from mmgate.train.reproducible import ReproducibleHook
 
 CONFIG = """
 model = dict(type='InterruptedNet')
@@ -130,16 +130,21 @@ def assert_equal(actual: Any, expected: Any, where: str = '') -> None:
 @pytest.mark.parametrize(
     'loop, workers, tell, saved',
     [
-        (EPOCHS, '0', "name='SIGINT', step=12", dict(epoch=3, iter=14, mmgate_interrupted=dict(batches=2, of=4))),
-        (EPOCHS, '1', "name='SIGTERM', step=13", dict(epoch=3, iter=14, mmgate_interrupted=dict(batches=2, of=4))),
-        (EPOCHS, '0', "name='SIGINT', step=15", dict(epoch=3, iter=16, mmgate_interrupted=dict(batches=4, of=4))),
-        (EPOCHS, '0', "name='SIGINT', step=16, at='val'", dict(epoch=4, iter=16)),
-        (ITERATIONS, '1', "name='SIGTERM', step=12", dict(epoch=0, iter=14)),
+        (EPOCHS, '0', "name='SIGINT', step=12", (3, 14, 2)),
+        (EPOCHS, '1', "name='SIGTERM', step=13", (3, 14, 2)),
+        (EPOCHS, '0', "name='SIGINT', step=15", (3, 16, 4)),
+        (EPOCHS, '0', "name='SIGINT', step=16, at='val'", (4, 18, 2)),
+        (ITERATIONS, '1', "name='SIGTERM', step=12", (0, 14, None)),
     ],
     ids=['in an epoch', 'with a worker', 'at its end', 'in a validation', 'iterations'],
 )
 def test_a_saved_run_ends_as_one_that_was_not_stopped(
-    loop: dict, workers: str, tell: str, saved: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loop: dict,
+    workers: str,
+    tell: str,
+    saved: tuple[int, int, int | None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     settings = dict(loop, WORKERS=workers)
@@ -151,12 +156,31 @@ def test_a_saved_run_ends_as_one_that_was_not_stopped(
     path = 'kept/stopped/interrupted.pth'
     assert Path('stopped/last_checkpoint').read_text() == path
     meta = torch.load(path, weights_only=False)['meta']
-    assert {key: meta[key] for key in saved} == saved and ('mmgate_interrupted' in meta) == (len(saved) == 3)
+    in_epoch = meta.get('mmgate_interrupted')
+    assert (meta['epoch'], meta['iter'], in_epoch and in_epoch['batches']) == saved
     assert train('stopped', '--resume', **settings) == 0
     whole, stopped = (torch.load(f'kept/{name}/iter_24.pth', weights_only=False) for name in ('whole', 'stopped'))
     for part in ('state_dict', 'ema_state_dict', 'optimizer'):
         assert_equal(stopped[part], whole[part], part)
     assert stopped['param_schedulers'][0]['last_step'] == whole['param_schedulers'][0]['last_step']
+
+
+def test_a_run_that_died_ends_as_one_that_did_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on from an epoch's checkpoint, as after a crash or SIGKILL."""
+
+    def die(number: int, frame: Any) -> None:
+        raise RuntimeError('died')
+
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGUSR1, die)
+    settings = dict(EPOCHS, WORKERS='1') | {"interval=24, out_dir='kept', by_epoch=False": "out_dir='kept'"}
+    assert train('whole', **settings) == 0
+    with pytest.raises(RuntimeError, match='died'):
+        train('died', **settings, TELL="name='SIGUSR1', step=14")
+    signal.signal(signal.SIGUSR1, before)
+    assert train('died', '--resume', **settings) == 0
+    whole, died = (torch.load(f'kept/{name}/epoch_6.pth', weights_only=False) for name in ('whole', 'died'))
+    assert_equal(died['state_dict'], whole['state_dict'])
 
 
 def test_a_cluster_ends_the_workers_too(tmp_path: Path) -> None:
@@ -207,12 +231,6 @@ def test_an_epoch_of_another_length_starts_anew(
     assert 'interrupted after 2 of 4 batches of an epoch, which has 5 now' in capfd.readouterr().out
 
 
-@pytest.mark.parametrize('signals', ['SIGINT', ['SIGSTOPPED']], ids=['text', 'misspelt'])
-def test_signals_that_are_none(signals: Any) -> None:
-    with pytest.raises(ConfigError, match='must be a list of names'):
-        SaveOnInterruptHook(signals)
-
-
 def test_processes_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     children = [SimpleNamespace(daemon=daemon, kill=lambda d=daemon: ended.append(d)) for daemon in (True, False)]
     ended: list[bool] = []
@@ -220,3 +238,15 @@ def test_processes_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(interrupt_hook.signal, 'signal', lambda *_: None)
     interrupt_hook._end_workers()
     assert ended == [True]
+
+
+@pytest.mark.parametrize(
+    ('seed', 'keeps', 'error'),
+    [(None, False, 'needs --cfg-options randomness.seed=0'), (0, True, 'persistent_workers=False')],
+    ids=['seed', 'workers'],
+)
+def test_reproducible_hook_refuses(seed: int | None, keeps: bool, error: str) -> None:
+    loader = SimpleNamespace(persistent_workers=keeps, num_workers=1)
+    runner: Any = SimpleNamespace(_randomness_cfg=dict(seed=seed), train_dataloader=loader, train_loop=None)
+    with pytest.raises(ConfigError, match=error):
+        ReproducibleHook().before_train(runner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,23 +111,16 @@ def test_less_than_half_is_refused(lines: list) -> None:
     assert '2 of 6' in lines[0][1]
 
 
-@pytest.mark.parametrize(
-    'left_out, level', [(0, 'INFO'), (2, 'WARNING'), (3, None)], ids=['whole', 'in part', 'little']
-)
-def test_weights_without_a_run_are_counted_too(
-    left_out: int, level: str | None, tmp_path: Path, lines: list
-) -> None:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
-    given = dict(list(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).state_dict().items())[left_out:])
-    torch.save(given, path := str(tmp_path / 'weights.pth'))
-    if level is None:
-        with pytest.raises(ConfigError, match=r'1 of 4 keys of Sequential were loaded from .* of another model'):
-            load_weights(model, path)
-        return
-    load_weights(model, path)
+@pytest.mark.parametrize('left_out, level', [(0, 'INFO'), (2, 'WARNING'), (3, None)], ids=['whole', 'part', 'little'])
+def test_weights_without_a_run_are_counted_too(left_out: int, level: str | None, tmp_path: Path, lines: list) -> None:
+    model, other = (nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)) for _ in range(2))
+    given = dict(list(other.state_dict().items())[left_out:])
+    torch.save(given, tmp_path / 'weights.pth')
+    refused = pytest.raises(ConfigError, match='1 of 4 keys of Sequential were loaded from .* of another model')
+    with refused if level is None else nullcontext():
+        load_weights(model, str(tmp_path / 'weights.pth'))
     assert all(torch.equal(model.state_dict()[key], value) for key, value in given.items())
-    ((said, text),) = lines
-    assert said == level and text.startswith(f'{4 - left_out} of 4 keys of Sequential were loaded')
+    assert [said for said, _ in lines] == [level] * (level is not None)
 
 
 def test_what_is_exported_is_loaded_as_a_whole(tmp_path: Path) -> None:
@@ -136,8 +130,6 @@ def test_what_is_exported_is_loaded_as_a_whole(tmp_path: Path) -> None:
     for left_out, refused in (('1.running_mean', False), ('2.weight', True)):
         torch.save({key: value for key, value in model.state_dict().items() if key != left_out}, path)
         load_weights(model, path)
-        if refused:
-            with pytest.raises(ConfigError, match=f'not loaded: {left_out}. .*--allow-mismatch'):
-                load_weights(model, path, whole=True)
-        else:
+        raises = pytest.raises(ConfigError, match=f'not loaded: {left_out}. .*--allow-mismatch')
+        with raises if refused else nullcontext():
             load_weights(model, path, whole=True)

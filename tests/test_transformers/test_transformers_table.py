@@ -8,10 +8,10 @@ import pytest
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
+from conftest import tool
 from hub_models import build
 
-from mmgate.benchmarks import transformers as benchmark
-from mmgate.errors import ConfigError
+benchmark = tool('transformers_table', 'dev')
 
 
 def test_a_table_of_small_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,9 +27,3 @@ def test_a_table_of_small_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     rows = [line.split('|')[1:-1] for line in text.splitlines() if line.startswith('| ') and ' x ' in line]
     assert [(row[0].strip(), row[2].strip()) for row in rows] == [*zip(names_given[1:], ['4', '2'], strict=True)]
     assert all(0 <= float(row[3]) < 1e-4 and 0 <= float(row[4]) < 1e-4 for row in rows)
-
-
-def test_a_page_without_markers(tmp_path: Path) -> None:
-    (tmp_path / 'page.md').touch()
-    with pytest.raises(ConfigError, match='lacks the markers'):
-        benchmark.main(['--file', str(tmp_path / 'page.md')])

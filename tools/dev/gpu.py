@@ -1,9 +1,9 @@
-"""All that there is to measure on a GPU, in one command: ``python -m mmgate.benchmarks.gpu --out DIR`` or ``make gpu``.
+"""All that there is to measure on a GPU, in one command: ``python tools/dev/gpu.py --out DIR`` or ``make gpu``.
 
 Tests of the kernels, compute-sanitizer, calibration, the operators beside their peers, the kernels launched otherwise,
 training steps: each step is a process with a time limit, results are written as they come, and the table at the end
-says what could not run. It needs torch, triton, numpy and pytest; what needs more says so. ``--device cpu --tiny``
-tries it without a GPU.
+says what could not run. It needs torch, triton, numpy and pytest; what needs more says so. Where mmgate is not
+installed, ``PYTHONPATH=.`` stands before it. ``--device cpu --tiny`` tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from mmgate._environment import why_not
+from mmgate.benchmarks import ops
+from mmgate.benchmarks.measure import Row, interleaved, write_csv
 from mmgate.layers import MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention
 from mmgate.ops.backend import machine
 
-from . import ops
-from .measure import Row, interleaved, write_csv
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parents[2]
 OPS = ('ms_deform_attn', 'plug_attention')
 SMALL_TESTS = 'equals_the_reference and (default or shared)'
 CONFIGS = (  # a vanilla config, and ours beside it
@@ -55,7 +54,7 @@ TRIAL = 6  # times as long as on a GPU may a step of a trial take, on a machine 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run all steps, or one, and return the exit status: 1 if a step failed."""
-    parser = argparse.ArgumentParser(prog='python -m mmgate.benchmarks.gpu', description=__doc__.split('\n')[0])
+    parser = argparse.ArgumentParser(description=__doc__.split('\n')[0])
     parser.add_argument('--out', type=Path, default=Path('benchmarks/results'), help='folder of the CSV and the table')
     parser.add_argument('--device', default='cuda')
     parser.add_argument('--tiny', action='store_true', help='sizes that a CPU and an interpreter take in a minute')
@@ -107,16 +106,10 @@ def _run(command: list[str] | str, limit: int, log: Path, alone: bool) -> str:
     return 'done' if done.returncode == 0 else f'failed with {done.returncode}, see {log.name}'
 
 
-def _in_checkout(path: str, command: list[str]) -> list[str] | str:
-    """Return the command, a Python's arguments, or why it cannot run where a file of the checkout is not."""
-    found = (ROOT / path).is_file()
-    return [sys.executable, *command] if found else f'{path} is in the checkout, which this is not'
-
-
-def _tests(op: str, args: argparse.Namespace, _: Path) -> list[str] | str:
+def _tests(op: str, args: argparse.Namespace, _: Path) -> list[str]:
     path = f'tests/test_ops/test_{op}_triton.py'
     marks = ['-m', 'gpu'] if args.device == 'cuda' else ['-k', f'interpreter and {SMALL_TESTS}']
-    return _in_checkout(path, ['-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', *marks, path])
+    return [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', *marks, path]
 
 
 def _sanitizer(tool: str, args: argparse.Namespace, csv_file: Path) -> list[str] | str:
@@ -124,8 +117,6 @@ def _sanitizer(tool: str, args: argparse.Namespace, csv_file: Path) -> list[str]
     if program is None or args.device != 'cuda':
         return 'compute-sanitizer was not found' if program is None else 'it is for CUDA'
     tests = [_tests(op, args, csv_file) for op in OPS]
-    if isinstance(tests[0], str):
-        return tests[0]
     return [program, '--tool', tool, '--error-exitcode', '9', *tests[0], tests[1][-1], '-k', SMALL_TESTS]
 
 
@@ -135,11 +126,10 @@ def _calibrate(args: argparse.Namespace, _: Path) -> list[str]:
     return [sys.executable, *command]
 
 
-def _measure(command: list[str], args: argparse.Namespace, csv_file: Path) -> list[str] | str:
-    """Return the command of a step that appends to the CSV; the first of ``command`` is a file, or ``-m``."""
+def _measure(command: list[str], args: argparse.Namespace, csv_file: Path) -> list[str]:
+    """Return the command of a step that appends to the CSV."""
     options = ['--device', args.device, '--out', str(csv_file.resolve()), *(['--tiny'] if args.tiny else [])]
-    path = 'mmgate/benchmarks/gpu.py' if command[0] == '-m' else command[0]
-    return _in_checkout(path, [*command, *options])
+    return [sys.executable, *command, *options]
 
 
 def _train(peer: str, ours: str, args: argparse.Namespace, csv_file: Path) -> list[str] | str:
@@ -147,7 +137,7 @@ def _train(peer: str, ours: str, args: argparse.Namespace, csv_file: Path) -> li
     small = ['--size', '64', '96', '--batch', '1', '--repetitions', '1'] if args.tiny else ['--repetitions', '5']
     out = csv_file.with_suffix(f'.{Path(ours).stem}.csv').resolve()
     options = ['--peer', peer, '--ours', ours, '--device', args.device, '--out', str(out), *small]
-    return missing or _in_checkout(ours, ['tools/analysis_tools/benchmark_training.py', *options])
+    return missing or [sys.executable, 'tools/analysis_tools/benchmark_training.py', *options]
 
 
 def sampler_rows(device: str, tiny: bool) -> Iterator[Row]:
@@ -191,7 +181,7 @@ def step_rows(device: str, tiny: bool) -> Iterator[Row]:
 
 
 ROWS: dict[str, Callable[[str, bool], Iterator[Row]]] = {'sampler': sampler_rows, 'plug': plug_rows, 'step': step_rows}
-OURS, SWITCHES = ['-m', 'mmgate.benchmarks.gpu', '--step'], ['tools/dev/kernels/switches.py']
+OURS, SWITCHES = ['tools/dev/gpu.py', '--step'], ['tools/dev/kernels/switches.py']
 STEPS: dict[str, tuple[int, Any]] = {  # seconds, and what makes the command
     'sampler-tests': (65, partial(_tests, OPS[0])),
     'plug-tests': (40, partial(_tests, OPS[1])),

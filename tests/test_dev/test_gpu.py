@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 import switches
 import torch
+from conftest import tool
 
-from mmgate.benchmarks import gpu, ops
+from mmgate.benchmarks import ops
 from mmgate.benchmarks.measure import write_csv
+
+gpu = tool('gpu', 'dev')
 
 
 def test_steps_are_told_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
