@@ -37,7 +37,7 @@ test: setup lint
 # SUITE=... takes a part of the two below, and more of pytest's arguments.
 SUITE ?= tests
 
-# What takes longer: every architecture of the zoos, twenty kills, files of every family, a wheel elsewhere.
+# What takes longer: every architecture of the zoos, files of every family, a wheel elsewhere.
 test-slow: setup
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow $(strip $(SUITE))
 

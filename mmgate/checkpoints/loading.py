@@ -13,9 +13,10 @@ from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmgate.errors import ConfigError, UntrustedCheckpoint
 
-from .allowed import UnsafeCheckpoint
+from .allowed import UnsafeCheckpoint, refuse
 from .download import download
 from .guarded_pickle import load_file
+from .plain_config import running_part
 
 TRUST = 'MMGATE_TRUST_CHECKPOINT'
 HOW_TO_TRUST = f'If you trust whoever made it, pass --trust-checkpoint, or set {TRUST}=1'
@@ -31,12 +32,12 @@ def load_checkpoint_file(filename: str, map_location: Any = None, *, tensors_alo
             the file is trusted or not.
 
     Returns:
-        What the file holds but for texts of configs, which mmengine would run (unless trusted); of a ``.safetensors``
-        file its ``state_dict`` and ``meta``.
+        What the file holds; of a ``.safetensors`` file its ``state_dict`` and ``meta``.
 
     Raises:
         FileNotFoundError: There is no such file.
-        UntrustedCheckpoint: It asks for a function on no list, is a zip bomb or TorchScript archive (unless trusted).
+        UntrustedCheckpoint: It asks for a function that is on no list, holds a config that calls some, or is a zip bomb
+            or a TorchScript archive (unless trusted).
         ConfigError: It cannot be read, most often because it is cut short.
     """
     path = osp.expanduser(filename)
@@ -45,6 +46,8 @@ def load_checkpoint_file(filename: str, map_location: Any = None, *, tensors_alo
     trusted = is_trusted() and not tensors_alone
     try:
         checkpoint = load_file(path, map_location, trusted=trusted, tensors_alone=tensors_alone)
+        if not trusted and not tensors_alone:
+            _refuse_configs_that_run(checkpoint)
     except UnsafeCheckpoint as error:
         raise UntrustedCheckpoint(
             f'checkpoint {filename} {error}, which no checkpoint of mmengine does and which may run code of whoever '
@@ -56,8 +59,6 @@ def load_checkpoint_file(filename: str, map_location: Any = None, *, tensors_alo
             f'checkpoint {filename} cannot be read ({error}); it may be cut short, or a web page that was saved in its '
             'place. Copy it again, delete it if it was downloaded (it then is once more), or take an earlier one.'
         ) from error
-    if not trusted:
-        _leave_out_configs(checkpoint)
     return checkpoint
 
 
@@ -86,13 +87,15 @@ def register_safe_loader() -> None:
     CheckpointLoader.register_scheme(('http://', 'https://'), load_checkpoint_url, force=True)
 
 
-def _leave_out_configs(checkpoint: Any) -> None:
-    """Take out the texts of configs: mmengine runs them when it resumes, and in inferencers that are given none."""
+def _refuse_configs_that_run(checkpoint: Any) -> None:
+    """Refuse configs with more than values: mmengine runs their text when it resumes, and in its inferencers."""
 
     def inner(owner: Any, key: str) -> Any:
         return owner.get(key) if isinstance(owner, dict) else None
 
     for place in (inner(checkpoint, 'meta'), inner(inner(checkpoint, 'message_hub'), 'runtime_info')):
         for key in ('config', 'cfg'):
-            if isinstance(place, dict):
-                place.pop(key, None)
+            text = inner(place, key)
+            found = running_part(text) if isinstance(text, str) else None
+            if found:
+                refuse(f'holds a config, {key}, with {found}')

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import logging
 import os
 import sys
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
 
 import torch
 from mmengine.config import Config, ConfigDict, DictAction
@@ -22,8 +20,8 @@ from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
 from torch import distributed, nn
 
-from mmgate._environment import log
 from mmgate.checkpoints.gates_file import read_gates
+from mmgate.datasets.data_check_hook import DataCheckHook, refuse_foreign_classes
 from mmgate.errors import ConfigError
 from mmgate.layers.base.deformable import MultiScaleDeformableAttention
 from mmgate.layers.plug_dense import PLuGAttention
@@ -94,8 +92,11 @@ def train(argv: list[str]) -> None:
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
     if note:
         runner.logger.info(note)
-    check_classes(runner.train_dataloader.dataset)
-    runner.train()
+    try:
+        runner.train()
+    except ValueError:
+        refuse_foreign_classes(cfg, runner)
+        raise
 
 
 def test(argv: list[str]) -> None:
@@ -145,10 +146,11 @@ def test(argv: list[str]) -> None:
 
 
 def build_runner(cfg: Config) -> Runner | FlexibleRunner:
-    """Return the config's Runner, or mmengine's own.
+    """Return the config's Runner, or mmengine's own, with the hooks of our command lines.
 
     Args:
-        cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner.
+        cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner, and
+            ``check_data=False`` leaves :class:`~mmgate.train.data_check_hook.DataCheckHook` out.
 
     Raises:
         ConfigError: A rule matches nothing or has a wrong value, or a backend cannot run here.
@@ -165,38 +167,9 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
     except ConfigError as error:  # of mmgate's rules, gates and backbones; what others refuse keeps its traceback
         raise ConfigError(f'the config cannot be built: {error} (MMGATE_TRACEBACK=1 shows where)') from error
     check_backends(runner.model)
+    if cfg.get('check_data', True) and not any(isinstance(hook, DataCheckHook) for hook in runner.hooks):
+        runner.register_hook(DataCheckHook())  # which the config may name, too
     return runner
-
-
-def check_classes(dataset: Any) -> None:
-    """Refuse data to train on of which no class is a category of its COCO file: mmdet trains on images without a box.
-
-    Args:
-        dataset: A data set, or a wrapper such as RepeatDataset and ConcatDataset.
-
-    Raises:
-        ConfigError: With the file and the classes.
-    """
-    for inner in (getattr(dataset, 'dataset', None), *(getattr(dataset, 'datasets', None) or ())):
-        if inner is not None:
-            check_classes(inner)
-    read, labels = getattr(dataset, 'load_data_list', None), getattr(dataset, 'cat2label', None)
-    # someone's own data set may number categories otherwise; the unlabelled part of semi-supervised data has none
-    theirs = str(getattr(read, '__module__', '')).startswith('mmdet.')
-    if labels is None or not theirs or not getattr(dataset, 'cat_img_map', None):
-        return
-    classes = dataset.metainfo['classes']
-    if not labels:
-        raise ConfigError(
-            f'train_dataloader: none of the classes ({", ".join(classes[:8])}) is a category of {dataset.ann_file}. '
-            'Set metainfo=dict(classes=(...)) to the names in the file, spelt as there.'
-        )
-    if len(labels) < len(classes):
-        log(
-            f'{dataset.ann_file} has {len(labels)} of the {len(classes)} classes as categories. mmdet numbers those '
-            'that are there, in the order of the file.',
-            logging.WARNING,
-        )
 
 
 def check_backends(model: nn.Module) -> None:

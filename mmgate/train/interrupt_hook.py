@@ -20,6 +20,7 @@ from mmengine.optim import OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch import distributed
 
+from mmgate.errors import ConfigError
 from mmgate.registry import HOOKS
 
 INTERRUPTED = 'interrupted.pth'
@@ -40,12 +41,14 @@ class SaveOnInterruptHook(Hook):
         signals: Names of what saves; ``'SIGUSR1'`` for ``sbatch --signal=USR1@120``, say.
 
     Raises:
-        KeyError: There is no signal of that name.
+        ConfigError: There is no signal of that name.
     """
 
     priority = 'LOWEST'  # after the schedulers, the averages and the checkpoints of the step
 
     def __init__(self, signals: Sequence[str] = ('SIGINT', 'SIGTERM')) -> None:
+        if isinstance(signals, str) or not set(signals) <= set(signal.Signals.__members__):
+            raise ConfigError(f"SaveOnInterruptHook: signals={signals!r} must be a list of names such as 'SIGTERM'.")
         self.signals = [signal.Signals[name] for name in signals]
         self._asked: int | None = None  # the signal
         self._before: dict[int, Any] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import os
+import pickle
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -14,13 +15,14 @@ import pytest
 import torch
 from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer, MessageHub
-from mmengine.registry import PARAM_SCHEDULERS
+from mmengine.registry import MODELS, PARAM_SCHEDULERS, Registry
 from mmengine.runner.checkpoint import CheckpointLoader
 from test_guarded_pickle import zipped
 from torch import nn
 
 import mmgate  # noqa: F401
 from mmgate.checkpoints.loading import TRUST, UntrustedCheckpoint
+from mmgate.checkpoints.plain_config import running_part
 from mmgate.errors import ConfigError
 
 
@@ -46,9 +48,6 @@ ATTACKS: dict[str, Callable[[Path], Any]] = {
     'torch_load': lambda tmp: Calls(torch.load, str(tmp / 'other.pth')),
     'doubled': lambda tmp: Calls(codecs.encode, b'ab', 'hex'),
     'history': lambda tmp: Calls(HistoryBuffer, [[1], [2]], [1, 1]),
-    'text': lambda tmp: Calls(str, [[1], [2]]),  # of nested lists it doubles with each
-    'objects': lambda tmp: np.zeros(1, 'object'),
-    'structures': lambda tmp: np.zeros(1, [('a', 'i4')]),
     'huge_array': lambda tmp: Calls(np.zeros(1).__reduce__()[0], np.ndarray, (1 << 40,), b'b'),
 }
 
@@ -70,22 +69,66 @@ def test_code_does_not_run(attack: str, place: str, legacy: bool, tmp_path: Path
     assert not marker(tmp_path).exists()
 
 
-@pytest.mark.parametrize('trusted', [False, True])
 @pytest.mark.parametrize('place', ['meta.config', 'meta.cfg', 'message_hub.runtime_info.cfg'])
-def test_texts_of_configs_are_left_out(
-    place: str, trusted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """mmengine runs them as Python where it resumes, and in its inferencers."""
-    monkeypatch.setenv(TRUST, str(int(trusted)))
-    *outer, key = place.split('.')
-    content: Any = {key: "__import__('os').system('true')", 'epoch': 3}
-    for part in reversed(outer):
-        content = {part: content}
+@pytest.mark.parametrize(
+    'text, runs',
+    [
+        ("model = dict(type='X', a=[1, -2.5, None], b=float('inf'))\nlr = 1e-3\nx = dict(y=lr)", False),
+        ("__import__('os').system('true')", True),
+        ('import os', True),
+        ('x = ().__class__.__base__', True),
+        ("dict = eval\nx = dict('1')", True),
+        ('x = (lambda: 1)()', True),
+        ('x = [open for open in [1]]', True),
+        ('not python (', False),
+        ('x = {{\'$NO_SUCH:1|__import__("os").system("true")#\'}}', True),
+        ("_base_ = '/tmp/x.py'", True),
+        ('while True: pass', True),
+        ('x = 9**9**9', True),
+        ("model = dict(type='subprocess.check_call', args=['true'])", True),
+        ("model = dict(backbone={'type': 'mmengine.utils.package_utils.call_command', 'cmd': ['true']})", True),
+        ("model = dict(type='mmengine.hub.os.system')", True),
+        ("keys = dict({'backbone.a': dict(lr_mult=0.1)})", False),  # as mmengine writes keys with dots
+        ("model = dict({'type': 'subprocess.check_call'})", True),
+        ("model = dict([('type', 'subprocess.check_call')])", True),
+        ("model = {**{'type': 'subprocess.check_call'}}", True),
+        ("name = 'subprocess.check_call'\nmodel = dict(type=name)", True),
+        ("key = 'type'\nmodel = {key: 'subprocess.check_call'}", True),
+        (
+            "model = dict(type='mmgate.Gated', host='mmdet.models.detectors.DETR', o=dict(type='torch.optim.AdamW'))",
+            False,
+        ),
+    ],
+    ids=lambda value: None if isinstance(value, bool) else value.split('(')[0][:20],
+)
+def test_a_config_may_only_hold_values(text: str, runs: bool, place: str, tmp_path: Path) -> None:
+    """mmengine runs it as Python where it resumes, and in its inferencers."""
+    content: Any = text
+    for key in reversed(place.split('.')):
+        content = {key: content}
     torch.save(content, tmp_path / 'a.pth')
+    if runs:
+        with pytest.raises(UntrustedCheckpoint, match='holds a config'):
+            CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+    else:
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+def test_a_project_with_registries_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "model = dict(type='project_of_mine.Net')"
+    assert running_part(text) == "type='project_of_mine.Net'"
+    monkeypatch.setitem(MODELS.children, 'project_of_mine', Registry('model', scope='project_of_mine'))
+    assert running_part(text) is None
+
+
+@pytest.mark.parametrize('protocol', [2, 4])
+def test_what_numpy_leaves_beside_tensors(protocol: int, tmp_path: Path) -> None:
+    history = HistoryBuffer([1.0, 2.0], [1, 1])
+    given = dict(empty=np.zeros((0, 4)), numbers=np.arange(3), history=history)
+    torch.save(given, tmp_path / 'a.pth', pickle_protocol=protocol)
     found = CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
-    for part in outer:
-        found = found[part]
-    assert found['epoch'] == 3 and (key in found) == trusted
+    assert found['empty'].shape == (0, 4) and found['numbers'].tolist() == [0, 1, 2]
+    assert found['history'].mean() == 1.5
 
 
 @pytest.mark.parametrize(
@@ -102,6 +145,21 @@ def test_texts_of_configs_are_left_out(
 def test_a_small_file_makes_nothing_large(data: bytes, tmp_path: Path) -> None:
     zipped(tmp_path / 'a.pth', None, b'\x80\x04' + data + b'.')
     with pytest.raises(ConfigError):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+def test_no_text_of_nested_lists(tmp_path: Path) -> None:
+    """Each list holds the one before twice, so that the text doubles with each."""
+    lists = b']q\0' + b''.join(b'](h%ch%ceq%c' % (i, i, i + 1) for i in range(9))
+    zipped(tmp_path / 'a.pth', None, b'\x80\x04' + lists + b'cbuiltins\nstr\nh\x09\x85R.')
+    with pytest.raises(UntrustedCheckpoint, match='asks for builtins.str'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+@pytest.mark.parametrize('dtype', ['object', [('a', 'O')], [('a', 'i4')]], ids=str)
+def test_no_objects_in_arrays(dtype: Any, tmp_path: Path) -> None:
+    torch.save(np.zeros(1, dtype), tmp_path / 'a.pth')
+    with pytest.raises(UntrustedCheckpoint, match='asks numpy for the type'):
         CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
 
 
@@ -125,6 +183,13 @@ def test_schedulers_come_back(kind: str, tmp_path: Path) -> None:
         scheduler.step()
 
 
+def test_raw_pickles_are_no_way_around(tmp_path: Path) -> None:
+    (tmp_path / 'evil.pth').write_bytes(pickle.dumps(Calls(os.system, f'touch {marker(tmp_path)}')))
+    with pytest.raises(ConfigError):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'evil.pth'))
+    assert not marker(tmp_path).exists()
+
+
 def test_trust_is_the_users_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(dict(meta=Calls(os.mkdir, str(marker(tmp_path)))), tmp_path / 'mine.pth')
     monkeypatch.setenv(TRUST, '1')
@@ -132,8 +197,7 @@ def test_trust_is_the_users_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert marker(tmp_path).exists()
 
 
-@pytest.mark.parametrize('protocol', [2, 4])
-def test_what_mmengine_saves_comes_back(protocol: int, tmp_path: Path) -> None:
+def test_what_mmengine_saves_comes_back(tmp_path: Path) -> None:
     hub = MessageHub('test_safe_load')
     for value in (1.0, 3.0):
         hub.update_scalar('train/loss', value)
@@ -149,15 +213,14 @@ def test_what_mmengine_saves_comes_back(protocol: int, tmp_path: Path) -> None:
         optimizer=optimizer.state_dict(),
         param_schedulers=[dict(milestones=Counter([3, 5]))],
         others=[defaultdict(list, a=[1]), ConfigDict(a=dict(b=1)), {1, 2}, np.array(['x']), torch.device('cpu'), 1j],
-        empty=np.zeros((0, 4)),
     )
-    torch.save(saved, tmp_path / 'epoch_3.pth', pickle_protocol=protocol)
+    torch.save(saved, tmp_path / 'epoch_3.pth')
     loaded = CheckpointLoader.load_checkpoint(str(tmp_path / 'epoch_3.pth'), map_location='cpu')
     fresh = MessageHub('test_safe_load_fresh')
     fresh.load_state_dict(loaded['message_hub'])
     assert fresh.get_scalar('train/loss').mean() == 2.0 and fresh.get_scalar('train/loss').max() == 3.0
     assert fresh.get_info('best') == 0.25
-    assert loaded['empty'].shape == (0, 4) and loaded['others'][1].a.b == 1 and loaded['others'][3].tolist() == ['x']
+    assert loaded['others'][1].a.b == 1 and loaded['others'][3].tolist() == ['x']
     np.testing.assert_array_equal(loaded['meta']['dataset_meta']['palette'], np.arange(6).reshape(2, 3))
     optimizer.load_state_dict(loaded['optimizer'])
     assert all(torch.equal(loaded['state_dict'][key], value) for key, value in saved['state_dict'].items())

@@ -31,13 +31,18 @@ def test_classes_and_palettes_are_tuples_again(tmp_path: Path) -> None:
     assert loaded(tmp_path, meta=json.dumps(meta))['meta'] == expected
 
 
-def test_a_config_is_left_out(tmp_path: Path) -> None:
-    assert loaded(tmp_path, meta=json.dumps(dict(cfg="__import__('os').system('true')")))['meta'] == {}
+def test_a_config_is_looked_at(tmp_path: Path) -> None:
+    evil = json.dumps(dict(cfg="__import__('os').system('true')"))
+    with pytest.raises(ConfigError, match='holds a config, cfg, with line 1, __import__'):
+        loaded(tmp_path, meta=evil)
 
 
 def test_what_is_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match='its metadata meta is no dictionary'):
-        loaded(tmp_path, meta='[1]')
     (tmp_path / 'a.safetensors').write_bytes(b'nonsense')
     with pytest.raises(ConfigError, match='cannot be read'):
         CheckpointLoader.load_checkpoint(str(tmp_path / 'a.safetensors'))
+
+
+def test_metadata_of_another_form(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match='its metadata meta is no dictionary'):
+        loaded(tmp_path, meta='[1]')

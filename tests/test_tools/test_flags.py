@@ -50,6 +50,13 @@ def config_of(
     return seen[0]
 
 
+@pytest.mark.parametrize('command', [cli.train, cli.test])
+def test_help(command, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match='0'):
+        command(['--help'])
+    assert '--cfg-options' in capsys.readouterr().out
+
+
 def test_without_flags_nothing_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config_of(monkeypatch, 'train')
     assert cfg.optim_wrapper.type == 'OptimWrapper' and cfg.param_scheduler[0].end == 10
@@ -72,9 +79,10 @@ def test_amp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for given, load_from in (['x.pth'], 'x.pth'), ([], None):
-        cfg = config_of(monkeypatch, 'train', '--resume', *given)
-        assert cfg.resume is True and cfg.load_from == load_from
+    cfg = config_of(monkeypatch, 'train', '--resume', 'x.pth')
+    assert cfg.resume is True and cfg.load_from == 'x.pth'
+    cfg = config_of(monkeypatch, 'train', '--resume')
+    assert cfg.resume is True and cfg.load_from is None
 
 
 @pytest.mark.parametrize(

@@ -6,32 +6,43 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cv2
 import pytest
 import torch
-from mmdet.datasets import CocoDataset
+from conftest import ROOT
 from mmengine.config import Config
-from mmengine.dataset import ConcatDataset, RepeatDataset
 from shapes import write_shapes
 from test_end_to_end import CONFIG
+from test_environment import SEGMENTOR
 
-from mmgate.errors import ConfigError
 from mmgate.train import cli
 
-BOXES = CONFIG.replace('EPOCHS', '1')
+LOADERS = """
+train_dataloader = dict(batch_size=2, num_workers=0, persistent_workers=False)
+val_dataloader = test_dataloader = dict(num_workers=0, persistent_workers=False)
+train_cfg = dict(max_epochs=1, val_interval=100)
+"""
+CONFIGS = {
+    'boxes': CONFIG.replace('EPOCHS', '1'),
+    'masks': f'_base_ = {str(ROOT / "configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py")!r}' + LOADERS,
+    'maps': SEGMENTOR,
+}
 TRAIN = 'data/shapes/annotations/instances_train.json'
+MAP = 'data/shapes/ade/annotations/training/000000.png'
 ON_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason='runs here')
 
 
 class Mistake(NamedTuple):
-    """What the message says, and what is wrong, in the config or in the data."""
+    """What the message says, and what is wrong: in the config, in the data or in the arguments."""
 
     message: str
     config: str = ''
     damage: Callable[[], Any] | None = None
+    arguments: tuple[str, ...] = ()
+    kind: str = 'boxes'
     goes_on: bool = False  # it is a warning
 
 
@@ -42,26 +53,56 @@ def rename_categories(*numbers: int) -> None:
     Path(TRAIN).write_text(json.dumps(content))
 
 
+def paint_map() -> None:
+    """Number 50 in a corner; the data set's folders share files."""
+    labels = cv2.imread(MAP, cv2.IMREAD_UNCHANGED)
+    Path(MAP).unlink()
+    labels[:4, :4] = 50
+    cv2.imwrite(MAP, labels)
+
+
 def dataset(text: str) -> str:
     return f'train_dataloader = dict(dataset=dict({text}))'
 
 
-FOREIGN = 'train_dataloader: none of the classes .circle.* is a category of .*instances_train.json'
+FOREIGN = 'train_dataloader: none of the classes .circle.* is a category of .*, which has CIRCLE'
 MISTAKES = {
     'gate_misspelt': Mistake(
         'Did you mean .*PLuGMultiScaleDeformableAttention',
         "model = dict(attention=dict(type='PLuGMultiScaleDeformableAtention'))",
     ),
+    'gate_option_misspelt': Mistake('no option granularty', "model = dict(attention=dict(granularty='head'))"),
     'host_misspelt': Mistake('DeformableDERT', "model = dict(host='mmdet.DeformableDERT')"),
     'path_of_nothing': Mistake(
         'matches no module.*encoder.layers.0.self_attn', "model = dict(attention=dict(path='encoder.*.attn'))"
     ),
+    'agents': Mistake(
+        'agent_num=10 must be a square number',
+        'model = dict(backbone=dict(agent_nums=(10, 16, 49, 49)))',
+        kind='masks',
+    ),
     'no_annotations': Mistake('train_dataloader.dataset.ann_file: .*a.json does not', dataset("ann_file='a.json'")),
     'other_categories': Mistake(FOREIGN, damage=lambda: rename_categories(*range(6))),
-    'another_category': Mistake('has 5 of the 6 classes as categories', '', lambda: rename_categories(1), goes_on=True),
+    'other_categories_and_images_without_boxes_dropped': Mistake(
+        FOREIGN, dataset('filter_cfg=dict(filter_empty_gt=True)'), lambda: rename_categories(*range(6))
+    ),
+    'another_category': Mistake(
+        'has 5 of the 6 classes as categories; it lacks square', '', lambda: rename_categories(1), goes_on=True
+    ),
+    'more_classes_than_the_data': Mistake(
+        'bbox_head .* predicts 80 classes',
+        'model = dict(bbox_head=dict(num_classes=80))\nval_dataloader = val_cfg = val_evaluator = None',
+        goes_on=True,
+    ),
     'backend': Mistake(
         r"encoder\.layers\.0\.self_attn: ms_deform_attn: backend 'triton' cannot run here: it is for CUDA tensors",
-        "model = dict(attention=dict(backend='triton'))",
+        "model = dict(attention=dict(backend='triton'))"
+    ),
+    'index': Mistake('model.neck.in_channels.7', arguments=('--cfg-options', 'model.neck.in_channels.7=1')),
+    'accumulation': Mistake(
+        '1 processes x 3 images = 3 at a time, and 8 a step is no multiple',
+        'train_dataloader = dict(batch_size=3)',
+        arguments=('--auto-accumulate',),
     ),
 }
 
@@ -75,7 +116,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def project(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / 'config.py').write_text(BOXES)
+    (tmp_path / 'config.py').write_text(CONFIGS['boxes'])
     shutil.copytree(data, tmp_path / 'data')
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv('MMGATE_TRACEBACK', raising=False)
@@ -84,7 +125,7 @@ def project(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 
 def make(mistake: Mistake) -> None:
-    Path('base.py').write_text(BOXES)
+    Path('base.py').write_text(CONFIGS[mistake.kind])
     Path('config.py').write_text(f"_base_ = 'base.py'\n{mistake.config}\n")
     if mistake.damage is not None:
         mistake.damage()
@@ -106,7 +147,7 @@ def logs() -> str:
 def test_one_message_says_what_to_change(project: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     mistake = MISTAKES[name]
     make(mistake)
-    status = run('train', name=name)
+    status = run('train', *mistake.arguments, name=name)
     error = capsys.readouterr().err
     if mistake.goes_on:
         assert status == 0 and len(re.findall(mistake.message, logs())) == 1
@@ -117,6 +158,13 @@ def test_one_message_says_what_to_change(project: Path, name: str, capsys: pytes
     assert 'Traceback' not in message
 
 
+def test_a_label_beyond_the_classes_is_named_before_torch_meets_it(project: Path) -> None:
+    make(Mistake('', damage=paint_map, kind='maps'))
+    with pytest.raises(Exception, match=r'.'):  # torch's own words, which name no file
+        run('train', name='beyond')
+    assert re.search(f'{MAP} holds the number 50, label 49 of the data, and the model predicts labels 0 to 5', logs())
+
+
 def test_an_error_of_the_hosts_keeps_its_traceback(project: Path) -> None:
     make(Mistake('', 'model = dict(encoder=dict(layer_cfg=dict(self_attn_cfg=dict(num_heads=7))))'))
     with pytest.raises(ValueError, match='embed_dims must be divisible by num_heads, but got 128 and 7') as raised:
@@ -124,33 +172,10 @@ def test_an_error_of_the_hosts_keeps_its_traceback(project: Path) -> None:
     assert type(raised.value) is ValueError
 
 
-class Renumbered(CocoDataset):
-    """Reads its file in a way of its own."""
-
-    def load_data_list(self) -> list[dict[str, Any]]:
-        found = super().load_data_list()
-        self.cat2label = {}
-        return found
-
-
-@pytest.mark.parametrize(
-    ('kind', 'classes', 'refused'),
-    [(CocoDataset, ('car',), True), (CocoDataset, ('circle',), False), (Renumbered, ('circle',), False)],
-    ids=['foreign', 'known', 'of ones own'],
-)
-def test_classes_inside_wrappers(project: Path, kind: type, classes: tuple[str, ...], refused: bool) -> None:
-    settings = dict(ann_file=TRAIN, metainfo=dict(classes=classes), data_prefix=dict(img=''), pipeline=[])
-    dataset = kind(**settings)
-    for wrapped in (dataset, RepeatDataset(dataset, 2), ConcatDataset([dataset])):
-        with pytest.raises(ConfigError, match='none of the classes .car.') if refused else nullcontext():
-            cli.check_classes(wrapped)
-
-
-def test_data_without_labels_are_known(project: Path) -> None:
-    """As the unlabelled part of a semi-supervised training."""
-    content = json.loads(Path(TRAIN).read_text())
-    Path(TRAIN).write_text(json.dumps(dict(content, annotations=[], categories=[])))
-    cli.check_classes(CocoDataset(ann_file=TRAIN, data_prefix=dict(img=''), pipeline=[]))
+def test_a_config_can_leave_the_check_out(project: Path) -> None:
+    make(MISTAKES['other_categories'])
+    assert run('train', '--cfg-options', 'check_data=False', name='unchecked') == 0
+    assert 'none of the classes' not in logs()
 
 
 def test_options_of_the_mm_tools(project: Path) -> None:
@@ -172,7 +197,9 @@ def test_a_checkpoint_of_another_model(project: Path, capsys: pytest.CaptureFixt
     assert run('test', 'other.pth', name='other') == 2
     error = capsys.readouterr().err
     assert 'error: 0 of ' in error and 'give --allow-mismatch' in error
-    assert run('test', 'other.pth', '--allow-mismatch', name='fewer') == 0
+    fewer = ['--allow-mismatch', '--cfg-options', 'model.bbox_head.num_classes=2']
+    assert run('test', 'other.pth', *fewer, name='fewer') == 0
+    assert 'bbox_head (DeformableDETRHead) predicts 2 classes, and CocoDataset has 6' in logs()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,239 @@
+"""Classes of the data against those of its file and of the model."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mmdet.datasets import CocoDataset
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from mmengine.structures import PixelData
+from mmseg.structures import SegDataSample
+from PIL import Image
+from torch import nn
+
+from mmgate.datasets.data_check_hook import DataCheckHook, label_beyond, other_numbers, refuse_foreign_classes
+from mmgate.errors import ConfigError
+
+
+class Head(nn.Module):
+    def __init__(self, **facts: Any) -> None:
+        super().__init__()
+        for name, value in facts.items():
+            setattr(self, name, value)
+
+
+STDCHead, RPNHead, BaseMOTModel = (type(name, (Head,), {}) for name in ('STDCHead', 'RPNHead', 'BaseMOTModel'))
+
+
+def names(number: int) -> tuple[str, ...]:
+    return tuple(f'c{i}' for i in range(number))
+
+
+def head(given: Any) -> nn.Module:
+    """A head, given by its number of classes or whole; several in a list."""
+    if isinstance(given, list):
+        return nn.ModuleList(map(head, given))
+    return Head(num_classes=given) if isinstance(given, int) else given
+
+
+def model_of(**heads: Any) -> nn.Module:
+    """A model with heads by their paths."""
+    model = nn.Module()
+    for path, given in heads.items():
+        parent = model
+        *outer, leaf = path.split('__')
+        for part in outer:
+            parent.add_module(part, nn.Module())
+            parent = parent.get_submodule(part)
+        parent.add_module(leaf, head(given))
+    return model
+
+
+def data_of(number: int | None, reduce_zero_label: bool = False, **meta: Any) -> Any:
+    classes = {} if number is None else dict(classes=names(number))
+    return SimpleNamespace(metainfo={**classes, **meta}, reduce_zero_label=reduce_zero_label)
+
+
+PANOPTIC = data_of(133, thing_classes=names(80), stuff_classes=names(53))
+# heads, data, and the setting that is named
+CASES: dict[str, tuple[dict[str, Any], Any, str | None]] = {
+    'detector': (dict(bbox_head=80), data_of(80), None),
+    'detector, too few': (dict(bbox_head=80), data_of(81), 'bbox_head.num_classes=81'),
+    'proposals have one class': (dict(rpn_head=1, roi_head__bbox_head=20), data_of(20), None),
+    'proposals alone': (dict(bbox_head=RPNHead(num_classes=1)), data_of(80), None),  # as mmdet's RPN has them
+    'cascade': (dict(roi_head__bbox_head=[20, 19]), data_of(20), 'roi_head.bbox_head.1.num_classes=20'),
+    'masks without classes': (dict(mask_head=Head(num_classes=1, class_agnostic=True)), data_of(20), None),
+    'no classes known': (dict(bbox_head=8), data_of(None), None),
+    'classes by text': (dict(bbox_head=2, language_model=nn.Identity()), data_of(20), None),
+    'panoptic': (dict(panoptic_head=Head(num_things_classes=80, num_stuff_classes=53)), PANOPTIC, None),
+    'panoptic, things': (
+        dict(panoptic_head=Head(num_things_classes=79, num_stuff_classes=53)),
+        PANOPTIC,
+        'panoptic_head.num_things_classes=80',
+    ),
+    'boxes beside a panoptic map': (dict(roi_head__bbox_head=80), PANOPTIC, None),
+    'segmentor, too few': (
+        dict(decode_head=Head(num_classes=19, out_channels=19)),
+        data_of(150),
+        'decode_head.num_classes=150',
+    ),
+    'auxiliary heads': (dict(decode_head=19, auxiliary_head=[19, 2]), data_of(19), 'auxiliary_head.1.num_classes=19'),
+    'auxiliary boundaries': (dict(decode_head=19, auxiliary_head=[STDCHead(num_classes=2)]), data_of(19), None),
+    'a dropped background may be listed': (dict(decode_head=150), data_of(151, reduce_zero_label=True), None),
+    'two classes, one channel': (dict(decode_head=Head(num_classes=1, out_channels=1)), data_of(2), None),
+    "mmseg's Mask2Former": (  # whose numbers of things and stuff are defaults that it does not use
+        dict(decode_head=Head(num_classes=150, num_things_classes=80, num_stuff_classes=53)),
+        data_of(150),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize(('heads', 'data', 'setting'), list(CASES.values()), ids=list(CASES))
+def test_heads(heads: dict[str, Any], data: Any, setting: str | None) -> None:
+    found = list(other_numbers(model_of(**heads), data))
+    assert len(found) == (setting is not None)
+    assert all(f'model.{setting}' in text and 'predicts' in text for text in found)
+
+
+def test_data_of_trackers_name_more_than_is_found() -> None:
+    assert not list(other_numbers(BaseMOTModel(bbox_head=head(1)), data_of(13)))
+
+
+def coco(folder: Path, classes: tuple[str, ...], *, found: tuple[str, ...] = ('cat', 'dog'), **options: Any) -> Any:
+    """A data set of one image with a box of each category."""
+    init_default_scope('mmdet')
+    content = dict(
+        images=[dict(id=1, file_name='a.jpg', width=9, height=9)],
+        annotations=[
+            dict(id=i, image_id=1, category_id=i, bbox=[0, 0, 5, 5], area=25, iscrowd=0) for i in range(len(found))
+        ],
+        categories=[dict(id=i, name=name) for i, name in enumerate(found)],
+    )
+    (folder / 'a.json').write_text(json.dumps(content))
+    settings = dict(ann_file=str(folder / 'a.json'), metainfo=dict(classes=classes), pipeline=[])
+    settings['data_prefix'] = dict(img='')
+    return CocoDataset(**settings, **options)
+
+
+class Run:
+    """What a hook asks of a runner."""
+
+    def __init__(self, model: nn.Module, data: Any) -> None:
+        self.model, self.rank, self.said = model, 0, []
+        self.train_dataloader = self.val_dataloader = self.test_dataloader = SimpleNamespace(dataset=data)
+        self.logger = SimpleNamespace(warning=self.said.append)
+
+
+def wrap(data: Any) -> Any:
+    return SimpleNamespace(dataset=SimpleNamespace(datasets=[data]))
+
+
+@pytest.mark.parametrize('wrapped', [False, True], ids=['plain', 'wrapped'])
+def test_classes_that_are_no_category_are_refused(wrapped: bool, tmp_path: Path) -> None:
+    """mmdet trains on images without a box, and says nothing."""
+    data = coco(tmp_path, ('person', 'car'))
+    run, hook = Run(model_of(bbox_head=2), wrap(data) if wrapped else data), DataCheckHook()
+    with pytest.raises(ConfigError, match=r'train_dataloader: none of the classes \(person, car\).*which has cat, dog'):
+        hook.before_train_epoch(run)
+    hook.before_val_epoch(run)
+    hook.before_test_epoch(run)
+    assert [text.partition(':')[0] for text in run.said] == ['val_dataloader']  # once
+
+
+def test_a_data_set_of_ones_own_may_read_its_file_otherwise(tmp_path: Path) -> None:
+    class Own(CocoDataset):
+        def load_data_list(self) -> list[dict[str, Any]]:
+            self.cat2label: dict[int, int] = {}
+            return []
+
+    coco(tmp_path, ('cat',))
+    data = Own(ann_file=str(tmp_path / 'a.json'), metainfo=dict(classes=('own',)), lazy_init=True)
+    data.load_data_list()
+    DataCheckHook().before_train_epoch(Run(model_of(bbox_head=1), data))
+
+
+@pytest.mark.parametrize(
+    ('classes', 'found', 'said'),
+    [
+        (('cat', 'dog'), ('cat', 'dog'), None),
+        (('cat',), (), None),  # as the unlabelled part of a semi-supervised training
+        (('cat', 'dog', 'cow'), ('cat', 'dog'), 'has 2 of the 3 classes as categories; it lacks cow.'),
+    ],
+    ids=['all', 'no labels', 'one lacks'],
+)
+def test_what_is_said_once(classes: tuple[str, ...], found: tuple[str, ...], said: str | None, tmp_path: Path) -> None:
+    run = Run(model_of(bbox_head=len(classes)), coco(tmp_path, classes, found=found))
+    hook = DataCheckHook()
+    for _ in range(2):
+        hook.before_train_epoch(run)
+    assert len(run.said) == (said is not None) and all(str(said) in text for text in run.said)
+
+
+@pytest.mark.parametrize(('classes', 'refused'), [(('person',), True), (('cat',), False)], ids=['foreign', 'known'])
+def test_a_data_set_that_was_never_built(classes: tuple[str, ...], refused: bool, tmp_path: Path) -> None:
+    """Where images without a box are filtered, mmengine fails at an empty list before a hook is called."""
+    coco(tmp_path, classes)
+    data = dict(type='CocoDataset', ann_file=str(tmp_path / 'a.json'), metainfo=dict(classes=classes), pipeline=[])
+    data['data_prefix'] = dict(img='')
+    cfg = Config(dict(train_dataloader=dict(dataset=dict(data, filter_cfg=dict(filter_empty_gt=True)))))
+    with pytest.raises(ConfigError, match='none of the classes') if refused else nullcontext():
+        refuse_foreign_classes(cfg, SimpleNamespace(_train_loop=dict()))
+    refuse_foreign_classes(cfg, SimpleNamespace(_train_loop=object()))  # built: the error is another
+
+
+def sample(labels: list[int], **meta: Any) -> SegDataSample:
+    data = torch.tensor(labels)[None, None]
+    return SegDataSample(gt_sem_seg=PixelData(data=data), metainfo=dict(seg_map_path='maps/a.png', **meta))
+
+
+SEGMENTOR = model_of(decode_head=Head(num_classes=3, ignore_index=255))
+
+
+@pytest.mark.parametrize(
+    ('labels', 'meta', 'said'),
+    [
+        ([0, 1, 2, 255], {}, ''),
+        ([0, 3], {}, 'maps/a.png holds the number 3, label 3 of the data'),
+        ([0, 3], dict(reduce_zero_label=True), 'maps/a.png holds the number 4, label 3 of the data'),
+    ],
+    ids=['within', 'beyond', 'as it stands in the file'],
+)
+def test_labels_of_maps(labels: list[int], meta: dict[str, Any], said: str) -> None:
+    found = label_beyond(SEGMENTOR, sample(labels, **meta))
+    assert found.startswith(said) and bool(found) == bool(said)
+
+
+def test_the_first_maps_are_looked_at() -> None:
+    run, hook = Run(SEGMENTOR, data_of(3)), DataCheckHook(maps=3)
+    hook.before_train_epoch(run)
+    batches = [[sample([0]), sample([1])], [sample([2]), sample([7])], [sample([9])]]
+    for number, batch in enumerate(batches):
+        hook.before_train_iter(run, number, dict(data_samples=batch))
+    assert len(run.said) == 1 and 'holds the number 7' in run.said[0]
+
+
+def test_the_number_of_a_file_is_the_one_that_stands_in_it(tmp_path: Path) -> None:
+    """Through mmseg's own pipeline."""
+    from mmseg.datasets import BaseSegDataset
+
+    init_default_scope('mmseg')
+    for folder, suffix, values in (('img', '.jpg', (8, 8, 3)), ('map', '.png', (8, 8))):
+        (tmp_path / folder).mkdir()
+        Image.fromarray(np.full(values, 9, np.uint8)).save(tmp_path / folder / f'a{suffix}')
+    loads = [dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', reduce_zero_label=True)]
+    data = BaseSegDataset(
+        data_prefix=dict(img_path=str(tmp_path / 'img'), seg_map_path=str(tmp_path / 'map')),
+        metainfo=dict(classes=('a', 'b', 'c')),
+        reduce_zero_label=True,
+        pipeline=[*loads, dict(type='PackSegInputs')],
+    )
+    assert 'a.png holds the number 9, label 8 of the data' in label_beyond(SEGMENTOR, data[0]['data_samples'])
