@@ -21,6 +21,7 @@ from torch import nn
 
 import mmgate  # noqa: F401
 from mmgate.checkpoints.loading import TRUST, UntrustedCheckpoint
+from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.errors import ConfigError
 
 
@@ -47,6 +48,8 @@ ATTACKS: dict[str, Callable[[Path], Any]] = {
     'doubled': lambda tmp: Calls(codecs.encode, b'ab', 'hex'),
     'history': lambda tmp: Calls(HistoryBuffer, [[1], [2]], [1, 1]),
     'text': lambda tmp: Calls(str, [[1], [2]]),  # of nested lists it doubles with each
+    'private': lambda tmp: Calls(getattr, HistoryBuffer, '__init__'),
+    'byte_order': lambda tmp: np.zeros(1, '>f4'),
     'objects': lambda tmp: np.zeros(1, 'object'),
     'structures': lambda tmp: np.zeros(1, [('a', 'i4')]),
     'huge_array': lambda tmp: Calls(np.zeros(1).__reduce__()[0], np.ndarray, (1 << 40,), b'b'),
@@ -128,6 +131,8 @@ def test_schedulers_come_back(kind: str, tmp_path: Path) -> None:
 def test_trust_is_the_users_to_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(dict(meta=Calls(os.mkdir, str(marker(tmp_path)))), tmp_path / 'mine.pth')
     monkeypatch.setenv(TRUST, '1')
+    read_checkpoint(str(tmp_path / 'mine.pth'))  # for a backbone, tensors alone
+    assert not marker(tmp_path).exists()
     CheckpointLoader.load_checkpoint(str(tmp_path / 'mine.pth'))
     assert marker(tmp_path).exists()
 
