@@ -53,16 +53,13 @@ def test_page_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert report['packages']['torch'] and not report['rows']
 
 
-def test_calibration_is_kept_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_calibration_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(['--device', 'cpu', '--calibrate', '--sizes', 'tiny']) == 0  # which shows nothing of real calls
     assert '2.5' in capsys.readouterr().out and not Path(choice.path()).exists()
     assert doctor.main(['--device', 'cpu', '--calibrate']) == 0
     text = capsys.readouterr().out
     assert '2.5' in text and 'torch.float32 large      grid_sample' in text
     assert choice.winners('ms_deform_attn', 'cpu', None) == {'torch.float32 large': 'grid_sample'}
-
-
-def test_exit_status_of_what_is_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(doctor, 'compare', lambda *args: iter(rows('the output is off by 1.0e+00')))
     assert doctor.main(['--device', 'cpu']) == 1
     assert 'the output is off by' in capsys.readouterr().out
