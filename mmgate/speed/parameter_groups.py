@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 import torch
-from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.registry import OPTIMIZERS
 from torch import nn
 from torch.optim import Optimizer
@@ -30,11 +29,11 @@ class GroupedOptimWrapperConstructor(ChangesGroups):
 
     named = 'grouped'
 
-    def __call__(self, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
-        """Return the optimizer wrapper for ``model``."""
-        if 'optimizer' in self.wrapper and _can_fuse(self.wrapper['optimizer'], model):
-            self.wrapper['optimizer'] = dict(self.wrapper['optimizer'], fused=True)
-        return super().__call__(model)
+    def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return them with the fused form of the optimizer, where it can be asked for."""
+        if 'optimizer' not in self.wrapper or not _can_fuse(self.wrapper['optimizer'], model):
+            return self.wrapper, self.options
+        return {**self.wrapper, 'optimizer': {**self.wrapper['optimizer'], 'fused': True}}, self.options
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Merge, and let states from before the merge be loaded; groups keep the order of their first members."""

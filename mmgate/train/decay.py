@@ -32,11 +32,16 @@ class ChangesGroups:
 
     def __call__(self, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
         """Return the optimizer wrapper for ``model``."""
-        host = dict(type=self.host, optim_wrapper_cfg=self.wrapper, paramwise_cfg=self.options or None)
+        wrapper, options = self.settings(model)
+        host = dict(type=self.host, optim_wrapper_cfg=wrapper, paramwise_cfg=options or None)
         built = OPTIM_WRAPPER_CONSTRUCTORS.build(host)(model)
         for wrapper in built.values() if isinstance(built, OptimWrapperDict) else [built]:
             self.change(wrapper.optimizer, model)
         return built
+
+    def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the other constructor's ``optim_wrapper_cfg`` and ``paramwise_cfg`` for ``model``."""
+        return self.wrapper, self.options
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Change the groups of ``optimizer``, in place."""
@@ -56,14 +61,14 @@ class GateOptimWrapperConstructor(ChangesGroups):
 
     named = 'constructor'
 
-    def __call__(self, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
-        """Return the optimizer wrapper for ``model``."""
+    def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return them with the names of this model's gates in the place of ``'mmgate.gates'``."""
         keys = dict(self.options.get('custom_keys') or {})
-        if GATES in keys:
-            names = gate_parameters(getattr(model, 'module', model))  # mmengine's constructors, too, look inside DDP
-            of_gates = keys.pop(GATES)
-            self.options['custom_keys'] = keys | dict.fromkeys(names, of_gates)
-        return super().__call__(model)
+        if GATES not in keys:
+            return self.wrapper, self.options
+        names = gate_parameters(getattr(model, 'module', model))  # mmengine's constructors, too, look inside DDP
+        of_gates = keys.pop(GATES)
+        return self.wrapper, {**self.options, 'custom_keys': keys | dict.fromkeys(names, of_gates)}
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Take the weight decay off, in groups of their own where others are beside them."""

@@ -13,6 +13,7 @@ from torch import nn
 import mmgate
 from mmgate.layers.base.init import undecayed_parameters
 from mmgate.registry import MODELS
+from mmgate.train.decay import GateOptimWrapperConstructor
 
 DECAY = 0.05
 
@@ -110,3 +111,15 @@ def test_one_key_for_every_gate() -> None:
         expected = 10.0 if name in gates else 0.5 if name.startswith('decoder') else 1.0
         assert rates[id(parameter)] == expected, name
     assert 'mmgate.gates' in keys
+
+
+def test_one_constructor_for_two_models() -> None:
+    """The names of the first model's gates are not kept for the second."""
+    paramwise = dict(custom_keys={'mmgate.gates': dict(lr_mult=10.0)})
+    optimizer = dict(type='AdamW', lr=1.0, weight_decay=DECAY)
+    construct = GateOptimWrapperConstructor(dict(type='OptimWrapper', optimizer=optimizer), paramwise)
+    for name in ('first', 'second'):
+        gated = nn.ModuleDict({name: model()})
+        rates = {id(p): group['lr'] for group in construct(gated).optimizer.param_groups for p in group['params']}
+        gates = set(mmgate.gate_parameters(gated))
+        assert {n for n, p in gated.named_parameters() if rates[id(p)] == 10.0} == gates, name
