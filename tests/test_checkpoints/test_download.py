@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from mmengine.runner.checkpoint import CheckpointLoader
 
+import mmgate  # noqa: F401
 from mmgate.checkpoints.tensors import read_checkpoint
+from mmgate.errors import ConfigError
 
 
 class _Drive(http.server.BaseHTTPRequestHandler):
@@ -50,6 +53,11 @@ def test_downloads_from_a_cloud_drive_once(drive: str, tmp_path: Path, monkeypat
     assert (tmp_path / 'hub/checkpoints/13fdf0e0a7c5498c934f.pth').is_file()
     monkeypatch.setattr(_Drive, 'content', b'changed')
     assert read_checkpoint(url)['model']['weight'].sum() == 3
+
+
+def test_what_is_not_there_is_the_runners_error_too(drive: str) -> None:
+    with pytest.raises(ConfigError, match='404.*cannot be downloaded'):
+        CheckpointLoader.load_checkpoint(f'{drive}/404/best.pth')
 
 
 def test_addresses_with_one_name_are_two_files(drive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,3 +222,14 @@ def test_channels_last() -> None:
     )
     torch.testing.assert_close(losses(deepcopy(model), None), expected, rtol=1e-3, atol=1e-4)
     assert seen == [True]
+
+
+def test_channels_last_leaves_other_inputs() -> None:
+    part = nn.Flatten(0)
+    part.forward = lambda *args: args  # type: ignore[method-assign]
+    HOOKS.build(dict(type='mmgate.ChannelsLastHook', paths=['part'])).before_run(
+        SimpleNamespace(model=nn.ModuleDict(dict(part=part)))
+    )
+    given = torch.zeros(1, 2, 3), 'tokens', torch.zeros(1, 2, 3, 3)
+    tokens, text, maps = part(*given)
+    assert tokens is given[0] and text is given[1] and maps.is_contiguous(memory_format=torch.channels_last)

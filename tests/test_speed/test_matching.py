@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from mmdet.models.task_modules.assigners import HungarianAssigner as MMDetHungarianAssigner
 from mmengine.registry import MODELS, TASK_UTILS, init_default_scope
 from mmengine.structures import InstanceData
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.overrides import TorchFunctionMode
 
 import mmgate  # noqa: F401
@@ -187,6 +188,15 @@ def test_losses_are_mmdets(name: str, case: str) -> None:
     torch.testing.assert_close(our_grads, grads, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize('name', ['DETR', 'Deformable_twostage'])
+def test_losses_are_mmdets_in_a_process_group(name: str, tmp_path: Path) -> None:
+    distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try:
+        test_losses_are_mmdets(name, 'usual')
+    finally:
+        distributed.destroy_process_group()
+
+
 def test_grounding_dino_keeps_its_own_losses() -> None:
     init_default_scope('mmdet')
     costs = [dict(type='BinaryFocalLossCost', weight=2.0), *BOXES]
@@ -220,6 +230,9 @@ def test_layers_matched_as_one_are_matched_alike(monkeypatch: pytest.MonkeyPatch
             for queries, given in ((9, gts), (9, gts), (30, gts), (9, other))
         ]
         apart = heads.match(head.assigner, layers)
+        assert heads._groups(layers) == [[0], [1], [2], [3]]  # on a CPU
+        elsewhere = [layer._replace(boxes=layer.boxes.to('meta')) for layer in layers]
+        assert heads._groups(elsewhere) == [[0, 1, 2], [3]]
         with monkeypatch.context() as patch:
             patch.setattr(heads, '_groups', lambda layers: [[0, 1, 2], [3]])
             together = heads.match(head.assigner, layers)

@@ -11,6 +11,7 @@ from mmengine.optim import MultiStepLR, build_optim_wrapper
 from torch import nn
 
 from mmgate.layers import PLuGMultiheadAttention
+from mmgate.speed.parameter_groups import TORCH
 
 PARAMWISE = dict(custom_keys={'slow': dict(lr_mult=0.1)}, norm_decay_mult=0.0)
 
@@ -78,6 +79,7 @@ def test_a_state_of_another_model_is_refused() -> None:
 
 
 def test_fused_is_the_configs_to_refuse() -> None:
+    assert build(model(), MERGED).optimizer.param_groups[0]['fused'] is (True if TORCH >= (2, 4) else None)
     assert not build(model(), MERGED, fused=False).optimizer.param_groups[0]['fused']
 
 

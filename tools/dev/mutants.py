@@ -39,9 +39,12 @@ LEFT_OUT = (
     'ops/*/triton.py',
     'ops/*/blocks.py',
     'ops/triton_backend.py',
-)  # kernels, their launches
+    'hosts/hosted.py',
+    'hosts/transformers.py',
+)  # kernels, their launches; what is tested beside transformers, in an environment without mm packages
 # By the beginning of a module's path, tests that see a change in it beside those of its name.
 CONCERNS = {
+    'checkpoints/gates_file': ('test_gates.py',),
     'layers/agent': ('test_backbones/test_resolutions.py', 'test_backbones/test_backbones.py'),
     'layers/cross_window': ('test_backbones/test_cswin.py',),
     'layers/linear': ('test_layers/test_map_attention.py', 'test_backbones/test_linear_backbones.py'),
