@@ -12,11 +12,8 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from mmgate.ops.triton_backend import interpreted
-
 triton = pytest.importorskip('triton', minversion='3.2')
-import launches  # noqa: E402  (needs Triton, as the next one)
-import listings  # noqa: E402
+import listings  # noqa: E402  (needs Triton)
 from warpgroups import hazards  # noqa: E402
 
 DTYPES = ('fp32', 'bf16')
@@ -136,16 +133,6 @@ def test_sampler_where_floats_are_added_one_by_one(tmp_path: Path, capability: i
         assert backward['spilled'] == backward['barriers'] == 0
 
 
-def test_loops_are_counted_by_their_rounds() -> None:
-    """The inner loop's instructions come once a round, and what is issued before it is used is in flight."""
-    texts = ['MOV R1, R2', 'IADD3 R3, R3, 0x1, RZ', 'LDG.E.128 R4, desc[UR1][R20.64]', 'LDG.E R30, desc[UR1][R20.64]']
-    texts += ['@P0 LDG.E.128 R8, desc[UR1][R20.64]', 'FADD R1, R1, R7', 'LDG.E.128 R12, desc[UR1][R20.64]']
-    texts += ['BRA 0x20', 'BRA 0x10', 'EXIT']
-    loop, inner = listings._main_loop([(16 * at, text) for at, text in enumerate(texts)])
-    assert loop == texts[1:9] and inner == texts[2:8]
-    assert listings._in_flight(inner) == 1.5  # two are waited for together, then one
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('capability', [80, 89, 90, 100, 120])
 def test_launches_compile(capability: int) -> None:
@@ -170,9 +157,3 @@ plug(torch.bfloat16, 63, 65, 2, 1, 32, 32, None)
 print(known)
 """
     assert compile_by('-c', code).split('\n')[0] == '[6, 6, 6, 4, 4, 4]'
-
-
-@pytest.mark.skipif(not interpreted(), reason='the kernels are compiled in this process')
-def test_the_interpreter_is_refused() -> None:
-    with pytest.raises(RuntimeError, match='unset it to compile'):
-        launches.compile_for(90, lambda *_: None)

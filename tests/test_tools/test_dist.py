@@ -1,4 +1,4 @@
-"""dist_train.sh and dist_test.sh on a CPU: as one process, on two nodes, and when a process dies."""
+"""dist_train.sh and dist_test.sh on a CPU: as one process, on two nodes, and interrupted."""
 
 from __future__ import annotations
 
@@ -25,12 +25,9 @@ NOTES = '''
 import json
 import os
 
-import torch
 from mmengine.dist import get_rank
 from mmengine.hooks import Hook
-from mmengine.model import BaseModel
-from mmengine.registry import HOOKS, MODELS
-from mmengine.structures import InstanceData
+from mmengine.registry import HOOKS
 
 
 @HOOKS.register_module()
@@ -45,25 +42,6 @@ class Losses(Hook):
         with open(f'{number}.part', 'w') as file:
             file.write(str(os.getpid()))
         os.replace(f'{number}.part', number)  # who waits for the file reads it whole
-
-
-@MODELS.register_module()
-class Oracle(BaseModel):
-    """Returns the objects a little displaced, by random numbers of the image."""
-
-    def __init__(self, **kwargs):
-        super().__init__(**kwargs)
-        self.unused = torch.nn.Parameter(torch.zeros(1))  # torch wraps nothing without parameters
-
-    def forward(self, inputs, data_samples=None, mode='tensor'):
-        for sample in data_samples:
-            noise = torch.Generator().manual_seed(sample.img_id)
-            boxes = sample.gt_instances.bboxes
-            sample.pred_instances = InstanceData(
-                bboxes=boxes + 4 * torch.randn(boxes.shape, generator=noise),
-                scores=torch.rand(len(boxes), generator=noise),
-                labels=sample.gt_instances.labels)
-        return data_samples
 '''
 # the demo's model, smaller, without what differs from process to process
 DETECTOR = f"""{CONFIG.replace('EPOCHS', '1')}
@@ -87,9 +65,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_shapes(folder / 'data/shapes', num_train=64, num_val=5, size=64)
     (folder / 'notes.py').write_text(NOTES)
     (folder / 'detector.py').write_text(DETECTOR)
-    pixels = "data_preprocessor=dict(type='DetDataPreprocessor', bgr_to_rgb=False)"
-    oracle = f"_base_ = './detector.py'\nmodel = dict(_delete_=True, type='Oracle', {pixels})\ncustom_hooks = []\n"
-    (folder / 'oracle.py').write_text(oracle)
     (folder / 'segmentor.py').write_text(SEGMENTOR)
     return folder
 
@@ -203,7 +178,7 @@ def metrics(work: Path) -> dict[str, float]:
     return {key: value for key, value in json.loads(path.read_text()).items() if 'time' not in key}
 
 
-@pytest.mark.parametrize('name', ['oracle', 'detector', 'segmentor'])
+@pytest.mark.parametrize('name', ['detector', 'segmentor'])
 def test_an_evaluation_is_shared(name: str, project: Path) -> None:
     """Of five images; one of the processes sees one twice."""
     torch.save(dict(state_dict={}), project / 'none.pth')
@@ -217,27 +192,11 @@ def test_an_evaluation_is_shared(name: str, project: Path) -> None:
             done(dist(project, 'dist_test.sh', f'{name}.py', 'none.pth', processes, *options))
     one, two = (metrics(project / f'{name}_{processes}') for processes in '12')
     assert one == two and len(one) > 2
-    if name == 'oracle':
-        assert 0.1 < one['coco/bbox_mAP'] < 0.9
     if name != 'segmentor':
         first, second = (pickle.loads((project / f'{name}_{processes}.pkl').read_bytes()) for processes in '12')
         assert [image['img_id'] for image in first] == [image['img_id'] for image in second] and len(first) == 5
         for a, b in zip(first, second, strict=True):
             assert torch.equal(a['pred_instances']['scores'], b['pred_instances']['scores'])
-
-
-@pytest.mark.parametrize('nodes', [1, 2])
-def test_one_dead_process_ends_all(nodes: int, project: Path) -> None:
-    work = project / f'dead_{nodes}'
-    options = ['--cfg-options', 'train_cfg.max_epochs=10000', 'train_dataloader.batch_size=2', '--work-dir', str(work)]
-    launchers = on_nodes(project, nodes, 2 // nodes, *options)
-    wait_for(work / 'process_1', launchers)
-    os.kill(int((work / 'process_1').read_text()), signal.SIGKILL)
-    killed = time.time()
-    outputs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
-    assert time.time() - killed < 60
-    assert all(launcher.returncode for launcher in launchers)
-    assert 'Signal 9 (SIGKILL) received' in outputs[-1]
 
 
 def test_ctrl_c_saves_what_both_have_done(project: Path) -> None:
