@@ -91,6 +91,7 @@ def test_vanilla_swin_initialises_what_is_shared(tmp_path: Path, kind: str, conv
     torch.testing.assert_close(swapped.qkv.weight, state['layers.0.blocks.1.attn.qkv.weight'], **same)
     table = state['layers.3.blocks.1.attn.relative_position_bias_table']
     torch.testing.assert_close(windows.relative_position_bias_table, table, **same)
+    assert model.train().training and not model.train(False).stages.training
     with pytest.raises(ValueError, match="mmdet's already"):
         convert(convert(state))
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer, MessageHub
+from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 from mmengine.registry import MODELS, PARAM_SCHEDULERS, Registry
 from mmengine.runner.checkpoint import CheckpointLoader
 from test_guarded_pickle import zipped
@@ -50,6 +51,7 @@ ATTACKS: dict[str, Callable[[Path], Any]] = {
     'history': lambda tmp: Calls(HistoryBuffer, [[1], [2]], [1, 1]),
     'text': lambda tmp: Calls(str, [[1], [2]]),  # of nested lists it doubles with each
     'private': lambda tmp: Calls(getattr, HistoryBuffer, '__init__'),
+    'scheduler': lambda tmp: Calls(getattr, OneCycleParamScheduler, 'state_dict'),
     'byte_order': lambda tmp: np.zeros(1, '>f4'),
     'objects': lambda tmp: np.zeros(1, 'object'),
     'structures': lambda tmp: np.zeros(1, [('a', 'i4')]),

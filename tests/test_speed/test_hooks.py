@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import mmgate.layers.base.deformable as layer_file
 from mmgate.errors import ConfigError
-from mmgate.speed.hooks import CompileHook, Float32Hook
+from mmgate.speed.hooks import CompileHook, Float32Hook, keep_float32
 
 DEMO = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 
@@ -187,6 +187,17 @@ def test_float32_changes_nothing_without_autocast() -> None:
     for _ in range(2):  # a second run of the same model
         Float32Hook().before_run(SimpleNamespace(model=model))
     torch.testing.assert_close(losses(deepcopy(model), None), expected, rtol=0, atol=0)
+
+
+def test_float32_hands_on_what_is_no_tensor() -> None:
+    class Scaled(nn.Module):
+        def forward(self, x: Tensor, factor: int, *, shift: Tensor | None = None) -> Tensor:
+            return x * factor if shift is None else x * factor + shift
+
+    module = Scaled()
+    keep_float32(module)
+    assert module(torch.ones(2, dtype=torch.bfloat16), 3, shift=None).tolist() == [3.0, 3.0]
+    assert module(torch.ones(2, dtype=torch.bfloat16), 3, shift=torch.ones(2)).dtype == torch.float32
 
 
 def test_all_parts_together() -> None:
