@@ -132,15 +132,23 @@ def _init_weights(model: Any) -> None:
     with _vanilla_in_place(model, swaps):
         type(model).init_weights(model)
     for swap in () if again else swaps:  # mmengine initialises once
-        init_gate(swap.name, swap.gate)
+        init_gate(f'{_place(model)}{swap.name}', swap.gate)
     if not again and 'after_init_weights' in vars(model):  # a file of gates also filled what the host has just drawn
         vars(model)['after_init_weights']()
 
 
 def _apply(model: Any, function: Callable[[nn.Module], None]) -> nn.Module:
-    swaps = standing_swaps(model) if getattr(function, '__module__', '') == INITIALISERS else []
+    initialises = REPORT in vars(model) or getattr(function, '__module__', '') == INITIALISERS
+    swaps = standing_swaps(model) if initialises else []
     with _vanilla_in_place(model, swaps):
         return type(model).apply(model, function)
+
+
+def _place(model: nn.Module) -> str:
+    """Return what tells the names in ``model`` from those in its twin, where a model around them initialises both."""
+    first = next(model.parameters(), None)
+    number = next((i for i, parameter in enumerate(vars(model).get(REPORT, ())) if parameter is first), 0)
+    return f'{number}.' if number else ''
 
 
 def standing_swaps(model: nn.Module) -> list[Swap]:

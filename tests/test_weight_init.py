@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from mmengine.registry import MODELS, init_default_scope
+from mmengine.model import BaseModule
+from mmengine.registry import MODELS, WEIGHT_INITIALIZERS, init_default_scope
 from mmengine.runner import save_checkpoint
 from torch import Tensor, nn
 from zoo import ZOO
 
-from mmgate import restore_attention, swap_attention
+from mmgate import gate_parameters, restore_attention, swap_attention
 from mmgate.hosts import adapter_for, gates_for
 from mmgate.layers.base.map import MapAttention
 from mmgate.swap import attention_modules
@@ -333,6 +334,35 @@ def test_a_second_initialisation_leaves_gates_as_the_host() -> None:
     nn.init.constant_(model.layers[0].attn.attn.gml.bias, 9.0)
     model.init_weights()
     assert model.layers[0].attn.attn.gml.bias.eq(9).all()
+
+
+@WEIGHT_INITIALIZERS.register_module()
+class DrawnByAUser:
+    """Draws every linear layer, with a function that is none of mmengine's."""
+
+    def __init__(self, **_: Any) -> None:
+        pass
+
+    def __call__(self, module: nn.Module) -> None:
+        module.apply(lambda part: nn.init.normal_(part.weight) if isinstance(part, nn.Linear) else None)
+
+
+def test_twins_in_a_model_with_an_initialiser_of_ones_own() -> None:
+    """What is shared starts as in the vanilla model, and each twin's gates from numbers of their own."""
+    init_default_scope('mmdet')
+
+    def build(kind: dict[str, Any]) -> tuple[nn.Module, Tensor]:
+        torch.manual_seed(SEED)
+        model = BaseModule(dict(type='DrawnByAUser'))
+        model.first, model.second = (MODELS.build(copy.deepcopy(kind)) for _ in range(2))
+        model.init_weights()
+        return model, torch.get_rng_state()
+
+    gated = build(dict(type='mmgate.AgentPVT', **PVT))
+    assert_starts_as(build(VANILLA_PVT), gated)
+    drawn = {name: p for name, p in gate_parameters(gated[0]).items() if p.std() > 0}
+    first = [name for name in drawn if name.startswith('first.')]
+    assert first and not any(torch.equal(drawn[name], drawn[f'second.{name[6:]}']) for name in first)
 
 
 def test_parameters_that_are_gone_are_named() -> None:

@@ -109,6 +109,7 @@ def test_rank_of_a_known_kv(rank: int) -> None:
     key, value = (torch.linalg.qr(torch.randn(20, 8, dtype=torch.float64))[0] for _ in range(2))
     kv = key[:, :rank] @ value[:, :rank].T
     assert int(matrix_rank(kv)) == rank and float(effective_rank(kv)) == pytest.approx(rank)
+    assert int(matrix_rank(0 * kv)) == float(effective_rank(0 * kv)) == 0
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.float16], ids=str)
@@ -125,4 +126,4 @@ def test_shares_of_keys() -> None:
     """By head; of signed weights the sizes count."""
     weights = torch.full((1, 2, 3, 4), 0.25)
     weights[:, 1] = torch.tensor([0, 0.1, -0.3, 0])
-    torch.testing.assert_close(key_shares(weights), torch.tensor([[0.25] * 4, [0, 0.25, 0.75, 0]]))
+    torch.testing.assert_close(key_shares(weights), torch.tensor([[[0.25] * 4, [0, 0.25, 0.75, 0]]]))

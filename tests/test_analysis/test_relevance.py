@@ -127,6 +127,15 @@ def test_first_token_score_beside_the_most_attended(first: float, sink: int) -> 
     assert without['sink_share'] == found['sink_share'] and without['uniform'] == pytest.approx(1 / TOKENS)
 
 
+def test_each_window_has_its_own_sink() -> None:
+    """Four windows, each with all attention of a head on another key; what has become infinite is not nothing."""
+    weights = torch.full((1, 4, 2, TOKENS, TOKENS), 1 / TOKENS)
+    weights[0, :, 0] = torch.eye(TOKENS)[:4, None]
+    (found,) = sinks(Model(Layer(Given(weights), torch.full((1, TOKENS, 4), torch.inf)), class_token=False), batches(1))
+    assert found['largest_head_share'] == 1 and found['sink_share'] == pytest.approx(0.5 + 0.5 / TOKENS)
+    assert found['maximum_activation'] == torch.inf
+
+
 def test_class_tokens_join_where_they_join() -> None:
     """T2T-ViT's first attentions have none; DeiT's distillation token is one more."""
     model = nn.ModuleDict(dict(backbone=Model(), neck=nn.Identity()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from mmengine.optim import MultiStepLR, build_optim_wrapper
 from torch import nn
 
 from mmgate.layers import PLuGMultiheadAttention
-from mmgate.speed.parameter_groups import TORCH
+from mmgate.speed.parameter_groups import TORCH, _can_fuse
 
 PARAMWISE = dict(custom_keys={'slow': dict(lr_mult=0.1)}, norm_decay_mult=0.0)
 
@@ -81,6 +82,12 @@ def test_a_state_of_another_model_is_refused() -> None:
 def test_fused_is_the_configs_to_refuse() -> None:
     assert build(model(), MERGED).optimizer.param_groups[0]['fused'] is (True if TORCH >= (2, 4) else None)
     assert not build(model(), MERGED, fused=False).optimizer.param_groups[0]['fused']
+
+
+@pytest.mark.parametrize(('devices', 'fuses'), [(['cuda'], True), (['cuda', 'cpu'], False), (['cuda', 'meta'], False)])
+def test_fused_where_all_parameters_are_on_a_gpu(devices: list[str], fuses: bool) -> None:
+    parameters = [SimpleNamespace(device=torch.device(name)) for name in devices]
+    assert _can_fuse(dict(type='AdamW'), SimpleNamespace(parameters=lambda: parameters)) is fuses
 
 
 def test_together_with_the_decay_of_gates() -> None:

@@ -112,12 +112,12 @@ def effective_rank(matrices: Tensor) -> Tensor:
     """
     values = torch.linalg.svdvals(matrices.double())
     shares = values / values.sum(-1, keepdim=True).clamp(min=1e-300)
-    return torch.special.entr(shares).sum(-1).exp()
+    return torch.special.entr(shares).sum(-1).exp() * values.any(-1)  # of nothing it is 0, not exp(0)
 
 
 def key_shares(weights: Tensor) -> Tensor:
-    """Return each key's share of the attention ``(B, H, N, M)`` of a head, mean over queries and images, ``(H, M)``.
+    """Return each key's share of the attention ``(B, H, N, M)`` of a head, mean over queries, ``(B, H, M)``.
 
     Signed weights count by their size; a uniform attention gives ``1 / M``.
     """
-    return row_shares(weights.float()).mean((0, 2))
+    return row_shares(weights.float()).mean(2)

@@ -186,7 +186,8 @@ def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Any], steps
     """Return the density of the points on the finest level over a set of images, a grid ``(steps, steps)``.
 
     Every point counts alike, whatever its weight; places are shares of the images' heights and widths, so that images
-    of any size come together, and 1 is an even density.
+    of any size come together. 1 is an even density, but for the border, beyond which the kernel's tails lie: there an
+    even density falls to a half, in corners to a quarter.
 
     Raises:
         ConfigError: The points have no spread to estimate a density from.

@@ -18,13 +18,14 @@ NAN = float('nan')
 
 
 def _shares(weights: Tensor) -> Tensor:
-    shares, keys = key_shares(weights), weights.shape[-1]
-    mean = shares.mean(0)
-    return torch.stack([mean.max(), shares.max(), mean[0], mean.new_tensor(1 / keys), mean.new_tensor(keys)])
+    shares, keys = key_shares(weights), weights.shape[-1]  # (B, H, M), of images or of windows
+    mean = shares.mean(1)
+    most, head = mean.amax(-1).mean(), shares.amax((1, 2)).mean()
+    return torch.stack([most, head, mean[:, 0].mean(), mean.new_tensor(1 / keys), mean.new_tensor(keys)])
 
 
 def _activations(states: Tensor) -> Tensor:
-    sizes = states.float().abs().nan_to_num(0.0, 0.0)
+    sizes = states.float().abs().nan_to_num(0.0, torch.inf)  # no number comes of a row without a key
     return torch.stack([sizes.max(), sizes[:, 0].max()])
 
 
@@ -39,7 +40,7 @@ def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str,
     """Run a model over batches and return a row for every attention with weights or a gate, as they run.
 
     Returns:
-        ``layer``; ``sink_share``, that of attention on the most attended key, mean over images;
+        ``layer``; ``sink_share``, that of attention on the most attended key of an image or a window, mean over them;
         ``largest_head_share``, that of the head in which it is largest: a sink of one head fades in the mean over
         heads; ``first_token_share``, that on the class token, mean over heads and images: the study's first-token
         score; ``uniform``, what a share would be if attention were uniform; ``maximum_activation``, the largest
