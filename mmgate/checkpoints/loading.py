@@ -49,10 +49,11 @@ def load_checkpoint_file(filename: str, map_location: Any = None, *, tensors_alo
         if not trusted and not tensors_alone:
             _refuse_configs_that_run(checkpoint)
     except UnsafeCheckpoint as error:
+        how = 'Tensors alone are read here, of a file that is trusted, too.'
         raise UntrustedCheckpoint(
             f'checkpoint {filename} {error}, which no checkpoint of mmengine does and which may run code of whoever '
-            f'made the file, or fill the memory; it was not loaded. {HOW_TO_TRUST}; it is then loaded as pickle does, '
-            'code and all.'
+            'made the file, or fill the memory; it was not loaded. '
+            + (how if tensors_alone else f'{HOW_TO_TRUST}; it is then loaded as pickle does, code and all.')
         ) from error
     except ValueError as error:
         raise ConfigError(

@@ -150,7 +150,7 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
 
     Args:
         cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner, and
-            ``check_data=False`` leaves :class:`~mmgate.train.data_check_hook.DataCheckHook` out.
+            ``check_data=False`` leaves :class:`~mmgate.datasets.data_check_hook.DataCheckHook` out.
 
     Raises:
         ConfigError: A rule matches nothing or has a wrong value, or a backend cannot run here.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,9 @@ def test_averaged_weights_are_what_is_written(project: Path, monkeypatch: pytest
         assert f'module.{name}' in own
 
 
-def test_the_converter_takes_out_and_puts_in(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_converter_takes_out_and_puts_in(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     monkeypatch.chdir(project)
     gates = tool('gates', 'model_converters')
     run(gates.main, 'extract', 'gates.py', 'gates/epoch_3.pth', 'out.safetensors')
@@ -112,7 +115,17 @@ def test_the_converter_takes_out_and_puts_in(project: Path, monkeypatch: pytest.
     merged = torch.load(project / 'merged.pth', weights_only=False)['state_dict']
     whole = torch.load(project / 'gates/epoch_3.pth', weights_only=False)['state_dict']
     assert set(merged) == set(whole) and all(torch.equal(tensor, merged[name]) for name, tensor in whole.items())
-    assert cli.main(gates.main, ['merge', 'vanilla/epoch_1.pth', 'out.safetensors', 'merged.pth']) == 2  # it exists
+    run(gates.main, 'extract', 'gates.py', 'gates/epoch_3.pth', 'also', '--cfg-options', 'model.train=attention')
+    assert found.trained == 'gates' and set(read_gates('also').also) and not found.also
+    for arguments, message in (
+        (['merge', 'vanilla/epoch_1.pth', 'out.safetensors', 'merged.pth'], 'merged.pth exists'),
+        (['merge', 'vanilla/epoch_1.pth', 'out.safetensors', 'no/folder.pth'], 'no such folder'),
+        (['extract', 'gates.py', 'vanilla/epoch_1.pth', 'x'], 'lacks .* parameters of the gates of gates.py, such as'),
+        (['extract', 'gates.py', 'nothing.pth', 'x'], 'nothing.pth is no file'),
+    ):
+        assert cli.main(gates.main, arguments) == 2
+        assert re.search(message, capsys.readouterr().err)
+    assert not Path('x').exists()
 
 
 def test_errors_come_before_the_run(

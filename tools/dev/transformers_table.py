@@ -153,7 +153,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument('--rounds', type=int, default=3, help='pairs of forward passes (default: 3)')
     parser.add_argument('--file', type=Path, help='page to write the table into, between its markers')
     args = parser.parse_args(argv)
-    text = args.file.read_text() if args.file else ''
+    text = args.file.read_text() if args.file else BEGIN + END
+    if BEGIN not in text or END not in text:
+        parser.error(f'{args.file} has no lines {BEGIN.strip()} and {END.strip()}')
     transformers.logging.set_verbosity_error()
     rows = []
     for name in args.models:

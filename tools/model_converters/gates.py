@@ -9,16 +9,18 @@ import os
 import sys
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 import torch
+from mmengine.config import DictAction
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner import CheckpointLoader, load_checkpoint
 
-from mmgate import save_gates
+from mmgate import gate_parameters, save_gates
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.errors import ConfigError
 from mmgate.train import cli
-from mmgate.train.config_file import read_config
+from mmgate.train.config_file import add_trust_option, merge_options, read_config
 
 
 def main(argv: list[str]) -> None:
@@ -28,33 +30,54 @@ def main(argv: list[str]) -> None:
     extract = commands.add_parser('extract', help='write the gates of a checkpoint')
     extract.add_argument('config', help='config of the gated model')
     extract.add_argument('checkpoint', help='its checkpoint')
+    changed = "settings that the training had, as model.train='attention', which says what is written beside the gates"
+    extract.add_argument('--cfg-options', nargs='+', action=DictAction, default={}, help=changed)
     merge = commands.add_parser('merge', help='write a checkpoint of the gated model')
     merge.add_argument('checkpoint', help='checkpoint of the vanilla model')
     merge.add_argument('gates', help='file of gates')
     for command in (extract, merge):
         command.add_argument('out', help='file to write')
         command.add_argument('--force', action='store_true', help='replace an existing file')
+        add_trust_option(command)
     args = parser.parse_args(argv)
     if Path(args.out).exists() and not args.force:
         raise ConfigError(f'{args.out} exists; choose another name or pass --force.')
+    if not Path(args.out).absolute().parent.is_dir():
+        raise ConfigError(f'{args.out}: there is no such folder to write into.')
     if args.command == 'merge':
-        count = _merge(args.checkpoint, args.gates, args.out)
-    else:
-        cfg = read_config(args.config)
-        init_default_scope(cfg.get('default_scope') or 'mmengine')
-        model = MODELS.build(cfg.model)
-        load_checkpoint(model, args.checkpoint, map_location='cpu')
-        save_gates(model, args.out)
-        count = len(read_gates(args.out).tensors)
-    print(f'{args.out}: {count} tensors')
+        print(f'{args.out}: {_merge(args.checkpoint, args.gates, args.out)} tensors')
+        return
+    cfg = read_config(args.config)
+    merge_options(cfg, args.cfg_options)
+    init_default_scope(cfg.get('default_scope') or 'mmengine')
+    model = MODELS.build(cfg.model)
+    given = _load(args.checkpoint, model)
+    shapes = {name.removeprefix('module.'): getattr(tensor, 'shape', None) for name, tensor in given.items()}
+    missing = [name for name, gate in gate_parameters(model).items() if shapes.get(name) != gate.shape]
+    if missing:
+        raise ConfigError(
+            f'{args.checkpoint} lacks {len(missing)} parameters of the gates of {args.config}, such as {missing[0]}; '
+            'give the checkpoint of a model that was trained with them.'
+        )
+    save_gates(model, args.out)
+    content = read_gates(args.out)
+    print(f'{args.out}: {len(content.tensors)} tensors of a model with train={content.trained!r}')
+
+
+def _load(checkpoint: str, model: Any = None) -> Any:
+    """Return what a file holds; of a model that is given, which it fills, the state dict alone."""
+    try:
+        if model is None:
+            return CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
+        whole = load_checkpoint(model, checkpoint, map_location='cpu')
+    except (ImportError, OSError, ValueError) as error:
+        raise ConfigError(f'{checkpoint}: {error}') from error
+    return whole.get('state_dict', whole)
 
 
 def _merge(checkpoint: str, gates: str, out: str) -> int:
     content = read_gates(gates)
-    try:
-        whole = CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')
-    except (ImportError, OSError, ValueError) as error:
-        raise ConfigError(f'{checkpoint}: {error}') from error
+    whole = _load(checkpoint)
     state = copy(whole.get('state_dict', whole))  # with the versions of modules that state dicts carry
     shapes = {name: list(tensor.shape) for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     content.refuse_other(gates, checkpoint, shapes)
