@@ -45,7 +45,8 @@ class LoadReportHook(Hook):
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Note the state of every tensor; mmengine calls this when the file is read and nothing is copied yet."""
-        if getattr(runner, '_resume', False) and 'iter' not in checkpoint.get('meta', {}):
+        whole = 'iter' in checkpoint.get('meta', {}) and 'message_hub' in checkpoint  # what mmengine resumes from
+        if getattr(runner, '_resume', False) and not whole:
             raise ConfigError(
                 f'{self.checkpoint} holds weights alone, no run that could be resumed. '
                 f'--cfg-options load_from={self.checkpoint} starts a new run from them.'

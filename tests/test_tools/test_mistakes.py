@@ -215,7 +215,8 @@ def test_a_checkpoint_of_another_model(project: Path, capsys: pytest.CaptureFixt
 def test_checkpoints_to_start_from(
     project: Path, key: str, arguments: list[str], status: int, message: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    torch.save({'state_dict': {key: torch.zeros(30, 256)}}, project / 'some.pth')
+    # with what is left of a run in one that was published, or into which gates were merged
+    torch.save({'state_dict': {key: torch.zeros(30, 256)}, 'meta': dict(iter=1, epoch=1)}, project / 'some.pth')
     assert run('train', *arguments, name=f'start_{key}_{status}_{arguments[-1]}') == status
     output, errors = capfd.readouterr()
     assert re.search(message, output + errors, re.DOTALL)
