@@ -105,6 +105,7 @@ def test_code_does_not_run(attack: str, place: str, legacy: bool, tmp_path: Path
             "model = dict(type='mmgate.Gated', host='mmdet.models.detectors.DETR', o=dict(type='torch.optim.AdamW'))",
             False,
         ),
+        ("loader = dict(collate_fn=dict(type='mmengine.dataset.pseudo_collate'))", False),
     ],
     ids=lambda value: None if isinstance(value, bool) else value.split('(')[0][:20],
 )

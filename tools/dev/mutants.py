@@ -120,7 +120,7 @@ def main() -> None:
             rows.append(row)
             where = f'{place.module}:{place.line}'
             print(f'{number:3} {row["outcome"]:8} {row["seconds"]:5.0f} s  {where} {change.operator}', flush=True)
-    report = summary(rows, args.sample, args.seed)
+    report = summary(rows, len(chosen), args.seed)
     (args.out / f'seed{args.seed}.md').write_text(report)
     print(report)
 
@@ -292,7 +292,7 @@ def summary(rows: list[dict], asked: int, seed: int) -> str:
     outcomes = Counter(row['outcome'] for row in rows)
     decided = outcomes['killed'] + outcomes['survived']
     lines = [
-        f'`make mutants` (`--sample {asked} --seed {seed}`): {outcomes["killed"]} of {decided} changes killed, '
+        f'`make mutants` (seed {seed}): {outcomes["killed"]} of {decided} changes killed, '
         f'{100 * outcomes["killed"] / max(decided, 1):.0f} %; {outcomes["timeout"]} more ran out of time undecided, '
         f'{asked - len(rows)} were not tried.',
         '',
