@@ -93,7 +93,7 @@ class SaveOnInterruptHook(Hook):
         if self._asked is None:
             self._asked, self._since = number, time.monotonic()
             if is_main_process():  # not by a logger, which may be at work
-                os.write(2, b'\nSaving after this step; Ctrl-C once more ends the run at once.\n')
+                os.write(2, b'\nSaving after a step of training, if one is left; Ctrl-C once more ends it at once.\n')
         elif number == signal.SIGINT and time.monotonic() - self._since > FORWARDED:
             raise KeyboardInterrupt
 

@@ -215,7 +215,7 @@ def test_a_second_ctrl_c_ends_at_once(
         train('forwarded', **settings)  # within a second: a launcher hands on what the terminal sent
     monkeypatch.setattr(interrupt_hook, 'FORWARDED', 0.0)
     assert train('second', **settings) == 130
-    assert 'Saving after this step; Ctrl-C once more' in capfd.readouterr().err
+    assert 'Saving after a step of training, if one is left; Ctrl-C once more' in capfd.readouterr().err
     assert Path('kept/forwarded/interrupted.pth').is_file() and not Path('kept/second/interrupted.pth').exists()
 
 
