@@ -1,14 +1,17 @@
-"""Time and peak memory of backbones over the image size, ours beside the vanilla ones in one run."""
+"""Time and peak memory of backbones over the image size, ours beside the vanilla ones in one run, and their curves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from mmengine.registry import MODELS
 from torch import Tensor, nn
+
+from mmgate.analysis.figures.style import COLOURS, legend, panels, save
 
 from .measure import MODES, Row, interleaved
 
@@ -93,3 +96,21 @@ def _means(model: nn.Module, autocast: bool, image: Tensor) -> Tensor:
     """Return the mean of every map, a small output that depends on all of the backbone."""
     with torch.autocast(image.device.type, torch.bfloat16, enabled=autocast):
         return torch.stack([map_.mean() for map_ in model(image)])
+
+
+def draw_curves(rows: Sequence[Row], out: Path, *, number: Callable[[str], float], xlabel: str) -> Path:
+    """Draw time and memory against the images' size, one panel for each mode and metric, and return the path.
+
+    ``number`` takes a row's ``x`` to the abscissa, which ``xlabel`` names.
+    """
+    kinds = sorted({(row.mode, row.metric, row.unit) for row in rows})
+    figure, (axes,) = panels(1, len(kinds), height=3.4, width=4.0 * len(kinds))
+    for axis, (mode, metric, unit) in zip(axes, kinds, strict=True):
+        axis.set_prop_cycle(color=COLOURS)
+        for name in dict.fromkeys(row.provider for row in rows):
+            points = [r for r in rows if (r.mode, r.metric, r.provider) == (mode, metric, name)]
+            axis.plot([number(r.x) for r in points], [r.y_50 for r in points], marker='o', markersize=3, label=name)
+        axis.set(title=f'{mode}: {metric}', xlabel=xlabel, ylabel=unit, ylim=(0, None))
+        axis.grid(alpha=0.3)
+    legend(figure, axes[0].get_legend_handles_labels()[0])
+    return save(figure, out)

@@ -18,8 +18,7 @@ from mmengine.hub import get_config
 from torch import Tensor
 
 from mmgate.benchmarks import measure, ops, training
-from mmgate.benchmarks.backbones import benchmark_backbones
-from mmgate.benchmarks.plots import draw_curves
+from mmgate.benchmarks.backbones import benchmark_backbones, draw_curves
 from mmgate.benchmarks.training import benchmark_training, random_batch
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import plug_attention

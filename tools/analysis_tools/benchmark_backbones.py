@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 from mmengine.logging import MMLogger
 
-from mmgate.benchmarks.backbones import SUITES, benchmark_backbones
+from mmgate.benchmarks.backbones import SUITES, benchmark_backbones, draw_curves
 from mmgate.benchmarks.measure import MODES, told, write_csv
-from mmgate.benchmarks.plots import draw_curves
 
 
 def main() -> None:

@@ -15,9 +15,8 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.benchmarks.backbones import benchmark_models
+from mmgate.benchmarks.backbones import benchmark_models, draw_curves
 from mmgate.benchmarks.measure import throughput, write_csv
-from mmgate.benchmarks.plots import draw_curves
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
