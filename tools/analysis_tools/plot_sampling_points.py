@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     shown: Shown = {}
     classes = {}
     chosen = {name: getattr(args, name) for name in ('part', 'layer', 'top_k', 'queries', 'pixel', 'level')}
-    for loaded in load_models(args, ['locations'], 'A picture of sampling points', whole=True):
+    for loaded in load_models(args, ['locations'], 'A picture of sampling points'):
         classes[loaded.name] = class_names(loaded.cfg)
         for batch in loaded.inputs(args):
             with record_sampling(loaded.model) as recording:

@@ -18,25 +18,15 @@ from mmgate.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingPoints:
-    """Sampling points of some queries in one layer, on the image as it lies on disk.
-
-    Attributes:
-        path: Of the layer.
-        xy: ``(q, H, L, P, 2)``, pixels; 0 is the left or upper edge of the image.
-        weights: ``(q, H, L, P)``.
-        reference: ``(q, 2)``, pixels: the reference point, or the centre of the reference box.
-        queries: Which queries, ``(q,)``.
-        levels: Which levels; 0 is the finest.
-        is_encoder: Whether the queries are the pixels of the levels.
-    """
+    """Sampling points of some queries in one layer, in pixels of the image as it lies on disk."""
 
     path: str
-    xy: np.ndarray
-    weights: np.ndarray
-    reference: np.ndarray
-    queries: np.ndarray
-    levels: list[int]
-    is_encoder: bool
+    xy: np.ndarray  # (q, H, L, P, 2); 0 is the left or upper edge of the image
+    weights: np.ndarray  # (q, H, L, P)
+    reference: np.ndarray  # (q, 2): the reference points, or the centres of the reference boxes
+    queries: np.ndarray  # (q,)
+    levels: list[int]  # 0 is the finest
+    is_encoder: bool  # whose queries are the pixels of the levels
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row of the CSV for each point."""
@@ -49,19 +39,12 @@ class SamplingPoints:
 
 @dataclass(frozen=True)
 class ImageSample:
-    """What is drawn on, in the place of a data sample of mmdet's, for models that know of none.
-
-    Attributes:
-        img_path: The image on disk.
-        ori_shape: Its height and width.
-        img_shape: Of what the model got of it, without padding.
-        batch_input_shape: With padding.
-    """
+    """What is drawn on, in the place of a data sample of mmdet's, for models that know of none."""
 
     img_path: str
-    ori_shape: tuple[int, int]
-    img_shape: tuple[int, int]
-    batch_input_shape: tuple[int, int]
+    ori_shape: tuple[int, int]  # height and width on disk
+    img_shape: tuple[int, int]  # of what the model got of it, without padding
+    batch_input_shape: tuple[int, int]  # with padding
 
     def get(self, name: str) -> Any:
         """Return an attribute or ``scale_factor``, that of the width first; None for what there is not."""
