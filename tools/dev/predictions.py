@@ -38,11 +38,11 @@ def draw_detections(samples: Sequence[Any], classes: Sequence[str], out: Path, *
         for mask, label in zip(found.get('masks', ()), found.labels, strict=False) if len(found) else ():
             painted = np.ma.masked_equal(np.asarray(mask) * (int(label) % 10 + 1), 0)
             axis.imshow(painted, cmap='tab10', vmin=1, vmax=10, alpha=0.6, extent=(0, width, height, 0))
-        drawn.append((axis, found, (height, width)))
+        drawn.append((axis, found))
     figure.draw_without_rendering()  # the layout decides which labels would hide one another, and is kept
     figure.set_layout_engine('none')
-    for axis, found, size in drawn:
-        label_boxes(axis, found, classes, size)
+    for axis, found in drawn:
+        label_boxes(axis, found, classes)
     return save(figure, out)
 
 

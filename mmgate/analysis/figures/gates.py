@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,11 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     tallest = max(len(gates) for _, gates in models)
     columns = 3 if any(maps) else 2  # gates of channels, as SAGA's, have no map
     figure, axes = style.panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9))
+    for middle, right in axes[1:, -2:]:
+        middle.sharex(axes[0, -2])
+        right.sharex(axes[0, -1])
     for (title, gates), found, (*lefts, middle, right) in zip(models, maps, axes, strict=True):
-        title = style.wrap(title, style.LINE // columns)
+        title = fill(title, style.LINE // columns)
         _draw_layers(middle, gates)
         middle.set_title('by layer' if lefts else f'{title}\nby layer')
         _draw_histogram(right, gates, used)
@@ -42,12 +46,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
             lefts[0].set_title(f'{title}\nmean gate{count}')
         elif lefts:
             lefts[0].set_axis_off()
-            lefts[0].set_title(title)
-            lefts[0].text(0.5, 0.5, 'no map: these gates\nare of channels', ha='center', va='center', fontsize=8)
-    lows, highs = zip(*(axis.get_xlim() for axis in axes[:, -2]), strict=True)
-    for middle, right in axes[:, -2:]:
-        middle.set_xlim(min(lows), max(highs))
-        right.set_xlim(used)
+            lefts[0].set_title(f'{title}\nno map: these gates are of channels')
     notes = {title: ' '.join(dict.fromkeys(MEANINGS[gate.unchanged] for gate in gates)) for title, gates in models}
     if len(set(notes.values())) > 1:
         notes = {title: f'{title}: {note}' for title, note in notes.items()}
@@ -91,7 +90,8 @@ def _draw_histogram(axis: Any, gates: Sequence[LayerGate], used: tuple[float, fl
     axis.axvline(0, color='0.6', linewidth=0.8)
     axis.locator_params(axis='x', nbins=4)
     beyond = any(abs(x) > edges[-1] for g in gates for x in (g.statistics.minimum, g.statistics.maximum))
-    axis.set(xlabel='gate (ends: beyond)' if beyond else 'gate', ylabel='share of a layer', title='histogram')
+    label = 'gate (ends: beyond)' if beyond else 'gate'
+    axis.set(xlabel=label, ylabel='share of a layer', title='histogram', xlim=used)
 
 
 def _used(gates: Sequence[LayerGate]) -> tuple[float, float]:

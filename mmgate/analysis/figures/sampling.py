@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ def draw_sampling(
     figure.draw_without_rendering()  # the layout decides which labels would hide one another, and is kept
     figure.set_layout_engine('none')
     for axis, (_, found), names in zip(axes, panel_boxes, classes or [()] * len(drawn), strict=True):
-        label_boxes(axis, found, names, (height, width))
+        label_boxes(axis, found, names)
     if out is not None:
         style.save(figure, out)
     figure.canvas.draw()
@@ -64,7 +65,7 @@ def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, image
     high = max(float(values.max()) for _, values in models)
     for axis, (title, values) in zip(axes, models, strict=True):
         drawn = style.show_map(axis, values, cmap=style.SEQUENTIAL, vmin=0, vmax=high, extent=(0, 1, 1, 0))
-        axis.set(title=style.wrap(title, 34), xlabel="share of the image's width", ylabel='of its height')
+        axis.set(title=fill(title, 34), xlabel="share of the image's width", ylabel='of its height')
     style.colour_bar(figure, drawn, axes, f'density of points on the finest level,\n{images} images; 1: even')
     return style.save(figure, out)
 
