@@ -82,8 +82,6 @@ class LoadedModel:
 
 def _still(pipeline: Sequence[Any]) -> list[Any]:
     """Return a copy of a pipeline that flips nothing, and whose boxes lie on the image as it is on disk."""
-    if any(type_name(step) == 'TestTimeAug' for step in pipeline):
-        raise ConfigError('the test pipeline makes several images of each (TestTimeAug); give the config without it.')
     steps = [deepcopy(step) for step in pipeline if type_name(step) != 'RandomFlip']
     # annotations that are loaded after a resize are as on disk
     return sorted(steps, key=lambda step: (type_name(step).startswith('Pack'), type_name(step) == 'LoadAnnotations'))

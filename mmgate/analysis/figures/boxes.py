@@ -12,7 +12,7 @@ THRESHOLD = 0.3  # boxes of lower scores are not drawn
 MOST_BOXES = 10
 
 
-def draw_boxes(axis: Any, sample: Any, threshold: float) -> tuple[int, Any]:
+def draw_boxes(axis: Any, sample: Any) -> tuple[int, Any]:
     """Draw true boxes and the best predicted ones; return the number of the first, and the second, best first."""
     truth, found = sample.get('gt_instances'), sample.get('pred_instances')
     known = [] if truth is None or 'bboxes' not in truth else getattr(truth.bboxes, 'tensor', truth.bboxes).tolist()
@@ -21,7 +21,7 @@ def draw_boxes(axis: Any, sample: Any, threshold: float) -> tuple[int, Any]:
         add_box(axis, box, edgecolor='white', linewidth=0.9, linestyle='--')
     if found is None or 'bboxes' not in found:
         return len(known), ()
-    found = found[found.scores >= threshold]
+    found = found[found.scores >= THRESHOLD]
     found = found[found.scores.argsort(descending=True)[:MOST_BOXES]]
     for box in found.bboxes:
         add_box(axis, box, edgecolor=PREDICTED, linewidth=1.2)

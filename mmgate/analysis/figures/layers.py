@@ -16,11 +16,8 @@ def draw_sinks(models: list[tuple[str, list[dict[str, Any]]]], out: Path) -> Pat
     """Draw shares, maximum activation and sparsity over the layers of each model; return the path.
 
     Empty markers are the first token's, where there is a class token. Attentions of another name (self- and
-    cross-attention, of other keys) are curves of their own, in the order in which they run.
-
-    Args:
-        models: Their names and the rows of :func:`~mmgate.analysis.probes.layers.sinks`.
-        out: PNG to write.
+    cross-attention, of other keys) are curves of their own, in the order in which they run. Of each model its name, and
+    the rows of :func:`~mmgate.analysis.probes.layers.sinks`.
     """
     figure, ((left, middle, right),) = style.panels(1, 3, height=2.9)
     for number, (name, layers) in enumerate(models):

@@ -21,14 +21,8 @@ def draw_maps(
     """Draw an image, and maps ``(h, w)`` over it in multiples of their means; return the path.
 
     All are on one scale, from 0 to twice the mean or more, on which an even map looks even. Where a map has negative
-    values, M-DGSA's inhibition, the scale is centred on 0 and inhibition is blue; the mean is that of sizes.
-
-    Args:
-        sample: The image's data sample.
-        maps: Their titles and values; None leaves a panel empty.
-        out: PNG to write.
-        columns: Of panels, the image's among them.
-        label: What the values are.
+    values, M-DGSA's inhibition, the scale is centred on 0 and inhibition is blue; the mean is that of sizes. None in
+    the place of values leaves a panel empty.
     """
     picture = seen_part(style.read_image(sample.img_path), sample)
     height, width = picture.shape[:2]
@@ -76,10 +70,8 @@ def draw_queries(
 ) -> Path:
     """Draw two rows a model, predictions above relevances, a column a query; return the path.
 
-    Args:
-        models: Their names, the data sample of one image, and the queries; of a query its mask or box is outlined.
-        classes: The names of each model's classes, as far as they are known.
-        out: PNG to write.
+    Of each model its name, the data sample of one image, and the queries, of which masks or boxes are outlined; the
+    ``classes`` are the names of each model's, as far as they are known.
     """
     image = style.read_image(models[0][1].img_path)
     height_to_width = image.shape[0] / image.shape[1]

@@ -37,7 +37,7 @@ class LayerGate:
     def __init__(self, path: str, name: str, gate: Any) -> None:
         self.path, self.name = path, name
         self.kind, self.unchanged = gate.gate_readings[name], _unchanged(gate, name)
-        self.statistics = RunningStatistics(bounds=(-4.0, 4.0), bins=2000)
+        self.statistics = RunningStatistics()
         self._maps: Any = 0.0  # their sum
         self._count = 0
 

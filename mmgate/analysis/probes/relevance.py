@@ -171,15 +171,15 @@ def factors(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Query:
-    """A query, what it depends on and, of a model with a head, what it predicts.
+    """A query, what it depends on and, of a model with a head, what it predicts: class, score and place.
 
-    ``place`` holds logits of a mask over the padded input, ``(h, w)``, more than 0 inside, or a box ``(x, y, w, h)``, 0
-    to 1 over the image, of its centre and size.
+    ``relevance`` ``(h, w)`` is of the padded input's places; its sum is 1. ``place`` holds logits of a mask over the
+    padded input, ``(h, w)``, more than 0 inside, or a box ``(x, y, w, h)``, 0 to 1 over the image, of centre and size.
     """
 
     number: int
-    relevance: np.ndarray  # (h, w), of the padded input's places; its sum is 1
-    label: int = -1  # its best class
+    relevance: np.ndarray
+    label: int = -1
     score: float = 0.0
     place: np.ndarray | None = None
 

@@ -18,15 +18,19 @@ from mmgate.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingPoints:
-    """Sampling points of some queries in one layer, in pixels of the image as it lies on disk."""
+    """Points ``xy`` ``(q, H, L, P, 2)`` and ``weights`` ``(q, H, L, P)`` of some queries in one layer.
+
+    Places are pixels of the image as it lies on disk. ``reference`` ``(q, 2)`` holds the queries' reference points, or
+    the centres of their boxes; level 0 is the finest; an encoder's queries are the pixels of its levels.
+    """
 
     path: str
-    xy: np.ndarray  # (q, H, L, P, 2); 0 is the left or upper edge of the image
-    weights: np.ndarray  # (q, H, L, P)
-    reference: np.ndarray  # (q, 2): the reference points, or the centres of the reference boxes
-    queries: np.ndarray  # (q,)
-    levels: list[int]  # 0 is the finest
-    is_encoder: bool  # whose queries are the pixels of the levels
+    xy: np.ndarray
+    weights: np.ndarray
+    reference: np.ndarray
+    queries: np.ndarray
+    levels: list[int]
+    is_encoder: bool
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a row of the CSV for each point."""
@@ -39,12 +43,15 @@ class SamplingPoints:
 
 @dataclass(frozen=True)
 class ImageSample:
-    """What is drawn on, in the place of a data sample of mmdet's, for models that know of none."""
+    """What is drawn on, in the place of a data sample of mmdet's, for models that know of none.
+
+    Shapes are (height, width): on disk, of what the model got without padding, and with it.
+    """
 
     img_path: str
-    ori_shape: tuple[int, int]  # height and width on disk
-    img_shape: tuple[int, int]  # of what the model got of it, without padding
-    batch_input_shape: tuple[int, int]  # with padding
+    ori_shape: tuple[int, int]
+    img_shape: tuple[int, int]
+    batch_input_shape: tuple[int, int]
 
     def get(self, name: str) -> Any:
         """Return an attribute or ``scale_factor``, that of the width first; None for what there is not."""

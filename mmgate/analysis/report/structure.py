@@ -46,15 +46,10 @@ def build_structure(cfg: Config) -> nn.Module:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention module of a model.
+    """Path and class of a model's attention, those of :data:`SIZES` that it has, and the gates that can replace it.
 
-    Attributes:
-        path: Its dotted name, as a rule's ``path`` matches it.
-        kind: The name of its class.
-        sizes: Those of :data:`SIZES` that it has.
-        gates: Names of the gates that can replace it.
-        inside: The path of the module around it, where every gate that fits this one fits that one and is better put
-            there: mmcv's MultiheadAttention around torch's.
+    ``inside`` is the path of the module around it, where every gate that fits this one fits that one and is better put
+    there: mmcv's MultiheadAttention around torch's.
     """
 
     path: str
