@@ -11,7 +11,9 @@ import torch
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
+from mmgate import layers
 from mmgate.analysis.figures.style import COLOURS, legend, panels, save
+from mmgate.layers.linear.base import LinearAttention
 
 from .measure import MODES, Row, interleaved
 
@@ -26,20 +28,11 @@ BACKBONES: dict[str, dict[str, Any]] = {
     'Agent-Swin-T': dict(type='mmgate.AgentSwin', arch='tiny'),
     'SAGA-Swin-T': dict(type='mmgate.SAGASwin', arch='tiny'),
 }
-LINEAR = {
-    'Hydra': 'HydraAttention',
-    'Efficient': 'EfficientAttention',
-    'Angular': 'LinearAngularAttention',
-    'Enhanced': 'EnhancedLinearAttention',
-    'FLatten': 'FocusedLinearAttention',
-    'PolaFormer': 'PolaFormerAttention',
-    'InLine': 'InLineAttention',
-    'MLLA': 'MLLAAttention',
-    'RALA': 'RALAAttention',
-}
+KINDS = [kind for kind in vars(layers).values() if isinstance(kind, type) and issubclass(kind, LinearAttention)]
+LINEAR = [kind.__name__.removesuffix('Attention') for kind in KINDS if kind is not layers.SAGAAttention]
 BACKBONES |= {
-    f'{name}-{host}': dict(type=f'mmgate.Linear{host[:-2]}', arch='tiny', attention=dict(type=kind))
-    for name, kind in LINEAR.items()
+    f'{name}-{host}': dict(type=f'mmgate.Linear{host[:-2]}', arch='tiny', attention=dict(type=f'{name}Attention'))
+    for name in LINEAR
     for host in ('PVT-T', 'Swin-T')
 }
 FUSED = ', fused'  # a name's suffix: the same with fused attention

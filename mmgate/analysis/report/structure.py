@@ -24,9 +24,6 @@ SIZES = ('embed_dims', 'embed_dim', 'num_heads', 'num_levels', 'num_points', 'wi
 def build_structure(cfg: Config) -> nn.Module:
     """Build a config's model for its modules' names, classes and sizes: most parameters hold no values.
 
-    Args:
-        cfg: The config; only ``model`` and ``default_scope`` are read, and it is left as it is.
-
     Raises:
         ConfigError: There is no model in it, or the model cannot be built.
     """
