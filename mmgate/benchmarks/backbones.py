@@ -91,19 +91,17 @@ def _means(model: nn.Module, autocast: bool, image: Tensor) -> Tensor:
         return torch.stack([map_.mean() for map_ in model(image)])
 
 
-def draw_curves(rows: Sequence[Row], out: Path, *, number: Callable[[str], float], xlabel: str) -> Path:
-    """Draw time and memory against the images' size, one panel for each mode and metric, and return the path.
-
-    ``number`` takes a row's ``x`` to the abscissa, which ``xlabel`` names.
-    """
+def draw_curves(rows: Sequence[Row], out: Path) -> Path:
+    """Draw time and memory against the images' side, one panel for each mode and metric, and return the path."""
     kinds = sorted({(row.mode, row.metric, row.unit) for row in rows})
     figure, (axes,) = panels(1, len(kinds), height=3.4, width=4.0 * len(kinds))
     for axis, (mode, metric, unit) in zip(axes, kinds, strict=True):
         axis.set_prop_cycle(color=COLOURS)
         for name in dict.fromkeys(row.provider for row in rows):
             points = [r for r in rows if (r.mode, r.metric, r.provider) == (mode, metric, name)]
-            axis.plot([number(r.x) for r in points], [r.y_50 for r in points], marker='o', markersize=3, label=name)
-        axis.set(title=f'{mode}: {metric}', xlabel=xlabel, ylabel=unit, ylim=(0, None))
+            sides = [int(r.x.partition('_')[0]) for r in points]
+            axis.plot(sides, [r.y_50 for r in points], marker='o', markersize=3, label=name)
+        axis.set(title=f'{mode}: {metric}', xlabel='side of the image, pixels', ylabel=unit, ylim=(0, None))
         axis.grid(alpha=0.3)
     legend(figure, axes[0].get_legend_handles_labels()[0])
     return save(figure, out)

@@ -175,8 +175,7 @@ def throughput(row: Row, batch: int) -> Row:
     """Return a row of time as one of images a second."""
     low, middle, high = (round(1e3 * batch / y, 3) for y in (row.y_80, row.y_50, row.y_20))
     ratio = round(1 / max(row.ratio_to_peer, 1e-3), 3)
-    row = replace(row, metric='throughput', unit='images/s', ratio_to_peer=ratio)
-    return replace(row, y_20=low, y_50=middle, y_80=high)
+    return replace(row, metric='throughput', unit='images/s', y_50=middle, y_20=low, y_80=high, ratio_to_peer=ratio)
 
 
 def told(rows: Iterable[Row]) -> Iterator[Row]:
