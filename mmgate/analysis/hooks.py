@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +32,11 @@ class GateStatisticsHook(Hook):
 
     Args:
         interval: Iterations from one record to the next.
-
-    Raises:
-        ValueError: ``interval`` is not positive.
     """
 
     priority = 'BELOW_NORMAL'
 
     def __init__(self, interval: int = 50) -> None:
-        if interval < 1:
-            raise ValueError(f'interval={interval} must be 1 or more.')
         self.interval = interval
         self._open = ExitStack()
         self._recording: Recording | None = None
@@ -57,7 +53,7 @@ class GateStatisticsHook(Hook):
         for path in dict.fromkeys(path for name in GATES for path in has.get(name, ())):
             for _, parameter in gate_parameters(model.get_submodule(path)):
                 if parameter.requires_grad:  # the optimizer wrapper clears gradients before a hook sees them
-                    self._open.callback(parameter.register_hook(self._squared(path)).remove)
+                    self._open.callback(parameter.register_hook(partial(self._add_square, path)).remove)
         recorded = record(model, GATES, accumulate=lambda path, name: RunningStatistics())
         self._recording = self._open.enter_context(recorded)
 
@@ -80,11 +76,8 @@ class GateStatisticsHook(Hook):
         else:  # none in the model, or a compiled one
             runner.logger.warning('GateStatisticsHook: no gate was seen in the forward pass, so nothing is logged.')
 
-    def _squared(self, path: str) -> Any:
-        def hook(gradient: Tensor) -> None:
-            self._squares[path] = self._squares.get(path, 0) + gradient.detach().float().square().sum()
-
-        return hook
+    def _add_square(self, path: str, gradient: Tensor) -> None:
+        self._squares[path] = self._squares.get(path, 0) + gradient.detach().float().square().sum()
 
 
 @HOOKS.register_module()
@@ -97,14 +90,9 @@ class SamplingPointsHook(Hook):
     Args:
         images: How many images of a validation.
         top_k: Queries drawn.
-
-    Raises:
-        ValueError: A number that is not positive.
     """
 
     def __init__(self, images: int = 2, *, top_k: int = 3) -> None:
-        if images < 1 or top_k < 1:
-            raise ValueError(f'images={images} and top_k={top_k} must be 1 or more.')
         self.images, self.top_k = images, top_k
         self._left = 0
         self._open = ExitStack()

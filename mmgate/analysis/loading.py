@@ -41,12 +41,9 @@ IMAGES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.we
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model to look at.
+    """A model to look at, in eval mode with its weights, and its config.
 
-    Attributes:
-        name: The config's file name without its ending, and the checkpoint beside another of it; labels pictures.
-        cfg: The config.
-        model: The model in eval mode with its weights.
+    The name labels pictures: the config's file name without its ending, and the checkpoint beside another of it.
     """
 
     name: str
@@ -85,8 +82,6 @@ class LoadedModel:
 
 def _still(pipeline: Sequence[Any]) -> list[Any]:
     """Return a copy of a pipeline that flips nothing, and whose boxes lie on the image as it is on disk."""
-    if any(type_name(step) == 'TestTimeAug' for step in pipeline):
-        raise ConfigError('the test pipeline makes several images of each (TestTimeAug); give the config without it.')
     steps = [deepcopy(step) for step in pipeline if type_name(step) != 'RandomFlip']
     # annotations that are loaded after a resize are as on disk
     return sorted(steps, key=lambda step: (type_name(step).startswith('Pack'), type_name(step) == 'LoadAnnotations'))
@@ -131,33 +126,25 @@ def positive(text: str) -> int:
     return number
 
 
-def load_models(
-    args: argparse.Namespace, readings: Sequence[str], purpose: str, *, whole: bool = False
-) -> list[LoadedModel]:
-    """Return the models that a command line of :func:`parser` names, one or two.
+def load_models(args: argparse.Namespace, readings: Sequence[str], purpose: str) -> list[LoadedModel]:
+    """Return the models that a command line of :func:`parser` names, one or two, which look at whole images.
 
-    Args:
-        args: The command line.
-        readings: What there has to be in every model, see :func:`mmgate.analysis.probes.recording.require`.
-        purpose: What for, likewise.
-        whole: Whether models that slide a window over an image are told not to.
+    Of ``readings`` each has one at least, see :func:`mmgate.analysis.probes.recording.require`.
 
     Raises:
-        ConfigError: A config, a checkpoint or the folder for pictures cannot be used, or a model has none of the
-            readings.
+        ConfigError: A config, a checkpoint or the folder for pictures cannot be used, or a model has no such reading.
     """
     check_folder(Path(args.out))
     models = []
     pairs = [(args.config, args.checkpoint), *([args.against] if args.against else [])]
     for config, checkpoint in pairs:
         cfg = read_config(config)
-        if args.cfg_options:
-            merge_options(cfg, args.cfg_options)
+        merge_options(cfg, args.cfg_options or {})
         loaded = load_model(cfg, checkpoint, args.device)
         require(loaded.model, readings, f'{loaded.name}: {purpose}')
         settings: Any = getattr(loaded.model, 'test_cfg', None)
-        if whole and isinstance(settings, Mapping) and settings.get('mode') == 'slide':
-            settings['mode'] = 'whole'  # type: ignore[index]
+        if isinstance(settings, dict) and settings.get('mode') == 'slide':  # of which the last would be seen alone
+            settings['mode'] = 'whole'
             said = 'is tested by windows that slide over an image; it is drawn on the whole image at once.'
             print_log(f'{loaded.name} {said}', logger='current', level=logging.WARNING)
         models.append(loaded)
@@ -169,16 +156,10 @@ def load_models(
 
 
 def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool = False) -> LoadedModel:
-    """Return a config's model with a checkpoint's weights, on ``device``, in eval mode.
-
-    Args:
-        cfg: The config.
-        checkpoint: File, address, or ``'untrained'``.
-        device: Such as ``'cpu'``.
-        whole: Whether the checkpoint has to fill every parameter.
+    """Return a config's model with the weights of a file, an address or ``'untrained'``, on ``device``, in eval mode.
 
     Raises:
-        ConfigError: The checkpoint cannot be read, or is not the model's.
+        ConfigError: The checkpoint cannot be read, is not the model's, or does not fill all of it (``whole``).
     """
     init_default_scope(cfg.get('default_scope') or 'mmdet')
     if checkpoint != UNTRAINED:
@@ -226,11 +207,7 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Make a folder, and refuse one that nothing can be written to.
-
-    Raises:
-        ConfigError: With the reason.
-    """
+    """Make a folder; ConfigError, with the reason, for one that nothing can be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -239,15 +216,11 @@ def check_folder(folder: Path) -> None:
 
 
 def find_images(inputs: str) -> list[str]:
-    """Return the images of a file, a URL, a folder or a pattern.
-
-    Raises:
-        ConfigError: There are none.
-    """
-    images = [inputs]
-    if not os.path.isfile(inputs) and '://' not in inputs:
-        found = glob.glob(os.path.join(inputs, '*') if os.path.isdir(inputs) else inputs)
-        images = sorted(path for path in found if path.lower().endswith(IMAGES))
+    """Return the images of a file, a URL, a folder or a pattern; ConfigError if there are none."""
+    if os.path.isfile(inputs) or '://' in inputs:
+        return [inputs]
+    found = glob.glob(os.path.join(inputs, '*') if os.path.isdir(inputs) else inputs)
+    images = sorted(path for path in found if path.lower().endswith(IMAGES))
     if not images:
         raise ConfigError(f'{inputs} is no image, no folder with images ({" ".join(IMAGES)}) and no pattern of any.')
     return images

@@ -1,14 +1,19 @@
-"""Time and peak memory of backbones over the image size, ours beside the vanilla ones in one run."""
+"""Time and peak memory of backbones over the image size, ours beside the vanilla ones in one run, and their curves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from mmengine.registry import MODELS
 from torch import Tensor, nn
+
+from mmgate import layers
+from mmgate.analysis.figures.style import COLOURS, legend, panels, save
+from mmgate.layers.linear.base import LinearAttention
 
 from .measure import MODES, Row, interleaved
 
@@ -23,20 +28,11 @@ BACKBONES: dict[str, dict[str, Any]] = {
     'Agent-Swin-T': dict(type='mmgate.AgentSwin', arch='tiny'),
     'SAGA-Swin-T': dict(type='mmgate.SAGASwin', arch='tiny'),
 }
-LINEAR = {
-    'Hydra': 'HydraAttention',
-    'Efficient': 'EfficientAttention',
-    'Angular': 'LinearAngularAttention',
-    'Enhanced': 'EnhancedLinearAttention',
-    'FLatten': 'FocusedLinearAttention',
-    'PolaFormer': 'PolaFormerAttention',
-    'InLine': 'InLineAttention',
-    'MLLA': 'MLLAAttention',
-    'RALA': 'RALAAttention',
-}
+KINDS = [kind for kind in vars(layers).values() if isinstance(kind, type) and issubclass(kind, LinearAttention)]
+LINEAR = [kind.__name__.removesuffix('Attention') for kind in KINDS if kind is not layers.SAGAAttention]
 BACKBONES |= {
-    f'{name}-{host}': dict(type=f'mmgate.Linear{host[:-2]}', arch='tiny', attention=dict(type=kind))
-    for name, kind in LINEAR.items()
+    f'{name}-{host}': dict(type=f'mmgate.Linear{host[:-2]}', arch='tiny', attention=dict(type=f'{name}Attention'))
+    for name in LINEAR
     for host in ('PVT-T', 'Swin-T')
 }
 FUSED = ', fused'  # a name's suffix: the same with fused attention
@@ -93,3 +89,19 @@ def _means(model: nn.Module, autocast: bool, image: Tensor) -> Tensor:
     """Return the mean of every map, a small output that depends on all of the backbone."""
     with torch.autocast(image.device.type, torch.bfloat16, enabled=autocast):
         return torch.stack([map_.mean() for map_ in model(image)])
+
+
+def draw_curves(rows: Sequence[Row], out: Path) -> Path:
+    """Draw time and memory against the images' side, one panel for each mode and metric, and return the path."""
+    kinds = sorted({(row.mode, row.metric, row.unit) for row in rows})
+    figure, (axes,) = panels(1, len(kinds), height=3.4, width=4.0 * len(kinds))
+    for axis, (mode, metric, unit) in zip(axes, kinds, strict=True):
+        axis.set_prop_cycle(color=COLOURS)
+        for name in dict.fromkeys(row.provider for row in rows):
+            points = [r for r in rows if (r.mode, r.metric, r.provider) == (mode, metric, name)]
+            sides = [int(r.x.partition('_')[0]) for r in points]
+            axis.plot(sides, [r.y_50 for r in points], marker='o', markersize=3, label=name)
+        axis.set(title=f'{mode}: {metric}', xlabel='side of the image, pixels', ylabel=unit, ylim=(0, None))
+        axis.grid(alpha=0.3)
+    legend(figure, axes[0].get_legend_handles_labels()[0])
+    return save(figure, out)

@@ -74,17 +74,9 @@ def interleaved(
     """Yield time and peak memory of every provider; their repetitions alternate, so that noise hits all alike.
 
     The first provider that runs is the peer. What does not run is left out, and a warning says why. One repetition more
-    warms up.
-
-    Args:
-        op: Name of what is measured.
-        providers: By name.
-        x: Name of the inputs.
-        inputs: Arguments of a provider.
-        mode: One of :data:`MODES`, or ``'step'`` for what goes backward by itself.
-        repetitions: Measurements of a provider.
-        within: Makes a context in which a provider runs, forward and backward.
-        clock: What tells the seconds on a CPU.
+    warms up. Rows call what is measured ``op`` and its ``inputs`` ``x``. The ``mode`` is one of :data:`MODES`, or
+    ``'step'`` for what goes backward by itself. ``within`` makes a context in which a provider runs, forward and
+    backward; ``clock`` tells the seconds on a CPU.
 
     Raises:
         RuntimeError: None of them runs.
@@ -183,8 +175,7 @@ def throughput(row: Row, batch: int) -> Row:
     """Return a row of time as one of images a second."""
     low, middle, high = (round(1e3 * batch / y, 3) for y in (row.y_80, row.y_50, row.y_20))
     ratio = round(1 / max(row.ratio_to_peer, 1e-3), 3)
-    row = replace(row, metric='throughput', unit='images/s', ratio_to_peer=ratio)
-    return replace(row, y_20=low, y_50=middle, y_80=high)
+    return replace(row, metric='throughput', unit='images/s', y_50=middle, y_20=low, y_80=high, ratio_to_peer=ratio)
 
 
 def told(rows: Iterable[Row]) -> Iterator[Row]:

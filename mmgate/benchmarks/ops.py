@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.measures import pixel_centres
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.ms_deform_attn import attention_weights, grid_sample, offset_locations
@@ -28,6 +27,12 @@ LEVELS = [(100, 167), (50, 84), (25, 42), (13, 21)]  # of an image of 800 x 1333
 QUERIES: dict[str, tuple[int | None, int]] = dict(encoder_b2=(None, 2), decoder300_b2=(300, 2), decoder900_b2=(900, 4))
 TOKENS = {'cpu': (1024, 4096), 'cuda': (256, 1024, 4096, 16384)}
 EAGER_UP_TO = 4096  # tokens; its maps fill a GPU beyond
+
+
+def pixel_centres(levels: Sequence[tuple[int, int]]) -> Tensor:
+    """Return the centres of the pixels of every level, ``(height, width)``, as (x, y) from 0 to 1, ``(S, 2)``."""
+    grids = [torch.meshgrid((torch.arange(h) + 0.5) / h, (torch.arange(w) + 0.5) / w, indexing='ij') for h, w in levels]
+    return torch.cat([torch.stack([x, y], -1).view(-1, 2) for y, x in grids])
 
 
 def sampler_inputs(
@@ -212,13 +217,10 @@ def benchmark_plug_attention(
 
 def _measured(op: str, providers: Providers, x: str, inputs: list[Tensor], repetitions: int) -> Iterator[Row]:
     """Yield time and peak memory of what runs in a mode, and the bytes that are kept for the backward pass."""
-    names: dict[str, None] = {}
     for mode in MODES:
-        names = {}
-        for row in interleaved(op, providers, x, inputs, mode, repetitions):
-            names[row.provider] = None
-            yield row
-    kept = {name: saved_bytes(providers[name], inputs) / 2**20 for name in names}
+        rows = list(interleaved(op, providers, x, inputs, mode, repetitions))
+        yield from rows
+    kept = {row.provider: saved_bytes(providers[row.provider], inputs) / 2**20 for row in rows if row.metric == 'time'}
     for name, megabytes in kept.items():
         key = (op, name, MODES[1], 'saved', 'MiB', x)
         yield row_of(key, [megabytes], [next(iter(kept.values()))], inputs[0].device)

@@ -70,19 +70,10 @@ def benchmark_training(
 ) -> Iterator[Row]:
     """Measure training steps (losses, gradients, clipping, optimiser) on random images with random objects.
 
-    Args:
-        peer: Config that ours is compared with, a file or ``package::path``.
-        ours: Config measured once with each of the ``backends``.
-        op: Operator of ours whose backend varies.
-        backends: Their names.
-        speedups: Of :data:`SPEEDUPS`, each measured alone, or ``'all'`` for all of them together.
-        size: Height and width of the images.
-        batch: Images a step.
-        repetitions: Steps a row is the median of, after one that warms up.
-        device: Where to train.
-        amp: Mixed precision in bfloat16.
-        processor_time: Count the processor's seconds, of all threads, for a CPU that does other things beside.
-        train: What of ours trains, see :func:`mmgate.train_only_gates`.
+    Configs are files or ``package::path``; ``ours`` is measured with each of the ``backends`` of ``op``, and with each
+    of the ``speedups``, of :data:`SPEEDUPS` (``'all'``: all of them together). ``amp`` is mixed precision in bfloat16;
+    ``processor_time`` counts the processor's seconds, of all threads, for a CPU that does other things beside;
+    ``train`` says what of ours trains, see :func:`mmgate.train_only_gates`. A step more than ``repetitions`` warms up.
     """
     names = [Path(path.partition('::')[2] or path).stem for path in (peer, ours)]
     runs: dict[str, Step] = {names[0]: _step(peer, size, batch, device, amp)}
@@ -142,12 +133,9 @@ def _step(
 
 
 def _drop_pretrained(model: Any) -> None:
-    """Drop pretrained weights, which no time depends on, so that nothing is downloaded."""
+    """Drop what weights start from, which no time depends on, so that nothing is downloaded."""
     for _, entry in mappings(model):
-        for key in {'init_cfg', 'pretrained'} & set(entry):
-            value = entry[key]
-            if isinstance(value, str) or 'Pretrained' in str(value) or 'checkpoint' in str(value):
-                entry[key] = None
+        entry.update(dict.fromkeys({'init_cfg', 'pretrained'} & set(entry)))
 
 
 def random_batch(cfg: Config, size: tuple[int, int], batch: int) -> dict[str, Any]:

@@ -58,15 +58,11 @@ def test_layers_by_hand() -> None:
     assert counted.parameters == sum(p.numel() for p in saga.parameters()) and saga.training
 
 
-def test_counting_leaves_the_model_as_it_was() -> None:
-    """What is frozen stays so and is no parameter, and each module keeps its mode."""
-    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 4)).train()
-    model[0].requires_grad_(False)
-    model[1].eval()
+def test_what_is_frozen_computes_and_is_no_parameter() -> None:
+    model = nn.Sequential(nn.Linear(8, 6).requires_grad_(False), nn.Linear(6, 4))
     counted = count_macs(model, torch.zeros(2, 8))
-    assert counted.macs == 2 * 6 * (8 + 4) and counted.parameters == 6 + 6 + 6 * 4 + 4
-    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True, True, True]
-    assert [module.training for module in model.modules()] == [True, True, False, True, True]
+    assert counted.macs == 2 * 6 * (8 + 4) and counted.parameters == 6 * 4 + 4
+    assert [p.requires_grad for p in model.parameters()] == [False, False, True, True] and model.training
 
 
 @pytest.mark.skipif(TORCH < (2, 4), reason='torch 2.3 counts by module only what is called through it')

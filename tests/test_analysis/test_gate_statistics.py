@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mmgate
-from mmgate.analysis.figures.style import layer_labels, wrap
+from mmgate.analysis.figures.style import layer_labels
 from mmgate.analysis.probes.gates import gate_statistics, mean_map
 
 HEADS, TOKENS = 2, 6
@@ -72,8 +72,3 @@ def test_a_gate_shared_by_the_heads_has_no_map() -> None:
 )  # fmt: skip
 def test_labels_leave_out_what_all_share(paths: list[str], labels: list[str]) -> None:
     assert layer_labels(paths) == labels
-
-
-def test_titles_break_behind_their_hyphens() -> None:
-    assert wrap('plug-deformable-detr_r50', 16) == 'plug-deformable-\ndetr_r50'
-    assert wrap('short', 3) == 'short'

@@ -10,16 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmgate.analysis.probes.cka import _dependences, _same_places
-from mmgate.analysis.probes.measures import (
-    alignment,
-    dependence_of,
-    effective_rank,
-    key_shares,
-    matrix_rank,
-    products,
-    roll_back,
-)
+from mmgate.analysis.probes.cka import _dependences, _same_places, alignment, dependence_of, products
+from mmgate.analysis.probes.layers import effective_rank, matrix_rank
+from mmgate.analysis.probes.measures import roll_back
 
 
 def attention(*shape: int) -> Tensor:
@@ -120,10 +113,3 @@ def test_matrix_rank_counts_small_singular_values(dtype: torch.dtype) -> None:
     kv = (left * values @ right).to(dtype)
     assert int(matrix_rank(kv)) == (4 if dtype is not torch.float16 else 2)
     assert 2 < float(effective_rank(kv)) < 2.2
-
-
-def test_shares_of_keys() -> None:
-    """By head; of signed weights the sizes count."""
-    weights = torch.full((1, 2, 3, 4), 0.25)
-    weights[:, 1] = torch.tensor([0, 0.1, -0.3, 0])
-    torch.testing.assert_close(key_shares(weights), torch.tensor([[[0.25] * 4, [0, 0.25, 0.75, 0]]]))

@@ -15,14 +15,13 @@ from mmdet.models.backbones.swin import WindowMSA
 from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from mmseg.models.backbones.beit import BEiTAttention
-from mmseg.models.backbones.mae import MAEAttention
 from mmseg.models.backbones.mit import EfficientMultiheadAttention
 from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroupedSelfAttention
 from torch import Tensor, nn
 
 import mmgate
 from mmgate import layers
-from mmgate.analysis.probes.measures import effective_rank
+from mmgate.analysis.probes.layers import effective_rank
 from mmgate.analysis.probes.recording import readable, record
 from mmgate.analysis.probes.whole_maps import _KEYS
 from mmgate.layers.linear.base import LinearAttention
@@ -85,7 +84,6 @@ HOSTS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], li
         [(4, 6, 6)],
     ),
     'beit': (lambda: BEiTAttention(C, HEADS, (2, 3), **DROP), lambda: dict(x=x(2, 7, C)), [(2, 7, 7)]),
-    'mae': (lambda: MAEAttention(C, HEADS, (2, 3), **DROP), lambda: dict(x=x(2, 7, C)), [(2, 7, 7)]),
     'conditional_self': (lambda: ConditionalAttention(C, HEADS, 0.5, 0.5), lambda: conditional(False), [(2, 5, 5)]),
     'conditional_cross': (
         lambda: ConditionalAttention(C, HEADS, 0.5, 0.5, cross_attn=True),

@@ -18,9 +18,9 @@ import mmgate
 from mmgate.analysis.figures.maps import draw_maps
 from mmgate.analysis.probes.attention import reads
 from mmgate.analysis.probes.cka import attention_cka, query_cka
+from mmgate.analysis.probes.layers import sinks
 from mmgate.analysis.probes.recording import class_tokens
 from mmgate.analysis.probes.relevance import head_maps, head_mean, record_maps, relevance_map
-from mmgate.analysis.probes.sinks import sinks
 from mmgate.errors import ConfigError
 
 SIDE = 3

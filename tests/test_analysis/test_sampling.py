@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
-import csv
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import torch
-from conftest import over_shapes, tool
+from conftest import over_shapes
 from mmengine.config import Config
 from shapes import write_shapes
-from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.analysis.loading import UNTRAINED
 from mmgate.analysis.probes.recording import best_queries
 from mmgate.analysis.probes.sampling import SamplingPoints, density, layers_of, mean_density, query_at
-from mmgate.errors import ConfigError
 from mmgate.registry import HOOKS
-from mmgate.train import cli
 from mmgate.train.cli import build_runner
 
 DEMO = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 SHAPES = torch.tensor([[4, 6], [2, 3]])
-
-
-@pytest.fixture(scope='module')
-def demo(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The demo's config over four small images."""
-    root = tmp_path_factory.mktemp('demo')
-    write_shapes(root / 'shapes', num_train=1, num_val=3, size=64)
-    (root / 'small.py').write_text(over_shapes(DEMO, root / 'shapes'))
-    return str(root / 'small.py')
 
 
 def kept(**readings: torch.Tensor) -> dict[str, dict[str, Any]]:
@@ -53,8 +38,6 @@ def test_a_query_is_that_of_the_pixel_on_its_level(pixel: Any, level: int, query
     sample = SimpleNamespace(get=given.get, img_shape=(100, 100), ori_shape=(50, 200))
     layers = kept(spatial_shapes=SHAPES)
     assert query_at(layers, 'layer', sample, pixel, level) == query
-    with pytest.raises(ConfigError, match='lies outside of the image of 200 x 50'):
-        query_at(layers, 'layer', sample, (120, 50))
 
 
 def test_an_encoder_has_as_many_queries_as_its_levels_have_pixels() -> None:
@@ -88,58 +71,12 @@ def test_density_is_that_of_the_finest_level() -> None:
     assert density(np.ones((4, 2)), np.ones(4), (50, 100)) is None
 
 
-def test_points_on_a_photograph(demo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every offset is (2, -1) pixels of its level, so the points of the image's middle are known."""
-    module, image, (height, width) = tool('plot_sampling_points'), tmp_path / 'photo.jpg', (427, 640)  # as COCO's are
-    cv2.imwrite(str(image), np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
-    built = module.load_models
-
-    def known(*args: Any, **options: Any) -> Any:
-        found = built(*args, **options)
-        for attention in (layer.self_attn for layer in found[0].model.encoder.layers):
-            nn.init.zeros_(attention.sampling_offsets.weight)
-            attention.sampling_offsets.bias.data.view(-1, 2).copy_(torch.tensor([2.0, -1.0]))
-        return found
-
-    monkeypatch.setattr(module, 'load_models', known)
-    module.main([demo, UNTRAINED, '--images', str(image), '--part', 'encoder', '--out', str(tmp_path)])
-    rows = list(csv.DictReader((tmp_path / f'sampling_points_{image.stem}.csv').open()))
-    assert len(rows) == 8 * 4 * 4 and (tmp_path / f'sampling_points_{image.stem}.png').stat().st_size > 10_000
-    scale = 128 / max(height, width)
-    small = (int(width * scale + 0.5), int(height * scale + 0.5))  # what the model sees
-    for row in rows:
-        for axis, side, seen, offset in (('x', width, small[0], 2), ('y', height, small[1], -1)):
-            finest = -(-seen // 8)
-            cells = finest
-            for _ in range(int(row['level'])):
-                cells = -(-cells // 2)
-            middle = (int(0.5 * finest) + 0.5) / finest
-            assert float(row[axis]) == pytest.approx((middle + offset / cells) * side, abs=0.01)
-    weights = np.array([float(row['weight']) for row in rows]).reshape(8, -1)
-    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
-
-
-def test_tool_draws_one_level_of_a_decoder_and_the_density(demo: str, tmp_path: Path, capsys: Any) -> None:
-    def draw(*options: str) -> int:
-        arguments = [demo, UNTRAINED, '--max-images', '1', '--out', str(tmp_path), *options]
-        return cli.main(tool('plot_sampling_points').main, arguments)
-
-    assert draw('--level', '1', '--queries', '5', '2') == 0
-    rows = [row for path in tmp_path.glob('*.csv') for row in csv.DictReader(path.open())]
-    assert {row['level'] for row in rows} == {'1'} and len(rows) == 2 * 8 * 4
-    assert {row['query'] for row in rows} == {'5', '2'}
-    assert draw('--density') == 0
-    rows = list(csv.DictReader((tmp_path / 'sampling_density.csv').open()))
-    assert 0 < np.mean([float(row['density']) for row in rows]) < 1.1
-    assert draw('--level', '9') == draw('--layer', '5') == 2
-    said = capsys.readouterr().err
-    assert '--layer 5: the decoder has 2 layers' in said and 'the model has levels 0 to 3' in said
-
-
-def test_hooks_write_to_the_visualizer(demo: str, tmp_path: Path) -> None:
+def test_hooks_write_to_the_visualizer(tmp_path: Path) -> None:
     """One step of training and a validation with both hooks; gates start at 0, with a gradient."""
     assert HOOKS.get('mmgate.GateStatisticsHook') is not None
-    cfg = Config.fromfile(demo)
+    write_shapes(tmp_path / 'shapes', num_train=1, num_val=3, size=64)
+    (tmp_path / 'small.py').write_text(over_shapes(DEMO, tmp_path / 'shapes'))
+    cfg = Config.fromfile(str(tmp_path / 'small.py'))
     cfg.work_dir, cfg.train_cfg.max_epochs, cfg.train_cfg.val_interval = str(tmp_path), 1, 1
     cfg.train_dataloader.update(num_workers=0, persistent_workers=False)
     cfg.val_dataloader.update(num_workers=0, persistent_workers=False, batch_size=1)

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cv2
 import pytest
 import torch
 from conftest import ROOT
@@ -18,8 +17,7 @@ from mmengine.hub import get_config
 from torch import Tensor
 
 from mmgate.benchmarks import measure, ops, training
-from mmgate.benchmarks.backbones import benchmark_backbones
-from mmgate.benchmarks.plots import draw_curves
+from mmgate.benchmarks.backbones import SUITES, benchmark_backbones
 from mmgate.benchmarks.training import benchmark_training, random_batch
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import plug_attention
@@ -100,13 +98,12 @@ def test_bytes_kept_beside_mmcv(case: str, fp32: float, autocast: float, monkeyp
     assert ours < fp32 * peer and ours_16_bit < autocast * peer
 
 
-def test_backbone_benchmark_and_curves(tmp_path: Path) -> None:
+def test_backbone_benchmark() -> None:
+    assert len(SUITES['linear-swin-t']) == 3 + 9  # every linear attention beside the others
     rows = list(benchmark_backbones('pvt-t', [32, 64], repetitions=1))
     assert {(r.x, r.mode, r.metric) for r in rows if r.provider == 'SAGA-PVT-T'} == {
         (x, mode, metric) for x in ('32_b1', '64_b1') for mode in measure.MODES for metric in ('time', 'peak memory')
     }
-    curves = draw_curves(rows, tmp_path / 'curves.png', number=lambda x: int(x[:2]), xlabel='side')
-    assert cv2.imread(str(curves)).std() > 5
 
 
 @pytest.mark.parametrize(
@@ -127,11 +124,8 @@ def test_training_benchmark(config: str, op: str, backends: tuple[str, ...], mon
     assert {row.provider.partition(', ')[2] for row in rows} == {'', *backends}
     assert {row.metric for row in rows} == {'time', 'throughput', 'peak memory'}
     times = {row.provider: row.y_50 for row in rows if row.metric == 'time'}
-    assert all(
-        row.y_50 == pytest.approx(1e3 / times[row.provider], rel=1e-3, abs=1e-3)
-        for row in rows
-        if row.metric == 'throughput'
-    )
+    images = {row.provider: row.y_50 for row in rows if row.metric == 'throughput'}
+    assert images == pytest.approx({name: 1e3 / ms for name, ms in times.items()}, rel=1e-3, abs=1e-3)
     assert os.environ['MMGATE_MS_DEFORM_ATTN'] == 'torch' and 'MMGATE_PLUG_ATTENTION' not in os.environ
 
 

@@ -1,22 +1,25 @@
-"""The tools that draw what attention does, on small untrained models: each writes a picture and its numbers."""
+"""The tools that draw: each writes a picture and its numbers, of models and images as they are, or refuses at once."""
 
 from __future__ import annotations
 
 import csv
-import re
-import shutil
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, needs_mmpretrain, over_shapes, tool
+from mmdet.structures.bbox import get_box_tensor
+from mmengine.config import Config
 from mmengine.structures import BaseDataElement
 from shapes import write_shapes
+from torch import nn
 
 import mmgate  # noqa: F401
 from mmgate.analysis.figures.maps import seen_part
-from mmgate.analysis.loading import UNTRAINED
+from mmgate.analysis.loading import UNTRAINED, class_names, load_models, parser, picture_names
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
 
@@ -41,9 +44,14 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(root / f'{name}.py') for name in CONFIGS}
 
 
+def look(name: str, config: str, out: Path, *options: str) -> int:
+    """Run a tool on one image and return its exit status."""
+    return cli.main(tool(name).main, [config, UNTRAINED, '--max-images', '1', '--out', str(out), *options])
+
+
 def draw(name: str, config: str, out: Path, *options: str) -> list[dict[str, str]]:
     """Run a tool and return the rows of its CSV."""
-    assert cli.main(tool(name).main, [config, UNTRAINED, *options, '--max-images', '1', '--out', str(out)]) == 0
+    assert look(name, config, out, *options) == 0
     (picture,), (table,) = out.glob('*.png'), out.glob('*.csv')
     assert picture.stat().st_size > 5_000 and picture.stem == table.stem
     return list(csv.DictReader(table.open()))
@@ -115,18 +123,6 @@ def test_relevance_of_each_query_sums_to_one(configs: dict[str, str], tmp_path: 
     assert all(0 <= int(row['label']) < 6 and 0 < float(row['score']) < 1 for row in rows)
 
 
-@pytest.mark.parametrize(
-    ('model', 'part', 'error'),
-    [('mask2former', 'image', 'no self-attention over the image'), ('pvt', 'queries', 'no decoder attends densely')],
-)
-def test_rollout_takes_no_queries_for_an_image(
-    model: str, part: str, error: str, configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [configs[model], UNTRAINED, '--part', part, '--max-images', '1', '--out', str(tmp_path)]
-    assert cli.main(tool('plot_rollout').main, arguments) == 2
-    assert error in capsys.readouterr().err
-
-
 def test_agents_have_their_maps(configs: dict[str, str], tmp_path: Path) -> None:
     rows = draw('plot_agents', configs['agent'], tmp_path)
     assert [int(row['agent']) for row in rows] == list(range(9)) and all(0 < float(row['largest']) <= 1 for row in rows)
@@ -137,22 +133,15 @@ def test_cka_of_a_layer_with_itself_is_one(configs: dict[str, str], tmp_path: Pa
     assert {round(float(row['cka']), 4) for row in rows if row['layer'] == row['other']} == {1.0}
 
 
-def test_efficiency_of_two_backbones(
-    configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_efficiency_of_two_backbones(configs: dict[str, str], tmp_path: Path) -> None:
     arguments = [configs['pvt'], configs['agent'], '--sizes', '32', '64', '--repetitions', '1', '--out', str(tmp_path)]
     assert cli.main(tool('plot_efficiency').main, arguments) == 0
     rows = list(csv.DictReader((tmp_path / 'efficiency.csv').open()))
     assert (tmp_path / 'efficiency.png').stat().st_size > 5_000
-    assert [row['provider'] for row in rows[:2]] == ['pvt', 'agent'] and {row['x'] for row in rows} == {
-        '32_b1',
-        '64_b1',
-    }
+    assert [row['provider'] for row in rows[:2]] == ['pvt', 'agent']
+    assert {row['x'] for row in rows} == {'32_b1', '64_b1'}
     assert all(float(row['y_20']) <= float(row['y_50']) <= float(row['y_80']) for row in rows)
     assert {row['metric'] for row in rows} == {'throughput', 'peak memory'}
-    assert cli.main(tool('plot_efficiency').main, [configs['pvt'], '--sizes', '8', '--out', str(tmp_path)]) == 2
-    assert 'sides of 32 pixels or more' in capsys.readouterr().err
-    assert cli.main(tool('plot_efficiency').main, [configs['pvt'], configs['pvt'], '--out', str(tmp_path)]) == 2
 
 
 def test_efficiency_of_what_rules_gate(configs: dict[str, str], tmp_path: Path) -> None:
@@ -164,72 +153,108 @@ def test_efficiency_of_what_rules_gate(configs: dict[str, str], tmp_path: Path) 
     assert any(type(module).__name__.startswith('SDPAGated') for module in built.modules())
 
 
-def write_log(folder: Path, seed: int, value: float) -> Path:
-    log = folder / '20260101_000000/vis_data/scalars.json'
-    log.parent.mkdir(parents=True)
-    log.write_text(f'{{"loss": 1, "time": 0.5, "memory": 9}}\n{{"mIoU": {value}, "step": 1}}')
-    log.with_name('config.py').write_text(f"randomness = {{'seed': {seed}}}")
-    return folder
+def test_points_on_a_photograph(configs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every offset is (2, -1) pixels of its level, so the points of the image's middle are known."""
+    module, image, (height, width) = tool('plot_sampling_points'), tmp_path / 'photo.jpg', (427, 640)  # as COCO's are
+    cv2.imwrite(str(image), np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))
+    built = module.load_models
+
+    def known(*args: Any, **options: Any) -> Any:
+        found = built(*args, **options)
+        for attention in (layer.self_attn for layer in found[0].model.encoder.layers):
+            nn.init.zeros_(attention.sampling_offsets.weight)
+            attention.sampling_offsets.bias.data.view(-1, 2).copy_(torch.tensor([2.0, -1.0]))
+        return found
+
+    monkeypatch.setattr(module, 'load_models', known)
+    module.main([configs['detr'], UNTRAINED, '--images', str(image), '--part', 'encoder', '--out', str(tmp_path)])
+    rows = list(csv.DictReader((tmp_path / f'sampling_points_{image.stem}.csv').open()))
+    assert len(rows) == 8 * 4 * 4 and (tmp_path / f'sampling_points_{image.stem}.png').stat().st_size > 10_000
+    scale = 128 / max(height, width)
+    small = (int(width * scale + 0.5), int(height * scale + 0.5))  # what the model sees
+    for row in rows:
+        for axis, side, seen, offset in (('x', width, small[0], 2), ('y', height, small[1], -1)):
+            finest = -(-seen // 8)
+            cells = finest
+            for _ in range(int(row['level'])):
+                cells = -(-cells // 2)
+            middle = (int(0.5 * finest) + 0.5) / finest
+            assert float(row[axis]) == pytest.approx((middle + offset / cells) * side, abs=0.01)
+    weights = np.array([float(row['weight']) for row in rows]).reshape(8, -1)
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
+
+
+def test_one_level_of_a_decoder_and_the_density(configs: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+    arguments = ('plot_sampling_points', configs['detr'])
+    rows = draw(*arguments, tmp_path / 'level', '--level', '1', '--queries', '5', '2')
+    assert {row['level'] for row in rows} == {'1'} and len(rows) == 2 * 8 * 4
+    assert {row['query'] for row in rows} == {'5', '2'}
+    rows = draw(*arguments, tmp_path / 'density', '--density')
+    assert 0 < np.mean([float(row['density']) for row in rows]) < 1.1
+    assert look(*arguments, tmp_path, '--level', '9') == look(*arguments, tmp_path, '--layer', '5') == 2
+    said = capsys.readouterr().err
+    assert '--layer 5: the decoder has 2 layers' in said and 'the model has levels 0 to 3' in said
+
+
+def test_pictures_of_images_of_one_name_are_told_apart() -> None:
+    assert list(picture_names(['a/1.jpg', 'a/2.jpg', 'a/2.png']).values()) == ['1', '2.jpg', '2.png']
+    assert list(picture_names(['/x/a/1.jpg', '/y/a/1.jpg', '/y/a/1.jpg']).values()) == ['x_a_1', 'y_a_1']
+    assert list(picture_names(['1.jpg', 'b/1.jpg']).values()) == ['1', 'b_1']
+
+
+def test_classes_are_those_of_the_data(configs: dict[str, str]) -> None:
+    of_coco, of_shapes = 'mmdet::detr/detr_r50_8xb2-150e_coco.py', configs['detr']
+    assert class_names(read_config(of_coco))[:2] == ('person', 'bicycle')
+    assert class_names(read_config(of_shapes))[:2] == ('circle', 'square')
+
+
+def test_a_window_that_slides_is_not_taken_for_the_image(configs: dict[str, str], tmp_path: Path) -> None:
+    """With windows the reading would be of the last of them alone."""
+    slide = ['model.test_cfg.mode=slide', 'model.test_cfg.crop_size=(32,32)', 'model.test_cfg.stride=(32,32)']
+    arguments = ('plot_rollout', configs['mask2former'])
+    whole = draw(*arguments, tmp_path / 'whole', '--queries', '0')
+    assert draw(*arguments, tmp_path / 'slide', '--queries', '0', '--cfg-options', *slide) == whole
+
+
+def test_images_are_not_flipped_and_true_boxes_lie_on_them(configs: dict[str, str], tmp_path: Path) -> None:
+    """Whether a pipeline loads annotations before the resize or after it, boxes are in pixels of the file."""
+    cfg, changed = Config.fromfile(configs['detr']), str(tmp_path / 'changed.py')
+    pipeline = cfg.val_dataloader.dataset.pipeline
+    read, resize, annotations, pack = pipeline
+    args = parser('').parse_args([changed, UNTRAINED, '--out', str(tmp_path), '--max-images', '1'])
+    truths = []
+    for steps in ([read, resize, annotations], [read, annotations, resize, dict(type='RandomFlip', prob=1.0)]):
+        pipeline[:] = [*steps, pack]
+        cfg.dump(changed)
+        (loaded,) = load_models(args, ['locations'], 'This')
+        (batch,) = loaded.inputs(args)
+        (sample,) = batch['data_samples']
+        truths.append(get_box_tensor(sample.gt_instances.bboxes))
+        assert not sample.get('flip') and sample.scale_factor == (2.0, 2.0)
+    assert truths[0].tolist() == truths[1].tolist() and len(truths[0]) and truths[0].max() <= 64
 
 
 @pytest.mark.parametrize(
-    ('seeds', 'said'),
+    ('name', 'options', 'message'),
     [
-        ((0, 1, 0, 1), ''),
-        ((0, 1, 1, 2), 'the seeds of a are [0, 1], those of b [1, 2]'),
-        ((0, 1, 0), 'lr=0.1 has 1 runs and a 2'),
+        ('plot_gates', ['--out', 'file'], 'nothing can be written to file'),
+        ('plot_gates', ['--max-images', '0'], '0: give 1 or more'),
+        ('plot_gates', ['--images', 'nowhere'], 'nowhere is no image, no folder with images'),
+        ('plot_rollout', ['--part', 'image'], 'no self-attention over the image'),
+        ('plot_rollout', ['--part', 'queries'], 'no decoder attends densely'),
+        ('plot_sampling_points', ['--against', 'pvt', UNTRAINED], 'pvt: A picture of sampling points needs'),
+        ('plot_sampling_points', ['--pixel', '3', '3', '--part', 'decoder'], 'chooses a query of the encoder'),
+        ('plot_sampling_points', ['--pixel', '64', '3'], 'the pixel (64, 3) lies outside of the image of 64 x 64'),
     ],
-    ids=['paired', 'other seeds', 'fewer'],
+    ids=lambda x: ' '.join(x) if isinstance(x, list) else '',
 )
-def test_compare_runs_pairs_seeds(
-    seeds: tuple[int, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_refused_in_one_message(
+    name: str, options: list[str], message: str, configs: dict[str, str], tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    runs = zip(('0', '1', 'lr=0.1', '3'), seeds, (30.0, 40.0, 32.0, 43.0), strict=False)
-    folders = [str(write_log(tmp_path / name, seed, value)) for name, seed, value in runs]
-    groups = [f'a={",".join(folders[:2])}', folders[2] if len(seeds) == 3 else f'b={",".join(folders[2:])}']
-    assert cli.main(tool('compare_runs').main, [*groups, '--out', str(tmp_path / 'out')]) == 0
-    printed = capsys.readouterr()
-    assert said in printed.err if said else 'warning' not in printed.err
-    if len(seeds) == 4:
-        assert '| b | 2 | 37.500 | 7.778 | a | 2.500 | -3.853 to 8.853 | 0.126 |' in printed.out
-    for wrong, reason in ((str(tmp_path / 'none'), 'is no work dir'), (f'a={folders[0]},{folders[0]}', 'given twice')):
-        assert cli.main(tool('compare_runs').main, [wrong, '--out', 'x']) == 2
-        assert reason in capsys.readouterr().err
-
-
-def test_report_draws_every_pair_and_trains_only_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tools that it calls are tried above; here they leave a picture and a log. The page needs nothing else."""
-    report, calls = tool('report'), []
-
-    def run(command: list[str]) -> None:
-        calls.append(command)
-        if command[0] == '-m':
-            work_dir = write_log(Path(command[command.index('--work-dir') + 1]), 0, 9)
-            (work_dir / 'last_checkpoint').write_text(str(work_dir / 'epoch_1.pth'))
-            (work_dir / Path(command[2]).name).write_text('train_cfg = dict(max_epochs=1)')
-        elif '--out' in command:
-            out = Path(command[command.index('--out') + 1])
-            out.mkdir(parents=True)
-            shutil.copy(ROOT / 'configs/plug/deformable_detr/demo.jpg', out / f'<{Path(command[0]).stem}>.png')
-
-    monkeypatch.setattr(report, 'run', run)
-    monkeypatch.chdir(ROOT)
-    arguments = ['--work-dirs', str(tmp_path / 'runs'), '--out']
-    assert cli.main(report.main, [*arguments, str(tmp_path / 'a')]) == 0
-    trained, drawn = ([call for call in calls if word in call] for word in ('mmgate.tools.train', '--out'))
-    assert len(trained) == 7 == len({call[2] for call in trained}) and len(calls) == 8 + len(drawn)
-    assert all(Path(call[0]).is_file() for call in calls if call not in trained)
-    against = next(call for call in drawn if 'sampling_points' in call[0])
-    assert against[against.index('--against') + 1] == report.VANILLA_DETR
-    page = (tmp_path / 'a/index.html').read_text()
-    assert page.count('<img') == len(drawn) and page.count('<table') == 3 and '<td>9</td>' in page
-    assert not re.search(r'(src|href)="(?!data:|#)', page) and 'alt="&lt;plot_gates&gt;"' in page
-    calls.clear()
-    stopped = tmp_path / 'runs' / Path(report.DETR).stem
-    (stopped / Path(report.DETR).name).write_text('train_cfg = dict(max_epochs=2)')
-    shutil.rmtree(stopped / '20260101_000000')
-    assert cli.main(report.main, [*arguments, str(tmp_path / 'b')]) == 0
-    (again,) = (call for call in calls if call[0] == '-m')
-    assert again[2] == report.DETR and '--resume' in again
+    monkeypatch.chdir(tmp_path)
+    Path('file').write_text('')
+    try:
+        code: Any = look(name, configs['detr'], tmp_path, *(configs.get(option, option) for option in options))
+    except SystemExit as error:  # argparse's own
+        code = error.code
+    assert code == 2 and message in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ['file']

@@ -1,16 +1,20 @@
-"""Curves and final figures of runs, and what is said of their differences."""
+"""Curves and final figures of runs, what is said of their differences, and the page with all pictures."""
 
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 from compare_runs import as_table, choose_metric, paired_difference, read_run, summary
+from conftest import ROOT, tool
 from scipy import stats
 
 from mmgate.errors import ConfigError
+from mmgate.train import cli
 
 
 def test_paired_difference_is_the_t_test() -> None:
@@ -26,19 +30,21 @@ def test_paired_difference_is_the_t_test() -> None:
         paired_difference([1, 2], [1])
 
 
-def write_log(folder: Path, stamp: str, values: dict[int, float]) -> None:
+def write_log(folder: Path, values: dict[int, float], *, seed: int = 0, stamp: str = '20260101_000000') -> Path:
+    """Write what mmengine leaves of a run that was validated, and killed as it wrote."""
     log = folder / stamp / 'vis_data/scalars.json'
     log.parent.mkdir(parents=True)
     rows = [dict(loss=1.0, time=0.5, memory=100, step=1), dict(loss=0.5, time=0.7, memory=120, step=2)]
     rows += [{'coco/bbox_mAP': value, 'time': 9.0, 'step': step} for step, value in values.items()]
     rows.append({'gate/neck/mean': 0.5, 'step': 3})  # of GateStatisticsHook
-    log.write_text('\n'.join(json.dumps(row) for row in rows) + '\n{"loss": 0.')  # killed as it wrote
-    log.with_name('config.py').write_text(f'seeds = 3\nrandomness = dict(seed={stamp[7]})\nmodel = dict(type="X")\n')
+    log.write_text('\n'.join(json.dumps(row) for row in rows) + '\n{"loss": 0.')
+    log.with_name('config.py').write_text(f'seeds = 3\nrandomness = dict(seed={seed})\nmodel = dict(type="X")\n')
+    return folder
 
 
 def test_a_resumed_run_is_one_curve(tmp_path: Path) -> None:
-    write_log(tmp_path, '20260101_000000', {1: 0.1, 2: 0.2})
-    write_log(tmp_path, '20260102_000000', {2: 0.3, 3: 0.4})
+    write_log(tmp_path, {1: 0.1, 2: 0.2}, seed=1)
+    write_log(tmp_path, {2: 0.3, 3: 0.4}, seed=2, stamp='20260102_000000')
     run = read_run(tmp_path)
     assert run.curves['coco/bbox_mAP'] == ([1, 2, 3], [0.1, 0.3, 0.4]) and run.final('coco/bbox_mAP') == 0.4
     assert run.seed == 2 and list(run.curves) == ['coco/bbox_mAP']
@@ -55,3 +61,65 @@ def test_summary_says_what_one_run_cannot() -> None:
     assert rows[1]['difference'] == pytest.approx(0.15) and np.isnan(rows[0]['difference'])
     table = as_table(rows).splitlines()
     assert table[-1] == '| single | 1 | 0.600 | - | - | - | - | - |' and 'nan' not in ''.join(table)
+
+
+@pytest.mark.parametrize(
+    ('seeds', 'said'),
+    [
+        ((0, 1, 0, 1), ''),
+        ((0, 1, 1, 2), 'the seeds of a are [0, 1], those of b [1, 2]'),
+        ((0, 1, 0), 'lr=0.1 has 1 runs and a 2'),
+    ],
+    ids=['paired', 'other seeds', 'fewer'],
+)
+def test_compare_runs_pairs_seeds(
+    seeds: tuple[int, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = zip(('0', '1', 'lr=0.1', '3'), seeds, (30.0, 40.0, 32.0, 43.0), strict=False)
+    folders = [str(write_log(tmp_path / name, {1: value}, seed=seed)) for name, seed, value in runs]
+    groups = [f'a={",".join(folders[:2])}', folders[2] if len(seeds) == 3 else f'b={",".join(folders[2:])}']
+    assert cli.main(tool('compare_runs').main, [*groups, '--out', str(tmp_path / 'out')]) == 0
+    printed = capsys.readouterr()
+    assert said in printed.err if said else 'warning' not in printed.err
+    if len(seeds) == 4:
+        assert '| b | 2 | 37.500 | 7.778 | a | 2.500 | -3.853 to 8.853 | 0.126 |' in printed.out
+    assert cli.main(tool('compare_runs').main, [f'a={folders[0]},{folders[0]}', '--out', 'x']) == 2
+    assert 'given twice' in capsys.readouterr().err
+
+
+def test_report_draws_every_pair_and_trains_only_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tools that it calls leave a picture and a log here. The page needs nothing else."""
+    report, calls = tool('report'), []
+
+    def run(command: list[str]) -> None:
+        calls.append(command)
+        if command[0] == '-m':
+            work_dir = write_log(Path(command[command.index('--work-dir') + 1]), {1: 9})
+            (work_dir / 'last_checkpoint').write_text(str(work_dir / 'epoch_1.pth'))
+            (work_dir / Path(command[2]).name).write_text('train_cfg = dict(max_epochs=1)')
+        elif '--out' in command:
+            out = Path(command[command.index('--out') + 1])
+            out.mkdir(parents=True)
+            shutil.copy(ROOT / 'configs/plug/deformable_detr/demo.jpg', out / f'<{Path(command[0]).stem}>.png')
+
+    monkeypatch.setattr(report, 'run', run)
+    monkeypatch.chdir(ROOT)
+    arguments = ['--work-dirs', str(tmp_path / 'runs'), '--out']
+    assert cli.main(report.main, [*arguments, str(tmp_path / 'a')]) == 0
+    trained, drawn = ([call for call in calls if word in call] for word in ('mmgate.tools.train', '--out'))
+    assert len(trained) == 7 == len({call[2] for call in trained}) and len(calls) == 8 + len(drawn)
+    assert all(Path(call[0]).is_file() for call in calls if call not in trained)
+    against = next(call for call in drawn if 'sampling_points' in call[0])
+    assert against[against.index('--against') + 1] == report.VANILLA_DETR
+    page = (tmp_path / 'a/index.html').read_text()
+    assert page.count('<img') == len(drawn) and page.count('<table') == 3 and '<td>9</td>' in page
+    assert not re.search(r'(src|href)="(?!data:|#)', page) and 'alt="&lt;plot_gates&gt;"' in page
+    calls.clear()
+    stopped = tmp_path / 'runs' / Path(report.DETR).stem
+    (stopped / Path(report.DETR).name).write_text('train_cfg = dict(max_epochs=2)')
+    shutil.rmtree(stopped / '20260101_000000')
+    assert cli.main(report.main, [*arguments, str(tmp_path / 'b')]) == 0
+    (again,) = (call for call in calls if call[0] == '-m')
+    assert again[2] == report.DETR and '--resume' in again

@@ -20,17 +20,18 @@ METRIC = 'coco/bbox_mAP'
 
 
 class Tools:
-    """Stands for tools/train.py and tools/test.py: a run's value follows from its name and seed."""
+    """Stands for tools/train.py and tools/test.py: a value follows from the run's seed and what its name adds."""
 
-    def __init__(self, fails: int = 0) -> None:
+    def __init__(self, fails: int = 0, **added: tuple[float, float]) -> None:
         self.commands: list[list[str]] = []
-        self.fails = fails
+        self.fails, self.added = fails, added or dict(plug=(0.05, 0.05))
 
     def __call__(self, command: list[str]) -> None:
         self.commands.append(command)
         folder = Path(command[command.index('--work-dir') + 1])
         run = folder.parent if command[0] == 'test' else folder
-        value = 0.1 * int(run.name.removeprefix('seed')) + (0.05 if run.parent.name == 'plug' else 0)
+        seed = int(run.name.removeprefix('seed'))
+        value = 0.1 * seed + self.added.get(run.parent.name, (0, 0))[seed]
         logs = folder / '20260101_000000'
         if command[0] == 'train':
             (logs / 'vis_data').mkdir(parents=True, exist_ok=True)
@@ -74,16 +75,7 @@ def test_runs_resumes_and_reports(study: Any, tmp_path: Path) -> None:
 def test_compares_each_with_its_baseline(study: Any, tmp_path: Path) -> None:
     runs = dict(vanilla='v.py', plug='p.py', noisy='n.py', noisy_plug='np.py')
     of_noise = replace(study, runs=runs, baselines=dict(noisy_plug='noisy'))
-
-    def tools(command: list[str]) -> None:
-        Tools()(command)
-        folder = Path(command[command.index('--work-dir') + 1])
-        if command[0] == 'test':
-            _, name, seed = folder.parent.parts[-3:]
-            value = 0.1 * int(seed[4:]) + dict(plug=0.05 * int(seed[4:]), noisy=0.3).get(name, 0)
-            (folder / '20260101_000000/x.json').write_text(json.dumps({METRIC: value}))
-
-    studies.run_study(of_noise, tmp_path, execute=tools)
+    studies.run_study(of_noise, tmp_path, execute=Tools(plug=(0, 0.05), noisy=(0.3, 0.3)))
     rows = studies.report_study(of_noise, tmp_path).splitlines()
     assert '| noisy_plug | 2 | 0.050 | 0.071 | noisy | -0.300 |' in rows[-3]
     low, high = (0.025 + sign * 12.7062 * 0.025 for sign in (-1, 1))  # Student's, one degree of freedom

@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 from mmengine.logging import MMLogger
 
-from mmgate.benchmarks.backbones import SUITES, benchmark_backbones
+from mmgate.benchmarks.backbones import SUITES, benchmark_backbones, draw_curves
 from mmgate.benchmarks.measure import MODES, told, write_csv
-from mmgate.benchmarks.plots import draw_curves
 
 
 def main() -> None:
@@ -36,13 +35,8 @@ def main() -> None:
     rows = benchmark_backbones(args.suite, args.sizes, device=args.device, autocast=args.autocast, **options)
     out = args.out or Path(f'work_dirs/backbones_{args.suite}.csv')
     written = write_csv(told(rows), out)
-    picture = draw_curves(written, out.with_suffix('.png'), number=megapixels, xlabel='megapixels')
+    picture = draw_curves(written, out.with_suffix('.png'))
     print(f'written to {out} and {picture}')
-
-
-def megapixels(x: str) -> float:
-    """Return an image's size from a row's ``x``."""
-    return int(x.partition('_')[0]) ** 2 / 1e6
 
 
 if __name__ == '__main__':

@@ -8,7 +8,7 @@ import numpy as np
 import mmgate  # noqa: F401
 from mmgate.analysis.figures.maps import crop_to_image, draw_maps
 from mmgate.analysis.loading import load_models, parser, picture_names, positive, write_csv
-from mmgate.analysis.probes.agents import agent_maps, agent_rows
+from mmgate.analysis.probes.relevance import agent_maps, agent_rows
 from mmgate.train import cli
 
 
@@ -18,7 +18,7 @@ def main(argv: list[str]) -> None:
     options.add_argument('--layer', type=int, default=0, help='which of the agent attentions (default: the first)')
     options.add_argument('--agents', type=positive, default=16, help='how many agents to draw, spread over the grid')
     args = options.parse_args(argv)
-    for loaded in load_models(args, ['agents'], 'A picture of agents', whole=True):
+    for loaded in load_models(args, ['agents'], 'A picture of agents'):
         shown = [agent_maps(loaded.model, batch, args.layer) for batch in loaded.inputs(args)]
         names = picture_names(sample.img_path for _, _, sample in shown)
         for path, maps, sample in shown:

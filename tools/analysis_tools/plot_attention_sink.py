@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.figures.sinks import draw_sinks
+from mmgate.analysis.figures.layers import draw_sinks
 from mmgate.analysis.loading import load_models, parser, write_csv
-from mmgate.analysis.probes.sinks import sinks
+from mmgate.analysis.probes.layers import sinks
 from mmgate.train import cli
 
 

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.figures.maps import draw_matrices
+from mmgate.analysis.figures.layers import draw_matrices
 from mmgate.analysis.loading import load_models, parser, write_csv
 from mmgate.analysis.probes.cka import attention_cka, query_cka
 from mmgate.analysis.probes.recording import class_token_owners
@@ -19,7 +19,7 @@ def main(argv: list[str]) -> None:
     over = "images (default with a class token): PLuG's measure, of four images or more; queries: ours, within images"
     options.add_argument('--samples', choices=list(SAMPLES), help=over)
     args = options.parse_args(argv)
-    models = load_models(args, ['attention'], 'A picture of CKA', whole=True)
+    models = load_models(args, ['attention'], 'A picture of CKA')
     alike = all(class_token_owners(loaded.model) for loaded in models)
     samples = args.samples or ('images' if alike else 'queries')
     found = [(loaded.name, *SAMPLES[samples](loaded.model, loaded.inputs(args))) for loaded in models]

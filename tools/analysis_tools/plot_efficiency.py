@@ -15,9 +15,8 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.benchmarks.backbones import benchmark_models
-from mmgate.benchmarks.measure import throughput, write_csv
-from mmgate.benchmarks.plots import draw_curves
+from mmgate.benchmarks.backbones import benchmark_models, draw_curves
+from mmgate.benchmarks.measure import throughput, told, write_csv
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
@@ -44,12 +43,9 @@ def main(argv: list[str]) -> None:
     options = dict(batch=args.batch, repetitions=args.repetitions, device=args.device, autocast=args.autocast)
     mode = 'forward+backward' if args.train else 'forward'
     measured = benchmark_models('backbones', builds, args.sizes, modes=[mode], **options)
-    rows = [throughput(row, args.batch) if row.metric == 'time' else row for row in measured]
-    for row in rows:
-        print(f'{row.x:10} {row.metric} {row.unit:12} {row.provider:50} {row.y_50:10.1f}')
-    out = draw_curves(rows, Path(args.out) / 'efficiency.png', number=side, xlabel='side of the image, pixels')
-    write_csv(rows, out.with_suffix('.csv'))
-    print(out, out.with_suffix('.csv'))
+    shown = (throughput(row, args.batch) if row.metric == 'time' else row for row in measured)
+    out = Path(args.out) / 'efficiency.csv'
+    print(draw_curves(write_csv(told(shown), out), out.with_suffix('.png')), out)
 
 
 def backbone(cfg: Config) -> nn.Module:
@@ -63,11 +59,6 @@ def backbone(cfg: Config) -> nn.Module:
     built = getattr(built, 'backbone', built)
     built.init_weights()
     return built
-
-
-def side(x: str) -> float:
-    """Return an image's side from a row's ``x``."""
-    return float(x.partition('_')[0])
 
 
 if __name__ == '__main__':

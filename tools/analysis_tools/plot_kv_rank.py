@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.analysis.figures.maps import draw_ranks
+from mmgate.analysis.figures.layers import draw_ranks
 from mmgate.analysis.loading import load_models, parser, write_csv
-from mmgate.analysis.probes.ranks import kv_ranks
+from mmgate.analysis.probes.layers import kv_ranks
 from mmgate.train import cli
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 import mmgate  # noqa: F401
-from mmgate.analysis.figures.maps import crop_to_image, draw_maps
-from mmgate.analysis.figures.queries import draw_queries
+from mmgate.analysis.figures.maps import crop_to_image, draw_maps, draw_queries
 from mmgate.analysis.loading import LoadedModel, class_names, load_models, parser, picture_names, positive, write_csv
 from mmgate.analysis.probes.recording import best_queries, predict
 from mmgate.analysis.probes.relevance import (
@@ -37,7 +36,7 @@ def main(argv: list[str]) -> None:
     options.add_argument('--layer', type=int, default=-1, help='whose heads are drawn (default: the last)')
     args = options.parse_args(argv)
     shown: dict[str, list[tuple[LoadedModel, Any, Any]]] = {}
-    for loaded in load_models(args, ['attention'], 'A rollout', whole=True):
+    for loaded in load_models(args, ['attention'], 'A rollout'):
         for batch in loaded.inputs(args):
             sample, computed = _computed(loaded.model, batch, args)
             shown.setdefault(os.path.realpath(sample.img_path), []).append((loaded, sample, computed))

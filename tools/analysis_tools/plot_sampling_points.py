@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import mmgate  # noqa: F401
-from mmgate.analysis.figures.sampling import THRESHOLD, draw_densities, draw_sampling
+from mmgate.analysis.figures.sampling import draw_densities, draw_sampling
 from mmgate.analysis.loading import class_names, load_models, parser, picture_names, positive, write_csv
 from mmgate.analysis.probes.recording import predict
 from mmgate.analysis.probes.sampling import SamplingPoints, chosen_points, mean_density, record_sampling
@@ -31,14 +31,13 @@ def main(argv: list[str]) -> None:
     options.add_argument('--level', type=int, help=level)
     over_images = "one picture of the finest level's points over all images, in the place of one each"
     options.add_argument('--density', action='store_true', help=over_images)
-    options.add_argument('--threshold', type=float, default=THRESHOLD, help='scores of the boxes drawn')
     args = options.parse_args(argv)
     if args.density and args.level is not None:
         raise ConfigError('--density is of the finest level; leave --level away.')
     shown: Shown = {}
     classes = {}
     chosen = {name: getattr(args, name) for name in ('part', 'layer', 'top_k', 'queries', 'pixel', 'level')}
-    for loaded in load_models(args, ['locations'], 'A picture of sampling points', whole=True):
+    for loaded in load_models(args, ['locations'], 'A picture of sampling points'):
         classes[loaded.name] = class_names(loaded.cfg)
         for batch in loaded.inputs(args):
             with record_sampling(loaded.model) as recording:
@@ -51,7 +50,7 @@ def main(argv: list[str]) -> None:
     names = picture_names(shown)
     for image, drawn in shown.items():
         out = Path(args.out) / f'sampling_points_{names[image]}.png'
-        draw_sampling(drawn, out, classes=[classes[title] for title, *_ in drawn], threshold=args.threshold)
+        draw_sampling(drawn, out, classes=[classes[title] for title, *_ in drawn])
         rows = [dict(model=title, **row) for title, points, _ in drawn for row in points.rows()]
         print(out, write_csv(out.with_suffix('.csv'), rows))
 

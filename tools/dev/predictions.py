@@ -11,7 +11,7 @@ import mmcv
 import numpy as np
 from mmengine.config import Config
 
-from mmgate.analysis.figures.boxes import THRESHOLD, draw_boxes, label_boxes
+from mmgate.analysis.figures.boxes import draw_boxes, label_boxes
 from mmgate.analysis.figures.style import legend, panels, save
 from mmgate.analysis.loading import class_names, load_model
 from mmgate.analysis.probes.recording import predict
@@ -34,15 +34,15 @@ def draw_detections(samples: Sequence[Any], classes: Sequence[str], out: Path, *
         image = mmcv.imread(sample.img_path, channel_order='rgb')
         height, width = image.shape[:2]
         axis.imshow(image, extent=(0, width, height, 0))
-        _, found = draw_boxes(axis, sample, THRESHOLD)
+        _, found = draw_boxes(axis, sample)
         for mask, label in zip(found.get('masks', ()), found.labels, strict=False) if len(found) else ():
             painted = np.ma.masked_equal(np.asarray(mask) * (int(label) % 10 + 1), 0)
             axis.imshow(painted, cmap='tab10', vmin=1, vmax=10, alpha=0.6, extent=(0, width, height, 0))
-        drawn.append((axis, found, (height, width)))
+        drawn.append((axis, found))
     figure.draw_without_rendering()  # the layout decides which labels would hide one another, and is kept
     figure.set_layout_engine('none')
-    for axis, found, size in drawn:
-        label_boxes(axis, found, classes, size)
+    for axis, found in drawn:
+        label_boxes(axis, found, classes)
     return save(figure, out)
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
 
 from mmgate.analysis.figures import style
 from mmgate.analysis.probes.gates import LayerGate, mean_map
+from mmgate.analysis.probes.statistics import EDGES
 
-BARS = 40  # of a histogram
 MEANINGS = {
     0: 'A gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
     1: 'A gate of 1 leaves attention unchanged, one of 0 closes it.',
@@ -30,8 +31,11 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     tallest = max(len(gates) for _, gates in models)
     columns = 3 if any(maps) else 2  # gates of channels, as SAGA's, have no map
     figure, axes = style.panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9))
+    for middle, right in axes[1:, -2:]:
+        middle.sharex(axes[0, -2])
+        right.sharex(axes[0, -1])
     for (title, gates), found, (*lefts, middle, right) in zip(models, maps, axes, strict=True):
-        title = style.wrap(title, style.LINE // columns)
+        title = fill(title, style.LINE // columns)
         _draw_layers(middle, gates)
         middle.set_title('by layer' if lefts else f'{title}\nby layer')
         _draw_histogram(right, gates, used)
@@ -42,12 +46,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
             lefts[0].set_title(f'{title}\nmean gate{count}')
         elif lefts:
             lefts[0].set_axis_off()
-            lefts[0].set_title(title)
-            lefts[0].text(0.5, 0.5, 'no map: these gates\nare of channels', ha='center', va='center', fontsize=8)
-    lows, highs = zip(*(axis.get_xlim() for axis in axes[:, -2]), strict=True)
-    for middle, right in axes[:, -2:]:
-        middle.set_xlim(min(lows), max(highs))
-        right.set_xlim(used)
+            lefts[0].set_title(f'{title}\nno map: these gates are of channels')
     notes = {title: ' '.join(dict.fromkeys(MEANINGS[gate.unchanged] for gate in gates)) for title, gates in models}
     if len(set(notes.values())) > 1:
         notes = {title: f'{title}: {note}' for title, note in notes.items()}
@@ -76,29 +75,22 @@ def _draw_layers(axis: Any, gates: Sequence[LayerGate]) -> None:
 
 
 def _draw_histogram(axis: Any, gates: Sequence[LayerGate], used: tuple[float, float]) -> None:
-    edges = gates[0].statistics.edges
-    first, last = np.searchsorted(edges, used)
-    middle = len(edges) // 2  # 0: a bar begins there
-    step = next(n for n in range(1, middle + 1) if middle % n == 0 and n * BARS >= last - first)
     for number, name in enumerate(dict.fromkeys(gate.name for gate in gates)):
         of_name = [gate.statistics.histogram for gate in gates if gate.name == name]
         shares = np.mean([counts / max(counts.sum(), 1) for counts in of_name], axis=0)
-        summed = np.add.reduceat(shares, range(0, len(shares), step))
         look = dict(color=style.COLOURS[number], alpha=0.7, fill=number == 0, label=name, linewidth=1.2)
-        axis.stairs(summed, np.append(edges[:-1:step], edges[-1]), **look)
+        axis.stairs(shares, EDGES, **look)
     if len({gate.name for gate in gates}) > 1:
         axis.legend(fontsize=7)
     axis.axvline(0, color='0.6', linewidth=0.8)
     axis.locator_params(axis='x', nbins=4)
-    beyond = any(abs(x) > edges[-1] for g in gates for x in (g.statistics.minimum, g.statistics.maximum))
-    axis.set(xlabel='gate (ends: beyond)' if beyond else 'gate', ylabel='share of a layer', title='histogram')
+    beyond = any(abs(x) > EDGES[-1] for g in gates for x in (g.statistics.minimum, g.statistics.maximum))
+    label = 'gate (ends: beyond)' if beyond else 'gate'
+    axis.set(xlabel=label, ylabel='share of a layer', title='histogram', xlim=used)
 
 
 def _used(gates: Sequence[LayerGate]) -> tuple[float, float]:
-    """Return where the histograms' axis begins and ends: a little beyond the values, and no narrower than a tenth."""
-    edges = gates[0].statistics.edges
-    finite = [gate.statistics for gate in gates if gate.statistics.count]
-    low = max(min((found.minimum for found in finite), default=-1.0), edges[0])
-    high = min(max((found.maximum for found in finite), default=1.0), edges[-1])
-    margin = max(0.05 * (high - low), (0.1 - (high - low)) / 2)
-    return float(max(low - margin, edges[0])), float(min(high + margin, edges[-1]))
+    """Return where the histograms' axis begins and ends: some bars beyond those that hold values."""
+    filled = np.flatnonzero(sum(gate.statistics.histogram for gate in gates))
+    first, last = (filled[0], filled[-1]) if len(filled) else (0, len(EDGES))
+    return EDGES[max(first - 4, 0)], EDGES[min(last + 5, len(EDGES) - 1)]

@@ -1,15 +1,18 @@
-"""Maps over an image, matrices and curves over layers, drawn."""
+"""Maps over an image, and what queries predict and depend on there, drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
 
 from mmgate.analysis.figures import style
-from mmgate.analysis.probes.relevance import padded_size
+from mmgate.analysis.probes.relevance import Query, padded_size
+
+LEAST_COLUMNS = 3  # fewer queries do not fill a page
 
 
 def draw_maps(
@@ -18,14 +21,8 @@ def draw_maps(
     """Draw an image, and maps ``(h, w)`` over it in multiples of their means; return the path.
 
     All are on one scale, from 0 to twice the mean or more, on which an even map looks even. Where a map has negative
-    values, M-DGSA's inhibition, the scale is centred on 0 and inhibition is blue; the mean is that of sizes.
-
-    Args:
-        sample: The image's data sample.
-        maps: Their titles and values; None leaves a panel empty.
-        out: PNG to write.
-        columns: Of panels, the image's among them.
-        label: What the values are.
+    values, M-DGSA's inhibition, the scale is centred on 0 and inhibition is blue; the mean is that of sizes. None in
+    the place of values leaves a panel empty.
     """
     picture = seen_part(style.read_image(sample.img_path), sample)
     height, width = picture.shape[:2]
@@ -45,7 +42,7 @@ def draw_maps(
     axes.flat[0].set_title('image')
     for axis, title, values in shown:
         drawn = style.show_map(axis, values, picture, alpha=0.65, **scale)
-        axis.set_title(style.wrap(title, round(style.LINE / columns)))
+        axis.set_title(fill(title, style.LINE // columns))
     of_what = f'{label},\ntimes its mean{" size; blue inhibits" if signed else ""}'
     bar = style.colour_bar(figure, drawn, axes, of_what, fraction=0.03)
     bar.ax.set_facecolor('0.5')  # seen through its colours, as the image is
@@ -68,39 +65,48 @@ def crop_to_image(values: np.ndarray, sample: Any) -> np.ndarray:
     return values[:rows, :columns]
 
 
-def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: Path, *, label: str) -> Path:
-    """Draw matrices over layers, 0 to 1, a panel each, side by side; return the path."""
-    figure, axes = style.panels(1, len(models), height=2.9, width=3.6 * len(models) + 0.6)
-    for axis, (title, paths, values) in zip(axes[0], models, strict=True):
-        drawn = style.show_map(axis, values, cmap=style.SEQUENTIAL, vmin=0, vmax=1)
-        numbers = range(len(paths))
-        labels = [name if name == f'{n}' else f'{name}  {n}' for n, name in enumerate(style.layer_labels(paths))]
-        axis.set_xticks(numbers, numbers, fontsize=6)
-        axis.set_yticks(numbers, labels, fontsize=6)
-        axis.set(title=style.wrap(title, round(style.LINE * 0.55)), xlabel='layer')
-    style.colour_bar(figure, drawn, axes, label)
-    return style.save(figure, out)
+def draw_queries(
+    models: Sequence[tuple[str, Any, Sequence[Query]]], classes: Sequence[Sequence[str]], out: Path
+) -> Path:
+    """Draw two rows a model, predictions above relevances, a column a query; return the path.
 
-
-def draw_ranks(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> Path:
-    """Draw mean and spread of the ranks over the layers, a panel a kind; return the path.
-
-    The most that a rank can be is a dotted line, or, where it lies far above, a word.
+    Of each model its name, the data sample of one image, and the queries, of which masks or boxes are outlined; the
+    ``classes`` are the names of each model's, as far as they are known.
     """
-    figure, (axes,) = style.panels(1, 2, height=3.0)
-    most = sorted({row['channels'] for _, rows in models for row in rows})
-    for axis, kind in zip(axes, ('matrix_rank', 'effective_rank'), strict=True):
-        near = most[0] < 3 * max(row[kind] + row[f'{kind}_std'] for _, rows in models for row in rows)
-        for number, (name, rows) in enumerate(models):
-            colour, places = style.COLOURS[number % len(style.COLOURS)], range(len(rows))
-            means, spreads = ([row[key] for row in rows] for key in (kind, f'{kind}_std'))
-            look = dict(color=colour, marker='os^D'[number % 4], markersize=4, capsize=2, linewidth=1.2)
-            axis.errorbar(places, means, yerr=spreads, label=name, **look)
-            if near:
-                ceiling = [row['channels'] for row in rows]
-                axis.step(places, ceiling, where='mid', color=colour, linewidth=0.8, linestyle=':')
-        what = 'dotted: the most, d' if near else f'of at most {", ".join(map(str, most))}'
-        axis.set(ylabel=f'{kind.replace("_", " ")} of $K^T V$\n({what})', ylim=(0, None))
-        style.layer_axis(axis)
-    style.legend(figure, axes[0].get_legend_handles_labels()[0], columns=1 if len(models) < 4 else 2)
+    image = style.read_image(models[0][1].img_path)
+    height_to_width = image.shape[0] / image.shape[1]
+    columns = max(LEAST_COLUMNS, *(len(queries) for _, _, queries in models))
+    figure, axes = style.panels(2 * len(models), columns, height=(style.WIDTH - 0.6) / columns * height_to_width + 0.3)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[], frame_on=False)
+    for number, ((title, sample, queries), names) in enumerate(zip(models, classes, strict=True)):
+        if len(models) > 1:
+            axes[2 * number, 0].set_ylabel(title, y=-0.1)  # along both rows
+        for column, query in enumerate(queries):
+            above, below = axes[2 * number, column], axes[2 * number + 1, column]
+            said = f'{style.class_name(query.label, names)} {query.score:.2f}'
+            above.set_title(said if query.label >= 0 else f'query {query.number}')
+            _prediction(above, image, query, sample)
+            below.set_title(f'query {query.number}')
+            relevance = crop_to_image(query.relevance, sample)
+            share = relevance / max(float(relevance.max()), 1e-12)
+            drawn = style.show_map(below, share, image, cmap='magma', alpha=0.7, vmin=0, vmax=1)
+    style.colour_bar(figure, drawn, axes, "relevance,\nof the panel's largest", shrink=0.5, fraction=0.03)
     return style.save(figure, out)
+
+
+def _prediction(axis: Any, image: np.ndarray, query: Query, sample: Any) -> None:
+    height, width = image.shape[:2]
+    axis.imshow(image, extent=(0, width, height, 0))
+    if query.place is not None and query.place.ndim == 2:
+        mask = crop_to_image(query.place, sample)
+        rows, columns = mask.shape
+        x, y = (np.arange(columns) + 0.5) * width / columns, (np.arange(rows) + 0.5) * height / rows
+        if mask.min() < 0 < mask.max():
+            axis.contour(x, y, mask, levels=[0], colors=['white'], linewidths=2.2)
+            axis.contour(x, y, mask, levels=[0], colors=[style.COLOURS[5]], linewidths=1.2)
+    elif query.place is not None:
+        x, y, across, down = query.place * np.array([width, height] * 2)
+        corners = (x - across / 2, y - down / 2, x + across / 2, y + down / 2)
+        style.add_box(axis, corners, edgecolor=style.COLOURS[5], linewidth=1.4)
+    axis.set(xlim=(0, width), ylim=(height, 0))

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import numpy as np
 
 from mmgate.analysis.figures import style
-from mmgate.analysis.figures.boxes import PREDICTED, THRESHOLD, draw_boxes, label_boxes
+from mmgate.analysis.figures.boxes import PREDICTED, draw_boxes, label_boxes
 from mmgate.analysis.probes.sampling import SamplingPoints, density
 
 CONTOURS = np.array([0.1, 0.3, 0.5, 0.7, 0.9])  # shares of the highest density
 
 
 def draw_sampling(
-    drawn: Sequence[tuple[str, SamplingPoints, Any]],
-    out: str | Path | None,
-    *,
-    classes: Sequence[Sequence[str]] = (),
-    threshold: float = THRESHOLD,
+    drawn: Sequence[tuple[str, SamplingPoints, Any]], out: str | Path | None, *, classes: Sequence[Sequence[str]] = ()
 ) -> np.ndarray:
     """Draw points sized by weight, coloured by level, their kernel density, true and predicted boxes, side by side.
 
@@ -28,7 +25,6 @@ def draw_sampling(
         drawn: For each panel its title, its points and the data sample of its image (with predictions, if any).
         out: PNG to write; None writes nothing.
         classes: The names of each panel's classes, as far as they are known.
-        threshold: Predicted boxes of lower scores are left out.
 
     Returns:
         The picture ``(h, w, 3)``, RGB.
@@ -43,7 +39,7 @@ def draw_sampling(
     panel_boxes = []
     for axis, (title, points, sample) in zip(axes, drawn, strict=True):
         _draw_points(axis, image, points, largest)
-        panel_boxes.append(draw_boxes(axis, sample, threshold))
+        panel_boxes.append(draw_boxes(axis, sample))
         where = 'encoder' if points.is_encoder else 'decoder'
         axis.set_title(f'{title}\n{where}: {style.short(points.path)}'.strip())
         axis.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
@@ -51,7 +47,7 @@ def draw_sampling(
     figure.draw_without_rendering()  # the layout decides which labels would hide one another, and is kept
     figure.set_layout_engine('none')
     for axis, (_, found), names in zip(axes, panel_boxes, classes or [()] * len(drawn), strict=True):
-        label_boxes(axis, found, names, (height, width))
+        label_boxes(axis, found, names)
     if out is not None:
         style.save(figure, out)
     figure.canvas.draw()
@@ -64,7 +60,7 @@ def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, image
     high = max(float(values.max()) for _, values in models)
     for axis, (title, values) in zip(axes, models, strict=True):
         drawn = style.show_map(axis, values, cmap=style.SEQUENTIAL, vmin=0, vmax=high, extent=(0, 1, 1, 0))
-        axis.set(title=style.wrap(title, 34), xlabel="share of the image's width", ylabel='of its height')
+        axis.set(title=fill(title, 34), xlabel="share of the image's width", ylabel='of its height')
     style.colour_bar(figure, drawn, axes, f'density of points on the finest level,\n{images} images; 1: even')
     return style.save(figure, out)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,16 +95,6 @@ def class_name(label: int, names: Sequence[str]) -> str:
 def short(path: str, length: int = 34) -> str:
     """Return a module's path with its middle left out where it is long."""
     return path if len(path) <= length else f'{path[: length // 2 - 1]}…{path[-length // 2 :]}'
-
-
-def wrap(title: str, width: int) -> str:
-    """Return a title in lines of about ``width`` characters, broken behind ``-``, ``_`` and blanks."""
-    lines = ['']
-    for part in re.findall(r'[^-_ ]+[-_ ]*|[-_ ]+', title):
-        if lines[-1] and len(lines[-1]) + len(part.rstrip()) > width:
-            lines.append('')
-        lines[-1] += part
-    return '\n'.join(line.rstrip() for line in lines)
 
 
 def layer_labels(paths: Sequence[str]) -> list[str]:

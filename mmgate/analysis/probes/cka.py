@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.measures import alignment, dependence_of, products
 from mmgate.analysis.probes.recording import predict
 from mmgate.analysis.probes.relevance import attended, placed_maps, query_rows, record_maps
 from mmgate.errors import ConfigError
@@ -109,3 +108,37 @@ def _same_places(rows: int, size: Any, rows_of_larger: int, larger: Any) -> Tens
     if rows == rows_of_larger or size is None or larger is None:
         return along(rows, rows_of_larger)
     return (along(size[0], larger[0])[:, None] * larger[1] + along(size[1], larger[1])).flatten()
+
+
+def products(x: Tensor) -> Tensor:
+    """Return the products ``(n, n)`` of different rows of ``(n, p)``, centred: a shift of all changes but rounding."""
+    centred = x.double() - x.double().mean(0)
+    return (centred @ centred.T).fill_diagonal_(0)
+
+
+def dependence_of(one: Tensor, other: Tensor) -> float:
+    """Return the Hilbert-Schmidt independence criterion of two matrices' :func:`products`, unbiased.
+
+    The biased one grows with the width: maps of unrelated layers would look alike as soon as they have more keys than
+    queries. NaN for fewer than four rows.
+
+    Source: Song et al., Feature selection via dependence maximization (JMLR 13, 2012), Eq. 5.
+    """
+    count = len(one)
+    if count < 4:
+        return float('nan')
+    found = (one * other).sum() + one.sum() * other.sum() / ((count - 1) * (count - 2))
+    return float((found - 2 / (count - 2) * (one.sum(0) @ other.sum(0))) / (count * (count - 3)))
+
+
+def alignment(found: np.ndarray) -> np.ndarray:
+    """Return the linear centred kernel alignments (CKA) of dependences ``(..., 3)``: mutual, and of each on itself.
+
+    1 for matrices that are equal up to rotation and scale, 0 on average for unrelated ones, which may be less; NaN
+    where one of the two is constant.
+
+    Source: Kornblith et al., Similarity of neural network representations revisited (arXiv 1905.00414), section 3;
+    Nguyen et al., Do wide and deep networks learn the same things? (arXiv 2010.15327), Eq. 3.
+    """
+    mutual, own, other = np.moveaxis(found, -1, 0)
+    return mutual / np.sqrt(np.where(own * other > 0, own * other, np.nan))

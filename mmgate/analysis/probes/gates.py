@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,26 +23,37 @@ MAPS = {
 }
 
 
-@dataclass(frozen=True)
 class LayerGate:
-    """A gate over a data set.
+    """A gate of a layer over a data set.
 
     Attributes:
         path: Of the layer.
-        name: Of the gate, one of :data:`~mmgate.analysis.probes.attention.GATES`.
-        statistics: Over all its values.
-        coefficients: Its mean over images: ``(N, N)`` of queries and keys for dense gates, resized to 64 x 64,
-            ``(H, L)`` for deformable ones, ``(H,)`` for those of a head's output or input, else None.
-        kind: What the axes of ``coefficients`` are: ``'pairs'``, ``'levels'``, ``'heads'`` or ``''``.
+        name: One of :data:`~mmgate.analysis.probes.attention.GATES`.
+        kind: What its values belong to: ``'pairs'``, ``'levels'``, ``'heads'``, or what has no map.
         unchanged: The value at which attention is as without the gate; None if there is none.
+        statistics: Over all its values.
     """
 
-    path: str
-    name: str
-    statistics: RunningStatistics
-    coefficients: np.ndarray | None
-    kind: str
-    unchanged: int | None = None
+    def __init__(self, path: str, name: str, gate: Any) -> None:
+        self.path, self.name = path, name
+        self.kind, self.unchanged = gate.gate_readings[name], _unchanged(gate, name)
+        self.statistics = RunningStatistics()
+        self._maps: Any = 0.0  # their sum
+        self._count = 0
+
+    def add(self, x: Tensor) -> None:
+        """Take the values of a forward pass in."""
+        self.statistics.add(x)
+        if self.kind == 'heads' and x.shape[1] == 1:  # shared by the heads
+            self.kind = ''
+        if self.kind in MAPS:
+            self._maps = self._maps + MAPS[self.kind](x.float()).to('cpu', torch.float64)
+            self._count += 1
+
+    @property
+    def coefficients(self) -> np.ndarray | None:
+        """The mean over images: ``(64, 64)`` of pairs of queries and keys, ``(H, L)`` of levels, ``(H,)`` of heads."""
+        return (self._maps / self._count).numpy() if self._count else None
 
     def row(self) -> dict[str, Any]:
         """Return the row of the CSV."""
@@ -52,34 +62,13 @@ class LayerGate:
         return dict(layer=self.path, gate=self.name, **numbers, sparsity=found.sparsity, values=found.count)
 
 
-class _Gate:
-    """Statistics of one gate, and the sum of its maps."""
-
-    def __init__(self, kind: str) -> None:
-        self.statistics = RunningStatistics(bounds=(-4.0, 4.0), bins=2000)
-        self.kind, self.count = kind, 0
-        self.maps: Any = 0.0
-
-    def add(self, x: Tensor) -> None:
-        self.statistics.add(x)
-        if self.kind == 'heads' and x.shape[1] == 1:  # shared by the heads
-            self.kind = ''
-        if self.kind in MAPS:
-            self.maps, self.count = self.maps + MAPS[self.kind](x.float()).to('cpu', torch.float64), self.count + 1
-
-
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
     """Run a model over batches and return every gate that it has, in the order of the layers."""
     gates: dict[str, Any] = {path: gate_of(module) for path, module in model.named_modules()}
-    with record(model, GATES, accumulate=lambda path, name: _Gate(gates[path].gate_readings[name])) as recording:
+    with record(model, GATES, accumulate=lambda path, name: LayerGate(path, name, gates[path])) as recording:
         for batch in batches:
             predict(model, batch)
-    found = []
-    for path in sorted(recording, key=list(gates).index):
-        for name, of in recording[path].items():
-            coefficients, kind = ((of.maps / of.count).numpy(), of.kind) if of.count else (None, '')
-            found.append(LayerGate(path, name, of.statistics, coefficients, kind, _unchanged(gates[path], name)))
-    return found
+    return [gate for path in sorted(recording, key=list(gates).index) for gate in recording[path].values()]
 
 
 def _unchanged(gate: Any, name: str) -> int | None:

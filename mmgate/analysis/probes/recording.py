@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -41,11 +41,7 @@ Recording = dict[str, dict[str, Any]]  # path of the module: name of the reading
 
 @contextmanager
 def record(
-    model: nn.Module,
-    names: Iterable[str],
-    *,
-    accumulate: Callable[[str, str], Any] = lambda path, name: Kept(),
-    paths: Callable[[str], bool] = lambda path: True,
+    model: nn.Module, names: Iterable[str], *, accumulate: Callable[[str, str], Any] = lambda path, name: Kept()
 ) -> Iterator[Recording]:
     """Record readings of every attention module that has them, while the context is open.
 
@@ -61,7 +57,6 @@ def record(
             ``'predictions'``: what a head says of each query, see :func:`predicted`.
         accumulate: Takes a module's path and a reading's name to what takes its tensors by ``add`` (default: they are
             kept).
-        paths: Which modules, by their dotted name.
 
     Yields:
         By the module's name and the reading's, what took its tensors; a module that did not run is not in it.
@@ -86,7 +81,7 @@ def record(
 
         return take
 
-    modules, readings = dict(model.named_modules()), list(_readable(model))
+    readings = list(_readable(model))
     reads: list[tuple[str, str, Any]] = []  # path of the reading, of the module whose call shows it, how it is read
     for path, called, has in readings:
         chosen = {name: how for name, how in has.items() if name in wanted}
@@ -96,17 +91,11 @@ def record(
         layers = dict.fromkeys(_layer(model, path) for path, _, has in readings if not set(has) <= set(PLACES))
         reads += [(path, path, _activation) for path in layers]
     if PREDICTIONS in wanted:
-        reads += [(path, path, _scores_and_places) for path in HEADS if path in modules]
-    handles = [
-        modules[called].register_forward_hook(hook(path, read), with_kwargs=True)
-        for path, called, read in reads
-        if paths(path)
-    ]
-    try:
+        reads += [(path, path, _scores_and_places) for path in HEADS if hasattr(model, path)]
+    with ExitStack() as hooks:
+        for path, called, read in reads:
+            hooks.enter_context(model.get_submodule(called).register_forward_hook(hook(path, read), with_kwargs=True))
         yield recording
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _of_inputs(
@@ -177,12 +166,9 @@ def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
     has, wanted = readable(model), tuple(names)
     if not any(name in has for name in wanted):
         needed = ' or '.join(dict.fromkeys(DRAWN[name] for name in wanted))
-        seen = {DRAWN[name]: paths for name, paths in has.items() if name in DRAWN}
-        listed = '; '.join(f'{what} in {len(paths)} modules, first {paths[0]}' for what, paths in seen.items())
-        raise ConfigError(
-            f'{purpose} needs a model with {needed}; {type(model).__name__} has '
-            f'{listed or "no attention that can be read; list_attention.py lists the attention of a config"}.'
-        )
+        found = ', '.join(dict.fromkeys(DRAWN[name] for name in has if name in DRAWN))
+        found = found or 'no attention that can be read'
+        raise ConfigError(f'{purpose} needs a model with {needed}; {type(model).__name__} has {found}.')
 
 
 def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:

@@ -1,9 +1,9 @@
-"""What a model attends to in an image: rollout through its layers or a decoder's, maps of a layer's heads."""
+"""What a model attends to in an image: rollout through its layers or a decoder's, maps of a layer's heads or agents."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +121,29 @@ def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple
     return path, torch.stack(back).view(-1, *geometry[:2]).numpy(), sample
 
 
+def agent_maps(model: nn.Module, batch: dict[str, Any], layer: int = 0) -> tuple[str, np.ndarray, Any]:
+    """Return a layer's path, the attention of its agents ``(n, h, w)``, heads averaged, and the image's data sample.
+
+    Raises:
+        ConfigError: There is no such layer, of the agent attentions.
+
+    Source: Agent attention, Fig. 9.
+    """
+    with record(model, ['agents']) as recording:
+        sample = predict(model, batch)
+    paths = list(recording)
+    if not -len(paths) <= layer < len(paths):
+        raise ConfigError(f'--layer {layer}: {type(model).__name__} has {len(paths)} agent attentions.')
+    return paths[layer], recording[paths[layer]]['agents'].last[0].mean(0).numpy(), sample
+
+
+def agent_rows(path: str, maps: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Yield the row of the CSV of each agent: where it attends most, and how much."""
+    for agent, values in enumerate(maps):
+        row, column = np.unravel_index(values.argmax(), values.shape)
+        yield dict(layer=path, agent=agent, row=int(row), column=int(column), largest=float(values.max()))
+
+
 def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...] | None]]:
     """Return the path of each attention, what was kept of it last, and where it lies, if a module around it says so."""
     found = []
@@ -148,22 +171,17 @@ def factors(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Query:
-    """A query, what it predicts and what it depends on.
+    """A query, what it depends on and, of a model with a head, what it predicts: class, score and place.
 
-    Attributes:
-        number: Of the query.
-        label: Its best class; -1 without a head.
-        score: Of that class.
-        relevance: Of the padded input's places, ``(h, w)``; its sum is 1.
-        place: Logits of a mask over the padded input, ``(h, w)``, more than 0 inside, or a box ``(x, y, w, h)``, 0 to 1
-            over the image, of its centre and size; None without a head.
+    ``relevance`` ``(h, w)`` is of the padded input's places; its sum is 1. ``place`` holds logits of a mask over the
+    padded input, ``(h, w)``, more than 0 inside, or a box ``(x, y, w, h)``, 0 to 1 over the image, of centre and size.
     """
 
     number: int
-    label: int
-    score: float
     relevance: np.ndarray
-    place: np.ndarray | None
+    label: int = -1
+    score: float = 0.0
+    place: np.ndarray | None = None
 
 
 def query_rollout(steps: Sequence[Step], queries: Sequence[int]) -> dict[int, Tensor]:
@@ -197,15 +215,13 @@ def decoder_steps(layers: Recording) -> list[Step]:
 
     Levels are told apart by their number of tokens, which is what stands for the memory.
     """
-    steps: list[Step] = []
-    for path, weights in _maps(layers, _DECODER):  # in the order in which they ran
-        steps.append((None if '.self_attn' in path else weights.shape[-1], weights))
+    maps = _maps(layers, _DECODER)  # in the order in which they ran
+    steps: list[Step] = [(None if '.self_attn' in path else x.shape[-1], x) for path, x in maps]
     return steps if any(memory is not None for memory, _ in steps) else []
 
 
 def _maps(layers: Recording, pattern: re.Pattern[str]) -> list[tuple[str, Tensor]]:
-    found = [(path, of['attention']) for path, of in layers.items() if 'attention' in of and pattern.search(path)]
-    return [(path, maps.last[0]) for path, maps in found]
+    return [(path, maps[0]) for path, maps, _ in placed_maps(layers) if pattern.search(path)]
 
 
 def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[int]) -> list[Query]:
@@ -238,11 +254,11 @@ def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[
     head = predicted(layers)
     found = []
     for number, relevance in zip(queries, relevances.numpy(), strict=True):
-        if head is None:
-            found.append(Query(number, -1, 0.0, relevance, None))
-        else:
+        query = Query(number, relevance)
+        if head is not None:
             score, label = head[0][0, number].max(-1)
-            found.append(Query(number, int(label), float(score), relevance, head[1][0, number].numpy()))
+            query = Query(number, relevance, int(label), float(score), head[1][0, number].numpy())
+        found.append(query)
     return found
 
 

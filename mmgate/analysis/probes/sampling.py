@@ -18,16 +18,10 @@ from mmgate.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingPoints:
-    """Sampling points of some queries in one layer, on the image as it lies on disk.
+    """Points ``xy`` ``(q, H, L, P, 2)`` and ``weights`` ``(q, H, L, P)`` of some queries in one layer.
 
-    Attributes:
-        path: Of the layer.
-        xy: ``(q, H, L, P, 2)``, pixels; 0 is the left or upper edge of the image.
-        weights: ``(q, H, L, P)``.
-        reference: ``(q, 2)``, pixels: the reference point, or the centre of the reference box.
-        queries: Which queries, ``(q,)``.
-        levels: Which levels; 0 is the finest.
-        is_encoder: Whether the queries are the pixels of the levels.
+    Places are pixels of the image as it lies on disk. ``reference`` ``(q, 2)`` holds the queries' reference points, or
+    the centres of their boxes; level 0 is the finest; an encoder's queries are the pixels of its levels.
     """
 
     path: str
@@ -51,11 +45,7 @@ class SamplingPoints:
 class ImageSample:
     """What is drawn on, in the place of a data sample of mmdet's, for models that know of none.
 
-    Attributes:
-        img_path: The image on disk.
-        ori_shape: Its height and width.
-        img_shape: Of what the model got of it, without padding.
-        batch_input_shape: With padding.
+    Shapes are (height, width): on disk, of what the model got without padding, and with it.
     """
 
     img_path: str

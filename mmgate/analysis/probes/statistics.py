@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+EDGES = np.linspace(-4, 4, 401)  # of histograms
 NEAR_ZERO = 0.1  # a gate below it, in absolute value, counts as 0: closed, or, PLuG's, without effect
 
 
@@ -36,15 +37,11 @@ class RunningStatistics:
     """Count, mean, deviation, extremes, sparsity and histogram of all numbers met, in memory that does not grow.
 
     Not-a-number and infinite values are left out. ``sparsity`` is the share of the numbers below 0.1 in absolute value.
-
-    Args:
-        bounds: Of the histogram; what lies outside is counted in its first and last bin.
-        bins: Of the histogram.
+    What lies outside of :data:`EDGES` is counted in the histogram's first and last bin.
     """
 
-    def __init__(self, *, bounds: tuple[float, float] = (-1.0, 1.0), bins: int = 80) -> None:
-        self.edges = np.linspace(*bounds, bins + 1)
-        self.histogram = np.zeros(bins, np.int64)
+    def __init__(self) -> None:
+        self.histogram = np.zeros(len(EDGES) - 1, np.int64)
         self.count = 0
         self.mean = self.deviation = self.sparsity = 0.0
         self.minimum, self.maximum = float('inf'), float('-inf')
@@ -62,6 +59,6 @@ class RunningStatistics:
         self.mean += shift * new
         self.sparsity = old * self.sparsity + new * float((x.abs() < NEAR_ZERO).double().mean())
         self.minimum, self.maximum = min(self.minimum, float(x.min())), max(self.maximum, float(x.max()))
-        low, high, bins = float(self.edges[0]), float(self.edges[-1]), len(self.histogram)
+        low, high, bins = EDGES[0], EDGES[-1], len(self.histogram)
         places = ((x.clamp(low, high) - low) / (high - low) * bins).long().clamp(max=bins - 1)
         self.histogram += torch.bincount(places, minlength=bins).cpu().numpy()

@@ -34,13 +34,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Complexity:
-    """Size of a model.
-
-    Attributes:
-        parameters: Trainable parameters.
-        macs: Multiply-accumulates of one forward pass.
-        by_module: The share of every direct child, by name.
-    """
+    """Trainable parameters of a model, multiply-accumulates of a forward pass, and those of every direct child."""
 
     parameters: int
     macs: int

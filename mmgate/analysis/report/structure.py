@@ -24,9 +24,6 @@ SIZES = ('embed_dims', 'embed_dim', 'num_heads', 'num_levels', 'num_points', 'wi
 def build_structure(cfg: Config) -> nn.Module:
     """Build a config's model for its modules' names, classes and sizes: most parameters hold no values.
 
-    Args:
-        cfg: The config; only ``model`` and ``default_scope`` are read, and it is left as it is.
-
     Raises:
         ConfigError: There is no model in it, or the model cannot be built.
     """
@@ -46,15 +43,10 @@ def build_structure(cfg: Config) -> nn.Module:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention module of a model.
+    """Path and class of a model's attention, those of :data:`SIZES` that it has, and the gates that can replace it.
 
-    Attributes:
-        path: Its dotted name, as a rule's ``path`` matches it.
-        kind: The name of its class.
-        sizes: Those of :data:`SIZES` that it has.
-        gates: Names of the gates that can replace it.
-        inside: The path of the module around it, where every gate that fits this one fits that one and is better put
-            there: mmcv's MultiheadAttention around torch's.
+    ``inside`` is the path of the module around it, where every gate that fits this one fits that one and is better put
+    there: mmcv's MultiheadAttention around torch's.
     """
 
     path: str

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from mmgate.analysis.probes.measures import pixel_centres
+from mmgate.benchmarks.ops import pixel_centres
 
 SHAPES = ((100, 167), (50, 84), (25, 42), (13, 21))  # of an image of 800 x 1333
 HEADS, POINTS = 8, 4

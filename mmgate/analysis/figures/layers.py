@@ -1,0 +1,90 @@
+"""Curves and matrices over the layers, drawn: sinks, ranks, similarities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import numpy as np
+
+from mmgate.analysis.figures import style
+
+
+def draw_sinks(models: list[tuple[str, list[dict[str, Any]]]], out: Path) -> Path:
+    """Draw shares, maximum activation and sparsity over the layers of each model; return the path.
+
+    Empty markers are the first token's, where there is a class token. Attentions of another name (self- and
+    cross-attention, of other keys) are curves of their own, in the order in which they run. Of each model its name, and
+    the rows of :func:`~mmgate.analysis.probes.layers.sinks`.
+    """
+    figure, ((left, middle, right),) = style.panels(1, 3, height=2.9)
+    for number, (name, layers) in enumerate(models):
+        colour, drawn = style.COLOURS[number % len(style.COLOURS)], set[tuple[float, ...]]()
+        kinds: dict[str, list[dict[str, Any]]] = {}
+        for layer in layers:
+            kinds.setdefault(_kind(layer['layer']), []).append(layer)
+        for kind, (of, alike) in enumerate(kinds.items()):
+            label = f'{style.short(name)}, {of}' if len(kinds) > 1 else style.short(name)
+            look = dict(color=colour, marker='os^D'[kind % 4], markersize=3.5, linewidth=1.2, label=label)
+            look['linestyle'] = ('-', '--', '-.', (0, (1, 1)))[kind % 4]
+            of_first = {**look, 'markerfacecolor': 'white', 'linewidth': 0.7, 'label': f'{label}: first token'}
+            found = {key: np.array([layer[key] for layer in alike]) for key in alike[0] if key != 'layer'}
+            left.plot(found['sink_share'], **look)
+            left.plot(found['uniform'], color=colour, linewidth=0.6, linestyle=':')
+            if not np.isnan(found['first_token_share']).all():
+                left.plot(found['first_token_share'], **of_first)
+            activations = tuple(found['maximum_activation'])
+            if activations not in drawn:  # self- and cross-attention of one layer
+                middle.plot(activations, **look)
+                middle.plot(found['first_token_activation'], **of_first)
+                drawn.add(activations)
+            if not np.isnan(found['gate_sparsity']).all():
+                right.plot(found['gate_sparsity'], **look)
+    left.set(title='attention on the\nmost attended token', ylim=(0, None), ylabel='share (dotted: uniform)')
+    middle.set(title='maximum activation\nafter the layer', ylim=(0, None))
+    title = "gate near 0: of outputs, closed;\nPLuG's, without effect"
+    right.set(title=title, ylim=(-0.03, 1.03), ylabel='share of values')
+    for axis in (left, middle, right):
+        style.layer_axis(axis)
+    if not right.lines:
+        right.text(0.5, 0.5, 'no gates', ha='center', va='center', transform=right.transAxes, fontsize=8)
+        right.set(xticks=[], yticks=[], xlabel='', ylabel='')
+    style.legend(figure, left.get_legend_handles_labels()[0])
+    return style.save(figure, out)
+
+
+def _kind(path: str) -> str:
+    """Return what an attention is called in its layer, past the one that mmcv's attention wraps."""
+    return next((name for name in reversed(path.split('.')) if name != 'attn' and not name.isdigit()), path)
+
+
+def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: Path, *, label: str) -> Path:
+    """Draw matrices over layers, 0 to 1, a panel each, side by side; return the path."""
+    figure, axes = style.panels(1, len(models), height=2.9, width=3.6 * len(models) + 0.6)
+    for axis, (title, paths, values) in zip(axes[0], models, strict=True):
+        drawn = style.show_map(axis, values, cmap=style.SEQUENTIAL, vmin=0, vmax=1)
+        numbers = range(len(paths))
+        labels = [name if name == f'{n}' else f'{name}  {n}' for n, name in enumerate(style.layer_labels(paths))]
+        axis.set_xticks(numbers, numbers, fontsize=6)
+        axis.set_yticks(numbers, labels, fontsize=6)
+        axis.set(title=fill(title, round(style.LINE * 0.55)), xlabel='layer')
+    style.colour_bar(figure, drawn, axes, label)
+    return style.save(figure, out)
+
+
+def draw_ranks(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> Path:
+    """Draw mean and spread of the ranks over the layers, a panel a kind; return the path."""
+    figure, (axes,) = style.panels(1, 2, height=3.0)
+    most = ', '.join(map(str, sorted({row['channels'] for _, rows in models for row in rows})))
+    for axis, kind in zip(axes, ('matrix_rank', 'effective_rank'), strict=True):
+        for number, (name, rows) in enumerate(models):
+            means, spreads = ([row[key] for row in rows] for key in (kind, f'{kind}_std'))
+            colour, marker = style.COLOURS[number % len(style.COLOURS)], 'os^D'[number % 4]
+            look = dict(color=colour, marker=marker, markersize=4, capsize=2, linewidth=1.2)
+            axis.errorbar(range(len(rows)), means, yerr=spreads, label=name, **look)
+        axis.set(ylabel=f'{kind.replace("_", " ")} of $K^T V$\n(of at most {most})', ylim=(0, None))
+        style.layer_axis(axis)
+    style.legend(figure, axes[0].get_legend_handles_labels()[0], columns=1 if len(models) < 4 else 2)
+    return style.save(figure, out)
