@@ -13,6 +13,7 @@ from mmgate.analysis.figures import style
 from mmgate.analysis.probes.gates import LayerGate, mean_map
 from mmgate.analysis.probes.statistics import EDGES
 
+BARS = 40  # of a histogram
 MEANINGS = {
     0: 'A gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
     1: 'A gate of 1 leaves attention unchanged, one of 0 closes it.',
@@ -75,11 +76,14 @@ def _draw_layers(axis: Any, gates: Sequence[LayerGate]) -> None:
 
 
 def _draw_histogram(axis: Any, gates: Sequence[LayerGate], used: tuple[float, float]) -> None:
+    bins = np.searchsorted(EDGES, used)
+    step = next(n for n in (1, 2, 4, 5, 10) if n * BARS >= bins[1] - bins[0])  # a bar begins at 0
     for number, name in enumerate(dict.fromkeys(gate.name for gate in gates)):
         of_name = [gate.statistics.histogram for gate in gates if gate.name == name]
         shares = np.mean([counts / max(counts.sum(), 1) for counts in of_name], axis=0)
+        shares = np.add.reduceat(shares, range(0, len(shares), step))
         look = dict(color=style.COLOURS[number], alpha=0.7, fill=number == 0, label=name, linewidth=1.2)
-        axis.stairs(shares, EDGES, **look)
+        axis.stairs(shares, EDGES[::step], **look)
     if len({gate.name for gate in gates}) > 1:
         axis.legend(fontsize=7)
     axis.axvline(0, color='0.6', linewidth=0.8)
