@@ -26,12 +26,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Examine, print and return the exit status."""
     parser = argparse.ArgumentParser(prog='python -m mmgate.doctor', description=__doc__.split('\n')[0])
     parser.add_argument('--calibrate', action='store_true', help="time all backends and keep the fastest for 'auto'")
-    parser.add_argument('--device', help='default: the accelerator that torch sees, else the CPU')
+    parser.add_argument('--device', help='default: cuda, if torch sees it, else cpu')
     parser.add_argument('--dtype', choices=sorted(DTYPES), nargs='+', help='default: float32; on CUDA all')
     parser.add_argument('--sizes', choices=['full', 'tiny'], help='default: full with --calibrate, else tiny')
     parser.add_argument('--limit', type=int, default=60, help='seconds after which a call counts as hung (60)')
     args = parser.parse_args(argv)
-    device = torch.device(args.device or _accelerator())
+    device = torch.device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     dtypes = args.dtype or (list(DTYPES) if device.type == 'cuda' else ['float32'])
     scale = args.sizes or ('full' if args.calibrate else 'tiny')
     rows = list(compare(device, dtypes, scale, args.limit))
@@ -53,12 +53,6 @@ def _packages() -> str:
             version = '-'
         found.append(f'{name} {version}' + f' ({distribution})' * (distribution != name))
     return ', '.join([*found, f'cuda {torch.version.cuda or torch.version.hip or "-"}'])
-
-
-def _accelerator() -> str:
-    if hasattr(torch, 'accelerator') and torch.accelerator.is_available():  # torch 2.6
-        return str(torch.accelerator.current_accelerator())
-    return 'cuda' if torch.cuda.is_available() else 'cpu'
 
 
 def page(rows: Sequence[Row], device: torch.device, timed: bool) -> str:
