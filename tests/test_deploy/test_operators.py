@@ -17,9 +17,8 @@ from mmseg.models.utils import Upsample
 from torch import Tensor, nn
 
 from mmgate.deploy.boxes import Boxes, best
-from mmgate.deploy.capture import capture
+from mmgate.deploy.graph import capture, write_onnx
 from mmgate.deploy.network import Network
-from mmgate.deploy.onnx_file import write_onnx
 from mmgate.deploy.operators import keep, roi_align
 from mmgate.deploy.runtime import Exported
 from mmgate.deploy.sampling import PLUGIN, SAMPLERS
