@@ -12,6 +12,8 @@ from urllib.parse import urlparse
 import torch
 from mmengine.dist import barrier, get_dist_info
 
+from mmgate.errors import ConfigError
+
 
 def download(url: str) -> Path:
     """Return the file in torch's cache that holds ``url``, downloaded by one process of a machine if need be.
@@ -20,7 +22,7 @@ def download(url: str) -> Path:
     with the same name, a file beside it is used.
 
     Raises:
-        ConnectionError: It cannot be downloaded, or not to its end.
+        ConfigError: It cannot be downloaded, or not to its end.
     """
     file = _cached(url)
     if get_dist_info()[0] == 0:
@@ -30,8 +32,8 @@ def download(url: str) -> Path:
     try:
         _fetch(url, file)
     except (OSError, HTTPException) as error:
-        raise ConnectionError(
-            f'{url} cannot be downloaded ({error}). Download it in another way and give the file, in '
+        raise ConfigError(
+            f'checkpoint {url} cannot be downloaded ({error}). Download it in another way and give the file, in '
             'init_cfg.checkpoint or load_from.'
         ) from error
     return file
