@@ -9,12 +9,12 @@ from typing import Any
 
 from mmengine.config import Config
 from mmengine.hooks import Hook
-from mmengine.model import is_model_wrapper
 from mmengine.registry import DATASETS
 from torch import Tensor, nn
 
 from mmgate._environment import MM
 from mmgate.errors import ConfigError
+from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 
 HEADS = ('auxiliary_head', 'bbox_head', 'decode_head', 'head', 'mask_head', 'query_head')
@@ -49,9 +49,10 @@ class DataCheckHook(Hook):
         """Look at the data sets and the heads; mmengine calls this at the start of any loop."""
         self._left = self.maps
         for one in innermost(getattr(runner, f'{mode}_dataloader').dataset):
-            if mode == 'train':
-                refuse_foreign(one)
-            for found in (lacking_categories(one)[0], *other_numbers(_model(runner), one)):
+            lacking, lacks_all = lacking_categories(one)
+            if lacks_all and mode == 'train':
+                raise ConfigError(f'train_dataloader: {lacking}')
+            for found in (lacking, *other_numbers(own_model(runner.model), one)):
                 self._say(runner, found, f'{mode}_dataloader: ')
 
     def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = 'train') -> None:
@@ -59,19 +60,12 @@ class DataCheckHook(Hook):
         samples = data_batch.get('data_samples') if isinstance(data_batch, dict) and self._left > 0 else None
         for sample in samples if isinstance(samples, Sequence) else ():
             self._left -= 1
-            self._say(runner, label_beyond(_model(runner), sample))
+            self._say(runner, label_beyond(own_model(runner.model), sample))
 
     def _say(self, runner: Any, found: str, where: str = '') -> None:
         if found and found not in self._said and not runner.rank:
             self._said.add(found)
             runner.logger.warning(f'{where}{found}')
-
-
-def refuse_foreign(dataset: Any) -> None:
-    """Raise ConfigError for a data set to train on of which no class is a category of its annotation file."""
-    found, none_is_there = lacking_categories(dataset)
-    if none_is_there:
-        raise ConfigError(f'train_dataloader: {found}')
 
 
 def refuse_foreign_classes(cfg: Config, runner: Any) -> None:
@@ -85,7 +79,9 @@ def refuse_foreign_classes(cfg: Config, runner: Any) -> None:
     if isinstance(runner._train_loop, dict) and 'dataset' not in data and 'datasets' not in data:
         dataset = DATASETS.build(dict(data, lazy_init=True))
         dataset.load_data_list()
-        refuse_foreign(dataset)
+        lacking, lacks_all = lacking_categories(dataset)
+        if lacks_all:
+            raise ConfigError(f'train_dataloader: {lacking}')
 
 
 def innermost(dataset: Any) -> Iterator[Any]:
@@ -170,10 +166,6 @@ def label_beyond(model: nn.Module, sample: Any) -> str:
         f'{classes - 1} ({ignored} is ignored). Correct the labels, set num_classes, or set reduce_zero_label where '
         'they count from 1.'
     )
-
-
-def _model(runner: Any) -> nn.Module:
-    return runner.model.module if is_model_wrapper(runner.model) else runner.model
 
 
 def _classes(dataset: Any) -> list[str]:
