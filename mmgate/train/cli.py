@@ -13,19 +13,14 @@ import warnings
 from collections.abc import Callable
 from copy import deepcopy
 
-import torch
 from mmengine.config import Config, ConfigDict, DictAction
-from mmengine.device import get_device
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
-from torch import distributed, nn
+from torch import distributed
 
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.datasets.data_check_hook import DataCheckHook, refuse_foreign_classes
 from mmgate.errors import ConfigError
-from mmgate.layers.base.deformable import MultiScaleDeformableAttention
-from mmgate.layers.plug_dense import PLuGAttention
-from mmgate.ops.backend import OPERATORS, candidates
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
 from .config_file import add_trust_option, check_checkpoint, check_data, check_pretrained, load_config, type_name
@@ -153,43 +148,17 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
             ``check_data=False`` leaves :class:`~mmgate.datasets.data_check_hook.DataCheckHook` out.
 
     Raises:
-        ConfigError: A rule matches nothing or has a wrong value, or a backend cannot run here.
+        ConfigError: A launcher that cannot work here or, once the model is built, a rule that does not fit it.
     """
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     if cfg.launcher != 'none' or cfg.get('strategy'):
         from .processes import prepare_processes  # what shards takes long to import
 
         prepare_processes(cfg)
-    try:
-        runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
-        if isinstance(runner, FlexibleRunner):  # it would build the model when it starts
-            runner.model = runner.strategy.build_model(runner.model)
-    except ConfigError as error:  # of mmgate's rules, gates and backbones; what others refuse keeps its traceback
-        raise ConfigError(f'the config cannot be built: {error} (MMGATE_TRACEBACK=1 shows where)') from error
-    check_backends(runner.model)
+    runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
     if cfg.get('check_data', True) and not any(isinstance(hook, DataCheckHook) for hook in runner.hooks):
         runner.register_hook(DataCheckHook())  # which the config may name, too
     return runner
-
-
-def check_backends(model: nn.Module) -> None:
-    """Refuse a backend, of a rule or of an environment variable, that cannot run on the device of the run.
-
-    Raises:
-        ConfigError: With the attention's name and the reason.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, MultiScaleDeformableAttention):
-            operator, width = 'ms_deform_attn', module.value_proj.out_features
-        elif isinstance(module, PLuGAttention):
-            operator, width = 'plug_attention', module.embed_dim
-        else:
-            continue
-        heads = torch.empty(1, 1, module.num_heads, width // module.num_heads, device=get_device())
-        try:
-            candidates(operator, OPERATORS[operator], heads, module.backend)
-        except ConfigError as error:
-            raise ConfigError(f'{name}: {error}') from error
 
 
 def enable_amp(cfg: Config) -> None:

@@ -95,7 +95,7 @@ MISTAKES = {
         goes_on=True,
     ),
     'backend': Mistake(
-        r"encoder\.layers\.0\.self_attn: ms_deform_attn: backend 'triton' cannot run here: it is for CUDA tensors",
+        "ms_deform_attn: backend 'triton' cannot run here: it is for CUDA tensors",
         "model = dict(attention=dict(backend='triton'))"
     ),
     'index': Mistake('model.neck.in_channels.7', arguments=('--cfg-options', 'model.neck.in_channels.7=1')),
@@ -163,13 +163,6 @@ def test_a_label_beyond_the_classes_is_named_before_torch_meets_it(project: Path
     with pytest.raises(Exception, match=r'.'):  # torch's own words, which name no file
         run('train', name='beyond')
     assert re.search(f'{MAP} holds the number 50, label 49 of the data, and the model predicts labels 0 to 5', logs())
-
-
-def test_an_error_of_the_hosts_keeps_its_traceback(project: Path) -> None:
-    make(Mistake('', 'model = dict(encoder=dict(layer_cfg=dict(self_attn_cfg=dict(num_heads=7))))'))
-    with pytest.raises(ValueError, match='embed_dims must be divisible by num_heads, but got 128 and 7') as raised:
-        run('train', name='heads')
-    assert type(raised.value) is ValueError
 
 
 def test_a_config_can_leave_the_check_out(project: Path) -> None:
