@@ -12,13 +12,12 @@ import pytest
 import torch
 from conftest import ROOT
 from mmengine.config import Config
-from mmengine.model import MMDistributedDataParallel
 from safetensors.torch import load_file
 from torch import Tensor
 
 from mmgate.errors import ConfigError
 from mmgate.train import cli
-from mmgate.train.processes import MODEL_WRAPPERS, STRATEGIES, FSDPStrategy, prepare_processes
+from mmgate.train.processes import STRATEGIES, FSDPStrategy, prepare_processes
 
 COMPONENTS = """
 import torch
@@ -215,17 +214,16 @@ def test_mmengines_strategy_is_replaced(launched: None, monkeypatch: pytest.Monk
     assert STRATEGIES.get(cfg.strategy.type) is FSDPStrategy
 
 
-@pytest.mark.parametrize('name', [None, 'MMDistributedDataParallel', 'mmgate.DistributedDataParallelOnCPU'])
+@pytest.mark.parametrize('name', [None, 'MMDistributedDataParallel', 'mmengine.MMSeparateDistributedDataParallel'])
 def test_without_a_gpu_no_device_is_handed_over(
     launched: None, monkeypatch: pytest.MonkeyPatch, name: str | None
 ) -> None:
-    """The last name stands in configs that older runs on CPUs wrote."""
     monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cpu')
     monkeypatch.setattr('mmgate.train.processes.is_distributed', lambda: True)
     cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=name and dict(type=name)))
     prepare_processes(cfg)
     assert cfg.model_wrapper_cfg.device_ids is None
-    assert MODEL_WRAPPERS.get(cfg.model_wrapper_cfg.type) is MMDistributedDataParallel
+    assert cfg.model_wrapper_cfg.type == (name or 'MMDistributedDataParallel')
 
 
 @pytest.mark.parametrize(
