@@ -31,8 +31,7 @@ def add_images(parser: argparse.ArgumentParser) -> None:
 def load_with_images(args: argparse.Namespace, *, whole: bool = False) -> tuple[LoadedModel, list[dict[str, Any]]]:
     """Return the model, and its images as batches of one."""
     cfg = read_config(args.config)
-    if args.cfg_options:
-        merge_options(cfg, args.cfg_options)
+    merge_options(cfg, args.cfg_options or {})
     loaded = load_model(cfg, args.checkpoint, whole=whole)
     batches = list(loaded.inputs(args))
     if not batches:
