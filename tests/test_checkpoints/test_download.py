@@ -1,4 +1,4 @@
-"""Checkpoints from a web address: once, whole, each under a name of its own."""
+"""Checkpoints from a web address: once, and whole."""
 
 from __future__ import annotations
 
@@ -53,22 +53,6 @@ def test_downloads_from_a_cloud_drive_once(drive: str, tmp_path: Path, monkeypat
     assert (tmp_path / 'hub/checkpoints/13fdf0e0a7c5498c934f.pth').is_file()
     monkeypatch.setattr(_Drive, 'content', b'changed')
     assert read_checkpoint(url)['model']['weight'].sum() == 3
-
-
-def test_addresses_with_one_name_are_two_files(drive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / 'hub/checkpoints'
-    for number, server in enumerate(('a', 'b')):
-        torch.save({'model': {'weight': torch.full((3,), number)}}, tmp_path / 'served.pth')
-        monkeypatch.setattr(_Drive, 'content', (tmp_path / 'served.pth').read_bytes())
-        assert read_checkpoint(f'{drive}/f/{server}/best.pth')['model']['weight'].sum() == 3 * number
-    monkeypatch.setattr(_Drive, 'content', b'changed')
-    for number, server in enumerate(('a', 'b')):  # each is there
-        assert read_checkpoint(f'{drive}/f/{server}/best.pth')['model']['weight'].sum() == 3 * number
-    assert len(list(folder.glob('*.pth'))) == 2
-    for signature in ('x', 'y'):  # of one file, for a time
-        assert read_checkpoint(f'{drive}/f/a/best.pth?Signature={signature}')['model']['weight'].sum() == 0
-    (tmp_path / 'served.pth').rename(folder / 'mine.pth')  # put there by hand, or by torch
-    assert read_checkpoint(f'{drive}/f/c/mine.pth')['model']['weight'].sum() == 3
 
 
 def test_a_download_that_ends_early_is_not_kept(drive: str, monkeypatch: pytest.MonkeyPatch) -> None:
