@@ -21,8 +21,8 @@ class GroupedOptimWrapperConstructor(ChangesGroups):
     """Merge the groups of equal settings, whichever constructor makes the optimizer.
 
     A Deformable DETR has 300 groups of two settings, and an optimizer launches its kernels group by group. What is
-    computed stays the same, checkpoints from before the merge can be resumed, and schedulers and logs see the merged
-    groups. The optimizer is fused where torch can and the config does not say ``fused=False``.
+    computed stays the same, and schedulers, logs and checkpoints see the merged groups: a run is resumed with the
+    constructor that it began with. The optimizer is fused where torch can and the config does not say ``fused=False``.
 
     ``paramwise_cfg`` is the other constructor's, with its registered name under ``grouped``.
     """
@@ -36,36 +36,16 @@ class GroupedOptimWrapperConstructor(ChangesGroups):
         return {**self.wrapper, 'optimizer': {**self.wrapper['optimizer'], 'fused': True}}, self.options
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Merge, and let states from before the merge be loaded; groups keep the order of their first members."""
-        before = optimizer.param_groups
+        """Merge; groups keep the order of their first members."""
         settings: list[dict[str, Any]] = []
-        members: list[list[int]] = []
-        for index, group in enumerate(before):
+        members: list[list[nn.Parameter]] = []
+        for group in optimizer.param_groups:
             own = {key: value for key, value in group.items() if key != 'params'}
-            if own in settings:
-                members[settings.index(own)].append(index)
-            else:
+            if own not in settings:
                 settings.append(own)
-                members.append([index])
-        sizes = [len(group['params']) for group in before]
-        optimizer.param_groups[:] = _merged(before, members)
-
-        def regroup(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-            groups = state_dict['param_groups']
-            if len(members) < len(sizes) and [len(group['params']) for group in groups] == sizes:
-                groups = _merged(groups, members)
-            # whether it is fused is this run's to say
-            own = [{'fused': group['fused']} if 'fused' in group else {} for group in optimizer.param_groups]
-            if len(groups) == len(own):
-                groups = [{**group, **fused} for group, fused in zip(groups, own, strict=True)]
-            return {**state_dict, 'param_groups': groups}
-
-        optimizer.register_load_state_dict_pre_hook(regroup)
-
-
-def _merged(groups: list[dict[str, Any]], members: list[list[int]]) -> list[dict[str, Any]]:
-    """Return a group with the settings of the first and the parameters of all, for each list of indices."""
-    return [{**groups[own[0]], 'params': [p for index in own for p in groups[index]['params']]} for own in members]
+                members.append([])
+            members[settings.index(own)] += group['params']
+        optimizer.param_groups[:] = [{'params': params, **own} for params, own in zip(members, settings, strict=True)]
 
 
 def _can_fuse(optimizer: dict[str, Any], model: nn.Module) -> bool:
