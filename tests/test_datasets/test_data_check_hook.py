@@ -118,15 +118,10 @@ class Run:
         self.logger = SimpleNamespace(warning=self.said.append)
 
 
-def wrap(data: Any) -> Any:
-    return SimpleNamespace(dataset=SimpleNamespace(datasets=[data]))
-
-
-@pytest.mark.parametrize('wrapped', [False, True], ids=['plain', 'wrapped'])
-def test_classes_that_are_no_category_are_refused(wrapped: bool, tmp_path: Path) -> None:
-    """mmdet trains on images without a box, and says nothing."""
-    data = coco(tmp_path, ('person', 'car'))
-    run, hook = Run(model_of(bbox_head=2), wrap(data) if wrapped else data), DataCheckHook()
+def test_classes_that_are_no_category_are_refused(tmp_path: Path) -> None:
+    """mmdet trains on images without a box, and says nothing; data sets are looked for in their wrappers."""
+    data = SimpleNamespace(dataset=SimpleNamespace(datasets=[coco(tmp_path, ('person', 'car'))]))
+    run, hook = Run(model_of(bbox_head=2), data), DataCheckHook()
     with pytest.raises(ConfigError, match=r'train_dataloader: none of the classes \(person, car\).*which has cat, dog'):
         hook.before_train_epoch(run)
     hook.before_val_epoch(run)

@@ -201,13 +201,7 @@ def test_fsdp_trains_as_ddp_does_and_resumes(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / 'local/epoch_4.pth').iterdir()) == ['rank0.pth', 'rank1.pth']
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='localhost', MASTER_PORT='1').items():
-        monkeypatch.setenv(name, value)
-
-
-def test_mmengines_strategy_is_replaced(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mmengines_strategy_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cuda')
     cfg = Config(dict(launcher='pytorch', strategy=dict(type='FSDPStrategy')))
     prepare_processes(cfg)
@@ -215,9 +209,7 @@ def test_mmengines_strategy_is_replaced(launched: None, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize('name', [None, 'MMDistributedDataParallel', 'mmengine.MMSeparateDistributedDataParallel'])
-def test_without_a_gpu_no_device_is_handed_over(
-    launched: None, monkeypatch: pytest.MonkeyPatch, name: str | None
-) -> None:
+def test_without_a_gpu_no_device_is_handed_over(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
     monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cpu')
     monkeypatch.setattr('mmgate.train.processes.is_distributed', lambda: True)
     cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=name and dict(type=name)))
@@ -235,8 +227,6 @@ def test_without_a_gpu_no_device_is_handed_over(
     ids=['slurm', 'one process'],
 )
 def test_a_start_that_cannot_work(monkeypatch: pytest.MonkeyPatch, settings: dict, message: str) -> None:
-    for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cpu')
     with pytest.raises(ConfigError, match=message):
         prepare_processes(Config(settings))
