@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable
 from copy import deepcopy
 
-from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.config import Config, ConfigDict
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
 from torch import distributed
@@ -23,7 +23,7 @@ from mmgate.datasets.data_check_hook import DataCheckHook, refuse_foreign_classe
 from mmgate.errors import ConfigError
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
-from .config_file import add_trust_option, check_checkpoint, check_data, check_pretrained, load_config, type_name
+from .config_file import add_trust_option, check_files, config_parser, load_config, type_name
 from .load_report import LoadReportHook
 
 
@@ -78,10 +78,7 @@ def train(argv: list[str]) -> None:
         note = enable_auto_scale_lr(cfg)
     if args.resume is not None:
         cfg.resume, cfg.load_from = True, None if args.resume == 'auto' else args.resume
-    check_data(cfg, ('train', 'val'))
-    check_pretrained(cfg)
-    if cfg.get('load_from'):
-        check_checkpoint(cfg.load_from, sharded='strategy' in cfg)
+    check_files(cfg, ('train', 'val'))
     runner = build_runner(cfg)
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
@@ -127,8 +124,7 @@ def test(argv: list[str]) -> None:
     if args.out and not pickled:
         for evaluator in cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]:
             evaluator.update(output_dir=args.out, keep_results=True)
-    check_data(cfg, ('test',))
-    check_checkpoint(args.checkpoint, sharded='strategy' in cfg)
+    check_files(cfg, ('test',))
     runner = build_runner(cfg)
     runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch))
     if pickled:
@@ -233,15 +229,8 @@ def enable_tta(cfg: Config) -> None:
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument('config', help="config file, or 'package::path' of an installed package's config")
+    parser = config_parser(description)
     parser.add_argument('--work-dir', help='folder for logs, checkpoints and metrics')
-    parser.add_argument(
-        '--cfg-options',
-        nargs='+',
-        action=DictAction,
-        help='override settings: key=value, nested keys by dots, lists as key="[a,b]"',
-    )
     add_trust_option(parser)
     parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none', help='job launcher')
     # torchrun sets the variable, torch.distributed.launch passes the argument, in either spelling
