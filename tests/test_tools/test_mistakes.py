@@ -64,6 +64,10 @@ MISTAKES = {
         'matches no module.*encoder.layers.0.self_attn', "model = dict(attention=dict(path='encoder.*.attn'))"
     ),
     'no_annotations': Mistake('train_dataloader.dataset.ann_file: .*a.json does not', dataset("ann_file='a.json'")),
+    'no_pretrained_weights': Mistake(
+        r'model\.backbone\.init_cfg\.checkpoint: checkpoint no\.pth does not exist',
+        "model = dict(backbone=dict(init_cfg=dict(_delete_=True, type='Pretrained', checkpoint='no.pth')))",
+    ),
     'other_categories': Mistake(FOREIGN, damage=rename_categories),
     'other_categories_and_images_without_boxes_dropped': Mistake(
         FOREIGN, dataset('filter_cfg=dict(filter_empty_gt=True)'), rename_categories

@@ -16,6 +16,7 @@ from torch import nn
 
 from mmgate import swap_attention
 from mmgate.errors import ConfigError
+from mmgate.train import load_report
 from mmgate.train.load_report import LoadReportHook, load_weights
 
 
@@ -32,8 +33,7 @@ class Renaming(nn.Linear):
 def lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What is logged, with its level."""
     said: list[tuple[str, str]] = []
-    log = lambda text, level, **_: said.append((logging.getLevelName(level), text))  # noqa: E731
-    monkeypatch.setattr('mmgate.train.load_report.print_log', log)
+    monkeypatch.setattr(load_report, 'log', lambda text, level: said.append((logging.getLevelName(level), text)))
     return said
 
 
