@@ -58,4 +58,4 @@ else:
         'train.interrupt_hook',
         'train.reproducible',
     )
-    OPTIM_WRAPPER_CONSTRUCTORS = _child(root.OPTIM_WRAPPER_CONSTRUCTORS, 'speed.parameter_groups', 'train.decay')
+    OPTIM_WRAPPER_CONSTRUCTORS = _child(root.OPTIM_WRAPPER_CONSTRUCTORS, 'train.parameter_groups')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import zipfile
 from contextlib import suppress
 from http.client import HTTPException
@@ -12,17 +11,21 @@ from urllib.parse import urlparse
 import torch
 from mmengine.dist import barrier, get_dist_info
 
+from mmgate.errors import ConfigError
+
 
 def download(url: str) -> Path:
     """Return the file in torch's cache that holds ``url``, downloaded by one process of a machine if need be.
 
-    A file that was put there under the address's name counts as downloaded. Where it is known to be of another address
-    with the same name, a file beside it is used.
+    As in torch and mmengine, a file that is there under the address's name counts as downloaded.
 
     Raises:
-        ConnectionError: It cannot be downloaded, or not to its end.
+        ConfigError: It cannot be downloaded, or not to its end.
     """
-    file = _cached(url)
+    path = urlparse(url).path
+    # a cloud drive's address ends in a slash: the name is the folder's, which torch and mmengine take for no name
+    name = PurePosixPath(path).name + ('.pth' if path.endswith('/') else '')
+    file = Path(torch.hub.get_dir()) / 'checkpoints' / name
     if get_dist_info()[0] == 0:
         with suppress(OSError, HTTPException):  # raised below, once the others wait no more
             _fetch(url, file)
@@ -30,8 +33,8 @@ def download(url: str) -> Path:
     try:
         _fetch(url, file)
     except (OSError, HTTPException) as error:
-        raise ConnectionError(
-            f'{url} cannot be downloaded ({error}). Download it in another way and give the file, in '
+        raise ConfigError(
+            f'checkpoint {url} cannot be downloaded ({error}). Download it in another way and give the file, in '
             'init_cfg.checkpoint or load_from.'
         ) from error
     return file
@@ -47,27 +50,3 @@ def _fetch(url: str, file: Path) -> None:
     if ends_early:
         file.unlink()
         raise OSError('it ended early')
-    _origin(file).write_text(_address(url))
-
-
-def _cached(url: str) -> Path:
-    path = urlparse(url).path
-    # a cloud drive's address ends in a slash: the name is the folder's, which torch and mmengine take for no name
-    name = PurePosixPath(path).name + ('.pth' if path.endswith('/') else '')
-    file = Path(torch.hub.get_dir()) / 'checkpoints' / name
-    origin = _origin(file)
-    if file.is_file() and origin.is_file() and origin.read_text() != _address(url):
-        return file.with_name(f'{file.stem}-{_address(url)[:8]}{file.suffix}')
-    return file
-
-
-def _address(url: str) -> str:
-    """Return a hash of what tells addresses apart: of a file's name not the query, which may be a signature."""
-    parts = urlparse(url)
-    query = '' if PurePosixPath(parts.path).suffix else parts.query
-    return hashlib.sha256(f'{parts.hostname}:{parts.port}{parts.path}?{query}'.encode()).hexdigest()
-
-
-def _origin(file: Path) -> Path:
-    """Return where the hash of a downloaded file's address is noted."""
-    return file.with_name(f'{file.name}.address')

@@ -17,6 +17,8 @@ from torch import Tensor
 from mmgate._environment import log
 from mmgate.errors import ConfigError
 
+from .safetensors_file import read_safetensors
+
 KEY, VERSION = 'mmgate.gates', 1
 
 
@@ -114,23 +116,19 @@ def read_gates(path: str | os.PathLike[str]) -> GatesFile:
     Raises:
         ConfigError: There is no such file, it is damaged, or it is something else.
     """
-    from safetensors import SafetensorError, safe_open
-
     if not os.path.isfile(path):
         raise ConfigError(f'{path}: there is no such file of gates.')
     try:
-        with safe_open(os.fspath(path), framework='pt') as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            text = (file.metadata() or {}).get(KEY)
-    except (SafetensorError, OSError) as error:
+        tensors, metadata = read_safetensors(path)
+    except ValueError as error:
         raise ConfigError(f'{path} cannot be read as a file of gates ({error}); write or copy it again.') from error
-    if text is None:
+    if KEY not in metadata:
         raise ConfigError(
             f'{path} is no file of gates: it has no {KEY!r} in its metadata. mmgate.save_gates and '
             'tools/model_converters/gates.py extract write such files.'
         )
     try:
-        described = json.loads(text)
+        described = json.loads(metadata[KEY])
         version = described.pop('version')
         content = GatesFile(tensors=tensors, **described)
         complete = set(content.gates) <= set(tensors)

@@ -109,7 +109,7 @@ def load_file(path: str, map_location: Any = None, *, trusted: bool = False, ten
         ValueError: It cannot be read; the message is the reason.
     """
     if path.endswith('.safetensors'):
-        return read_safetensors(path)
+        return dict(state_dict=read_safetensors(path)[0], meta={})
     options: dict[str, Any] = {}
     if not trusted:
         limits = dict(sizes=_checked_members(path), total=os.path.getsize(path), tensors_alone=tensors_alone)

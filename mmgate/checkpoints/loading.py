@@ -67,14 +67,9 @@ def load_checkpoint_url(filename: str, map_location: Any = None) -> Any:
     """Download a checkpoint once into torch's cache and load it as :func:`load_checkpoint_file` does.
 
     Raises:
-        ConfigError: It cannot be downloaded or read.
-        UntrustedCheckpoint: As :func:`load_checkpoint_file`.
+        ConfigError: It cannot be downloaded; and as :func:`load_checkpoint_file`.
     """
-    try:
-        file = download(filename)
-    except ConnectionError as error:
-        raise ConfigError(f'checkpoint {error}') from error
-    return load_checkpoint_file(str(file), map_location)
+    return load_checkpoint_file(str(download(filename)), map_location)
 
 
 def is_trusted() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from typing import Any
 
 from mmengine.registry import DATASETS, HOOKS, MODELS, TRANSFORMS
 
@@ -18,13 +19,13 @@ SCOPES |= {'mmrotate', 'mmseg', 'mmtrack', 'mmyolo', 'timm', 'torch', 'torchvisi
 _NAMED = {'type', 'host', '_scope_', 'runner_type', 'constructor'}
 _PACKAGES = {'logging'}  # of mmengine, too
 _PLAIN = (
-    *(ast.Module, ast.Assign, ast.Expr, ast.Constant, ast.Dict, ast.List, ast.Set, ast.Tuple),
-    *(ast.UnaryOp, ast.unaryop, ast.expr_context, ast.keyword),
+    *(ast.Module, ast.Assign, ast.Expr, ast.Constant, ast.List, ast.Set, ast.Tuple),
+    *(ast.UnaryOp, ast.unaryop, ast.expr_context),
 )
 
 
 def running_part(text: str) -> str | None:
-    """Return what in a config's text would run something, in words; None if it is values alone."""
+    """Return the first part of a config's text that would run something, with its line; None if it is values alone."""
     if '{{' in text:
         return 'a place to be filled in, {{'
     try:
@@ -33,32 +34,27 @@ def running_part(text: str) -> str | None:
         return None  # nothing that could run
     except (RecursionError, MemoryError):
         return 'values too deep to read'
-    return next((found for found in map(_running, ast.walk(tree)) if found), None)
+    running: Any = next((node for node in ast.walk(tree) if not _is_value(node)), None)
+    return running and f'line {running.lineno}, {ast.unparse(running)[:40]}'
 
 
-def _running(node: ast.AST) -> str | None:
-    """Return what is wrong with a node itself, whatever lies in it."""
-    named: list[tuple[object, ast.expr]] = []
+def _is_value(node: ast.AST) -> bool:
+    """Return whether a node itself runs nothing, whatever lies in it."""
     if isinstance(node, ast.Name):
-        assigned = isinstance(node.ctx, ast.Store) and (node.id in CALLS or node.id == '_base_')
-        return f'line {node.lineno}, {node.id}' if assigned or node.id.startswith('__') else None
+        bound_anew = isinstance(node.ctx, ast.Store) and node.id in {*CALLS, '_base_'}
+        return not bound_anew and not node.id.startswith('__')
     if isinstance(node, ast.Call):
-        if not isinstance(node.func, ast.Name) or node.func.id not in CALLS:
-            return f'line {node.lineno}, {ast.unparse(node)[:40]}, which is no value'
-        if node.func.id == 'dict' and not all(isinstance(given, ast.Dict) for given in node.args):
-            return f'line {node.lineno}, a dict whose keys do not stand there'
-        named = [(keyword.arg, keyword.value) for keyword in node.keywords]
-    elif isinstance(node, ast.Dict):
-        named = [(getattr(key, 'value', None), value) for key, value in zip(node.keys, node.values, strict=True)]
-        if any(isinstance(key, ast.Name) or key is None for key in node.keys):
-            return f'line {node.lineno}, a dict whose keys do not stand there'
-    elif isinstance(node, ast.keyword) and node.arg is None:
-        return f'line {node.lineno}, a dict whose keys do not stand there'
-    elif isinstance(node, ast.stmt) and not isinstance(node, _PLAIN):
-        return f'line {node.lineno}, which is no assignment of a value to a name'
-    elif not isinstance(node, _PLAIN):
-        return f'line {getattr(node, "lineno", 0)}, {ast.unparse(node)[:40]}, which is no value'
-    return next((f'{name}={ast.unparse(value)}' for name, value in named if name in _NAMED and _calls(value)), None)
+        called = node.func.id if isinstance(node.func, ast.Name) else None
+        keys_stand_there = called != 'dict' or all(isinstance(given, ast.Dict) for given in node.args)
+        return called in CALLS and keys_stand_there
+    if isinstance(node, ast.keyword):
+        return node.arg is not None and not (node.arg in _NAMED and _calls(node.value))
+    if isinstance(node, ast.Dict):
+        return not any(
+            key is None or isinstance(key, ast.Name) or (getattr(key, 'value', None) in _NAMED and _calls(value))
+            for key, value in zip(node.keys, node.values, strict=True)
+        )
+    return isinstance(node, _PLAIN)
 
 
 def _calls(value: ast.expr) -> bool:

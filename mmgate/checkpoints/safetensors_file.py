@@ -1,16 +1,14 @@
-"""Checkpoints in the safetensors format: weights, and mmengine's ``meta`` if it is JSON in the file's metadata."""
+"""Files in the safetensors format."""
 
 from __future__ import annotations
 
-import json
 import os
-from typing import Any
 
-KEY = 'meta'  # of the JSON in the metadata
+from torch import Tensor
 
 
-def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return ``dict(state_dict=..., meta=...)`` of a file, on the CPU; ``meta`` is empty if the file has none.
+def read_safetensors(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of a file, on the CPU, and its metadata.
 
     Raises:
         ValueError: The file cannot be read; the message is the reason.
@@ -19,22 +17,6 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     try:
         with safe_open(os.fspath(path), framework='pt') as file:
-            state = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            meta = json.loads((file.metadata() or {}).get(KEY, '{}'))
-    except (SafetensorError, OSError, RecursionError, ValueError) as error:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
         raise ValueError(str(error)) from error
-    if not isinstance(meta, dict):
-        raise ValueError(f'its metadata {KEY} is no dictionary')
-    _restore_tuples(meta)
-    return dict(state_dict=state, meta=meta)
-
-
-def _restore_tuples(meta: dict[str, Any]) -> None:
-    """Give classes and palettes back as mm's data sets have them, since JSON knows lists alone: visualizers ask."""
-    for owner in (meta, meta.get('dataset_meta')):
-        if isinstance(owner, dict):
-            for key, value in owner.items():
-                if key.lower() == 'classes' and isinstance(value, list):
-                    owner[key] = tuple(value)
-                elif key.lower() == 'palette' and isinstance(value, list):
-                    owner[key] = [tuple(color) if isinstance(color, list) else color for color in value]

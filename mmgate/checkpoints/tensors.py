@@ -28,8 +28,7 @@ def read_checkpoint(source: str) -> Any:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ConnectionError: It cannot be downloaded.
-        ConfigError: It is no checkpoint, cut short, or made to run code or to fill the memory.
+        ConfigError: It cannot be downloaded, is no checkpoint, cut short, or made to run code or to fill the memory.
     """
     scheme = urlparse(source).scheme if '://' in source else ''
     if scheme not in ('', 'http', 'https'):

@@ -49,9 +49,10 @@ class DataCheckHook(Hook):
         """Look at the data sets and the heads; mmengine calls this at the start of any loop."""
         self._left = self.maps
         for one in innermost(getattr(runner, f'{mode}_dataloader').dataset):
-            if mode == 'train':
-                refuse_foreign(one)
-            for found in (lacking_categories(one)[0], *other_numbers(_model(runner), one)):
+            lacking, lacks_all = lacking_categories(one)
+            if lacks_all and mode == 'train':
+                raise ConfigError(f'train_dataloader: {lacking}')
+            for found in (lacking, *other_numbers(_model(runner), one)):
                 self._say(runner, found, f'{mode}_dataloader: ')
 
     def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = 'train') -> None:
@@ -67,13 +68,6 @@ class DataCheckHook(Hook):
             runner.logger.warning(f'{where}{found}')
 
 
-def refuse_foreign(dataset: Any) -> None:
-    """Raise ConfigError for a data set to train on of which no class is a category of its annotation file."""
-    found, none_is_there = lacking_categories(dataset)
-    if none_is_there:
-        raise ConfigError(f'train_dataloader: {found}')
-
-
 def refuse_foreign_classes(cfg: Config, runner: Any) -> None:
     """Look at a training data set that could not be built: without a box mmdet drops every image, and mmengine fails.
 
@@ -85,7 +79,9 @@ def refuse_foreign_classes(cfg: Config, runner: Any) -> None:
     if isinstance(runner._train_loop, dict) and 'dataset' not in data and 'datasets' not in data:
         dataset = DATASETS.build(dict(data, lazy_init=True))
         dataset.load_data_list()
-        refuse_foreign(dataset)
+        lacking, lacks_all = lacking_categories(dataset)
+        if lacks_all:
+            raise ConfigError(f'train_dataloader: {lacking}')
 
 
 def innermost(dataset: Any) -> Iterator[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
@@ -13,16 +12,16 @@ from typing import Any
 
 import torch
 from mmengine.logging import print_log
-from torch import Tensor, nn
+from torch import nn
 
 from mmgate._environment import why_not
 from mmgate.errors import ConfigError
 
-from .capture import MAX_BATCH, capture
 from .compare import Differences, check_finds_something, compare
+from .graph import MAX_BATCH, write
 from .network import Network
-from .networks import described, network
-from .runtime import NOTES_FILE, Exported
+from .networks import network
+from .runtime import Exported
 
 SUFFIXES = {'onnx': '.onnx', 'torch-export': '.pt2'}
 NEEDED = ('onnx', 'onnxscript', 'onnxruntime')
@@ -112,19 +111,6 @@ def _compared(model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, t
     if not found.tolerated():
         raise ConfigError(f'the exported model differs from PyTorch and is not kept: {found}.')
     return found
-
-
-def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, msda: str, divisor: int) -> str:
-    """Write a network to ``path`` and return which images it takes; arguments as :func:`.capture.capture`."""
-    program, taken = capture(net, inputs, divisor, msda)
-    notes = dict(model=described(net.host), inputs=net.inputs, outputs=net.outputs, msda=msda, **taken)
-    if format == 'onnx':
-        from .onnx_file import write_onnx
-
-        write_onnx(program, net, path, notes)
-    else:
-        torch.export.save(program, path, extra_files={NOTES_FILE: json.dumps(notes)})
-    return taken['takes']
 
 
 def _part(batch: dict[str, Any], divisor: int, least: int) -> dict[str, Any]:

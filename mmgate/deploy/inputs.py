@@ -5,21 +5,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from mmengine.config import DictAction
-
 from mmgate.analysis.loading import LoadedModel, add_inputs, load_model
 from mmgate.errors import ConfigError
 from mmgate.train.config_file import merge_options, read_config
 
 FOLDER = 'work_dirs/deploy'
-
-
-def config_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of a config and its overrides."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument('config', help="config file, or 'package::path' of an installed package's config")
-    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help='override settings: key=value')
-    return parser
 
 
 def add_images(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +21,7 @@ def add_images(parser: argparse.ArgumentParser) -> None:
 def load_with_images(args: argparse.Namespace, *, whole: bool = False) -> tuple[LoadedModel, list[dict[str, Any]]]:
     """Return the model, and its images as batches of one."""
     cfg = read_config(args.config)
-    if args.cfg_options:
-        merge_options(cfg, args.cfg_options)
+    merge_options(cfg, args.cfg_options or {})
     loaded = load_model(cfg, args.checkpoint, whole=whole)
     batches = list(loaded.inputs(args))
     if not batches:

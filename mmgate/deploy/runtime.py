@@ -15,7 +15,7 @@ from mmgate.errors import ConfigError
 from . import operators  # noqa: F401  (programs hold them)
 from .sampling import DOMAIN, PLUGIN
 
-NOTES_FILE = 'mmgate.json'
+NOTES_KEY, NOTES_FILE = 'mmgate', 'mmgate.json'  # in an ONNX file's metadata, beside a program
 
 
 class Exported:
@@ -96,7 +96,7 @@ class Exported:
             return [torch.from_numpy(output) for output in session.run(None, arrays)]
 
         self._run: Any = run
-        return session.get_modelmeta().custom_metadata_map.get('mmgate')
+        return session.get_modelmeta().custom_metadata_map.get(NOTES_KEY)
 
     def _open_program(self) -> str | None:
         extra = {NOTES_FILE: ''}

@@ -1,1 +1,1 @@
-"""A faster step apart from attention: matching, compiled parts, memory layout, parameter groups."""
+"""A faster step apart from attention: matching, compiled parts, memory layout."""

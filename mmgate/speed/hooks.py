@@ -46,10 +46,10 @@ class _PathsHook(Hook):
             found.update(matched)
             idle += [] if matched else [repr(pattern)]
         if idle and (self.paths is not None or not found):
+            parts = ', '.join(name for name, _ in model.named_children())
             raise ConfigError(
-                f'{type(self).__name__}: {", ".join(idle)} match{"es" if len(idle) == 1 else ""} no module of '
-                f'{type(model).__name__}; it has {", ".join(name for name, _ in model.named_children())}, and within '
-                f'them, for instance, {", ".join(n for n in names if n.count(".") == 2 and n.endswith(".0"))}.'
+                f'{type(self).__name__}: no module of {type(model).__name__} matches {", ".join(idle)}; its parts are '
+                f'{parts}.'
             )
         return {name: module for name, module in found.items() if not any(name.startswith(f'{o}.') for o in found)}
 
@@ -155,8 +155,3 @@ def _wide(x: Any) -> Any:
 @functools.cache
 def _in_float32(kind: Any) -> type[nn.Module]:
     return type(kind.__name__, (_Float32, kind), {})
-
-
-@HOOKS.register_module()
-class BackendChoicesHook(Hook):
-    """Deprecated: does nothing. Configs may name it from when runs kept what ``auto`` had measured."""

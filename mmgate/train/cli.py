@@ -13,22 +13,17 @@ import warnings
 from collections.abc import Callable
 from copy import deepcopy
 
-import torch
-from mmengine.config import Config, ConfigDict, DictAction
-from mmengine.device import get_device
+from mmengine.config import Config, ConfigDict
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
-from torch import distributed, nn
+from torch import distributed
 
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.datasets.data_check_hook import DataCheckHook, refuse_foreign_classes
 from mmgate.errors import ConfigError
-from mmgate.layers.base.deformable import MultiScaleDeformableAttention
-from mmgate.layers.plug_dense import PLuGAttention
-from mmgate.ops.backend import OPERATORS, candidates
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
-from .config_file import add_trust_option, check_checkpoint, check_data, check_pretrained, load_config, type_name
+from .config_file import add_trust_option, check_files, config_parser, load_config, type_name
 from .load_report import LoadReportHook
 
 
@@ -83,10 +78,7 @@ def train(argv: list[str]) -> None:
         note = enable_auto_scale_lr(cfg)
     if args.resume is not None:
         cfg.resume, cfg.load_from = True, None if args.resume == 'auto' else args.resume
-    check_data(cfg, ('train', 'val'))
-    check_pretrained(cfg)
-    if cfg.get('load_from'):
-        check_checkpoint(cfg.load_from, sharded='strategy' in cfg)
+    check_files(cfg, ('train', 'val'))
     runner = build_runner(cfg)
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
@@ -132,8 +124,7 @@ def test(argv: list[str]) -> None:
     if args.out and not pickled:
         for evaluator in cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]:
             evaluator.update(output_dir=args.out, keep_results=True)
-    check_data(cfg, ('test',))
-    check_checkpoint(args.checkpoint, sharded='strategy' in cfg)
+    check_files(cfg, ('test',))
     runner = build_runner(cfg)
     runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch))
     if pickled:
@@ -153,43 +144,17 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
             ``check_data=False`` leaves :class:`~mmgate.datasets.data_check_hook.DataCheckHook` out.
 
     Raises:
-        ConfigError: A rule matches nothing or has a wrong value, or a backend cannot run here.
+        ConfigError: A launcher that cannot work here or, once the model is built, a rule that does not fit it.
     """
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     if cfg.launcher != 'none' or cfg.get('strategy'):
         from .processes import prepare_processes  # what shards takes long to import
 
         prepare_processes(cfg)
-    try:
-        runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
-        if isinstance(runner, FlexibleRunner):  # it would build the model when it starts
-            runner.model = runner.strategy.build_model(runner.model)
-    except ConfigError as error:  # of mmgate's rules, gates and backbones; what others refuse keeps its traceback
-        raise ConfigError(f'the config cannot be built: {error} (MMGATE_TRACEBACK=1 shows where)') from error
-    check_backends(runner.model)
+    runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
     if cfg.get('check_data', True) and not any(isinstance(hook, DataCheckHook) for hook in runner.hooks):
         runner.register_hook(DataCheckHook())  # which the config may name, too
     return runner
-
-
-def check_backends(model: nn.Module) -> None:
-    """Refuse a backend, of a rule or of an environment variable, that cannot run on the device of the run.
-
-    Raises:
-        ConfigError: With the attention's name and the reason.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, MultiScaleDeformableAttention):
-            operator, width = 'ms_deform_attn', module.value_proj.out_features
-        elif isinstance(module, PLuGAttention):
-            operator, width = 'plug_attention', module.embed_dim
-        else:
-            continue
-        heads = torch.empty(1, 1, module.num_heads, width // module.num_heads, device=get_device())
-        try:
-            candidates(operator, OPERATORS[operator], heads, module.backend)
-        except ConfigError as error:
-            raise ConfigError(f'{name}: {error}') from error
 
 
 def enable_amp(cfg: Config) -> None:
@@ -264,15 +229,8 @@ def enable_tta(cfg: Config) -> None:
 
 
 def _parser(description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument('config', help="config file, or 'package::path' of an installed package's config")
+    parser = config_parser(description)
     parser.add_argument('--work-dir', help='folder for logs, checkpoints and metrics')
-    parser.add_argument(
-        '--cfg-options',
-        nargs='+',
-        action=DictAction,
-        help='override settings: key=value, nested keys by dots, lists as key="[a,b]"',
-    )
     add_trust_option(parser)
     parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none', help='job launcher')
     # torchrun sets the variable, torch.distributed.launch passes the argument, in either spelling

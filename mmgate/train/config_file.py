@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from mmengine.config import Config
+from mmengine.config import Config, DictAction
 from mmengine.registry import DATASETS, METRICS
 
 from mmgate._environment import MM, why_not
@@ -22,6 +22,15 @@ from mmgate.errors import ConfigError
 
 MMPRETRAIN = 'pip install "mmgate[pretrain]" (beside OpenMMLab\'s own packages: mmpretrain==1.2.0)'
 PACKAGES = (*MM, 'mmgate')
+
+
+def config_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser of a config and its overrides."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument('config', help="config file, or 'package::path' of an installed package's config")
+    changed = 'override settings: key=value, nested keys by dots, lists as key="[a,b]"'
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, help=changed)
+    return parser
 
 
 def load_config(args: argparse.Namespace) -> Config:
@@ -109,6 +118,19 @@ def add_trust_option(parser: argparse.ArgumentParser) -> None:
 class _Trust(argparse.Action):
     def __call__(self, *_: Any) -> None:
         os.environ[TRUST] = '1'
+
+
+def check_files(cfg: Config, splits: Sequence[str]) -> None:
+    """Refuse a config whose data, pretrained parts or checkpoint to load are missing or unreadable.
+
+    Raises:
+        ConfigError: With what names them and the reason.
+    """
+    check_data(cfg, splits)
+    if 'train' in splits:
+        check_pretrained(cfg)
+    if cfg.get('load_from'):
+        check_checkpoint(cfg.load_from, sharded='strategy' in cfg)
 
 
 def check_data(cfg: Config, splits: Sequence[str]) -> None:

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from mmengine.hooks import Hook
-from mmengine.logging import print_log
 from mmengine.model import BaseTTAModel, is_model_wrapper
 from mmengine.runner import CheckpointLoader, load_checkpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.layers.base.init import gate_names, gate_parameters
 
@@ -97,17 +97,16 @@ class LoadReportHook(Hook):
     def say(self, runner: Any, found: str, fits: bool) -> None:
         """Log what :meth:`report` returned, and warn of gates that the model has no place for."""
         if found:
-            print_log(f'{found}.', logger='current', level=logging.INFO if fits else logging.WARNING)
+            log(f'{found}.', logging.INFO if fits else logging.WARNING)
         own, names = _own(runner.model), gate_names()
         keys = own.state_dict().keys()
         dropped = [key for key in self._given if key not in keys and not names.isdisjoint(key.split('.'))]
         if dropped and not is_model_wrapper(own):
-            print_log(
+            log(
                 f'{self.checkpoint} holds gates for which {type(own).__name__} has no place; their {len(dropped)} '
                 f'tensors are left out: {_first(dropped)}. Without them the attention is not the one that was trained; '
                 'give the rules of the config that wrote them.',
-                logger='current',
-                level=logging.WARNING,
+                logging.WARNING,
             )
 
 

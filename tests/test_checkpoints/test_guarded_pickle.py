@@ -68,12 +68,12 @@ def zipped(path: Path, content: Any, pickled: bytes | None = None) -> None:
                 file.writestr(name, data)
 
 
-def legacy(path: Path, content: Any) -> None:
+def legacy(path: Path, content: Any, pickled: bytes | None = None) -> None:
     with path.open('wb') as file:
         for part in (MAGIC_NUMBER, PROTOCOL_VERSION, dict(little_endian=True)):
             pickle.dump(part, file, 2)
-        LegacyPickler(file, 2).dump(content)
-        pickle.dump(['0'], file, 2)
+        file.write(pickled) if pickled else LegacyPickler(file, 2).dump(content)
+        pickle.dump([] if pickled else ['0'], file, 2)
         file.write(struct.pack('<q', 4) + bytes(16))
 
 
@@ -138,13 +138,8 @@ def test_instructions_that_are_refused(case: str, load: Callable[[str], Any], tm
     assert not hasattr(OrderedDict, 'marked') and not hasattr(torch._utils._rebuild_parameter, 'marked')
 
 
-class Adds(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 1
-
-
 def script(path: Path) -> None:
-    torch.jit.save(torch.jit.script(Adds()), str(path))
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), str(path))
 
 
 def tar(path: Path) -> None:
@@ -179,18 +174,13 @@ def test_other_formats(write: Callable[[Path], None], message: str, load: Callab
 
 
 @LOADERS
-@pytest.mark.parametrize('legacy_format', [False, True], ids=['zip', 'legacy'])
+@pytest.mark.parametrize('write', [zipped, legacy])
 def test_no_module_is_imported(
-    legacy_format: bool, load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Callable[..., None], load: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / 'evil_module.py').write_text(f'open({str(tmp_path / "code_ran")!r}, "w")\nclass Config: pass\n')
     monkeypatch.syspath_prepend(tmp_path)
-    pickled = b'\x80\x02cevil_module\nConfig\n)R.'
-    if legacy_format:
-        magic = b''.join(pickle.dumps(part, 2) for part in (MAGIC_NUMBER, PROTOCOL_VERSION, {}))
-        (tmp_path / 'a.pth').write_bytes(magic + pickled + pickle.dumps([], 2))
-    else:
-        zipped(tmp_path / 'a.pth', None, pickled)
+    write(tmp_path / 'a.pth', None, b'\x80\x02cevil_module\nConfig\n)R.')
     refused = pytest.raises(ValueError, match=r'asks for evil_module.Config')
     with refused if load is load_checkpoint_file else nullcontext():  # else it is left empty
         load(str(tmp_path / 'a.pth'))

@@ -85,12 +85,9 @@ def test_code_does_not_run(attack: str, place: str, legacy: bool, tmp_path: Path
         ('import os', True),
         ('x = ().__class__.__base__', True),
         ("dict = eval\nx = dict('1')", True),
-        ('x = (lambda: 1)()', True),
-        ('x = [open for open in [1]]', True),
         ('not python (', False),
         ('x = {{\'$NO_SUCH:1|__import__("os").system("true")#\'}}', True),
         ("_base_ = '/tmp/x.py'", True),
-        ('while True: pass', True),
         ('x = 9**9**9', True),
         ("model = dict(type='subprocess.check_call', args=['true'])", True),
         ("model = dict(backbone={'type': 'mmengine.utils.package_utils.call_command', 'cmd': ['true']})", True),
@@ -99,6 +96,7 @@ def test_code_does_not_run(attack: str, place: str, legacy: bool, tmp_path: Path
         ("model = dict({'type': 'subprocess.check_call'})", True),
         ("model = dict([('type', 'subprocess.check_call')])", True),
         ("model = {**{'type': 'subprocess.check_call'}}", True),
+        ("model = dict(**{'a': 1})", True),
         ("name = 'subprocess.check_call'\nmodel = dict(type=name)", True),
         ("key = 'type'\nmodel = {key: 'subprocess.check_call'}", True),
         (
@@ -124,7 +122,7 @@ def test_a_config_may_only_hold_values(text: str, runs: bool, place: str, tmp_pa
 
 def test_a_project_with_registries_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "model = dict(type='project_of_mine.Net')"
-    assert running_part(text) == "type='project_of_mine.Net'"
+    assert running_part(text) == "line 1, type='project_of_mine.Net'"
     monkeypatch.setitem(MODELS.children, 'project_of_mine', Registry('model', scope='project_of_mine'))
     assert running_part(text) is None
 
@@ -204,6 +202,16 @@ def test_what_mmengine_saves_comes_back(protocol: int, tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded['meta']['dataset_meta']['palette'], np.arange(6).reshape(2, 3))
     optimizer.load_state_dict(loaded['optimizer'])
     assert all(torch.equal(loaded['state_dict'][key], value) for key, value in saved['state_dict'].items())
+
+
+def test_safetensors(tmp_path: Path) -> None:
+    save_file = pytest.importorskip('safetensors.torch', reason='no safetensors').save_file
+    save_file(dict(weight=torch.ones(1)), tmp_path / 'a.safetensors')
+    loaded = CheckpointLoader.load_checkpoint(str(tmp_path / 'a.safetensors'))
+    assert loaded == dict(state_dict=dict(weight=torch.ones(1)), meta={})
+    (tmp_path / 'a.safetensors').write_bytes(b'nonsense')
+    with pytest.raises(ConfigError, match='cannot be read'):
+        CheckpointLoader.load_checkpoint(str(tmp_path / 'a.safetensors'))
 
 
 @pytest.mark.parametrize('share', [0.2, 0.9])

@@ -24,36 +24,25 @@ from mmgate.errors import ConfigError
 
 
 class Head(nn.Module):
-    def __init__(self, **facts: Any) -> None:
+    def __init__(self, num_classes: int | None = None, **facts: Any) -> None:
         super().__init__()
-        for name, value in facts.items():
-            setattr(self, name, value)
+        vars(self).update(facts, num_classes=num_classes)
 
 
 STDCHead, RPNHead, BaseMOTModel = (type(name, (Head,), {}) for name in ('STDCHead', 'RPNHead', 'BaseMOTModel'))
+SIDE_BY_SIDE = dict(num_things_classes=80, num_stuff_classes=53)
 
 
 def names(number: int) -> tuple[str, ...]:
     return tuple(f'c{i}' for i in range(number))
 
 
-def head(given: Any) -> nn.Module:
-    """A head, given by its number of classes or whole; several in a list."""
-    if isinstance(given, list):
-        return nn.ModuleList(map(head, given))
-    return Head(num_classes=given) if isinstance(given, int) else given
-
-
-def model_of(**heads: Any) -> nn.Module:
-    """A model with heads by their paths."""
-    model = nn.Module()
-    for path, given in heads.items():
-        parent = model
-        *outer, leaf = path.split('__')
-        for part in outer:
-            parent.add_module(part, nn.Module())
-            parent = parent.get_submodule(part)
-        parent.add_module(leaf, head(given))
+def model_of(model: nn.Module | None = None, **heads: Any) -> nn.Module:
+    """A model with heads below it, each a module or its number of classes, or a list of some."""
+    model = model or nn.Module()
+    for name, given in heads.items():
+        several = nn.ModuleList(model_of(x=one).x for one in given) if isinstance(given, list) else None
+        model.add_module(name, Head(given) if isinstance(given, int) else several or given)
     return model
 
 
@@ -63,49 +52,45 @@ def data_of(number: int | None, reduce_zero_label: bool = False, **meta: Any) ->
 
 
 PANOPTIC = data_of(133, thing_classes=names(80), stuff_classes=names(53))
-# heads, data, and the setting that is named
-CASES: dict[str, tuple[dict[str, Any], Any, str | None]] = {
-    'detector': (dict(bbox_head=80), data_of(80), None),
-    'detector, too few': (dict(bbox_head=80), data_of(81), 'bbox_head.num_classes=81'),
-    'proposals have one class': (dict(rpn_head=1, roi_head__bbox_head=20), data_of(20), None),
-    'proposals alone': (dict(bbox_head=RPNHead(num_classes=1)), data_of(80), None),  # as mmdet's RPN has them
-    'cascade': (dict(roi_head__bbox_head=[20, 19]), data_of(20), 'roi_head.bbox_head.1.num_classes=20'),
-    'masks without classes': (dict(mask_head=Head(num_classes=1, class_agnostic=True)), data_of(20), None),
-    'no classes known': (dict(bbox_head=8), data_of(None), None),
-    'classes by text': (dict(bbox_head=2, language_model=nn.Identity()), data_of(20), None),
-    'panoptic': (dict(panoptic_head=Head(num_things_classes=80, num_stuff_classes=53)), PANOPTIC, None),
+# a model, data, and the setting that is named
+CASES: dict[str, tuple[nn.Module, Any, str | None]] = {
+    'detector': (model_of(bbox_head=80), data_of(80), None),
+    'detector, too few': (model_of(bbox_head=80), data_of(81), 'bbox_head.num_classes=81'),
+    'proposals have one class': (model_of(rpn_head=1, roi_head=model_of(bbox_head=20)), data_of(20), None),
+    'proposals alone': (model_of(bbox_head=RPNHead(1)), data_of(80), None),  # as mmdet's RPN has them
+    'cascade': (
+        model_of(roi_head=model_of(bbox_head=[20, 19])),
+        data_of(20),
+        'roi_head.bbox_head.1.num_classes=20',
+    ),
+    'masks without classes': (model_of(mask_head=Head(1, class_agnostic=True)), data_of(20), None),
+    'no classes known': (model_of(bbox_head=8), data_of(None), None),
+    'classes by text': (model_of(bbox_head=2, language_model=nn.Identity()), data_of(20), None),
+    'trackers find fewer than their data name': (model_of(BaseMOTModel(), bbox_head=1), data_of(13), None),
+    'panoptic': (model_of(panoptic_head=Head(**SIDE_BY_SIDE)), PANOPTIC, None),
     'panoptic, things': (
-        dict(panoptic_head=Head(num_things_classes=79, num_stuff_classes=53)),
+        model_of(panoptic_head=Head(**SIDE_BY_SIDE | dict(num_things_classes=79))),
         PANOPTIC,
         'panoptic_head.num_things_classes=80',
     ),
-    'boxes beside a panoptic map': (dict(roi_head__bbox_head=80), PANOPTIC, None),
-    'segmentor, too few': (
-        dict(decode_head=Head(num_classes=19, out_channels=19)),
-        data_of(150),
-        'decode_head.num_classes=150',
+    'boxes beside a panoptic map': (model_of(roi_head=model_of(bbox_head=80)), PANOPTIC, None),
+    'auxiliary heads': (
+        model_of(decode_head=19, auxiliary_head=[19, 2]),
+        data_of(19),
+        'auxiliary_head.1.num_classes=19',
     ),
-    'auxiliary heads': (dict(decode_head=19, auxiliary_head=[19, 2]), data_of(19), 'auxiliary_head.1.num_classes=19'),
-    'auxiliary boundaries': (dict(decode_head=19, auxiliary_head=[STDCHead(num_classes=2)]), data_of(19), None),
-    'a dropped background may be listed': (dict(decode_head=150), data_of(151, reduce_zero_label=True), None),
-    'two classes, one channel': (dict(decode_head=Head(num_classes=1, out_channels=1)), data_of(2), None),
-    "mmseg's Mask2Former": (  # whose numbers of things and stuff are defaults that it does not use
-        dict(decode_head=Head(num_classes=150, num_things_classes=80, num_stuff_classes=53)),
-        data_of(150),
-        None,
-    ),
+    'auxiliary boundaries': (model_of(decode_head=19, auxiliary_head=[STDCHead(2)]), data_of(19), None),
+    'a dropped background may be listed': (model_of(decode_head=150), data_of(151, reduce_zero_label=True), None),
+    'two classes, one channel': (model_of(decode_head=Head(1, out_channels=1)), data_of(2), None),
+    "mmseg's Mask2Former": (model_of(decode_head=Head(150, **SIDE_BY_SIDE)), data_of(150), None),  # defaults, not used
 }
 
 
-@pytest.mark.parametrize(('heads', 'data', 'setting'), list(CASES.values()), ids=list(CASES))
-def test_heads(heads: dict[str, Any], data: Any, setting: str | None) -> None:
-    found = list(other_numbers(model_of(**heads), data))
+@pytest.mark.parametrize(('model', 'data', 'setting'), list(CASES.values()), ids=list(CASES))
+def test_heads(model: nn.Module, data: Any, setting: str | None) -> None:
+    found = list(other_numbers(model, data))
     assert len(found) == (setting is not None)
     assert all(f'model.{setting}' in text and 'predicts' in text for text in found)
-
-
-def test_data_of_trackers_name_more_than_is_found() -> None:
-    assert not list(other_numbers(BaseMOTModel(bbox_head=head(1)), data_of(13)))
 
 
 def coco(folder: Path, classes: tuple[str, ...], *, found: tuple[str, ...] = ('cat', 'dog'), **options: Any) -> Any:
@@ -133,15 +118,10 @@ class Run:
         self.logger = SimpleNamespace(warning=self.said.append)
 
 
-def wrap(data: Any) -> Any:
-    return SimpleNamespace(dataset=SimpleNamespace(datasets=[data]))
-
-
-@pytest.mark.parametrize('wrapped', [False, True], ids=['plain', 'wrapped'])
-def test_classes_that_are_no_category_are_refused(wrapped: bool, tmp_path: Path) -> None:
-    """mmdet trains on images without a box, and says nothing."""
-    data = coco(tmp_path, ('person', 'car'))
-    run, hook = Run(model_of(bbox_head=2), wrap(data) if wrapped else data), DataCheckHook()
+def test_classes_that_are_no_category_are_refused(tmp_path: Path) -> None:
+    """mmdet trains on images without a box, and says nothing; data sets are looked for in their wrappers."""
+    data = SimpleNamespace(dataset=SimpleNamespace(datasets=[coco(tmp_path, ('person', 'car'))]))
+    run, hook = Run(model_of(bbox_head=2), data), DataCheckHook()
     with pytest.raises(ConfigError, match=r'train_dataloader: none of the classes \(person, car\).*which has cat, dog'):
         hook.before_train_epoch(run)
     hook.before_val_epoch(run)
@@ -195,7 +175,7 @@ def sample(labels: list[int], **meta: Any) -> SegDataSample:
     return SegDataSample(gt_sem_seg=PixelData(data=data), metainfo=dict(seg_map_path='maps/a.png', **meta))
 
 
-SEGMENTOR = model_of(decode_head=Head(num_classes=3, ignore_index=255))
+SEGMENTOR = model_of(decode_head=Head(3, ignore_index=255))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The generated data sets: deterministic, right to the pixel, readable by the stock data sets."""
+"""The generated data sets: deterministic, right to the pixel, and never written over."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from conftest import needs_mmpretrain
-from drawing import CLASSES
 from image_folders import write_digits, write_shapes_folder
-from mmdet.datasets import CocoDataset
-from mmengine.registry import init_default_scope
-from mmseg.datasets import BaseSegDataset
 from pycocotools.coco import COCO
 from shapes import DIFFICULTIES, render, write_shapes
 
@@ -76,34 +71,6 @@ def test_annotations_are_right_to_the_pixel(roots: dict[str, Path], difficulty: 
         np.testing.assert_array_equal(semantic, expected)
 
 
-def test_stock_datasets_read_it(roots: dict[str, Path]) -> None:
-    root, scene = roots['plain'], render(2)
-    init_default_scope('mmdet')
-    detection = CocoDataset(
-        data_root=str(root),
-        ann_file='annotations/instances_train.json',
-        data_prefix=dict(img='train/'),
-        metainfo=dict(classes=CLASSES),
-        pipeline=[dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', with_bbox=True, with_mask=True)],
-    )
-    assert len(detection) == 12
-    np.testing.assert_array_equal(detection[2]['gt_masks'].masks, scene.masks)
-    init_default_scope('mmseg')
-    segmentation = BaseSegDataset(
-        img_suffix='.jpg',
-        reduce_zero_label=True,
-        data_root=str(root / 'ade'),
-        data_prefix=dict(img_path='images/training', seg_map_path='annotations/training'),
-        metainfo=dict(classes=CLASSES, palette=[[i, i, i] for i in range(len(CLASSES))]),
-        pipeline=[dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', reduce_zero_label=True)],
-    )
-    assert len(segmentation) == 12
-    label_map = np.full((128, 128), 255)
-    for mask, label in zip(scene.masks, scene.labels, strict=True):
-        label_map[mask] = label
-    np.testing.assert_array_equal(segmentation[2]['gt_seg_map'], label_map)
-
-
 @pytest.mark.parametrize(
     'write, counts', [(write_shapes, COUNTS), (write_shapes_folder, OBJECTS)], ids=['coco', 'imagenet']
 )
@@ -154,15 +121,3 @@ def test_digits(tmp_path: Path) -> None:
     counts = [len(list((tmp_path / f'digits/{split}').glob('*/*.png'))) for split in ('train', 'val')]
     assert sum(counts) == 1797 and abs(counts[1] / 1797 - 0.2) < 0.01
     assert cv2.imread(str(next((tmp_path / 'digits/val/7').iterdir()))).shape == (32, 32, 3)
-
-
-@needs_mmpretrain
-def test_mmpretrain_reads_them(tmp_path: Path) -> None:
-    from mmpretrain.datasets import CustomDataset
-
-    write_shapes_folder(tmp_path / 'shapes', **OBJECTS)
-    classes = sorted(CLASSES)  # a folder's place in the alphabet is its label
-    data = CustomDataset(data_root=str(tmp_path / 'shapes'), data_prefix='train', metainfo=dict(classes=classes))
-    assert len(data) == 12
-    for info in map(data.get_data_info, range(len(data))):
-        assert Path(info['img_path']).parent.name == classes[info['gt_label']]

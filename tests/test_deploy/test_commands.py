@@ -40,7 +40,6 @@ def test_what_cannot_be_written(out: str, options: list[str], reason: str, tmp_p
 @pytest.mark.parametrize(
     ('name', 'trusted', 'reason'),
     [
-        ('missing.onnx', False, 'does not exist'),
         ('model.pth', False, r'is no exported file: give an \.onnx or a \.pt2 file'),
         ('model.pt2', False, 'may hold code, which opening it would run.*--trust-checkpoint'),
         ('model.pt2', True, 'cannot be read as a program of torch'),
@@ -53,6 +52,11 @@ def test_what_is_no_exported_file(name: str, trusted: bool, reason: str, tmp_pat
     torch.save({}, tmp_path / 'checkpoint.pt2')
     with pytest.raises(ConfigError, match=reason):
         Exported(tmp_path / name, trusted=trusted)
+
+
+def test_a_file_is_looked_for_before_its_config() -> None:
+    with pytest.raises(ConfigError, match=r'exported file missing\.onnx does not exist'):
+        tool('test', 'deploy').main(['no-config.py', 'missing.onnx'])
 
 
 def test_images_of_a_size_that_the_graph_does_not_take() -> None:

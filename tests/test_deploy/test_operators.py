@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,8 @@ from mmseg.models.utils import Upsample
 from torch import Tensor, nn
 
 from mmgate.deploy.boxes import Boxes, best
-from mmgate.deploy.capture import capture
+from mmgate.deploy.graph import capture, write_onnx
 from mmgate.deploy.network import Network
-from mmgate.deploy.onnx_file import write_onnx
 from mmgate.deploy.operators import keep, roi_align
 from mmgate.deploy.runtime import Exported
 from mmgate.deploy.sampling import PLUGIN, SAMPLERS
@@ -160,30 +158,21 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Levels, dict[str, P
     return net, paths
 
 
-def operators(path: Path) -> Counter[str]:
-    return Counter(node.op_type for node in pytest.importorskip('onnx').load(path).graph.node)
-
-
 @exports
-@pytest.mark.parametrize('name', ['gather', 'grid'])
-def test_computes_what_pytorch_does(name: str, files: Any) -> None:
+@pytest.mark.parametrize('name, grids', [('gather', 0), ('grid', 2)])  # a node a level
+def test_computes_what_pytorch_does(name: str, grids: int, files: Any) -> None:
     net, paths = files
     run = Exported(paths[name])
     for shape in ((2, 16, 16, 24), (1, 16, 36, 8), (3, 16, 4, 4)):
         images = torch.randn(shape)
         with torch.no_grad():
             torch.testing.assert_close(run(images)[0], net(images)[0], rtol=1e-4, atol=1e-5)
+    nodes = pytest.importorskip('onnx').load(paths[name]).graph.node
+    assert [node.op_type for node in nodes].count('GridSample') == grids
 
 
 @exports
-def test_gathering_has_no_grid_sample(files: Any) -> None:
-    found = {name: operators(path) for name, path in files[1].items()}
-    assert found['grid']['GridSample'] == 2  # one a level
-    assert not found['gather']['GridSample'] and not found['plugin']['GridSample']
-
-
-@exports
-def test_the_plugins_node_takes_what_tensorrt_wants(files: Any) -> None:
+def test_the_plugins_node_takes_what_tensorrt_wants_and_runs_nowhere_else(files: Any) -> None:
     onnx = pytest.importorskip('onnx')
     model = onnx.load(files[1]['plugin'])
     (node,) = (node for node in model.graph.node if node.op_type == PLUGIN)
@@ -192,9 +181,5 @@ def test_the_plugins_node_takes_what_tensorrt_wants(files: Any) -> None:
     kinds |= {value.name: value.data_type for value in model.graph.initializer}
     wanted = [onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.INT32] + [onnx.TensorProto.FLOAT] * 2
     assert [kinds[name] for name in node.input] == wanted
-
-
-@exports
-def test_onnxruntime_refuses_the_plugin_by_name(files: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f'has nodes {PLUGIN}, which TensorRT alone can run')):
         Exported(files[1]['plugin'])

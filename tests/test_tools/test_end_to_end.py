@@ -36,22 +36,19 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(tool: str, *arguments: str) -> list[str]:
-    return [sys.executable, '-W', 'ignore', str(ROOT / 'tools' / tool), *arguments]
-
-
-def run(project: Path, tool: str, *arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command(tool, *arguments), cwd=project, capture_output=True, text=True, timeout=240)
+def run(project: Path, tool: str, *arguments: str) -> str:
+    command = [sys.executable, '-W', 'ignore', str(ROOT / 'tools' / tool), *arguments]
+    result = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout + result.stderr
 
 
 def test_train_then_test_with_all_outputs(project: Path) -> None:
-    result = run(project, 'train.py', 'short.py', '--auto-scale-lr')
-    assert result.returncode == 0, result.stderr[-2000:]
+    run(project, 'train.py', 'short.py', '--auto-scale-lr')
     work = project / 'work_dirs/short'
     outputs = ['--out', str(work / 'out.pkl'), '--show-dir', 'painted', '--tta']
-    result = run(project, 'test.py', 'short.py', str(work / 'epoch_2.pth'), '--work-dir', str(work / 'test'), *outputs)
-    assert result.returncode == 0, result.stderr[-2000:]
-    assert 'coco/bbox_mAP_50' in result.stdout + result.stderr
+    said = run(project, 'test.py', 'short.py', str(work / 'epoch_2.pth'), '--work-dir', str(work / 'test'), *outputs)
+    assert 'coco/bbox_mAP_50' in said
     assert (work / 'out.pkl').stat().st_size > 0
     assert len(list((work / 'test').rglob('painted/*.jpg'))) == 2
 

@@ -50,13 +50,6 @@ def config_of(
     return seen[0]
 
 
-@pytest.mark.parametrize('command', [cli.train, cli.test])
-def test_help(command, capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit, match='0'):
-        command(['--help'])
-    assert '--cfg-options' in capsys.readouterr().out
-
-
 def test_without_flags_nothing_changes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config_of(monkeypatch, 'train')
     assert cfg.optim_wrapper.type == 'OptimWrapper' and cfg.param_scheduler[0].end == 10

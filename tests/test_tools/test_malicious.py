@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, needs_mmpretrain
+from conftest import ROOT, needs_mmpretrain, tool
 from mmengine.registry import MODELS, init_default_scope
 from shapes import write_shapes
 from test_end_to_end import CONFIG
@@ -20,71 +20,50 @@ from mmgate.backbones import AgentPVT
 from mmgate.train import cli
 
 SEGMENTOR = str(ROOT / 'configs/plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py')
+CONVERTER = tool('agent_attention', 'model_converters')
 
 
-class Calls:
+class Evil:
     """Pickles as a call of a function."""
 
-    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
-        self.call = function, arguments
-
     def __reduce__(self) -> Any:
-        return self.call
+        return os.mkdir, ('code_ran',)
 
 
-def tool(command: Callable[[list[str]], None], *arguments: str) -> Callable[[str], int]:
-    return lambda path: cli.main(command, [path if argument == 'EVIL' else argument for argument in arguments])
-
-
-def script(name: str) -> Callable[[str], int]:
-    """Run a converter as a user does, but for the start of a process."""
-
-    def call(path: str) -> int:
-        sys.argv = [name, path, 'converted.pth']
-        source = ROOT / 'tools/model_converters' / name
-        try:
-            exec(compile(source.read_text(), name, 'exec'), dict(__name__='__main__', __file__=str(source)))
-        except SystemExit as ended:
-            return 2 if isinstance(ended.code, str) else ended.code or 0
-        return 0
-
-    return call
-
-
-def backbone(path: str) -> None:
+def backbone() -> None:
     sizes = dict(embed_dims=8, num_layers=[1, 1, 1, 1], num_heads=[1, 1, 1, 1], agent_nums=(4, 4, 4, 4))
-    AgentPVT(**sizes, init_cfg=dict(type='Pretrained', checkpoint=path)).init_weights()
+    AgentPVT(**sizes, init_cfg=dict(type='Pretrained', checkpoint='evil.pth')).init_weights()
 
 
-def init_cfg(path: str) -> None:
+def init_cfg() -> None:
     init_default_scope('mmdet')
-    backbone = dict(type='ResNet', depth=18, base_channels=4, init_cfg=dict(type='Pretrained', checkpoint=path))
+    backbone = dict(type='ResNet', depth=18, base_channels=4, init_cfg=dict(type='Pretrained', checkpoint='evil.pth'))
     MODELS.build(backbone).init_weights()
 
 
-def detector(path: str) -> None:
+def detector() -> None:
     from mmdet.apis import DetInferencer
 
-    DetInferencer('config.py', path, device='cpu')
+    DetInferencer('config.py', 'evil.pth', device='cpu')
 
 
-def segmentor(path: str) -> None:
+def segmentor() -> None:
     from mmseg.apis import MMSegInferencer
 
-    MMSegInferencer(SEGMENTOR, weights=path, device='cpu')
+    MMSegInferencer(SEGMENTOR, weights='evil.pth', device='cpu')
 
 
-def classifier(path: str) -> None:
+def classifier() -> None:
     from mmpretrain import ImageClassificationInferencer
 
-    ImageClassificationInferencer('resnet18_8xb32_in1k', pretrained=path, device='cpu')
+    ImageClassificationInferencer('resnet18_8xb32_in1k', pretrained='evil.pth', device='cpu')
 
 
-WAYS: dict[str, Callable[[str], Any]] = {
-    'test': tool(cli.test, 'config.py', 'EVIL', '--work-dir', 'work'),
-    'train': tool(cli.train, 'config.py', '--work-dir', 'work', '--cfg-options', 'load_from=evil.pth'),
-    'resume': tool(cli.train, 'config.py', '--work-dir', 'work', '--resume', 'EVIL'),
-    'agent_attention': script('agent_attention.py'),
+WAYS: dict[str, Callable[[], Any]] = {
+    'test': partial(cli.main, cli.test, ['config.py', 'evil.pth']),
+    'train': partial(cli.main, cli.train, ['config.py', '--cfg-options', 'load_from=evil.pth']),
+    'resume': partial(cli.main, cli.train, ['config.py', '--resume', 'evil.pth']),
+    'agent_attention': partial(cli.main, CONVERTER.main, ['evil.pth', 'converted.pth']),
     'backbone': backbone,
     'init_cfg': init_cfg,
     'DetInferencer': detector,
@@ -97,12 +76,11 @@ WAYS: dict[str, Callable[[str], Any]] = {
 def test_no_way_in(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What loaders refuse, and how, stands in test_checkpoints."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, 'argv', sys.argv)
     write_shapes('data/shapes', num_train=1, num_val=1, size=64)
     Path('config.py').write_text(CONFIG.replace('EPOCHS', '1'))
-    torch.save(dict(state_dict={}, meta=dict(hooks=[dict(deep=(Calls(os.mkdir, 'code_ran'),))])), 'evil.pth')
+    torch.save(dict(state_dict={}, meta=dict(hooks=[dict(deep=(Evil(),))])), 'evil.pth')
     try:
-        failed = WAYS[way]('evil.pth') == 2
+        failed = WAYS[way]() == 2
     except ValueError:  # ConfigError, and what the backbones raise
         failed = True
     assert failed and not Path('code_ran').exists() and not Path('converted.pth').exists()

@@ -31,24 +31,6 @@ def make_config(batch: int = 4, **changes: Any) -> Config:
     return Config({**cfg, **changes})
 
 
-def iterations_config(**changes: Any) -> Config:
-    return make_config(
-        train_cfg=dict(
-            type='IterBasedTrainLoop', max_iters=1000, val_interval=100, dynamic_intervals=[(900, 1000)], val_begin=1
-        ),
-        param_scheduler=[
-            dict(type='PolyLR', by_epoch=False, begin=0, end=1000, power=0.9),
-            dict(type='MultiStepLR', by_epoch=False, milestones=[600, 900]),
-            dict(type='ExponentialLR', by_epoch=False, gamma=0.81),
-        ],
-        default_hooks=dict(
-            checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=500, max_keep_ckpts=3),
-            logger=dict(type='LoggerHook', interval=50),
-        ),
-        **changes,
-    )
-
-
 @pytest.mark.parametrize(
     'launcher, variable, world, batch, counts',
     [
@@ -92,7 +74,18 @@ def test_says_why_no_accumulation_does(
 
 def test_iterations_are_stretched_so_that_the_steps_stay_as_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv('WORLD_SIZE', '2')
-    cfg = iterations_config()
+    loop = dict(max_iters=1000, val_interval=100, dynamic_intervals=[(900, 1000)], val_begin=1)
+    schedulers = [
+        dict(type='PolyLR', by_epoch=False, begin=0, end=1000, power=0.9),
+        dict(type='MultiStepLR', by_epoch=False, milestones=[600, 900]),
+        dict(type='ExponentialLR', by_epoch=False, gamma=0.81),
+    ]
+    saving = dict(type='CheckpointHook', by_epoch=False, interval=500, max_keep_ckpts=3)
+    cfg = make_config(
+        train_cfg=dict(type='IterBasedTrainLoop', **loop),
+        param_scheduler=schedulers,
+        default_hooks=dict(checkpoint=saving, logger=dict(type='LoggerHook', interval=50)),
+    )
     note = enable_auto_accumulate(cfg)
     assert cfg.train_cfg.max_iters // accumulation(cfg) == 1000
     assert cfg.train_cfg.val_interval == 400 and cfg.train_cfg.dynamic_intervals == [(3600, 4000)]

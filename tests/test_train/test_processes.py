@@ -12,13 +12,12 @@ import pytest
 import torch
 from conftest import ROOT
 from mmengine.config import Config
-from mmengine.model import MMDistributedDataParallel
 from safetensors.torch import load_file
 from torch import Tensor
 
 from mmgate.errors import ConfigError
 from mmgate.train import cli
-from mmgate.train.processes import MODEL_WRAPPERS, STRATEGIES, FSDPStrategy, prepare_processes
+from mmgate.train.processes import STRATEGIES, FSDPStrategy, prepare_processes
 
 COMPONENTS = """
 import torch
@@ -202,30 +201,21 @@ def test_fsdp_trains_as_ddp_does_and_resumes(tmp_path: Path) -> None:
     assert sorted(p.name for p in (tmp_path / 'local/epoch_4.pth').iterdir()) == ['rank0.pth', 'rank1.pth']
 
 
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in dict(RANK='0', WORLD_SIZE='2', MASTER_ADDR='localhost', MASTER_PORT='1').items():
-        monkeypatch.setenv(name, value)
-
-
-def test_mmengines_strategy_is_replaced(launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mmengines_strategy_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cuda')
     cfg = Config(dict(launcher='pytorch', strategy=dict(type='FSDPStrategy')))
     prepare_processes(cfg)
     assert STRATEGIES.get(cfg.strategy.type) is FSDPStrategy
 
 
-@pytest.mark.parametrize('name', [None, 'MMDistributedDataParallel', 'mmgate.DistributedDataParallelOnCPU'])
-def test_without_a_gpu_no_device_is_handed_over(
-    launched: None, monkeypatch: pytest.MonkeyPatch, name: str | None
-) -> None:
-    """The last name stands in configs that older runs on CPUs wrote."""
+@pytest.mark.parametrize('name', [None, 'MMDistributedDataParallel', 'mmengine.MMSeparateDistributedDataParallel'])
+def test_without_a_gpu_no_device_is_handed_over(monkeypatch: pytest.MonkeyPatch, name: str | None) -> None:
     monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cpu')
     monkeypatch.setattr('mmgate.train.processes.is_distributed', lambda: True)
     cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=name and dict(type=name)))
     prepare_processes(cfg)
     assert cfg.model_wrapper_cfg.device_ids is None
-    assert MODEL_WRAPPERS.get(cfg.model_wrapper_cfg.type) is MMDistributedDataParallel
+    assert cfg.model_wrapper_cfg.type == (name or 'MMDistributedDataParallel')
 
 
 @pytest.mark.parametrize(
@@ -237,8 +227,6 @@ def test_without_a_gpu_no_device_is_handed_over(
     ids=['slurm', 'one process'],
 )
 def test_a_start_that_cannot_work(monkeypatch: pytest.MonkeyPatch, settings: dict, message: str) -> None:
-    for name in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR', 'MASTER_PORT'):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cpu')
     with pytest.raises(ConfigError, match=message):
         prepare_processes(Config(settings))

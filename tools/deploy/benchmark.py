@@ -10,8 +10,9 @@ from mmgate.analysis.loading import positive
 from mmgate.benchmarks.deployment import PROVIDERS, benchmark_deployment
 from mmgate.benchmarks.measure import told, write_csv
 from mmgate.deploy.export import check_format
-from mmgate.deploy.inputs import FOLDER, add_images, config_parser, load_with_images
+from mmgate.deploy.inputs import FOLDER, add_images, load_with_images
 from mmgate.train import cli
+from mmgate.train.config_file import config_parser
 
 
 def main(argv: list[str]) -> None:

@@ -8,10 +8,11 @@ from mmengine.logging import print_log
 import mmgate  # noqa: F401
 from mmgate.analysis.loading import check_folder
 from mmgate.deploy.export import SUFFIXES, check_format, export
-from mmgate.deploy.inputs import FOLDER, add_images, config_parser, load_with_images
+from mmgate.deploy.inputs import FOLDER, add_images, load_with_images
 from mmgate.deploy.sampling import SAMPLERS
 from mmgate.errors import ConfigError
 from mmgate.train import cli
+from mmgate.train.config_file import config_parser
 
 
 def main(argv: list[str]) -> None:

@@ -4,12 +4,11 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
-from mmgate.checkpoints.loading import add_trust_option
-from mmgate.deploy.inputs import FOLDER, config_parser
+from mmgate.deploy.inputs import FOLDER
 from mmgate.deploy.networks import serve
 from mmgate.deploy.runtime import Exported
 from mmgate.train import cli
-from mmgate.train.config_file import check_data, load_config
+from mmgate.train.config_file import add_trust_option, check_data, config_parser, load_config
 
 
 def main(argv: list[str]) -> None:

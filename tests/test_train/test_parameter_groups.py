@@ -1,19 +1,21 @@
-"""The rule on weight decay, under every kind of optimizer constructor."""
+"""The rule on weight decay, under every kind of optimizer constructor; merged groups: the same steps and schedules."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from mmengine.optim import DefaultOptimWrapperConstructor, build_optim_wrapper
+from mmengine.optim import DefaultOptimWrapperConstructor, MultiStepLR, build_optim_wrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from torch import nn
 
 import mmgate
+from mmgate.layers import PLuGMultiheadAttention
 from mmgate.layers.base.init import undecayed_parameters
 from mmgate.registry import MODELS
-from mmgate.train.decay import GateOptimWrapperConstructor
+from mmgate.train.parameter_groups import TORCH, GateOptimWrapperConstructor, _can_fuse
 
 DECAY = 0.05
 
@@ -123,3 +125,63 @@ def test_one_constructor_for_two_models() -> None:
         rates = {id(p): group['lr'] for group in construct(gated).optimizer.param_groups for p in group['params']}
         gates = set(mmgate.gate_parameters(gated))
         assert {n for n, p in gated.named_parameters() if rates[id(p)] == 10.0} == gates, name
+
+
+MERGED, PLAIN = 'mmgate.GroupedOptimWrapperConstructor', 'DefaultOptimWrapperConstructor'
+PARAMWISE = dict(custom_keys={'slow': dict(lr_mult=0.1)}, norm_decay_mult=0.0)
+
+
+def ungated() -> nn.Module:
+    torch.manual_seed(0)
+    layers = dict(first=nn.Linear(3, 4), slow=nn.Linear(4, 4), norm=nn.LayerNorm(4), last=nn.Linear(4, 2))
+    return nn.Sequential(nn.ModuleDict(layers))
+
+
+def build(net: nn.Module, constructor: str, **optimizer: Any) -> Any:
+    options = dict(type='AdamW', lr=0.01, weight_decay=0.1, **optimizer)
+    return build_optim_wrapper(net, dict(optimizer=options, paramwise_cfg=PARAMWISE, constructor=constructor))
+
+
+def test_same_steps_from_fewer_groups() -> None:
+    results = []
+    for constructor in (PLAIN, MERGED):
+        net = ungated()
+        wrapper = build(net, constructor)
+        schedule = MultiStepLR(wrapper, milestones=[2], gamma=0.1)
+        layers: Any = net[0]
+        for seed in range(3):
+            x = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+            y = layers['last'](layers['norm'](layers['slow'](layers['first'](x))))
+            wrapper.update_params(y.square().mean())
+            schedule.step()
+        results.append((len(wrapper.optimizer.param_groups), wrapper.get_lr(), list(net.parameters())))
+    (plain, plain_lr, expected), (merged, lr, actual) = results
+    assert (plain, merged) == (8, 3)
+    assert set(map(float, lr['lr'])) == set(map(float, plain_lr['lr'])) and lr.get('base_lr') == plain_lr.get('base_lr')
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_fused_is_the_configs_to_refuse() -> None:
+    assert build(ungated(), MERGED).optimizer.param_groups[0]['fused'] is (True if TORCH >= (2, 4) else None)
+    assert not build(ungated(), MERGED, fused=False).optimizer.param_groups[0]['fused']
+
+
+@pytest.mark.parametrize(('devices', 'fuses'), [(['cuda'], True), (['cuda', 'cpu'], False), (['cuda', 'meta'], False)])
+def test_fused_where_all_parameters_are_on_a_gpu(devices: list[str], fuses: bool) -> None:
+    parameters = [SimpleNamespace(device=torch.device(name)) for name in devices]
+    assert _can_fuse(dict(type='AdamW'), SimpleNamespace(parameters=lambda: parameters)) is fuses
+
+
+def test_together_with_the_decay_of_gates() -> None:
+    gate = PLuGMultiheadAttention(4, 2)
+    net = nn.Sequential(nn.Linear(3, 4), gate)
+    for constructor in (MERGED, 'mmgate.GateOptimWrapperConstructor'):
+        paramwise = dict(bias_lr_mult=1.0)
+        if constructor == MERGED:
+            paramwise['grouped'] = 'mmgate.GateOptimWrapperConstructor'
+        adamw = dict(type='AdamW', lr=0.01, weight_decay=0.1)
+        cfg = dict(optimizer=adamw, paramwise_cfg=paramwise, constructor=constructor)
+        optimizer = build_optim_wrapper(net, cfg).optimizer
+        decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
+        assert [decay[id(p)] for p in gate.attn.gml.parameters()] == [0.0, 0.0] and decay[id(net[0].weight)] == 0.1
+        assert (len(optimizer.param_groups) == 2) == (constructor == MERGED)

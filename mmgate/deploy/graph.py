@@ -1,0 +1,104 @@
+"""A network as a graph of any batch and, where the model allows, any size: captured by torch.export, in a file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .network import Network
+from .networks import described
+from .operators import translations
+from .runtime import NOTES_FILE, NOTES_KEY
+from .sampling import sampled_by
+from .tracing import plain_attention, traceable
+
+MAX_BATCH = 64
+LEAST = (33, 65, 129)  # of sides: more than the strides of the last maps
+OPSET = 18
+
+
+def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, msda: str, divisor: int) -> str:
+    """Write a network to ``path`` and return which images it takes; arguments as :func:`capture`."""
+    program, taken = capture(net, inputs, divisor, msda)
+    notes = dict(model=described(net.host), inputs=net.inputs, outputs=net.outputs, msda=msda, **taken)
+    if format == 'onnx':
+        write_onnx(program, net, path, notes)
+    else:
+        torch.export.save(program, path, extra_files={NOTES_FILE: json.dumps(notes)})
+    return taken['takes']
+
+
+def capture(
+    network: Network, inputs: Sequence[Tensor], divisor: int, msda: str = 'gather'
+) -> tuple[Any, dict[str, Any]]:
+    """Write a network down as a program of torch.export, or fail in any of the exporter's ways.
+
+    Args:
+        network: What to write.
+        inputs: Of a batch; the values do not matter, the sizes do where the model takes no others.
+        divisor: Of the sides of images; 1 for any, 0 for those of ``inputs`` alone.
+        msda: How deformable attention is written, one of :data:`mmgate.deploy.sampling.SAMPLERS`.
+
+    Returns:
+        The program and which images it takes: ``divisor`` and ``least`` of their sides, the ``size`` of those that it
+        was written from, and ``takes``, all of it in words.
+    """
+    from torch.export import Dim
+
+    inputs = tuple(torch.cat([x, x])[:2] if len(x) == 1 else x for x in inputs)  # a batch of one would stay one
+    height, width = (int(side) for side in inputs[0].shape[-2:])
+    # below it the smallest maps of a pyramid have one pixel a side, and a graph of many is none of one
+    least = max((side for side in LEAST if side <= min(height, width)), default=min(height, width))
+    steps = -(-least // max(divisor, 1))
+    least, batch = steps * divisor, Dim('batch', min=1, max=MAX_BATCH)
+    images: dict[int, Any] = {0: batch}
+    if divisor:
+        sides = [Dim(name, min=steps) for name in ('height', 'width')]
+        images |= {axis: side if divisor == 1 else divisor * side for axis, side in zip((2, 3), sides, strict=True)}
+    shapes = tuple(images if name == 'images' else {0: batch} for name in network.inputs)
+    with traceable(sampled_by(msda)):
+        program = torch.export.export(network, inputs, dynamic_shapes=shapes, strict=False)
+    words = {0: f'{height} x {width} pixels', 1: f'any sides from {least} pixels on'}
+    takes = words.get(divisor, f'sides that are multiples of {divisor} from {least} pixels on')
+    return program, dict(divisor=divisor, least=least, size=[height, width], takes=f'images of {takes}')
+
+
+def write_onnx(program: Any, network: Network, path: Path, notes: Mapping[str, Any]) -> None:
+    """Write the program of :func:`capture` to ``path``, with ``notes`` in the file's metadata."""
+    silenced = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # exporter and optimiser tell what they do
+    try:
+        with plain_attention():
+            written: Any = torch.onnx.export(
+                program,
+                dynamo=True,
+                verbose=False,
+                optimize=True,
+                opset_version=OPSET,
+                input_names=list(network.inputs),
+                output_names=list(network.outputs),
+                custom_translation_table=translations(),
+            )
+    finally:
+        logging.disable(silenced)
+    _keep_constants(written.model.graph)
+    written.model.graph.sort()  # the optimiser may leave a shared constant behind its first use
+    written.model.metadata_props[NOTES_KEY] = json.dumps(notes)
+    written.save(path, external_data=False)
+
+
+def _keep_constants(graph: Any) -> None:
+    """Make initializers of the constants that the optimiser leaves without a node that they came from."""
+    inputs = set(graph.inputs)
+    for node in graph.all_nodes():
+        for value in node.inputs:
+            if value is None or value in inputs or value.name in graph.initializers:
+                continue
+            if value.producer() is None and value.const_value is not None:
+                graph.register_initializer(value)
