@@ -12,8 +12,9 @@ from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from torch import Tensor
 
 from mmgate.hosts.core import attend_in_host, copy_as, holds_gates, refuse_finish, without_projections
-from mmgate.hosts.pyramids import adapt_reduced, adapt_swin
 from mmgate.hosts.table import adapts
+from mmgate.hosts.torch import adapt_reduced
+from mmgate.hosts.window import adapt_swin
 from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
 
 adapt_swin(WindowMSA, ShiftWindowMSA)

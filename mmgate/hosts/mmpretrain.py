@@ -13,10 +13,9 @@ from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention, S
 from torch import Tensor, nn
 
 from mmgate.hosts.core import attend_in_host, holds_gates
-from mmgate.hosts.pyramids import adapt_swin
 from mmgate.hosts.relative_positions import adapt_relative
 from mmgate.hosts.table import adapts
-from mmgate.hosts.window import Renamed
+from mmgate.hosts.window import Renamed, adapt_swin
 from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
 from mmgate.layers.base.map import MapAttention
 from mmgate.layers.plug_dense import PLuGAttention

@@ -17,9 +17,7 @@ LATE = ('timm', 'transformers')
 _ADAPTERS: dict[tuple[type, type | str], Adapter] = {}
 
 
-def adapts(
-    gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = None
-) -> Callable[[Adapter], Adapter]:
+def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = None) -> Callable[[Adapter], Adapter]:
     """Say how ``gate`` replaces modules of the classes ``hosts``.
 
     As a decorator it registers a function ``(gate class, host module, **options) -> gate module`` that takes over the

@@ -1,4 +1,4 @@
-"""Gated attention inside Swin's windows."""
+"""Swin's windows as hosts: gated attention inside them, and attention over the whole map in their place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseAttention
+from mmgate.hosts.core import attend_over_map, own_scale
+from mmgate.hosts.table import adapts
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.map import MapAttention
 
 RENAMED = {
     'qkv.weight': 'attn.in_proj_weight',
@@ -64,3 +67,28 @@ class GatedWindowMSA(Renamed):
         q, k, v = self.attn.project(inputs)
         heads = self.attn.attend(q, k, v, inputs, bias.to(q.dtype))
         return self.proj_drop(self.attn.merge(heads, q, inputs))
+
+
+def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -> None:
+    """Let dense gates replace ``window_msa``, and attentions over the whole map ``shift_window_msa``."""
+
+    @adapts(GatedMultiheadAttention, window_msa)
+    def windows(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedWindowMSA:
+        if reason := own_scale(host):
+            raise ValueError(f'{gate.__name__} {reason}')
+        sizes = (host.embed_dims, host.num_heads, host.attn_drop.p)
+        core = gate.core(*sizes, bias=host.qkv.bias is not None, batch_first=True, **options)
+        return GatedWindowMSA(core, host)
+
+    @adapts(MapAttention, shift_window_msa)
+    def whole_map(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:
+        windows: Any = host.w_msa
+        kind = type(windows)
+        if kind is not window_msa:
+            raise ValueError(
+                f'{gate.__name__} does not replace a {type(host).__name__} around a {kind.__name__}: it would '
+                f'lose what that computes beyond a {window_msa.__name__}.'
+            )
+        module = attend_over_map(gate, windows, **options)
+        module.dropout_layer, module.shifted = host.drop, host.shift_size > 0
+        return module
