@@ -79,9 +79,9 @@ class GatedTokenAttention(Renamed):
     Drop-in for mmpretrain's ``MultiheadAttention``, whose checkpoints it loads: the projections are renamed.
     """
 
-    def __init__(self, attn: DenseAttention, proj_drop: nn.Module, layer_scale: nn.Module, out_drop: nn.Module) -> None:
+    def __init__(self, attn: DenseAttention, host: Any) -> None:
         super().__init__()
-        self.attn, self.proj_drop, self.gamma1, self.out_drop = attn, proj_drop, layer_scale, out_drop
+        self.attn, self.proj_drop, self.gamma1, self.out_drop = attn, host.proj_drop, host.gamma1, host.out_drop
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over ``(B, N, C)`` tokens."""
@@ -104,7 +104,7 @@ def tokens(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) ->
         core.register_parameter('in_proj_bias', None)
     if host.proj.bias is None:
         core.out_proj.register_parameter('bias', None)
-    return GatedTokenAttention(core, host.proj_drop, host.gamma1, host.out_drop)
+    return GatedTokenAttention(core, host)
 
 
 @adapts(MapAttention, MultiheadAttention)
