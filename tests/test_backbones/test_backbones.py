@@ -208,16 +208,13 @@ def test_backbones_without_mmdet() -> None:
         'import sys; sys.modules["mmdet"] = None\n'
         'import mmgate\n'
         'from mmgate.registry import MODELS\n'
-        'asked = [lambda: MODELS.build(dict(type="mmgate.AgentPVT", arch="tiny")), lambda: mmgate.backbones.SAGASwin]\n'
-        'for ask in asked:\n'
-        '    try:\n'
-        '        ask()\n'
-        '    except ImportError as error:\n'
-        '        print(error)\n'
+        'try:\n'
+        '    MODELS.build(dict(type="mmgate.AgentPVT", arch="tiny"))\n'
+        'except ImportError as error:\n'
+        '    print(error)\n'
     )
     result = subprocess.run([sys.executable, '-W', 'ignore', '-c', script], capture_output=True, text=True)
-    assert "AgentPVT is built on mmdet's PyramidVisionTransformer" in result.stdout, result.stderr
-    assert "SAGASwin is built on mmdet's SwinTransformer" in result.stdout
+    assert "AgentPVT is built on a class of mmdet's" in result.stdout, result.stderr
 
 
 SMALL_PVT = dict(
