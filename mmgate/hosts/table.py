@@ -33,7 +33,7 @@ def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = N
         like: A host class whose adapter serves ``hosts`` as well.
 
     Raises:
-        TypeError: Something else than a class or a dotted name, or no host.
+        TypeError: Something else than a class or a dotted name.
         LookupError: ``gate`` has no adapter for ``like``.
     """
     for cls in (gate, *hosts, gate if like is None else like):
@@ -41,8 +41,6 @@ def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = N
             raise TypeError(f'adapts needs classes, got {cls!r}.')
         if isinstance(cls, str) and not all('.' in cls and part for part in cls.split('.')):
             raise TypeError(f'{cls!r} is no dotted name of a host class, such as vitdet.vit.Attention.')
-    if not hosts:
-        raise TypeError(f'adapts({gate.__name__}) names no host class.')
 
     def register(adapter: Adapter) -> Adapter:
         _ADAPTERS.update({(gate, host): adapter for host in hosts})
@@ -69,7 +67,7 @@ def adapter_for(gate: type, host: nn.Module) -> Adapter | None:
 def gates_for(host: nn.Module) -> list[type]:
     """Return the registered gates that can replace ``host``."""
     _import_late(host)
-    return [gate for gate in _gates() if _adapter(gate, type(host))]
+    return [gate for gate in registered_gates() if _adapter(gate, type(host))]
 
 
 def hosts_of(gate: type) -> list[type]:
@@ -85,11 +83,6 @@ def host_names(gate: type) -> list[str]:
 def full_name(cls: type) -> str:
     """Return a class's name with its module: mmdet and mmseg have classes of one name."""
     return f'{cls.__module__}.{cls.__qualname__}'
-
-
-def gate_names() -> list[str]:
-    """Return the names of the registered gates."""
-    return [gate.__name__ for gate in _gates()]
 
 
 def _hosts(gate: type) -> Iterator[type | str]:
@@ -118,7 +111,8 @@ def _adapter(gate: type, host: type) -> Adapter | None:
     return next((_ADAPTERS[pair] for pair in pairs if pair in _ADAPTERS), None)
 
 
-def _gates() -> Iterator[type]:
+def registered_gates() -> Iterator[type]:
+    """Yield the gates that have a name in the registry."""
     for registered in MODELS.module_dict.values():
         if inspect.isclass(registered) and any(base in registered.__mro__ for base, _ in _ADAPTERS):
             yield registered
