@@ -40,7 +40,7 @@ class GatedWindowMSAV2(WindowMSAV2):
 
     The logits are ``cos(q, k) / tau``: the gate gets unit queries and keys, ``1 / tau`` shared out evenly between
     them. A gate of queries or keys (G3, G4) therefore acts after they are normalised, before which it would be undone.
-    The continuous position bias and the mask of shifted windows are added to the logits after the gate.
+    The continuous position bias and the mask ``(nW, N, N)`` of shifted windows are added to the logits after the gate.
 
     Source: Swin Transformer V2 (arXiv 2111.09883), Eq. 2 and section 3.3.
     """
@@ -48,12 +48,7 @@ class GatedWindowMSAV2(WindowMSAV2):
     gate: Any
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend within windows.
-
-        Args:
-            x: Windows ``(B nW, N, C)``, those of an image next to each other.
-            mask: ``(nW, N, N)``, added to the logits.
-        """
+        """Attend within windows ``(B nW, N, C)``, those of an image next to each other."""
         bias = None if self.q_bias is None else torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
         projected = F.linear(x, self.qkv.weight, bias).chunk(3, -1)
         query, key, value = (self.gate.split_heads(part) for part in projected)  # (B nW, H, N, d)
@@ -143,11 +138,6 @@ class GatedLeAttention(LeAttention):
     """Drop-in for ``LeAttention`` (TinyViT) that holds a gate; the bias of positions is added after it."""
 
     gate: Any
-
-    def train(self, mode: bool = True) -> GatedLeAttention:
-        """Set the mode; the host's returns nothing."""
-        super().train(mode)
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over ``(B, N, C)`` tokens."""

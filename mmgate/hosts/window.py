@@ -36,7 +36,7 @@ class Renamed(nn.Module):
 class GatedWindowMSA(Renamed):
     """Drop-in for mmdet's, mmseg's and mmpretrain's ``WindowMSA`` around a gated attention.
 
-    The relative position bias and the mask of shifted windows are added to the logits after the gate.
+    The relative position bias and the mask ``(nW, N, N)`` of shifted windows are added to the logits after the gate.
 
     Args:
         attn: The gated attention, ``batch_first``; takes over the host's projections.
@@ -53,12 +53,7 @@ class GatedWindowMSA(Renamed):
         self.register_buffer('relative_position_index', host.relative_position_index.clone())
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend within windows.
-
-        Args:
-            x: Windows ``(B nW, N, C)``, those of an image next to each other.
-            mask: ``(nW, N, N)``, added to the logits.
-        """
+        """Attend within windows ``(B nW, N, C)``, those of an image next to each other."""
         table, index = self.relative_position_bias_table, self.relative_position_index
         bias = table[index.flatten()].view(self.tokens, self.tokens, -1).permute(2, 0, 1)[None]  # (1, H, N, N)
         if mask is not None:
