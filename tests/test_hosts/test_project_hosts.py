@@ -136,24 +136,26 @@ def test_the_call_of_the_original_deformable_attention(ratio: float, columns: in
     assert not torch.allclose(gated['attn'](*inputs[:-1]), expected)
 
 
-def test_another_class_of_the_name_is_refused() -> None:
-    class Else(MSDeformAttn):
-        def forward(self, x: Tensor, points: Tensor) -> Tensor:  # type: ignore[override]
-            return x
+class CalledOtherwise(MSDeformAttn):
+    __module__, __qualname__ = 'their.ms_deform_attn', 'MSDeformAttn'
 
-    Else.__qualname__, Else.__module__ = 'MSDeformAttn', 'their.ms_deform_attn'
-    with pytest.raises(ValueError, match='their.ms_deform_attn.MSDeformAttn, which is called with x, points and may'):
-        swap_attention(nn.ModuleDict(dict(attn=Else(32, 2, 4, 3))), dict(type=DEFORMABLE[0], path='attn'))
+    def forward(self, x: Tensor, points: Tensor) -> Tensor:  # type: ignore[override]
+        return x
 
 
-def test_one_with_options_of_its_own_is_refused() -> None:
-    class Else(MSDeformAttn):
-        def __init__(self, *, d_model: int = 32, n_levels: int = 2, sharp: bool = False) -> None:
-            super().__init__(d_model, n_levels, 4, 3)
+class WithAnOption(MSDeformAttn):
+    __module__, __qualname__ = 'their.ms_deform_attn', 'MSDeformAttn'
 
-    Else.__qualname__, Else.__module__ = 'MSDeformAttn', 'their.ms_deform_attn'
-    with pytest.raises(ValueError, match='which takes sharp and may compute something else'):
-        swap_attention(nn.ModuleDict(dict(attn=Else())), dict(type=DEFORMABLE[0], path='attn'))
+    def __init__(self, d_model: int, n_levels: int, n_heads: int, n_points: int, sharp: bool = False) -> None:
+        super().__init__(d_model, n_levels, n_heads, n_points)
+
+
+@pytest.mark.parametrize(
+    'kind, differs', [(CalledOtherwise, 'is called with x, points'), (WithAnOption, 'takes sharp')]
+)
+def test_another_class_of_the_name_is_refused(kind: type, differs: str) -> None:
+    with pytest.raises(ValueError, match=f'their.ms_deform_attn.MSDeformAttn, which {differs} and may compute'):
+        swap_attention(nn.ModuleDict(dict(attn=kind(32, 2, 4, 3))), dict(type=DEFORMABLE[0], path='attn'))
 
 
 def test_a_name_stands_for_whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from mmgate.hosts import gates_for
 from mmgate.hosts.table import _ADAPTERS, full_name
 from mmgate.layers import MultiScaleDeformableAttention
 from mmgate.layers.base.init import gate_parameters
+from mmgate.swap import path_regex
 
 C, H, MAP = 32, 4, (8, 8)
 TOKENS = torch.Size([2, 64, C])
@@ -166,6 +167,10 @@ def _cloned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('test_project_hosts.MSDeformAttn.__module__', 'ops.modules.ms_deform_attn')
 
 
+def hosts_in(module: nn.Module, block: Block) -> dict[str, nn.Module]:
+    return {name: host for name, host in module.named_modules() if path_regex(block.path).fullmatch(name)}
+
+
 def randomised(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -217,8 +222,7 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
     block, host = BLOCKS[case], case.partition(' ')[0]
     path, vanilla = block.path, randomised(block.make())
     expected = outputs(copy.deepcopy(vanilla), block)
-    name = next(n for n, _ in vanilla.named_modules() if n == path or (path == '*_attn' and n == 'self_attn'))
-    module = vanilla.get_submodule(name)
+    name, module = next(iter(hosts_in(vanilla, block).items()))
     assert host in (full_name(type(module)), host if type(module).__name__ == host.rpartition('.')[2] else '')
     fitting = [gate for gate in gates_for(module) if gate.__module__.startswith('mmgate.')]
     assert fitting
