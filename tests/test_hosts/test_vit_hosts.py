@@ -17,7 +17,7 @@ if not available('mmpretrain') or not available('timm'):  # an import may fail i
     pytest.skip('needs mmpretrain and timm: the extra "pretrain"', allow_module_level=True)
 from mmpretrain.models.backbones.t2t_vit import T2TTransformerLayer
 from mmpretrain.models.backbones.xcit import XCA
-from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention, WindowMSAV2
+from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention, ShiftWindowMSA, WindowMSAV2
 from timm.models.visformer import Attention as VisformerAttention
 
 from mmgate import swap_attention
@@ -71,8 +71,13 @@ def test_cross_covariance_gates_pairs_of_channels() -> None:
         ),
         (lambda: T2TTransformerLayer(C, HEADS, 64, input_dims=C // 2).attn, PLUG, 'v_shortcut, input_dims'),
         (lambda: WindowMSAV2(C, (4, 4), HEADS), dict(type='DifferentialMultiheadAttention'), 'halves of unit'),
+        (
+            lambda: ShiftWindowMSA(C, HEADS, 4, window_msa=WindowMSAV2),
+            dict(type='AgentAttention', agent_num=4, map_size=(8, 8)),
+            'around a WindowMSAV2: it would lose',
+        ),
     ],
-    ids=['xcit other gate', 'xcit ratio', 'levit', 'visformer G5', 'tokens-to-token', 'cosines'],
+    ids=['xcit other gate', 'xcit ratio', 'levit', 'visformer G5', 'tokens-to-token', 'cosines', 'cosines in windows'],
 )
 def test_what_does_not_fit_says_why(host: Callable[[], nn.Module], rule: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
