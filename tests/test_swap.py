@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import zoo
-from conftest import ROOT
 from mmcv.cnn.bricks.transformer import MultiheadAttention as mmcv_attention
 from mmcv.ops import MultiScaleDeformableAttention
-from mmengine.config import Config, ConfigDict
+from mmengine.config import Config
+from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
@@ -21,8 +21,6 @@ from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers import PLuGMultiScaleDeformableAttention
 from mmgate.swap import attention_modules
 
-CONFIGS = ROOT / 'configs/plug/deformable_detr'
-VANILLA = ROOT / 'configs/vanilla/deformable_detr'
 VARIANTS = {  # name: gate parameters of SPEC 2's hosts
     'singlescale': 24_720,
     'singlescale-dc5': 24_720,
@@ -41,37 +39,17 @@ def _scope() -> None:
     logging.getLogger('mmengine').setLevel(logging.WARNING)
 
 
-def load(variant: str, gated: bool, small: bool = True) -> ConfigDict:
-    infix = f'-{variant}' if variant else ''
-    if not gated and variant in ('encoder', 'decoder'):
-        infix = ''
-    name = f'{"plug-" if gated else ""}deformable-detr{infix}_r50_8xb4-50e_coco.py'
-    model = Config.fromfile((CONFIGS if gated else VANILLA) / name).model
-    model.backbone.init_cfg = None
-    if small:  # one layer each and few queries; the two-stage model hard-codes 256 channels
-        model.num_queries = 20
-        for part in (model.encoder, model.decoder):
-            part.num_layers = 2
-            part.layer_cfg.ffn_cfg.update(feedforward_channels=32, ffn_drop=0.0)
-            part.layer_cfg.self_attn_cfg.dropout = 0.0
-        model.decoder.layer_cfg.cross_attn_cfg.dropout = 0.0
-        model.backbone.depth = 18
-        model.neck.in_channels = [channels // 4 for channels in model.neck.in_channels]
-    return model
-
-
-def initialise(vanilla: nn.Module) -> None:
-    """As trained: a new model has all logits at zero, where no gate can have an effect."""
-    vanilla.init_weights()  # level embeddings are empty memory before
-    for module in vanilla.modules():
-        if isinstance(module, MultiScaleDeformableAttention):
-            nn.init.normal_(module.attention_weights.weight, std=0.1)
+def config(variant: str, gated: bool) -> str:
+    """Return where the config of a variant stands, or that of its vanilla partner."""
+    infix = f'-{variant}' if variant and (gated or variant not in ('encoder', 'decoder')) else ''
+    name = f'deformable-detr{infix}_r50_8xb4-50e_coco.py'
+    return f'mmgate::plug/deformable_detr/plug-{name}' if gated else f'mmgate::vanilla/deformable_detr/{name}'
 
 
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_parameters(variant: str) -> None:
     with torch.device('meta'):
-        vanilla, gated = (MODELS.build(load(variant, g, small=False)) for g in (False, True))
+        vanilla, gated = (MODELS.build(get_config(config(variant, g)).model) for g in (False, True))
     count = [sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (vanilla, gated)]
     assert count[1] - count[0] == VARIANTS[variant]
     expected = {'singlescale': 33.841, 'singlescale-dc5': 33.841, 'refine': 40.609, 'refine-twostage': 40.938}
@@ -81,10 +59,8 @@ def test_parameters(variant: str) -> None:
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_identity_start_through_the_runners_path(variant: str) -> None:
     """Build, init_weights, load a vanilla checkpoint: same losses, and only gate parameters missing."""
-    vanilla, gated = MODELS.build(load(variant, False)), MODELS.build(load(variant, True))
+    vanilla, gated = (zoo.build(zoo.reduced(config(variant, g))) for g in (False, True))
     assert type(gated) is type(vanilla)
-    initialise(vanilla)
-    gated.init_weights()
     keys = gated.load_state_dict(vanilla.state_dict(), strict=False)
     assert not keys.unexpected_keys and keys.missing_keys
     assert all('.gml.' in key or '.gate_proj.' in key for key in keys.missing_keys)
