@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zoo import ZOO
 
 from mmgate import gate_parameters, restore_attention, swap_attention
+from mmgate.gates.parts import swaps_by_path
 from mmgate.hosts import adapter_for, gates_for
 from mmgate.layers.base.map import MapAttention
 from mmgate.swap import attention_modules
@@ -46,32 +47,19 @@ def initialised(cfg: Any, rules: list[dict] | None = None) -> tuple[nn.Module, T
 
 def named(model: nn.Module) -> dict[str, Tensor]:
     """Parameters by the names that they have in the vanilla model, whatever stands there now."""
-    found = {
-        f'{swap.name}.{theirs}': dict(swap.gate.named_parameters())[ours]
-        for swap in swaps_in(model)
-        for theirs, ours in swap.shared
-        if ours in dict(swap.gate.named_parameters())
-    }
-    inside = tuple(f'{swap.name}.' for swap in swaps_in(model))
-    found.update({name: p for name, p in model.named_parameters() if not name.startswith(inside)})
-    return found
-
-
-def swaps_in(model: nn.Module) -> list[Any]:
-    """Every swap, named from ``model``: backbones of ours hold their own."""
-    found = []
-    for name, module in model.named_modules():
-        for swap in vars(module).get('attention_swaps', []):
-            swap = copy.copy(swap)
-            swap.name = f'{name}.{swap.name}' if name else swap.name
-            found.append(swap)
+    swaps = swaps_by_path(model)
+    inside = tuple(f'{path}.' for path in swaps)
+    found = {name: p for name, p in model.named_parameters() if not name.startswith(inside)}
+    for path, swap in swaps.items():
+        own = dict(swap.gate.named_parameters())
+        found.update({f'{path}.{theirs}': own[ours] for theirs, ours in swap.shared if ours in own})
     return found
 
 
 def assert_starts_as(vanilla: tuple[nn.Module, Tensor], gated: tuple[nn.Module, Tensor]) -> None:
     expected, actual = dict(vanilla[0].named_parameters()), named(gated[0])
     assert set(actual) <= set(expected)
-    maps = tuple(swap.name for swap in swaps_in(gated[0]) if isinstance(swap.gate, MapAttention))
+    maps = tuple(path for path, swap in swaps_by_path(gated[0]).items() if isinstance(swap.gate, MapAttention))
     lacking = [n for n in set(expected) - set(actual) if not (n.startswith(maps) and any(p in n for p in LEFT_OUT))]
     assert not lacking
     differing = [name for name, value in actual.items() if not torch.equal(value, expected[name])]
@@ -164,7 +152,8 @@ def test_backbones_start_as_their_partners(partners: tuple[dict, dict], wrapped:
         partners = tuple(dict(backbone=backbone, **whole) for backbone in partners)
     vanilla, gated = (initialised(cfg) for cfg in partners)
     assert_starts_as(vanilla, gated)
-    assert not any('_params_init_info' in vars(m) for swap in swaps_in(gated[0]) for m in swap.vanilla.modules())
+    swaps = swaps_by_path(gated[0]).values()
+    assert not any('_params_init_info' in vars(module) for swap in swaps for module in swap.vanilla.modules())
     restore_attention(gated[0])
     assert dict(vanilla[0].named_modules()).keys() <= dict(gated[0].named_modules()).keys()
 
