@@ -26,7 +26,8 @@ class GatedRelativeAttention(nn.Module):
     def __init__(self, gate: DenseAttention, host: Any) -> None:
         super().__init__()
         self.gate, self.qkv, self.proj = gate, host.qkv, host.proj
-        self.rel_pos_h, self.rel_pos_w = (host.rel_pos_h, host.rel_pos_w) if host.use_rel_pos else (None, None)
+        tables: Any = (host.rel_pos_h, host.rel_pos_w) if host.use_rel_pos else (None, None)
+        self.rel_pos_h, self.rel_pos_w = tables
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over a map, or windows of one, ``(B, H, W, C)``."""

@@ -60,13 +60,13 @@ def adapter_for(gate: type, host: nn.Module) -> Adapter | None:
 
     The host's class has to match exactly: a subclass may compute something else, which a swap would lose in silence.
     """
-    _import_late(host)
+    _import_late(type(host).__module__.partition('.')[0])
     return _adapter(gate, type(host))
 
 
 def gates_for(host: nn.Module) -> list[type]:
     """Return the registered gates that can replace ``host``."""
-    _import_late(host)
+    _import_late(type(host).__module__.partition('.')[0])
     return [gate for gate in registered_gates() if _adapter(gate, type(host))]
 
 
@@ -89,16 +89,10 @@ def _hosts(gate: type) -> Iterator[type | str]:
     yield from dict.fromkeys(host for base, host in _ADAPTERS if base in gate.__mro__)
 
 
-def _import_late(host: nn.Module) -> None:
-    """Import the adapters of a package that nothing here imports, if ``host`` is of such a one."""
-    package = type(host).__module__.partition('.')[0]
-    if package in LATE:
-        _import_adapters(package)
-
-
 @cache
-def _import_adapters(package: str) -> None:
-    problem = why_not(f'{__package__}.{package}')
+def _import_late(package: str) -> None:
+    """Import the adapters of a package that nothing here imports, once a module of it is met."""
+    problem = why_not(f'{__package__}.{package}') if package in LATE else None
     if problem:  # too old, for instance: mm models of language hold modules of any transformers
         log(f'mmgate has no adapters for {package} here: {problem}')
 
