@@ -95,6 +95,13 @@ def agent_pvt(s: State, x: Tensor, depths: list[int], agents: tuple[int, ...]) -
     return maps
 
 
+def relative_index(size: int) -> Tensor:
+    """The entry of a window's table for each pair of its tokens."""
+    offsets = torch.arange(size)
+    rows, columns = (g.flatten() for g in torch.meshgrid(offsets, offsets, indexing='ij'))
+    return (rows[:, None] - rows + size - 1) * (2 * size - 1) + columns[:, None] - columns + size - 1
+
+
 def _windows(s: State, p: str, x: Tensor, heads: int, shift: int, size: int) -> Tensor:
     """Shifted window attention of maps (B, H, W, C), one window after the other."""
     b, height, width, c = x.shape
@@ -106,10 +113,7 @@ def _windows(s: State, p: str, x: Tensor, heads: int, shift: int, size: int) -> 
             region[rows] += i
         for i, columns in enumerate((slice(-size, -shift), slice(-shift, None)), 1):
             region[:, columns] += 3 * i
-    offsets = torch.arange(size)
-    rows, columns = (g.flatten() for g in torch.meshgrid(offsets, offsets, indexing='ij'))
-    index = (rows[:, None] - rows + size - 1) * (2 * size - 1) + columns[:, None] - columns + size - 1
-    bias = s[p + 'relative_position_bias_table'][index].permute(2, 0, 1)
+    bias = s[p + 'relative_position_bias_table'][relative_index(size)].permute(2, 0, 1)
     out = torch.empty_like(x)
     for top in range(0, x.shape[1], size):
         for left in range(0, x.shape[2], size):
@@ -203,10 +207,7 @@ def random_swin(
             else:
                 span = 2 * window - 1
                 s[p + 'attn.relative_position_bias_table'] = 0.1 * torch.randn(span**2, heads)
-                offsets = torch.arange(window)
-                rows, columns = (g.flatten() for g in torch.meshgrid(offsets, offsets, indexing='ij'))
-                down, right = rows[:, None] - rows + window - 1, columns[:, None] - columns + window - 1
-                s[p + 'attn.relative_position_index'] = down * span + right
+                s[p + 'attn.relative_position_index'] = relative_index(window)
                 if classifier and j % 2 and i < 3:
                     s[p + 'attn_mask'] = torch.zeros(4, window**2, window**2)
         if i < len(depths) - 1:

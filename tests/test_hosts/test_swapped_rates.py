@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from mmengine.registry import MODELS
 from test_table import BLOCKS, DET, MAP, SEG, UTILS, Block, C, H, called, hosts_in, needs, randomised
 from torch import Tensor, nn
 
@@ -122,21 +121,3 @@ def test_a_dense_gate_refuses_a_scale_that_it_would_lose(name: str) -> None:
         host.scale = 0.9
     with pytest.raises(ValueError, match='qk_scale of its own'):
         swap_attention(model, dict(path=BLOCKS[name].path, type='PLuGMultiheadAttention'))
-
-
-DEPTHS = dict(pvt=dict(num_layers=(1, 2, 1, 1)), swin=dict(depths=(1, 2, 1, 1), blocks=(1, 1, 1, 0)))
-
-
-@pytest.mark.parametrize('kind', ['AgentPVT', 'SAGAPVT', 'AgentSwin', 'SAGASwin'])
-def test_backbones_hand_their_rates_on(kind: str) -> None:
-    """Drop path rises from block to block, in attention and feed-forward network; so do the others, at one rate."""
-    rates = dict(drop_path_rate=0.4, drop_rate=0.2, **(dict(attn_drop_rate=0.3) if 'Agent' in kind else {}))
-    model = MODELS.build(dict(type=f'mmgate.{kind}', **DEPTHS['pvt' if 'PVT' in kind else 'swin'], **rates))
-    blocks = [b for b in model.modules() if hasattr(b, 'attn') and hasattr(b, 'ffn')]
-    paths = [(getattr(b.attn, 'dropout_layer', None) or b.attn.drop, b.ffn.dropout_layer) for b in blocks]
-    expected = [0.0, 0.1, 0.2, 0.3, 0.4]
-    for own, rate in zip(paths, expected, strict=True):
-        assert [getattr(drop, 'drop_prob', 0.0) for drop in own] == pytest.approx([rate, rate])
-    attentions = [b.attn for b in blocks if hasattr(b.attn, 'attn_drop')]
-    assert len(attentions) == (5 if 'PVT' in kind else 3)
-    assert all(a.proj_drop.p == 0.2 and a.attn_drop == rates.get('attn_drop_rate', 0.0) for a in attentions)
