@@ -15,7 +15,7 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.hosts import adapter_for, gates_for, hosts_of
 from mmgate.hosts.map_size import map_options
-from mmgate.hosts.table import full_name, gate_names, host_names
+from mmgate.hosts.table import full_name, host_names, registered_gates
 from mmgate.layers.base.dense import DenseAttention
 from mmgate.layers.base.init import GateInit, random_stream
 from mmgate.registry import MODELS
@@ -45,9 +45,10 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         ConfigError: The gate's type is not registered, a pattern matches no module, a gate cannot replace what it met,
             two rules claim one module, or one module and another inside it.
     """
+    listed = parse_rules(rules)
     replacements: dict[str, nn.Module] = {}
     built: dict[int, nn.Module] = {}  # a module shared by several layers stays shared
-    for number, rule in enumerate(parse_rules(rules)):
+    for number, rule in enumerate(listed):
         where = f'attention[{number}]'
         gate = _gate(rule['type'], where)
         options = {key: value for key, value in rule.items() if key not in ('type', 'path')}
@@ -70,7 +71,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     for swap in swaps:
         swap.put(model, swap.gate)
     initialise_gates_last(model, swaps)
-    vars(model).setdefault('attention_rules', []).extend(dict(rule) for rule in parse_rules(rules))
+    vars(model).setdefault('attention_rules', []).extend(dict(rule) for rule in listed)
     return list(replacements)
 
 
@@ -105,7 +106,7 @@ def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
 def _gate(kind: str | type[nn.Module], where: str) -> type[nn.Module]:
     gate = kind if inspect.isclass(kind) else MODELS.get(kind)
     if gate is None:
-        names = gate_names()
+        names = [registered.__name__ for registered in registered_gates()]
         near = difflib.get_close_matches(str(kind).rpartition('.')[2], names, n=1)
         hint = f' Did you mean {near[0]!r}?' if near else ''
         raise ConfigError(f'{where}: type={kind!r} is not registered.{hint} The gates are {", ".join(names)}.')
@@ -233,7 +234,8 @@ def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
         plain = not (name.startswith('_') or callable(value) or isinstance(value, torch.Tensor))
         if plain and name not in left_out and not hasattr(gate, name):
             setattr(gate, name, value)
-    return gate.train(host.training)
+    gate.train(host.training)  # some return nothing
+    return gate
 
 
 def _inventory(model: nn.Module) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from mmgate.errors import ConfigError
@@ -44,17 +43,15 @@ class Swap:
 
     @contextmanager
     def disabled(self, model: nn.Module) -> Iterator[None]:
-        """Let the host's module compute for a while; its mode, device and dtype afterwards are the gate's, too."""
+        """Let the host's module compute for a while; a mode that it is given meanwhile is the gate's, too."""
         self.put_vanilla(model)
-        before, placed = self.vanilla.training, _placed(self.vanilla)
+        before = self.vanilla.training
         try:
             yield
         finally:
             if self.vanilla.training != before:
                 self.gate.train(self.vanilla.training)
             self.put_gate(model)
-            if _placed(self.vanilla) != placed:
-                _move(self.gate, {ours for _, ours in self.shared}, next(self.vanilla.parameters()))
 
     def put_vanilla(self, model: nn.Module) -> None:
         """Let the host's module stand there, with what it shares with the gate as it is now, and in the gate's mode."""
@@ -85,7 +82,9 @@ class Swap:
         if not like.is_meta and any(t.is_meta for name, t in _tensors(self.vanilla) if name not in shared):
             self.vanilla.to_empty(device=like.device)
         _hand_over(self.gate, self.vanilla, [(ours, theirs) for theirs, ours in self.shared])
-        _move(self.vanilla, set(shared), like)
+        for name, tensor in _tensors(self.vanilla):
+            if name not in shared:
+                tensor.data = tensor.data.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def init_gate(name: str, gate: nn.Module) -> None:
@@ -204,18 +203,6 @@ def _reported(model: nn.Module, vanilla: nn.Module) -> Iterator[None]:
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
-
-
-def _placed(module: nn.Module) -> tuple[torch.device, torch.dtype]:
-    like = next(module.parameters())
-    return like.device, like.dtype
-
-
-def _move(module: nn.Module, but: Set[str], like: nn.Parameter) -> None:
-    """Give the tensors of ``module``, ``but`` some, the device and the floating type of ``like``."""
-    for name, tensor in _tensors(module):
-        if name not in but:
-            tensor.data = tensor.data.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
 
 
 def _hand_over(source: nn.Module, target: nn.Module, names: Sequence[tuple[str, str]]) -> None:

@@ -27,6 +27,7 @@ if 'PYTEST_XDIST_WORKER' in os.environ:
 from mmgate._environment import available
 
 ROOT = Path(__file__).parents[1]
+CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if not {'_base_', 'studies'} & set(path.parts))
 
 TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
 half_on_cpu = pytest.mark.skipif(TORCH < (2, 2), reason='torch 2.1 has no matrix product of float16 on the CPU')

@@ -22,10 +22,9 @@ def agent_attention(s: State, p: str, x: Tensor, hw: tuple[int, int], heads: int
     b, c, n = len(x), x.shape[-1], hw[0] * hw[1]
     before = x.shape[1] - n
     if p + 'q.weight' in s:
-        q = F.linear(x, s[p + 'q.weight'], s[p + 'q.bias'])
-        k, v = F.linear(x, s[p + 'kv.weight'], s[p + 'kv.bias']).chunk(2, -1)
+        q, (k, v) = linear(s, p + 'q.', x), linear(s, p + 'kv.', x).chunk(2, -1)
     else:
-        q, k, v = F.linear(x, s[p + 'qkv.weight'], s[p + 'qkv.bias']).chunk(3, -1)
+        q, k, v = linear(s, p + 'qkv.', x).chunk(3, -1)
     side, small = isqrt(agents), isqrt(s[p + 'an_bias'].shape[1])
 
     def image(t: Tensor) -> Tensor:
@@ -52,7 +51,19 @@ def agent_attention(s: State, p: str, x: Tensor, hw: tuple[int, int], heads: int
     out = out.transpose(1, 2).reshape(b, -1, c)
     local = F.conv2d(image(v), s[p + 'dwc.weight'], s[p + 'dwc.bias'], padding=1, groups=c)
     out[:, before:] += local.flatten(2).transpose(1, 2)
-    return F.linear(out, s[p + 'proj.weight'], s[p + 'proj.bias'])
+    return linear(s, p + 'proj.', out)
+
+
+def attention(s: State, p: str, x: Tensor, heads: int, bias: Tensor | float = 0.0) -> Tensor:
+    """Softmax attention over tokens (B, N, C)."""
+    b, _, c = x.shape
+    q, k, v = (t.reshape(b, -1, heads, c // heads).transpose(1, 2) for t in linear(s, p + 'qkv.', x).chunk(3, -1))
+    out = (q * (c // heads) ** -0.5 @ k.transpose(-1, -2) + bias).softmax(-1) @ v
+    return linear(s, p + 'proj.', out.transpose(1, 2).reshape(b, -1, c))
+
+
+def linear(s: State, p: str, x: Tensor) -> Tensor:
+    return F.linear(x, s[p + 'weight'], s[p + 'bias'])
 
 
 def norm(s: State, p: str, x: Tensor, eps: float) -> Tensor:
@@ -60,8 +71,7 @@ def norm(s: State, p: str, x: Tensor, eps: float) -> Tensor:
 
 
 def mlp(s: State, p: str, x: Tensor) -> Tensor:
-    hidden = F.gelu(F.linear(x, s[p + 'fc1.weight'], s[p + 'fc1.bias']))
-    return F.linear(hidden, s[p + 'fc2.weight'], s[p + 'fc2.bias'])
+    return linear(s, p + 'fc2.', F.gelu(linear(s, p + 'fc1.', x)))
 
 
 def agent_pvt(s: State, x: Tensor, depths: list[int], agents: tuple[int, ...]) -> list[Tensor]:
@@ -85,6 +95,13 @@ def agent_pvt(s: State, x: Tensor, depths: list[int], agents: tuple[int, ...]) -
     return maps
 
 
+def relative_index(size: int) -> Tensor:
+    """The entry of a window's table for each pair of its tokens."""
+    offsets = torch.arange(size)
+    rows, columns = (g.flatten() for g in torch.meshgrid(offsets, offsets, indexing='ij'))
+    return (rows[:, None] - rows + size - 1) * (2 * size - 1) + columns[:, None] - columns + size - 1
+
+
 def _windows(s: State, p: str, x: Tensor, heads: int, shift: int, size: int) -> Tensor:
     """Shifted window attention of maps (B, H, W, C), one window after the other."""
     b, height, width, c = x.shape
@@ -96,22 +113,15 @@ def _windows(s: State, p: str, x: Tensor, heads: int, shift: int, size: int) -> 
             region[rows] += i
         for i, columns in enumerate((slice(-size, -shift), slice(-shift, None)), 1):
             region[:, columns] += 3 * i
-    offsets = torch.arange(size)
-    rows, columns = (g.flatten() for g in torch.meshgrid(offsets, offsets, indexing='ij'))
-    index = (rows[:, None] - rows + size - 1) * (2 * size - 1) + columns[:, None] - columns + size - 1
-    bias = s[p + 'relative_position_bias_table'][index].permute(2, 0, 1)
+    bias = s[p + 'relative_position_bias_table'][relative_index(size)].permute(2, 0, 1)
     out = torch.empty_like(x)
     for top in range(0, x.shape[1], size):
         for left in range(0, x.shape[2], size):
             window = (slice(None), slice(top, top + size), slice(left, left + size))
             tokens = x[window].reshape(b, size * size, c)
-            qkv = F.linear(tokens, s[p + 'qkv.weight'], s[p + 'qkv.bias'])
-            q, k, v = (t.reshape(b, -1, heads, c // heads).transpose(1, 2) for t in qkv.chunk(3, -1))
             parts = region[window[1:]].flatten()
             mask = -100.0 * (parts[:, None] != parts).float()
-            weights = (q * (c // heads) ** -0.5 @ k.transpose(-1, -2) + bias + mask).softmax(-1)
-            heads_out = (weights @ v).transpose(1, 2).reshape(b, -1, c)
-            out[window] = F.linear(heads_out, s[p + 'proj.weight'], s[p + 'proj.bias']).reshape(b, size, size, c)
+            out[window] = attention(s, p, tokens, heads, bias + mask).reshape(b, size, size, c)
     return out.roll((shift, shift), (1, 2))[:, :height, :width]
 
 
@@ -197,10 +207,7 @@ def random_swin(
             else:
                 span = 2 * window - 1
                 s[p + 'attn.relative_position_bias_table'] = 0.1 * torch.randn(span**2, heads)
-                offsets = torch.arange(window)
-                rows, columns = (g.flatten() for g in torch.meshgrid(offsets, offsets, indexing='ij'))
-                down, right = rows[:, None] - rows + window - 1, columns[:, None] - columns + window - 1
-                s[p + 'attn.relative_position_index'] = down * span + right
+                s[p + 'attn.relative_position_index'] = relative_index(window)
                 if classifier and j % 2 and i < 3:
                     s[p + 'attn_mask'] = torch.zeros(4, window**2, window**2)
         if i < len(depths) - 1:
@@ -244,7 +251,7 @@ def random_agent(s: State, p: str, c: int, heads: int, n: int, side: int) -> Non
 def agent_deit(s: State, x: Tensor, heads: int) -> Tensor:
     """Logits of DeiT with a class token, with agent attention in the blocks that have its biases."""
     x = F.conv2d(x, s['patch_embed.proj.weight'], s['patch_embed.proj.bias'], stride=16)
-    b, c, height, width = x.shape
+    b, _, height, width = x.shape
     x = torch.cat([s['cls_token'].expand(b, -1, -1), x.flatten(2).transpose(1, 2)], 1) + s['pos_embed']
     block = 0
     while (p := f'blocks.{block}.') + 'norm1.weight' in s:
@@ -253,14 +260,10 @@ def agent_deit(s: State, x: Tensor, heads: int) -> Tensor:
             agents = s[p + 'attn.an_bias'].shape[1]
             x = x + agent_attention(s, p + 'attn.', y, (height, width), heads, agents)
         else:
-            qkv = F.linear(y, s[p + 'attn.qkv.weight'], s[p + 'attn.qkv.bias'])
-            q, k, v = (t.reshape(b, -1, heads, c // heads).transpose(1, 2) for t in qkv.chunk(3, -1))
-            out = ((c // heads) ** -0.5 * q @ k.transpose(-1, -2)).softmax(-1) @ v
-            out = out.transpose(1, 2).reshape(b, -1, c)
-            x = x + F.linear(out, s[p + 'attn.proj.weight'], s[p + 'attn.proj.bias'])
+            x = x + attention(s, p + 'attn.', y, heads)
         x = x + mlp(s, p + 'mlp.', norm(s, p + 'norm2.', x, 1e-6))
         block += 1
-    return F.linear(norm(s, 'norm.', x, 1e-6)[:, 0], s['head.weight'], s['head.bias'])
+    return linear(s, 'head.', norm(s, 'norm.', x, 1e-6)[:, 0])
 
 
 def pooled_logits(s: State, last: Tensor) -> Tensor:
@@ -268,7 +271,7 @@ def pooled_logits(s: State, last: Tensor) -> Tensor:
     tokens = last.flatten(2).transpose(1, 2)
     if 'norm.weight' in s:  # the map is normalised already, without scale and shift
         tokens = tokens * s['norm.weight'] + s['norm.bias']
-    return F.linear(tokens.mean(1), s['head.weight'], s['head.bias'])
+    return linear(s, 'head.', tokens.mean(1))
 
 
 def random_deit(depth: int, agents: int, blocks: int, c: int = 192, heads: int = 3) -> State:

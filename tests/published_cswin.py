@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from published import agent_attention, mlp, random_agent, random_block, random_linear, random_norm
+from published import agent_attention, linear, mlp, norm, random_agent, random_block, random_linear, random_norm
 from torch import Tensor
 
 SMALL: dict[str, Any] = dict(depths=(1, 2, 2, 1), embed_dims=16, num_heads=(2, 2, 4, 4))
 State = dict[str, Tensor]
+EPS = 1e-5
 
 
 def random_cswin(agents: bool, image: int = 224) -> State:
@@ -50,29 +51,22 @@ def stripe_attention(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tens
 
 def published_cswin(state: State, image: Tensor, splits: tuple[int, ...]) -> Tensor:
     """Logits by the authors' formulation, loops over stripes."""
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], state[f'{name}.weight'], state[f'{name}.bias'])
-
-    def linear(x: Tensor, name: str) -> Tensor:
-        return F.linear(x, state[f'{name}.weight'], state[f'{name}.bias'])
-
     x = image
     for i, (depth, heads) in enumerate(zip(SMALL['depths'], SMALL['num_heads'], strict=True)):
         conv, after = ('stage1_conv_embed.0', 'stage1_conv_embed.2') if i == 0 else (f'merge{i}.conv', f'merge{i}.norm')
         stride, padding = (4, 2) if i == 0 else (2, 1)
         x = F.conv2d(x, state[f'{conv}.weight'], state[f'{conv}.bias'], stride, padding)
         height, width = x.shape[2:]
-        x = norm(x.flatten(2).transpose(1, 2), after)
+        x = norm(state, f'{after}.', x.flatten(2).transpose(1, 2), EPS)
         for j in range(depth):
             block = f'stage{i + 1}.{j}'
-            y = norm(x, f'{block}.norm1')
+            y = norm(state, f'{block}.norm1.', x, EPS)
             if f'{block}.attns.0.an_bias' in state:
                 own = {key.removeprefix(f'{block}.'): value for key, value in state.items() if key.startswith(block)}
                 own = {key.replace('attns.0.get_v', 'dwc').replace('attns.0.', ''): v for key, v in own.items()}
                 mixed = agent_attention(own, '', y, (height, width), heads, (9, 16)[i])
             else:
-                qkv = linear(y, f'{block}.qkv').transpose(1, 2).unflatten(-1, (height, width)).chunk(3, 1)
+                qkv = linear(state, f'{block}.qkv.', y).transpose(1, 2).unflatten(-1, (height, width)).chunk(3, 1)
                 branches = 1 if i == 3 else 2
                 mixed_parts = []
                 for branch in range(branches):
@@ -84,9 +78,9 @@ def published_cswin(state: State, image: Tensor, splits: tuple[int, ...]) -> Ten
                     stripes = zip(*(t.split(split, axis) for t in (q, k, v)), strict=True)
                     outs = [stripe_attention(*stripe, weight, bias, heads // branches) for stripe in stripes]
                     mixed_parts.append(torch.cat(outs, axis))
-                mixed = linear(torch.cat(mixed_parts, 1).flatten(2).transpose(1, 2), f'{block}.proj')
+                mixed = linear(state, f'{block}.proj.', torch.cat(mixed_parts, 1).flatten(2).transpose(1, 2))
             x = x + mixed
-            x = x + mlp(state, f'{block}.mlp.', norm(x, f'{block}.norm2'))
+            x = x + mlp(state, f'{block}.mlp.', norm(state, f'{block}.norm2.', x, EPS))
         if i < 3:
             x = x.transpose(1, 2).unflatten(-1, (height, width))
-    return linear(norm(x, 'norm').mean(1), 'head')
+    return linear(state, 'head.', norm(state, 'norm.', x, EPS).mean(1))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -13,33 +12,20 @@ from pathlib import Path
 
 import mmdet
 import pytest
-import yaml
-from conftest import ROOT, needs_host, skip_unless_readable
+from conftest import CONFIGS, ROOT, needs_host, skip_unless_readable
+from mmengine import registry
 from mmengine.config import Config
 from mmengine.hub import get_config
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import MODELS
+from test_metafiles import MODELS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate._environment import available
 from mmgate.analysis.report.structure import build_structure
 from mmgate.layers.base.init import gate_parameters, undecayed_parameters
 
-NAMED = Path('plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
-CONFIGS = sorted(
-    str(path.relative_to(ROOT / 'configs'))
-    for path in (ROOT / 'configs').rglob('*.py')
-    if not {'_base_', 'studies'} & set(path.parts)
-)
-
-
-def listed_parameters() -> dict[str, int]:
-    index = yaml.safe_load((ROOT / 'model-index.yml').read_text())
-    models = [model for path in index['Import'] for model in yaml.safe_load((ROOT / path).read_text())['Models']]
-    return {model['Config'].removeprefix('configs/'): model['Metadata']['Parameters'] for model in models}
-
-
-PARAMETERS = listed_parameters()
+NAMES = [str(path.relative_to(ROOT / 'configs')) for path in CONFIGS]
+PARAMETERS = {model['Config'].removeprefix('configs/'): model['Metadata']['Parameters'] for model in MODELS}
 if mmdet.__version__ >= '3.5':  # the fork's DINO encodes boxes in twice the channels
     PARAMETERS['plug/dino/plug-dino-4scale_r50_8xb2-12e_coco.py'] += 2 * 256 * 256
     PARAMETERS['vanilla/dino/ungated-dino-4scale_r50_8xb2-12e_coco.py'] += 2 * 256 * 256
@@ -52,14 +38,14 @@ GATED = (
 )
 
 
-@pytest.mark.parametrize('name', CONFIGS)
+@pytest.mark.parametrize('name', NAMES)
 def test_builds(name: str) -> None:
     """And has as many trainable parameters as its metafile says."""
     skip_unless_readable(name)
     logging.getLogger('mmengine').setLevel(logging.WARNING)
     cfg = Config.fromfile(ROOT / 'configs' / name)
     model = build_structure(cfg)
-    MODELS.build(cfg.model.data_preprocessor)  # which a structure goes without
+    registry.MODELS.build(cfg.model.data_preprocessor)  # which a structure goes without
     gated = any(True for _ in gate_parameters(model))
     named = Path(name).name.startswith(GATED) and 'no-bias-no-dwc' not in name
     assert gated == named, f'{"gate" if gated else "no gate"} parameters; does GATED above have the method of {name}?'
@@ -96,40 +82,17 @@ def test_mask2former_parameters(name: str, millions: tuple[float, float]) -> Non
     assert round(counts[1] / 1e6, 1) == millions[1]
 
 
-@pytest.fixture(scope='module')
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds the wheel's content, as pip would install it."""
-    folder = tmp_path_factory.mktemp('wheel')
-    source = tmp_path_factory.mktemp('source') / 'mmgate'
-    # a copy of what git knows or would, because the build writes into the tree
-    listed = ['git', 'ls-files', '-co', '--exclude-standard']
-    for name in subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split():
-        if os.path.lexists(ROOT / name):
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
-    pip = [sys.executable, '-m', 'pip', '--disable-pip-version-check', '-q']
-    build = ['wheel', '--no-deps', '--no-build-isolation', '--no-index', '-w', str(folder), str(source)]
-    subprocess.run([*pip, *build], check=True, capture_output=True)
-    with zipfile.ZipFile(next(folder.glob('*.whl'))) as wheel:
-        wheel.extractall(folder / 'site')
-    return folder / 'site'
-
-
-def test_wheel_ships_configs_and_tools(installed: Path) -> None:
-    mim = installed / 'mmgate/.mim'
-    assert [
-        str(p.relative_to(mim / 'configs'))
-        for p in sorted((mim / 'configs').rglob('*.py'))
-        if not {'_base_', 'studies'} & set(p.parts)
-    ] == CONFIGS
-    for tool in ('train.py', 'test.py', 'dist_train.sh', 'slurm_test.sh', 'analysis_tools/list_attention.py'):
-        assert (mim / 'tools' / tool).is_file(), tool
-    assert (installed / 'mmgate/py.typed').is_file() and (mim / 'model-index.yml').is_file()
-
-
 @pytest.mark.slow  # the configs themselves are built above
-def test_every_config_builds_from_another_project(installed: Path, tmp_path: Path) -> None:
-    """As a downstream project inherits them: another folder, the wheel, ``mmgate::``."""
+def test_every_config_builds_from_another_project(tmp_path: Path) -> None:
+    """As a downstream project inherits them: another folder, the wheel's content as pip installs it, ``mmgate::``."""
+    dist = [sys.executable, str(ROOT / 'tools/dev/dist.py'), '--no-bom', '--out', str(tmp_path / 'dist')]
+    subprocess.run(dist, check=True, capture_output=True)
+    installed = tmp_path / 'site'
+    with zipfile.ZipFile(next((tmp_path / 'dist').glob('*.whl'))) as wheel:
+        wheel.extractall(installed)
+    shipped = ['tools/train.py', 'tools/dist_train.sh', 'tools/analysis_tools/list_attention.py', 'model-index.yml']
+    assert all((installed / 'mmgate/.mim' / name).is_file() for name in shipped)
+    assert (installed / 'mmgate/py.typed').is_file()
     script = tmp_path / 'build.py'
     script.write_text(
         'import sys, mmgate\n'
@@ -140,21 +103,11 @@ def test_every_config_builds_from_another_project(installed: Path, tmp_path: Pat
         '    path = f"child_{number}.py"\n'
         '    open(path, "w").write(f"_base_ = {\'mmgate::\' + name!r}")\n'
         '    build_structure(Config.fromfile(path))\n'
-        'from mmengine.hub import get_model\n'
-        'from mmengine.infer import BaseInferencer\n'
-        f'name = {NAMED.stem!r}\n'
-        'assert name in BaseInferencer.list_models("mmgate")\n'
-        f'get_model("mmgate::{NAMED}")\n'
         'print("built", number + 1)\n'
     )
-    readable = [name for name in CONFIGS if available('mmpretrain') or not needs_host(name)]
+    readable = [name for name in NAMES if available('mmpretrain') or not needs_host(name)]
     others = os.environ.get('PYTHONPATH', '').split(os.pathsep)
     environment = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(installed), *others])}
-    result = subprocess.run(
-        [sys.executable, '-W', 'ignore', script, *readable],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    command = [sys.executable, '-W', 'ignore', script, *readable]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert f'built {len(readable)}' in result.stdout, result.stderr[-2000:]

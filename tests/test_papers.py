@@ -53,25 +53,15 @@ def test_configs_of_hosts_are_there() -> None:
             assert (configs / path).is_file(), path
 
 
-@pytest.mark.parametrize(
-    'paper, table, number',
-    [
-        ('PLuG', 'Table 1', 20),
-        ('PLuG', 'Table 3', 12),
-        ('PLuG', 'Table 9', 5),
-        ('M-DGSA', 'Table 1', 16),
-        ('Agent attention', 'Table 4', 12),
-        ('Agent attention', 'Table 5', 10),
-        ('Agent attention', 'Table 8', 5),
-        ('Agent attention', 'Table 9', 5),
-        ('Agent attention', 'Table 14', 33),
-        ('Agent attention', 'Table 15', 24),
-        ('Agent attention', 'Table 16', 8),
-        ('Agent attention', 'Table 17', 14),
-        ('SAGA', 'Table 1', 31),
-        ('SAGA', 'Table 3', 13),
-        ('SAGA', 'Table 4', 4),
-    ],
-)
-def test_tables_have_as_many_rows_as_in_the_papers(paper: str, table: str, number: int) -> None:
-    assert len(ROWS[paper]['tables'][table]['rows']) == number
+ROWS_OF_PAPERS = {
+    'PLuG': {1: 20, 3: 12, 9: 5},
+    'M-DGSA': {1: 16},
+    'Agent attention': {4: 12, 5: 10, 8: 5, 9: 5, 14: 33, 15: 24, 16: 8, 17: 14},
+    'SAGA': {1: 31, 3: 13, 4: 4},
+}
+
+
+@pytest.mark.parametrize('paper', ROWS_OF_PAPERS)
+def test_tables_have_as_many_rows_as_in_the_papers(paper: str) -> None:
+    expected = ROWS_OF_PAPERS[paper]
+    assert {table: len(ROWS[paper]['tables'][f'Table {table}']['rows']) for table in expected} == expected

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import ROOT, skip_unless_readable
+from conftest import CONFIGS, skip_unless_readable
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate.analysis.report.structure import build_structure
 
-CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if not {'_base_', 'studies'} & set(path.parts))
 ONE, THREE = dict(epochs=12, drops=[8, 11]), dict(epochs=36, drops=[27, 33])
 SWIN_DETECTOR = dict(lr=1e-4, weight_decay=0.05, warm_up=500)
 IMAGENET = dict(lr=1e-3, weight_decay=0.05, epochs=300)

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import zoo
-from conftest import ROOT
 from mmcv.cnn.bricks.transformer import MultiheadAttention as mmcv_attention
 from mmcv.ops import MultiScaleDeformableAttention
-from mmengine.config import Config, ConfigDict
+from mmengine.config import Config
+from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
@@ -21,8 +21,6 @@ from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers import PLuGMultiScaleDeformableAttention
 from mmgate.swap import attention_modules
 
-CONFIGS = ROOT / 'configs/plug/deformable_detr'
-VANILLA = ROOT / 'configs/vanilla/deformable_detr'
 VARIANTS = {  # name: gate parameters of SPEC 2's hosts
     'singlescale': 24_720,
     'singlescale-dc5': 24_720,
@@ -41,38 +39,17 @@ def _scope() -> None:
     logging.getLogger('mmengine').setLevel(logging.WARNING)
 
 
-def load(variant: str, gated: bool, small: bool = True) -> ConfigDict:
-    infix = f'-{variant}' if variant else ''
-    if not gated and variant in ('encoder', 'decoder'):
-        infix = ''
-    name = f'{"plug-" if gated else ""}deformable-detr{infix}_r50_8xb4-50e_coco.py'
-    model = Config.fromfile((CONFIGS if gated else VANILLA) / name).model
-    model.backbone.init_cfg = None
-    if small:  # one layer each and few queries; the two-stage model hard-codes 256 channels
-        model.num_queries = 20
-        model.encoder.num_layers = model.decoder.num_layers = 2
-        model.encoder.layer_cfg.ffn_cfg.feedforward_channels = 32
-        model.decoder.layer_cfg.ffn_cfg.feedforward_channels = 32
-        model.encoder.layer_cfg.ffn_cfg.ffn_drop = model.decoder.layer_cfg.ffn_cfg.ffn_drop = 0.0
-        model.encoder.layer_cfg.self_attn_cfg.dropout = model.decoder.layer_cfg.self_attn_cfg.dropout = 0.0
-        model.decoder.layer_cfg.cross_attn_cfg.dropout = 0.0
-        model.backbone.depth = 18
-        model.neck.in_channels = [channels // 4 for channels in model.neck.in_channels]
-    return model
-
-
-def initialise(vanilla: nn.Module) -> None:
-    """As trained: a new model has all logits at zero, where no gate can have an effect."""
-    vanilla.init_weights()  # level embeddings are empty memory before
-    for module in vanilla.modules():
-        if isinstance(module, MultiScaleDeformableAttention):
-            nn.init.normal_(module.attention_weights.weight, std=0.1)
+def config(variant: str, gated: bool) -> str:
+    """Return where the config of a variant stands, or that of its vanilla partner."""
+    infix = f'-{variant}' if variant and (gated or variant not in ('encoder', 'decoder')) else ''
+    name = f'deformable-detr{infix}_r50_8xb4-50e_coco.py'
+    return f'mmgate::plug/deformable_detr/plug-{name}' if gated else f'mmgate::vanilla/deformable_detr/{name}'
 
 
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_parameters(variant: str) -> None:
     with torch.device('meta'):
-        vanilla, gated = (MODELS.build(load(variant, g, small=False)) for g in (False, True))
+        vanilla, gated = (MODELS.build(get_config(config(variant, g)).model) for g in (False, True))
     count = [sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (vanilla, gated)]
     assert count[1] - count[0] == VARIANTS[variant]
     expected = {'singlescale': 33.841, 'singlescale-dc5': 33.841, 'refine': 40.609, 'refine-twostage': 40.938}
@@ -82,10 +59,8 @@ def test_parameters(variant: str) -> None:
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_identity_start_through_the_runners_path(variant: str) -> None:
     """Build, init_weights, load a vanilla checkpoint: same losses, and only gate parameters missing."""
-    vanilla, gated = MODELS.build(load(variant, False)), MODELS.build(load(variant, True))
+    vanilla, gated = (zoo.build(zoo.reduced(config(variant, g))) for g in (False, True))
     assert type(gated) is type(vanilla)
-    initialise(vanilla)
-    gated.init_weights()
     keys = gated.load_state_dict(vanilla.state_dict(), strict=False)
     assert not keys.unexpected_keys and keys.missing_keys
     assert all('.gml.' in key or '.gate_proj.' in key for key in keys.missing_keys)
@@ -136,46 +111,31 @@ def test_unset_options_are_the_papers() -> None:
     model = Host()
     swap_attention(model, dict(RULE, path='other.attn'))
     gate = model.other.attn
-    assert (gate.granularity, gate.gml.variant, gate.gml.activation, gate.residual) == (
-        'head_level',
-        'product',
-        'none',
-        True,
-    )
+    assert (gate.granularity, gate.gml.variant, gate.gml.activation) == ('head_level', 'product', 'none')
+    assert gate.residual
+
+
+INVENTORY = 'other.attn: mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttention'
+TYPE = "is not registered. Did you mean 'PLuGMultiheadAttention'.* The gates are .*PLuG"
 
 
 @pytest.mark.parametrize(
     'rules, error, message',
     [
-        (
-            dict(RULE, path='encoder.*'),
-            ValueError,
-            "'encoder.*' matches no module.*other.attn: mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttention",
-        ),
+        (dict(RULE, path='encoder.*'), ValueError, f"'encoder.*' matches no module.*{INVENTORY}"),
         (dict(RULE, path=['other.attn', 'nope']), ValueError, "'nope' matches no module"),
         (dict(RULE, path='other.mha'), ValueError, 'other.mha is a torch.nn.modules.activation.MultiheadAttention'),
         (dict(RULE, path='other.attn', granularty='head'), TypeError, 'no option granularty; it has activation'),
         (dict(RULE, path='other.attn', embed_dims=8), TypeError, 'sizes are taken over'),
         (dict(RULE, path='other.attn', granularity='x'), ValueError, 'choose one of'),
-        (dict(RULE, path='other.attn', type='Zug'), ValueError, "type='Zug' is not registered. The gates are .*PLuG"),
-        (
-            dict(path='other.mha', type='mmgate.PLuGMultiHeadAttention'),
-            ValueError,
-            "Did you mean 'PLuGMultiheadAttention'",
-        ),
-        (dict(RULE, path='layers.0.**.none'), ValueError, 'matches no module'),
-        (dict(RULE, path='other.mha.**'), ValueError, "fits nothing that 'other.mha.\\*\\*' matches"),
-        (
-            dict(RULE, path='other.attn', type='mmdet.ResNet'),
-            TypeError,
-            'mmdet.models.backbones.resnet.ResNet is not a gate.*mmgate.adapts',
-        ),
-        (dict(RULE, path='other.attn', type=nn.Linear), TypeError, 'torch.nn.modules.linear.Linear is not a gate'),
+        (dict(path='other.mha', type='mmgate.PLuGMultiHeadAttention'), ValueError, TYPE),
+        (dict(RULE, path='other.mha.**'), ValueError, r"fits nothing that 'other.mha.\*\*' matches"),
+        (dict(RULE, type='mmdet.ResNet'), TypeError, 'backbones.resnet.ResNet is not a gate.*mmgate.adapts'),
+        (dict(RULE, type=nn.Linear), TypeError, 'torch.nn.modules.linear.Linear is not a gate'),
         ([dict(RULE, path='other.attn'), dict(RULE, path='*.attn')], ValueError, 'claimed by an earlier rule'),
         (dict(path='other.attn'), TypeError, "needs the keys 'path' and 'type'"),
         (dict(RULE, path=[]), TypeError, r'attention\[0\].path must be a pattern'),
         (dict(RULE, path=None), TypeError, r'attention\[0\].path must be a pattern'),
-        (dict(RULE, path='other.attn', residual='no'), ValueError, "residual='no' is unknown"),
         ([], TypeError, 'must be a rule'),
         ('other.attn', TypeError, 'must be a rule'),
     ],
@@ -190,8 +150,6 @@ def test_bad_rules_change_nothing(rules, error: type, message: str) -> None:
 
 
 def test_pattern_star_stays_within_one_name() -> None:
-    with pytest.raises(ValueError, match='matches no module'):
-        swap_attention(Host(), dict(RULE, path='*.attn.none'))
     assert swap_attention(Host(), dict(RULE, path='layers.*.attn')) == ['layers.0.attn', 'layers.1.attn']
     assert swap_attention(Host(), dict(RULE, path='*.attn')) == ['other.attn']
 
@@ -219,10 +177,8 @@ def test_whatever_fits_leaves_out_what_the_gate_refuses() -> None:
 
 
 def test_unknown_host_and_downstream_adapter() -> None:
-    with pytest.raises(ValueError, match="Did you mean 'mmdet.DeformableDETR'"):
-        MODELS.build(dict(type='mmgate.Gated', host='mmdet.DeformablDETR', attention=RULE))
     with pytest.raises(ValueError, match='Give the name with its scope'):
-        MODELS.build(dict(type='mmgate.Gated', host='Qqq', attention=RULE))
+        MODELS.build(dict(type='mmgate.Gated', host='mmdet.DeformablDETR', attention=RULE))
 
     class Mine(MultiScaleDeformableAttention):
         pass
@@ -297,28 +253,14 @@ def test_a_gate_behind_kwargs_has_the_options_of_its_base() -> None:
     assert model['layer'].factor == 6.0
 
 
-@pytest.mark.parametrize(
-    'arguments, like, error, message',
-    [
-        (('PLuG', Wrapped), None, TypeError, "needs classes, got 'PLuG'"),
-        ((PLuGMultiScaleDeformableAttention,), None, TypeError, 'names no host class'),
-        (
-            (PLuGMultiScaleDeformableAttention, Wrapped),
-            nn.Linear,
-            LookupError,
-            r'mmgate.layers.plug.PLuG.* has no adapter for torch.nn.modules.linear.Linear; it replaces mmcv.ops',
-        ),
-    ],
-)
-def test_adapts_says_what_is_wrong(arguments, like, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        adapts(*arguments, like=like)
+def test_adapts_says_what_is_wrong() -> None:
+    with pytest.raises(TypeError, match="needs classes, got 'PLuG'"):
+        adapts('PLuG', Wrapped)
+    words = r'mmgate.layers.plug.PLuG.* has no adapter for torch.nn.modules.linear.Linear; it replaces mmcv.ops'
+    with pytest.raises(LookupError, match=words):
+        adapts(PLuGMultiScaleDeformableAttention, Wrapped, like=nn.Linear)
 
 
 def test_inventory_names_every_attention() -> None:
-    assert [name for name, _ in attention_modules(Host())] == [
-        'layers.0.attn',
-        'layers.1.attn',
-        'other.attn',
-        'other.mha',
-    ]
+    names = ['layers.0.attn', 'layers.1.attn', 'other.attn', 'other.mha']
+    assert [name for name, _ in attention_modules(Host())] == names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from zoo import ZOO
 
 from mmgate import gate_parameters, restore_attention, swap_attention
+from mmgate.gates.parts import swaps_by_path
 from mmgate.hosts import adapter_for, gates_for
 from mmgate.layers.base.map import MapAttention
 from mmgate.swap import attention_modules
@@ -38,46 +40,26 @@ def initialised(cfg: Any, rules: list[dict] | None = None) -> tuple[nn.Module, T
     model = MODELS.build(copy.deepcopy(cfg))
     if rules:
         swap_attention(model, rules)
-    prepared(model)
+    zoo.fill_what_is_only_loaded(model)
     model.init_weights()
     return model, torch.get_rng_state()
 
 
-def prepared(model: nn.Module) -> None:
-    if hasattr(model, 'text_encoder'):  # parts of SAN that start from a checkpoint only
-        model.decode_head.rec_with_attnbias.init_weights = lambda state: None
-        nn.init.ones_(model.text_encoder.positional_embedding)
-        nn.init.ones_(model.text_encoder.text_projection)
-
-
 def named(model: nn.Module) -> dict[str, Tensor]:
     """Parameters by the names that they have in the vanilla model, whatever stands there now."""
-    found = {
-        f'{swap.name}.{theirs}': dict(swap.gate.named_parameters())[ours]
-        for swap in swaps_in(model)
-        for theirs, ours in swap.shared
-        if ours in dict(swap.gate.named_parameters())
-    }
-    inside = tuple(f'{swap.name}.' for swap in swaps_in(model))
-    found.update({name: p for name, p in model.named_parameters() if not name.startswith(inside)})
-    return found
-
-
-def swaps_in(model: nn.Module) -> list[Any]:
-    """Every swap, named from ``model``: backbones of ours hold their own."""
-    found = []
-    for name, module in model.named_modules():
-        for swap in vars(module).get('attention_swaps', []):
-            swap = copy.copy(swap)
-            swap.name = f'{name}.{swap.name}' if name else swap.name
-            found.append(swap)
+    swaps = swaps_by_path(model)
+    inside = tuple(f'{path}.' for path in swaps)
+    found = {name: p for name, p in model.named_parameters() if not name.startswith(inside)}
+    for path, swap in swaps.items():
+        own = dict(swap.gate.named_parameters())
+        found.update({f'{path}.{theirs}': own[ours] for theirs, ours in swap.shared if ours in own})
     return found
 
 
 def assert_starts_as(vanilla: tuple[nn.Module, Tensor], gated: tuple[nn.Module, Tensor]) -> None:
     expected, actual = dict(vanilla[0].named_parameters()), named(gated[0])
     assert set(actual) <= set(expected)
-    maps = tuple(swap.name for swap in swaps_in(gated[0]) if isinstance(swap.gate, MapAttention))
+    maps = tuple(path for path, swap in swaps_by_path(gated[0]).items() if isinstance(swap.gate, MapAttention))
     lacking = [n for n in set(expected) - set(actual) if not (n.startswith(maps) and any(p in n for p in LEFT_OUT))]
     assert not lacking
     differing = [name for name, value in actual.items() if not torch.equal(value, expected[name])]
@@ -86,38 +68,23 @@ def assert_starts_as(vanilla: tuple[nn.Module, Tensor], gated: tuple[nn.Module, 
 
 
 def fitting(model: nn.Module) -> dict[str, list[str]]:
-    """The gates that fit, by the name of the attention."""
-    known: dict[tuple[Any, ...], list[str]] = {}
-    found = {}
+    """The gates that fit, by the name of the attention, without those inside another."""
+    found: dict[str, list[str]] = {}
     for name, module in attention_modules(model):
-        key = (type(module), getattr(module, 'num_heads', None), getattr(module, 'cross_attn', None))
-        if key not in known:
-            known[key] = []
-            for gate in gates_for(module):
-                adapter = adapter_for(gate, module)
-                with suppress(ValueError):
-                    adapter(gate, copy.deepcopy(module), **OPTIONS.get(gate.__name__, {}))
-                    known[key].append(gate.__name__)
-        if known[key]:
-            found[name] = known[key]
+        for gate in gates_for(module) if not name.startswith(tuple(f'{outer}.' for outer in found)) else ():
+            with suppress(ValueError):
+                adapter_for(gate, module)(gate, copy.deepcopy(module), **OPTIONS.get(gate.__name__, {}))
+                found.setdefault(name, []).append(gate.__name__)
     return found
 
 
 def rounds(gates: dict[str, list[str]]) -> Iterator[list[dict]]:
-    """Rules that together put every gate once into each kind of attention: the kinds take turns within a model."""
-    by_kind: dict[tuple[str, ...], list[str]] = {}
-    for name, listed in gates.items():
-        by_kind.setdefault(tuple(listed), []).append(name)
-    turns = {
-        kind: [kind[i : i + len(names)] for i in range(0, len(kind), len(names))] for kind, names in by_kind.items()
-    }
-    for chosen in itertools.zip_longest(*turns.values(), fillvalue=()):
-        rules: list[dict] = []
-        for kind, picked in zip(turns, chosen, strict=True):
-            for name, gate in zip(by_kind[kind], picked, strict=False):
-                if not any(name.startswith(f'{r["path"]}.') or r['path'].startswith(f'{name}.') for r in rules):
-                    rules.append(dict(path=name, type=gate, **OPTIONS.get(gate, {})))
-        yield rules
+    """Rules that together put every gate into each kind of attention: gates take turns from module to module."""
+    modules = Counter(map(tuple, gates.values()))
+    turns = {kind: itertools.cycle(kind) for kind in modules}
+    for _ in range(max(-(-len(kind) // number) for kind, number in modules.items())):
+        chosen = {name: next(turns[tuple(listed)]) for name, listed in gates.items()}
+        yield [dict(path=name, type=gate, **OPTIONS.get(gate, {})) for name, gate in chosen.items()]
 
 
 @pytest.mark.parametrize('name', [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in ZOO])
@@ -135,7 +102,15 @@ CSWIN = dict(type='mmgate.AgentCSwin', depths=(1, 1, 1, 1))
 VANILLA_PVT = dict(type='mmdet.PyramidVisionTransformer', **PVT)
 VANILLA_SWIN = dict(type='mmdet.SwinTransformer', **SWIN)
 VIT = dict(arch='deit-tiny', drop_rate=0.1)
+PLUG = 'PLuGMultiheadAttention'
 DGVIT = dict(type='mmgate.DGViT', num_layers=2, embed_dims=32, num_heads=2)
+
+
+def gated_vit(gate: str = PLUG, **options: Any) -> dict[str, Any]:
+    attention = dict(path='layers.*.attn', type=gate)
+    return dict(type='mmgate.Gated', host='mmpretrain.VisionTransformer', attention=attention, **VIT, **options)
+
+
 PARTNERS: dict[str, tuple[dict, dict]] = {
     'AgentPVT': (VANILLA_PVT, dict(type='mmgate.AgentPVT', **PVT)),
     'SAGAPVT': (VANILLA_PVT, dict(type='mmgate.SAGAPVT', **PVT)),
@@ -157,21 +132,8 @@ PARTNERS: dict[str, tuple[dict, dict]] = {
         dict(attention=dict(type='DifferentialMultiheadAttention'), **DGVIT),
     ),
     **{
-        f'DeiT-{gate}': (
-            dict(type='mmpretrain.VisionTransformer', **VIT),
-            dict(
-                type='mmgate.Gated',
-                host='mmpretrain.VisionTransformer',
-                attention=dict(path='layers.*.attn', type=gate, **options),
-                **VIT,
-            ),
-        )
-        for gate, options in {
-            'PLuGMultiheadAttention': {},
-            'SDPAGatedMultiheadAttention': {},
-            'AgentAttention': dict(map_size=(14, 14), class_token=True),
-            'SAGAAttention': dict(map_size=(14, 14), class_token=True),
-        }.items()
+        f'DeiT-{gate}': (dict(type='mmpretrain.VisionTransformer', **VIT), gated_vit(gate))
+        for gate in (PLUG, 'SDPAGatedMultiheadAttention', 'AgentAttention', 'SAGAAttention')
     },
 }
 
@@ -190,43 +152,29 @@ def test_backbones_start_as_their_partners(partners: tuple[dict, dict], wrapped:
         partners = tuple(dict(backbone=backbone, **whole) for backbone in partners)
     vanilla, gated = (initialised(cfg) for cfg in partners)
     assert_starts_as(vanilla, gated)
-    assert not any('_params_init_info' in vars(m) for swap in swaps_in(gated[0]) for m in swap.vanilla.modules())
-    assert dict(vanilla[0].named_modules()).keys() <= named_modules(gated[0])
+    swaps = swaps_by_path(gated[0]).values()
+    assert not any('_params_init_info' in vars(module) for swap in swaps for module in swap.vanilla.modules())
+    restore_attention(gated[0])
+    assert dict(vanilla[0].named_modules()).keys() <= dict(gated[0].named_modules()).keys()
 
 
-def named_modules(model: nn.Module) -> set[str]:
-    """Names with the vanilla modules back in their places, which is how a model is before it was gated."""
-    restore_attention(model)
-    return {name for name, _ in model.named_modules()}
-
-
-# config, rules whose gates start as the identity
-IDENTITIES: dict[str, tuple[str, dict]] = {
-    'deformable_detr': (
-        'deformable_detr',
-        dict(
-            type='PLuGMultiScaleDeformableAttention', path=['encoder.layers.*.self_attn', 'decoder.layers.*.cross_attn']
-        ),
-    ),
-    'detr': ('detr', dict(type='PLuGMultiheadAttention', path='**')),
-    'detr-sdpa': ('detr', dict(type='SDPAGatedMultiheadAttention', path='**', init='identity', scale=2.0)),
-    'mask2former_ade': (
-        'mask2former_ade',
-        dict(type='PLuGMultiheadAttention', path='decode_head.transformer_decoder.**'),
-    ),
-    'retinanet_pvt': ('retinanet_pvt', dict(type='PLuGMultiheadAttention', path='backbone.**')),
-    'swin': ('swin', dict(type='PLuGMultiheadAttention', path='backbone.**.w_msa')),
-}
-
-
-@pytest.mark.parametrize('name', IDENTITIES)
-def test_the_first_step_has_the_loss_of_the_vanilla_model(name: str) -> None:
+@pytest.mark.parametrize(
+    'name, gate, options',
+    [
+        ('deformable_detr', 'PLuGMultiScaleDeformableAttention', {}),
+        ('detr', PLUG, {}),
+        ('detr', 'SDPAGatedMultiheadAttention', dict(init='identity', scale=2.0)),
+        ('mask2former_ade', PLUG, {}),
+        ('retinanet_pvt', PLUG, {}),
+        ('swin', PLUG, {}),
+    ],
+)
+def test_the_first_step_has_the_loss_of_the_vanilla_model(name: str, gate: str, options: dict[str, Any]) -> None:
     """With dropout and drop path: the same numbers are dropped."""
-    zoo_name, rule = IDENTITIES[name]
-    cfg = zoo.reduced(ZOO[zoo_name][0])
+    cfg = zoo.reduced(ZOO[name][0])
     with_dropout(cfg.model)
     losses = []
-    for rules in (None, [rule]):
+    for rules in (None, [dict(type=gate, path='**', **options)]):
         model, _ = initialised(cfg.model, rules)
         state = torch.get_rng_state()
         torch.manual_seed(0)
@@ -257,13 +205,11 @@ def test_a_checkpoint_that_a_host_loads_as_it_initialises_fills_gates(tmp_path: 
     save_checkpoint(dict(state_dict=first.state_dict()), str(tmp_path / 'own.pth'))
     init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'own.pth'))
     alone, _ = initialised({**cfg, 'init_cfg': init_cfg})
-    vit = dict(type='mmgate.Gated', host='mmpretrain.VisionTransformer', **VIT)
-    vit['attention'] = dict(path='layers.*.attn', type='PLuGMultiheadAttention')
-    second, _ = initialised(vit)
+    second, _ = initialised(gated_vit())
     nn.init.constant_(second.layers[0].attn.attn.gml.bias, 7.0)
     nn.init.constant_(second.layers[0].attn.attn.in_proj_bias, 5.0)
     save_checkpoint(dict(state_dict=second.state_dict()), str(tmp_path / 'vit.pth'))
-    loaded, _ = initialised({**vit, 'init_cfg': dict(type='Pretrained', checkpoint=str(tmp_path / 'vit.pth'))})
+    loaded, _ = initialised(gated_vit(init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'vit.pth'))))
     for one, other in ((first, alone), (second, loaded)):
         assert one.state_dict().keys() == other.state_dict().keys()
         for name, value in one.state_dict().items():
@@ -281,55 +227,34 @@ def test_the_start_follows_a_model_that_was_made_on_meta() -> None:
     assert len(drawn) == 10 and all(0.01 < p.std() < 0.03 for p in drawn.values())
 
 
-def test_the_vanilla_model_comes_back() -> None:
-    init_default_scope('mmdet')
-    vanilla, _ = initialised(VANILLA_SWIN)
-    model, _ = initialised(VANILLA_SWIN, [dict(path='stages.*.blocks.*.attn.w_msa', type='PLuGMultiheadAttention')])
-    nn.init.constant_(model.stages[0].blocks[0].attn.w_msa.attn.out_proj.bias, 1.0)
+@pytest.mark.parametrize('change', ['replaced', 'wrapped', 'pruned'])
+def test_what_someone_put_in_the_place_of_a_gate_stays(change: str) -> None:
+    model = MODELS.build(gated_vit())
+    gate, vanilla = model.layers[0].attn, model.attention_swaps[0].vanilla
+    if change == 'pruned':
+        model.layers = model.layers[:1]
+    else:
+        model.layers[0].attn = nn.Sequential(gate) if change == 'wrapped' else copy.deepcopy(vanilla)
+    module = model.layers[0].attn
+    model.init_weights()
+    assert model.layers[0].attn is module
+    assert len(restore_attention(model)) == (1 if change == 'pruned' else 11)
+
+
+def test_gates_come_off_inside_a_model_with_what_they_share() -> None:
+    model = nn.Sequential(nn.Sequential(MODELS.build(gated_vit())))
+    nn.init.constant_(model[0][0].layers[0].attn.attn.out_proj.bias, 1.0)
     model.eval()
-    names = restore_attention(model)
-    assert len(names) == 8 and not restore_attention(model)
-    assert model.state_dict().keys() == vanilla.state_dict().keys()
-    assert model.stages[0].blocks[0].attn.w_msa.proj.bias.eq(1).all(), 'what was trained stays'
+    assert restore_attention(model)[0] == '0.0.layers.0.attn'
+    assert not restore_attention(model)
+    vanilla = MODELS.build(dict(type='mmpretrain.VisionTransformer', **VIT))
+    assert model[0][0].state_dict().keys() == vanilla.state_dict().keys()
+    assert model[0][0].layers[0].attn.proj.bias.eq(1).all(), 'what was trained stays'
     assert not any(module.training for module in model.modules())
 
 
-VIT_GATED = dict(type='mmgate.Gated', host='mmpretrain.VisionTransformer', **VIT)
-VIT_GATED['attention'] = dict(path='layers.*.attn', type='PLuGMultiheadAttention')
-
-
-def replaced(model: nn.Module) -> nn.Module:
-    model.layers[0].attn = copy.deepcopy(model.attention_swaps[0].vanilla)
-    return model.layers[0].attn
-
-
-def wrapped(model: nn.Module) -> nn.Module:
-    model.layers[0].attn = nn.Sequential(model.layers[0].attn)
-    return model.layers[0].attn
-
-
-def pruned(model: nn.Module) -> nn.Module:
-    model.layers = model.layers[:1]
-    return model.layers[0].attn
-
-
-@pytest.mark.parametrize('change', [replaced, wrapped, pruned])
-def test_what_someone_put_in_the_place_of_a_gate_stays(change: Any) -> None:
-    model = MODELS.build(copy.deepcopy(VIT_GATED))
-    module = change(model)
-    model.init_weights()
-    assert model.layers[0].attn is module
-    assert len(restore_attention(model)) == (1 if change is pruned else 11)
-
-
-def test_gates_come_off_inside_a_model_and_through_its_wrappers() -> None:
-    model = nn.Sequential(nn.Sequential(MODELS.build(copy.deepcopy(VIT_GATED))))
-    assert restore_attention(model)[0] == '0.0.layers.0.attn'
-    assert not restore_attention(model)
-
-
 def test_a_second_initialisation_leaves_gates_as_the_host() -> None:
-    model = MODELS.build(copy.deepcopy(VIT_GATED))
+    model = MODELS.build(gated_vit())
     model.init_weights()
     nn.init.constant_(model.layers[0].attn.attn.gml.bias, 9.0)
     model.init_weights()
@@ -366,7 +291,7 @@ def test_twins_in_a_model_with_an_initialiser_of_ones_own() -> None:
 
 
 def test_parameters_that_are_gone_are_named() -> None:
-    model = MODELS.build(copy.deepcopy(VIT_GATED))
+    model = MODELS.build(gated_vit())
     nn.utils.parametrizations.weight_norm(model.layers[0].attn.attn.out_proj)
     with pytest.raises(ValueError, match=r'attn.out_proj.weight of GatedTokenAttention is gone'):
         restore_attention(model)

@@ -128,10 +128,7 @@ def build(cfg: Config) -> nn.Module:
     if 'GroundingDINO' in cfg.model.type and mmdet.__version__ >= '3.5':
         # the fork's Grounding DINO inherits a decoder that feeds this twice as much as it takes, and cannot run
         model.decoder.ref_point_head.layers[0] = nn.Linear(4 * model.embed_dims, model.embed_dims)
-    if 'text_encoder' in cfg.model:  # the parts of SAN that only start from a checkpoint
-        model.decode_head.rec_with_attnbias.init_weights = lambda state: None
-        nn.init.normal_(model.text_encoder.positional_embedding, std=0.05)
-        nn.init.normal_(model.text_encoder.text_projection, std=0.05)
+    fill_what_is_only_loaded(model)
     model.init_weights()
     for name, parameter in model.named_parameters():
         if re.search(r'attention_weights\.weight|sampling_offsets\.weight|relative_position_bias_table', name):
@@ -141,6 +138,14 @@ def build(cfg: Config) -> nn.Module:
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
     return model
+
+
+def fill_what_is_only_loaded(model: nn.Module) -> None:
+    """Fill the parts of SAN that start from a checkpoint alone, with the same numbers each time."""
+    if hasattr(model, 'text_encoder'):
+        model.decode_head.rec_with_attnbias.init_weights = lambda state: None
+        for parameter in (model.text_encoder.positional_embedding, model.text_encoder.text_projection):
+            parameter.data.normal_(std=0.05, generator=torch.Generator().manual_seed(0))
 
 
 def gate(model: nn.Module) -> list[str]:

@@ -4,41 +4,30 @@ from __future__ import annotations
 
 from functools import partial
 from importlib import import_module
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from mmgate._environment import available
 from mmgate.registry import MODELS
 
-# name: the package and the class that it is built on, and our file
-HOSTS = {
-    'AgentCSwin': ('mmengine', 'BaseModule', 'cswin'),
-    'AgentPVT': ('mmdet', 'PyramidVisionTransformer', 'pvt'),
-    'AgentSwin': ('mmdet', 'SwinTransformer', 'swin'),
-    'DGViT': ('mmpretrain', 'VisionTransformer', 'dgvit'),
-    'LinearPVT': ('mmdet', 'PyramidVisionTransformer', 'pvt'),
-    'LinearPVTv2': ('mmdet', 'PyramidVisionTransformerV2', 'pvt'),
-    'LinearSwin': ('mmdet', 'SwinTransformer', 'swin'),
-    'SAGAPVT': ('mmdet', 'PyramidVisionTransformer', 'pvt'),
-    'SAGAPVTv2': ('mmdet', 'PyramidVisionTransformerV2', 'pvt'),
-    'SAGASwin': ('mmdet', 'SwinTransformer', 'swin'),
+# our files: the package that they are built on, and their backbones
+FILES = {
+    'cswin': ('mmengine', ['AgentCSwin']),
+    'dgvit': ('mmpretrain', ['DGViT']),
+    'pvt': ('mmdet', ['AgentPVT', 'LinearPVT', 'LinearPVTv2', 'SAGAPVT', 'SAGAPVTv2']),
+    'swin': ('mmdet', ['AgentSwin', 'LinearSwin', 'SAGASwin']),
 }
-
-
-def _absent(name: str, **_: object) -> NoReturn:
-    package, host, _file = HOSTS[name]
-    raise ImportError(f"{name} is built on {package}'s {host}, and {package} cannot be imported here; install it.")
-
-
 __all__: list[str] = []
-for _name, (_package, _, _file) in HOSTS.items():
+
+
+def _absent(name: str, package: str, **_: object) -> NoReturn:
+    raise ImportError(f"{name} is built on a class of {package}'s, which cannot be imported here; install it.")
+
+
+for _file, (_package, _names) in FILES.items():
     if available(_package):
-        globals()[_name] = getattr(import_module(f'{__name__}.{_file}'), _name)
-        __all__.append(_name)
+        _module = import_module(f'{__name__}.{_file}')
+        globals().update({_name: getattr(_module, _name) for _name in _names})
+        __all__ += _names
     else:  # a config that names one is told what is missing
-        MODELS.register_module(name=_name, module=partial(_absent, _name))
-
-
-def __getattr__(name: str) -> Any:
-    if name in HOSTS:
-        _absent(name)
-    raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+        for _name in _names:
+            MODELS.register_module(name=_name, module=partial(_absent, _name, _package))

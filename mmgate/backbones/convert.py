@@ -13,21 +13,18 @@ def convert(checkpoint: Any) -> State:
 
     The backbones read published layouts themselves; this is for who wants a file. Tensors are renamed and nothing else:
     whether they fill a model is for that model to say, a backbone of ours by its init_cfg. A vanilla PVT or Swin comes
-    in mmdet's names.
+    in mmdet's names; what has our names stays as it is.
 
     Args:
         checkpoint: What :func:`~mmgate.checkpoints.tensors.read_checkpoint` or ``torch.load`` returned.
 
     Raises:
-        ValueError: It is none of these, is in our names already, or a key of DeiT is unknown.
+        ValueError: It is none of these, or a key of DeiT is unknown.
     """
     state = tensors(checkpoint)
     if is_deit(state):
         return deit_layout(state)
-    converted = cswin_layout(state) if is_cswin(state) else host_layout(state)
-    if converted.keys() == state.keys():
-        raise ValueError("The keys are mmdet's already; init_cfg takes the file as it is.")
-    return converted
+    return cswin_layout(state) if is_cswin(state) else host_layout(state)
 
 
 def convert_classifier(checkpoint: Any) -> State:

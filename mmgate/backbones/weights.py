@@ -133,7 +133,8 @@ def host_layout(state: State) -> State:
     They are in the authors' names of PVT, PVTv2 or Swin, with agent attention or vanilla, or in mmdet's or mmseg's.
 
     Raises:
-        ValueError: The keys are of neither backbone, or a half of a projection is missing.
+        KeyError: A half of a projection is missing; the message is its name.
+        ValueError: The keys are of neither backbone.
     """
     from mmdet.models.backbones.pvt import pvt_convert  # CSwin and DeiT do without mmdet
     from mmdet.models.backbones.swin import swin_converter
@@ -142,9 +143,6 @@ def host_layout(state: State) -> State:
         key: value for key, value in state.items() if not key.endswith(DERIVED) and not key.startswith(_OF_CLASSIFIERS)
     }
     if any(key.startswith('block1.') for key in state):
-        for key in state:
-            if '.attn.q.' in key and key.replace('.q.', '.kv.') not in state:
-                raise ValueError(f'missing: {key.replace(".q.", ".kv.")}')
         return dict(pvt_convert(state))
     if any(key.startswith('layers.0.blocks.') for key in state):
         renamed = {key.removeprefix('backbone.'): value for key, value in swin_converter(state).items()}

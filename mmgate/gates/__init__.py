@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from torch import nn
@@ -61,13 +60,9 @@ def Gated(
     if attention is None and gates is None:
         raise OptionError('mmgate.Gated needs attention (a rule or a list of rules) or gates (a file of gates).')
     if isinstance(host, str) and MODELS.get(host) is None:
-        scope, _, name = host.rpartition('.')
-        registry = MODELS._search_child(scope) or MODELS.root._search_child(scope) if scope else MODELS.root
-        near = difflib.get_close_matches(name, registry.module_dict if registry else (), n=1)
-        hint = f' Did you mean {".".join([scope, near[0]] if scope else near)!r}?' if near else ''
         raise ConfigError(
-            f'host={host!r} is not registered.{hint} Give the name with its scope, such as mmdet.DeformableDETR, and '
-            'import what registers it.'
+            f'host={host!r} is not registered. Give the name with its scope, such as mmdet.DeformableDETR, and import '
+            'what registers it.'
         )
     model = MODELS.build(dict(type=host, **host_cfg))
     if attention is not None:

@@ -32,8 +32,8 @@ def restore_attention(model: nn.Module) -> list[str]:
 def gates_disabled(model: nn.Module) -> Iterator[None]:
     """Let the vanilla modules compute in the place of the gates, with what they share as it is.
 
-    Attention that is no host's, such as DGViT's, stays. A mode, device or dtype that the model is given meanwhile is
-    the gates', too, afterwards.
+    Attention that is no host's, such as DGViT's, stays. A mode that the model is given meanwhile is the gates', too,
+    afterwards; another device or dtype is to be given before or after.
     """
     with ExitStack() as undo:
         for holder in list(model.modules()):

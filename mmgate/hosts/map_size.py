@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping
 from copy import deepcopy
-from itertools import chain
 from math import isqrt
 from typing import Any
 
@@ -30,20 +29,19 @@ def map_options(
     if not needs_map_size(gate) or 'map_size' in options or not names:
         return {}
     parts = next(iter(names)).split('.')
-    owner = next(
-        (model.get_submodule('.'.join(parts[: i + 1])) for i, part in enumerate(parts) if part in BACKBONES), model
-    )
-    paths = {id(model.get_submodule(name)): name for name in names}
+    prefix = next(('.'.join(parts[: i + 1]) for i, part in enumerate(parts) if part in BACKBONES), '')
+    owner = model.get_submodule(prefix)
     found: dict[int, dict[str, Any]] = {}
     try:
-        copied = _on_meta(owner)
-        for (_, module), (_, counterpart) in zip(owner.named_modules(), copied.named_modules(), strict=True):
-            if id(module) in paths:
-                note = _noting(found, id(module), paths[id(module)], owner)
-                counterpart.register_forward_pre_hook(note, with_kwargs=True)
+        copied = deepcopy(owner).to('meta')
+        copied.eval()  # some hosts' return nothing
+        for name in names:
+            note = _noting(found, id(model.get_submodule(name)), name, owner)
+            counterpart = copied.get_submodule(name.removeprefix(f'{prefix}.'))
+            counterpart.register_forward_pre_hook(note, with_kwargs=True)
         with torch.no_grad():
             copied(torch.empty(1, 3, *_image_size(owner), device='meta'))
-        missing = ', '.join(name for module, name in paths.items() if module not in found)
+        missing = ', '.join(name for name in names if id(model.get_submodule(name)) not in found)
         reason = f'{missing} did not run' if missing else ''
     except Exception as error:  # whatever a host may raise on images of this size or on this device
         reason = f'{type(error).__name__}: {error}'
@@ -60,17 +58,6 @@ def needs_map_size(gate: Any) -> bool:
     """Return whether ``gate`` is not made without a ``map_size``."""
     parameter = inspect.signature(gate).parameters.get('map_size')
     return parameter is not None and parameter.default is parameter.empty
-
-
-def _on_meta(owner: nn.Module) -> nn.Module:
-    """Return a copy without numbers, in evaluation."""
-    memo: dict[int, Any] = {}
-    for tensor in chain(owner.parameters(), owner.buffers()):
-        empty = torch.empty_like(tensor, device='meta')
-        memo[id(tensor)] = nn.Parameter(empty, False) if isinstance(tensor, nn.Parameter) else empty
-    copied = deepcopy(owner, memo)
-    copied.eval()  # some hosts' return nothing
-    return copied
 
 
 def _image_size(owner: Any) -> tuple[int, int]:

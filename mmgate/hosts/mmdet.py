@@ -12,8 +12,9 @@ from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from torch import Tensor
 
 from mmgate.hosts.core import attend_in_host, copy_as, holds_gates, refuse_finish, without_projections
-from mmgate.hosts.pyramids import adapt_reduced, adapt_swin
 from mmgate.hosts.table import adapts
+from mmgate.hosts.torch import adapt_reduced
+from mmgate.hosts.window import adapt_swin
 from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
@@ -60,19 +61,17 @@ class GatedConditionalAttention(ConditionalAttention):
         if with_query_pos:
             q, k = q + self.qpos_proj(query_pos), k + k_pos
             gate_query = gate_query + query_pos
-        q, k, v = self._split(q), self._split(k), self._split(v)
+        split = self.gate.split_heads
+        q, k, v = split(q), split(k), split(v)
         if ref_sine_embed is not None:
-            q = torch.cat([q, self._split(self.qpos_sine_proj(ref_sine_embed))], -1)  # (B, H, N, 2 d)
-            k = torch.cat([k, self._split(k_pos)], -1)
+            q = torch.cat([q, split(self.qpos_sine_proj(ref_sine_embed))], -1)  # (B, H, N, 2 d)
+            k = torch.cat([k, split(k_pos)], -1)
             gate_query = gate_query + ref_sine_embed
         inputs = (gate_query, key + key_pos, key)
         out = attend_in_host(
             self.gate, (q, k, v), inputs, self.out_proj, attn_mask=attn_mask, key_padding_mask=key_padding_mask
         )
         return query + self.proj_drop(out)
-
-    def _split(self, x: Tensor) -> Tensor:
-        return self.gate.split_heads(x)
 
 
 class GatedBiMultiHeadAttention(BiMultiHeadAttention):

@@ -13,10 +13,9 @@ from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention, S
 from torch import Tensor, nn
 
 from mmgate.hosts.core import attend_in_host, holds_gates
-from mmgate.hosts.pyramids import adapt_swin
 from mmgate.hosts.relative_positions import adapt_relative
 from mmgate.hosts.table import adapts
-from mmgate.hosts.window import Renamed
+from mmgate.hosts.window import Renamed, adapt_swin
 from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
 from mmgate.layers.base.map import MapAttention
 from mmgate.layers.plug_dense import PLuGAttention
@@ -41,7 +40,7 @@ class GatedWindowMSAV2(WindowMSAV2):
 
     The logits are ``cos(q, k) / tau``: the gate gets unit queries and keys, ``1 / tau`` shared out evenly between
     them. A gate of queries or keys (G3, G4) therefore acts after they are normalised, before which it would be undone.
-    The continuous position bias and the mask of shifted windows are added to the logits after the gate.
+    The continuous position bias and the mask ``(nW, N, N)`` of shifted windows are added to the logits after the gate.
 
     Source: Swin Transformer V2 (arXiv 2111.09883), Eq. 2 and section 3.3.
     """
@@ -49,12 +48,7 @@ class GatedWindowMSAV2(WindowMSAV2):
     gate: Any
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend within windows.
-
-        Args:
-            x: Windows ``(B nW, N, C)``, those of an image next to each other.
-            mask: ``(nW, N, N)``, added to the logits.
-        """
+        """Attend within windows ``(B nW, N, C)``, those of an image next to each other."""
         bias = None if self.q_bias is None else torch.cat((self.q_bias, torch.zeros_like(self.q_bias), self.v_bias))
         projected = F.linear(x, self.qkv.weight, bias).chunk(3, -1)
         query, key, value = (self.gate.split_heads(part) for part in projected)  # (B nW, H, N, d)
@@ -80,9 +74,9 @@ class GatedTokenAttention(Renamed):
     Drop-in for mmpretrain's ``MultiheadAttention``, whose checkpoints it loads: the projections are renamed.
     """
 
-    def __init__(self, attn: DenseAttention, proj_drop: nn.Module, layer_scale: nn.Module, out_drop: nn.Module) -> None:
+    def __init__(self, attn: DenseAttention, host: Any) -> None:
         super().__init__()
-        self.attn, self.proj_drop, self.gamma1, self.out_drop = attn, proj_drop, layer_scale, out_drop
+        self.attn, self.proj_drop, self.gamma1, self.out_drop = attn, host.proj_drop, host.gamma1, host.out_drop
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over ``(B, N, C)`` tokens."""
@@ -105,7 +99,7 @@ def tokens(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) ->
         core.register_parameter('in_proj_bias', None)
     if host.proj.bias is None:
         core.out_proj.register_parameter('bias', None)
-    return GatedTokenAttention(core, host.proj_drop, host.gamma1, host.out_drop)
+    return GatedTokenAttention(core, host)
 
 
 @adapts(MapAttention, MultiheadAttention)
@@ -144,11 +138,6 @@ class GatedLeAttention(LeAttention):
     """Drop-in for ``LeAttention`` (TinyViT) that holds a gate; the bias of positions is added after it."""
 
     gate: Any
-
-    def train(self, mode: bool = True) -> GatedLeAttention:
-        """Set the mode; the host's returns nothing."""
-        super().train(mode)
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over ``(B, N, C)`` tokens."""

@@ -14,8 +14,9 @@ from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroup
 from torch import Tensor
 
 from mmgate.hosts.core import attend_in_host, attend_over_map, holds_gates, own_scale
-from mmgate.hosts.pyramids import adapt_reduced, adapt_swin
 from mmgate.hosts.table import adapts
+from mmgate.hosts.torch import adapt_reduced
+from mmgate.hosts.window import adapt_swin
 from mmgate.layers.base.map import MapAttention
 
 adapt_swin(WindowMSA, ShiftWindowMSA)

@@ -16,24 +16,18 @@ from mmgate.layers.resizing import resize_axis
 class GatedRelativeAttention(nn.Module):
     """Drop-in for ViTDet's ``Attention`` that holds a gate, with the host's own projections and tables.
 
-    A query's bias of a key is ``q Rh[y - y'] + q Rw[x - x']``, added to the logits after the gate. The tables are
-    interpolated where the map is not of their size: ``rel_pos_h`` ``(2 H - 1, d)`` of distances down, ``rel_pos_w``
-    ``(2 W - 1, d)`` to the right, or None.
+    A query's bias of a key is ``q Rh[y - y'] + q Rw[x - x']``, added to the logits after the gate. The tables, of
+    distances down ``(2 H - 1, d)`` and to the right ``(2 W - 1, d)``, are interpolated where the map is not of their
+    size; without ``use_rel_pos`` there are none.
 
     Source: MViTv2 (arXiv 2112.01526), Eq. 4; ViTDet (arXiv 2203.16527), section 3.
     """
 
-    def __init__(
-        self,
-        gate: DenseAttention,
-        qkv: nn.Linear,
-        proj: nn.Linear,
-        rel_pos_h: nn.Parameter | None = None,
-        rel_pos_w: nn.Parameter | None = None,
-    ) -> None:
+    def __init__(self, gate: DenseAttention, host: Any) -> None:
         super().__init__()
-        self.gate, self.qkv, self.proj = gate, qkv, proj
-        self.rel_pos_h, self.rel_pos_w = rel_pos_h, rel_pos_w
+        self.gate, self.qkv, self.proj = gate, host.qkv, host.proj
+        tables: Any = (host.rel_pos_h, host.rel_pos_w) if host.use_rel_pos else (None, None)
+        self.rel_pos_h, self.rel_pos_w = tables
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over a map, or windows of one, ``(B, H, W, C)``."""
@@ -41,7 +35,7 @@ class GatedRelativeAttention(nn.Module):
         tokens = x.flatten(1, 2)
         query, key, value = (self.gate.split_heads(part) for part in self.qkv(tokens).chunk(3, -1))  # (B, h, N, d)
         bias = None
-        if self.rel_pos_h is not None and self.rel_pos_w is not None:
+        if self.rel_pos_h is not None:
             map_ = query.unflatten(2, (height, width))  # (B, h, H, W, d)
             down = torch.einsum('bhyxd,ykd->bhyxk', map_, _distances(self.rel_pos_h, height))
             right = torch.einsum('bhyxd,xkd->bhyxk', map_, _distances(self.rel_pos_w, width))
@@ -64,5 +58,4 @@ def adapt_relative(*hosts: Host) -> None:
     def relative_attention(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedRelativeAttention:
         """Hold the gate's parameters beside the host's own."""
         core = gate.core(host.qkv.in_features, host.num_heads, batch_first=True, **options)
-        tables = (host.rel_pos_h, host.rel_pos_w) if host.use_rel_pos else ()
-        return GatedRelativeAttention(without_projections(core), host.qkv, host.proj, *tables)
+        return GatedRelativeAttention(without_projections(core), host)

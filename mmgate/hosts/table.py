@@ -17,9 +17,7 @@ LATE = ('timm', 'transformers')
 _ADAPTERS: dict[tuple[type, type | str], Adapter] = {}
 
 
-def adapts(
-    gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = None
-) -> Callable[[Adapter], Adapter]:
+def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = None) -> Callable[[Adapter], Adapter]:
     """Say how ``gate`` replaces modules of the classes ``hosts``.
 
     As a decorator it registers a function ``(gate class, host module, **options) -> gate module`` that takes over the
@@ -35,7 +33,7 @@ def adapts(
         like: A host class whose adapter serves ``hosts`` as well.
 
     Raises:
-        TypeError: Something else than a class or a dotted name, or no host.
+        TypeError: Something else than a class or a dotted name.
         LookupError: ``gate`` has no adapter for ``like``.
     """
     for cls in (gate, *hosts, gate if like is None else like):
@@ -43,8 +41,6 @@ def adapts(
             raise TypeError(f'adapts needs classes, got {cls!r}.')
         if isinstance(cls, str) and not all('.' in cls and part for part in cls.split('.')):
             raise TypeError(f'{cls!r} is no dotted name of a host class, such as vitdet.vit.Attention.')
-    if not hosts:
-        raise TypeError(f'adapts({gate.__name__}) names no host class.')
 
     def register(adapter: Adapter) -> Adapter:
         _ADAPTERS.update({(gate, host): adapter for host in hosts})
@@ -64,14 +60,14 @@ def adapter_for(gate: type, host: nn.Module) -> Adapter | None:
 
     The host's class has to match exactly: a subclass may compute something else, which a swap would lose in silence.
     """
-    _import_late(host)
+    _import_late(type(host).__module__.partition('.')[0])
     return _adapter(gate, type(host))
 
 
 def gates_for(host: nn.Module) -> list[type]:
     """Return the registered gates that can replace ``host``."""
-    _import_late(host)
-    return [gate for gate in _gates() if _adapter(gate, type(host))]
+    _import_late(type(host).__module__.partition('.')[0])
+    return [gate for gate in registered_gates() if _adapter(gate, type(host))]
 
 
 def hosts_of(gate: type) -> list[type]:
@@ -89,25 +85,14 @@ def full_name(cls: type) -> str:
     return f'{cls.__module__}.{cls.__qualname__}'
 
 
-def gate_names() -> list[str]:
-    """Return the names of the registered gates."""
-    return [gate.__name__ for gate in _gates()]
-
-
 def _hosts(gate: type) -> Iterator[type | str]:
     yield from dict.fromkeys(host for base, host in _ADAPTERS if base in gate.__mro__)
 
 
-def _import_late(host: nn.Module) -> None:
-    """Import the adapters of a package that nothing here imports, if ``host`` is of such a one."""
-    package = type(host).__module__.partition('.')[0]
-    if package in LATE:
-        _import_adapters(package)
-
-
 @cache
-def _import_adapters(package: str) -> None:
-    problem = why_not(f'{__package__}.{package}')
+def _import_late(package: str) -> None:
+    """Import the adapters of a package that nothing here imports, once a module of it is met."""
+    problem = why_not(f'{__package__}.{package}') if package in LATE else None
     if problem:  # too old, for instance: mm models of language hold modules of any transformers
         log(f'mmgate has no adapters for {package} here: {problem}')
 
@@ -120,7 +105,8 @@ def _adapter(gate: type, host: type) -> Adapter | None:
     return next((_ADAPTERS[pair] for pair in pairs if pair in _ADAPTERS), None)
 
 
-def _gates() -> Iterator[type]:
+def registered_gates() -> Iterator[type]:
+    """Yield the gates that have a name in the registry."""
     for registered in MODELS.module_dict.values():
         if inspect.isclass(registered) and any(base in registered.__mro__ for base, _ in _ADAPTERS):
             yield registered

@@ -1,4 +1,4 @@
-"""Gated attention inside Swin's windows."""
+"""Swin's windows as hosts: gated attention inside them, and attention over the whole map in their place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseAttention
+from mmgate.hosts.core import attend_over_map, own_scale
+from mmgate.hosts.table import adapts
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.map import MapAttention
 
 RENAMED = {
     'qkv.weight': 'attn.in_proj_weight',
@@ -33,7 +36,7 @@ class Renamed(nn.Module):
 class GatedWindowMSA(Renamed):
     """Drop-in for mmdet's, mmseg's and mmpretrain's ``WindowMSA`` around a gated attention.
 
-    The relative position bias and the mask of shifted windows are added to the logits after the gate.
+    The relative position bias and the mask ``(nW, N, N)`` of shifted windows are added to the logits after the gate.
 
     Args:
         attn: The gated attention, ``batch_first``; takes over the host's projections.
@@ -50,12 +53,7 @@ class GatedWindowMSA(Renamed):
         self.register_buffer('relative_position_index', host.relative_position_index.clone())
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attend within windows.
-
-        Args:
-            x: Windows ``(B nW, N, C)``, those of an image next to each other.
-            mask: ``(nW, N, N)``, added to the logits.
-        """
+        """Attend within windows ``(B nW, N, C)``, those of an image next to each other."""
         table, index = self.relative_position_bias_table, self.relative_position_index
         bias = table[index.flatten()].view(self.tokens, self.tokens, -1).permute(2, 0, 1)[None]  # (1, H, N, N)
         if mask is not None:
@@ -64,3 +62,28 @@ class GatedWindowMSA(Renamed):
         q, k, v = self.attn.project(inputs)
         heads = self.attn.attend(q, k, v, inputs, bias.to(q.dtype))
         return self.proj_drop(self.attn.merge(heads, q, inputs))
+
+
+def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -> None:
+    """Let dense gates replace ``window_msa``, and attentions over the whole map ``shift_window_msa``."""
+
+    @adapts(GatedMultiheadAttention, window_msa)
+    def windows(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedWindowMSA:
+        if reason := own_scale(host):
+            raise ValueError(f'{gate.__name__} {reason}')
+        sizes = (host.embed_dims, host.num_heads, host.attn_drop.p)
+        core = gate.core(*sizes, bias=host.qkv.bias is not None, batch_first=True, **options)
+        return GatedWindowMSA(core, host)
+
+    @adapts(MapAttention, shift_window_msa)
+    def whole_map(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:
+        windows: Any = host.w_msa
+        kind = type(windows)
+        if kind is not window_msa:
+            raise ValueError(
+                f'{gate.__name__} does not replace a {type(host).__name__} around a {kind.__name__}: it would '
+                f'lose what that computes beyond a {window_msa.__name__}.'
+            )
+        module = attend_over_map(gate, windows, **options)
+        module.dropout_layer, module.shifted = host.drop, host.shift_size > 0
+        return module

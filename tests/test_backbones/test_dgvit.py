@@ -50,24 +50,17 @@ def test_sizes(model: str, data: str, millions: str) -> None:
 def test_every_config_takes_a_step(name: str) -> None:
     from mmpretrain.structures import DataSample
 
-    cfg = Config.fromfile(CONFIGS[name])
     model = build(name)
-    side = cfg.model.backbone.img_size
+    side = Config.fromfile(CONFIGS[name]).model.backbone.img_size
     losses = model.loss(torch.rand(2, 3, side, side), [DataSample().set_gt_label(1), DataSample().set_gt_label(2)])
     losses['loss'].backward()
     kinds = {type(module) for module in model.backbone.modules()}
     assert (DifferentialGatedAttention in kinds) == name.startswith('dgvit')
     assert (DifferentialAttention in kinds) == name.startswith('diff')
     assert (SwiGLU in kinds) != name.startswith('vit')
-    (image_side, channels), shape = (side, 3), model.backbone.patch_embed.projection.weight.shape
-    if name.endswith('digits.py'):  # ours, small
-        width, patch, recipe = 64, 8, (1e-3, 40, 64)
-    else:
-        width, patch, recipe = 256, 4, (3e-4, 100, 128)
-    assert shape == (width, channels, patch, patch)
-    assert model.backbone.pos_embed.shape[1] == (image_side // patch) ** 2 + 1
-    assert cfg.optim_wrapper.optimizer.weight_decay == 0.01
-    assert recipe == (cfg.optim_wrapper.optimizer.lr, cfg.train_cfg.max_epochs, cfg.train_dataloader.batch_size)
+    width, patch = (64, 8) if name.endswith('digits.py') else (256, 4)  # the digits' are ours, small
+    assert model.backbone.patch_embed.projection.weight.shape == (width, 3, patch, patch)
+    assert model.backbone.pos_embed.shape[1] == (side // patch) ** 2 + 1
 
 
 @needs_mmpretrain

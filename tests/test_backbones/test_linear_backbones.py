@@ -23,9 +23,12 @@ TYPES = [
     'InLineAttention',
     'MLLAAttention',
     'RALAAttention',
+    'AgentAttention',
+    'SAGAAttention',
 ]
 TINY: dict[str, dict[str, Any]] = {
     'LinearPVT': dict(num_layers=(1, 1, 1, 1), drop_path_rate=0.0),
+    'LinearPVTv2': dict(num_layers=(1, 1, 1, 1), drop_path_rate=0.0),
     'LinearSwin': dict(depths=(2, 2, 2, 2), drop_path_rate=0.0),
 }
 
@@ -41,9 +44,10 @@ def test_any_type_in_any_size(kind: str, attention: str) -> None:
     model = build(kind, dict(type=attention))
     model.init_weights()
     assert sum(type(m).__name__ == attention for m in model.modules()) == 4
-    for size in ((64, 64), (33, 70)):
+    for size in ((32, 32), (33, 70)):
         maps = model.eval()(torch.randn(1, 3, *size))
         assert len(maps) == 4 and all(m.isfinite().all() for m in maps)
+        assert maps[3].shape[2] == 1 or size != (32, 32)
 
 
 def test_an_attention_for_each_stage() -> None:
@@ -80,7 +84,7 @@ def test_windows_of_odd_blocks_shift() -> None:
     sizes: dict[str, Any] = dict(depths=(2, 2, 2, 2), blocks=(2, 0, 0, 0), pretrain_img_size=64, pad_small_map=False)
     model: Any = MODELS.build(dict(type='mmgate.AgentSwin', attention=dict(window=8), **sizes))
     even, odd = (block.attn for block in model.stages[0].blocks)
-    assert (even.shifted, odd.shifted) == (False, True)
+    assert (even.shifted, odd.shifted) == (False, True) and even.ah_bias.shape == (1, 3, 9, 8, 1)
     x = torch.randn(1, 256, 96, requires_grad=True)
 
     def reached(*layers: Any) -> torch.Tensor:
@@ -103,45 +107,25 @@ def test_windows_of_odd_blocks_shift() -> None:
 @pytest.mark.parametrize(
     'options, gone, added',
     [
-        (dict(bias=False), ('_bias',), ()),
-        (dict(dwc=False), ('dwc.',), ()),
-        (dict(bias=False, dwc=False), ('_bias', 'dwc.'), ()),
-        (dict(agents='static'), (), ('agent_tokens',)),
+        (dict(bias=False), '_bias', set()),
+        (dict(dwc=False), 'dwc.', set()),
+        (dict(agents='static'), 'none', {'agent_tokens'}),
     ],
     ids=str,
 )
 @pytest.mark.parametrize('agent_num', [4, 9])
-def test_agent_switches(options: dict[str, Any], gone: tuple[str, ...], added: tuple[str, ...], agent_num: int) -> None:
-    full = set(AgentAttention(8, 2, map_size=(4, 4)).state_dict())
+def test_agent_switches(options: dict[str, Any], gone: str, added: set[str], agent_num: int) -> None:
+    full = AgentAttention(8, 2, map_size=(4, 4)).state_dict()
     layer = AgentAttention(8, 2, map_size=(4, 4), agent_num=agent_num, pretrain_agent_num=4, **options).double()
     layer.init_weights()
-    kept = {name for name in full if not any(part in name and not name.startswith(('qkv', 'proj')) for part in gone)}
-    assert set(layer.state_dict()) == kept | set(added)
+    assert set(layer.state_dict()) == {name for name in full if gone not in name} | added
     x = torch.randn(2, 20, 8, dtype=torch.float64)
     layer(x, (4, 5)).sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
-    with torch.no_grad():
-        assert torch.allclose(layer.eval()(x, (4, 5)), layer.train()(x, (4, 5)))
     if added:
-        changed = layer(x + 1, (4, 5))
-        assert changed.shape == x.shape and layer._agents(x, (4, 5)).equal(layer._agents(x + 1, (4, 5)))
+        assert layer._agents(x, (4, 5)).equal(layer._agents(x + 1, (4, 5)))
 
 
 def test_agents_of_an_unknown_kind_are_refused() -> None:
     with pytest.raises(ValueError, match='agents'):
         AgentAttention(8, 2, map_size=(4, 4), agents='learnt')
-    model = MODELS.build(
-        dict(type='mmgate.AgentSwin', attention=dict(window=7), depths=(2, 2, 2, 2), blocks=(2, 2, 2, 0))
-    )
-    assert model.stages[0].blocks[0].attn.ah_bias.shape == (1, 3, 9, 7, 1)
-
-
-@pytest.mark.parametrize('options', [dict(gate=False), dict(dwc=False), dict(output_augmentation=False)], ids=str)
-@pytest.mark.parametrize('kind', ['SAGAPVT', 'SAGASwin'])
-def test_sagas_switches(kind: str, options: dict[str, Any]) -> None:
-    """Table 4, one of whose options is called as an adapter's argument was."""
-    sizes = dict(num_layers=(1, 1, 1, 1)) if kind == 'SAGAPVT' else dict(depths=(2, 2, 2, 2), blocks=(2, 2, 2, 0))
-    model = MODELS.build(dict(type=f'mmgate.{kind}', attention=options, **sizes))
-    name = dict(gate='gate_k', dwc='dwc', output_augmentation='gate_out')[next(iter(options))]
-    layers = [module for module in model.modules() if isinstance(module, MapAttention)]
-    assert layers and all(getattr(layer, name) is None for layer in layers)

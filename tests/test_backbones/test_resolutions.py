@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import needs_mmpretrain
-from mmengine.registry import MODELS, init_default_scope
+from mmengine.registry import MODELS
 from mmengine.runner import load_checkpoint
 from published import agent_swin, pooled_logits, random_swin
 from published_cswin import SMALL, published_cswin, random_cswin
+from test_classification import vit
 from torch import nn
 
 from mmgate.backbones.convert import convert_classifier
@@ -35,20 +36,6 @@ def randomised(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     return model.eval()
-
-
-def vit(size: int, rule: dict[str, Any] | None) -> nn.Module:
-    init_default_scope('mmpretrain')
-    arch = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=64)
-    model: dict[str, Any] = dict(
-        type='ImageClassifier',
-        backbone=dict(type='VisionTransformer', arch=arch, img_size=size, patch_size=16),
-        head=dict(type='VisionTransformerClsHead', num_classes=10, in_channels=32),
-    )
-    if rule is not None:
-        place = dict(path='backbone.layers.*.attn', map_size=(size // 16, size // 16), class_token=True)
-        model.update(type='mmgate.Gated', host='mmpretrain.ImageClassifier', attention={**place, **rule})
-    return MODELS.build(model)
 
 
 @pytest.mark.parametrize('way', ['init_cfg', 'classifier'])
@@ -75,19 +62,11 @@ def test_loading_resizes_as_a_forward_pass_does(name: str, way: str, tmp_path: P
 
 
 @needs_mmpretrain
-@pytest.mark.parametrize(
-    'rule',
-    [
-        None,
-        dict(type='AgentAttention', agent_num=4),
-        dict(type='SAGAAttention'),
-        dict(type='FocusedLinearAttention'),
-    ],
-    ids=lambda rule: 'vanilla' if rule is None else rule['type'],
-)
-def test_a_vit_of_another_resolution(rule: dict[str, Any] | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize('kind', [None, 'AgentAttention', 'SAGAAttention', 'FocusedLinearAttention'])
+def test_a_vit_of_another_resolution(kind: str | None, tmp_path: Path) -> None:
     """mmpretrain's hook resizes the position embedding, ours what the attention has."""
-    small, large = randomised(vit(64, rule)), vit(96, rule).eval()
+    rule = kind and dict(type=kind, **(dict(agent_num=4) if kind == 'AgentAttention' else {}))
+    small, large = randomised(vit(rule, 64)), vit(rule, 96).eval()
     torch.save({'state_dict': small.state_dict()}, tmp_path / 'small.pth')
     load_checkpoint(large, str(tmp_path / 'small.pth'), map_location='cpu')
     image = torch.randn(1, 3, 96, 96)

@@ -12,22 +12,20 @@ from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
 from mmengine.registry import MODELS
-from torch import Tensor, nn
+from torch import nn
 
-from mmgate import swap_attention
+from mmgate import gate_parameters, swap_attention
 
-GATES: dict[str, dict[str, Any]] = {
-    'plug': dict(type='PLuGMultiheadAttention'),
-    'sdpa_G1': dict(type='SDPAGatedMultiheadAttention', scale=2.0, init='identity'),
-    'sdpa_G5': dict(type='SDPAGatedMultiheadAttention', scale=2.0, init='identity', position='G5'),
-}
-PYRAMID = dict(patch_sizes=[4, 2, 2, 2], strides=[4, 2, 2, 2], mlp_ratios=[1, 1, 1, 1], drop_path_rate=0.0)
-TWINS = dict(PYRAMID, embed_dims=[16, 32, 64, 128], num_heads=[1, 2, 4, 8], sr_ratios=[8, 4, 2, 1])
+PLUG = dict(type='PLuGMultiheadAttention')
+SDPA = dict(type='SDPAGatedMultiheadAttention', scale=2.0, init='identity')
+GATES: dict[str, dict[str, Any]] = {'plug': PLUG, 'sdpa_G1': SDPA, 'sdpa_G5': dict(SDPA, position='G5')}
 VIT = dict(img_size=(64, 64), embed_dims=32, num_layers=2, num_heads=4, out_indices=(0, 1), init_values=0.1)
 SWIN = dict(embed_dims=16, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), window_size=4, drop_path_rate=0.0)
-SVT = dict(type='mmseg.SVT', depths=[2, 2, 2, 2], windiow_sizes=[7, 7, 7, 7], **TWINS)
+SVT = dict(type='mmseg.SVT', depths=[2, 2, 2, 2], windiow_sizes=[7, 7, 7, 7], drop_path_rate=0.0)
+SVT.update(patch_sizes=[4, 2, 2, 2], strides=[4, 2, 2, 2], mlp_ratios=[1, 1, 1, 1], sr_ratios=[8, 4, 2, 1])
+SVT.update(embed_dims=[16, 32, 64, 128], num_heads=[1, 2, 4, 8])
 PRETRAIN = dict(arch=dict(embed_dims=16, depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 8]), out_indices=(0, 1, 2, 3))
-PRETRAIN.update(drop_path_rate=0.0, pad_small_map=True)
+PRETRAIN.update(drop_path_rate=0.0, pad_small_map=True, window_size=4)
 V2_ARCH = dict(PRETRAIN['arch'], extra_norm_every_n_blocks=0)
 SAM_ARCH = dict(embed_dims=32, num_layers=2, num_heads=4, feedforward_channels=64, global_attn_indexes=[1])
 # name: backbone, side of its images, paths, attentions that match
@@ -36,18 +34,8 @@ BACKBONES: dict[str, tuple[dict[str, Any], tuple[int, int], str, int]] = {
     'twins_svt': (SVT, (96, 72), 'layers.*.*.attn', 8),
     'twins_svt_one_side': (SVT, (112, 72), 'layers.*.*.attn', 8),
     'beit_without_bias': (dict(type='mmseg.BEiT', qv_bias=False, **VIT), (64, 64), 'layers.*.attn', 2),
-    'swin_of_mmpretrain': (
-        dict(PRETRAIN, type='mmpretrain.SwinTransformer', window_size=4),
-        (96, 128),
-        'stages.*.blocks.*.attn.w_msa',
-        8,
-    ),
-    'swin_v2': (
-        dict(PRETRAIN, type='mmpretrain.SwinTransformerV2', arch=V2_ARCH, window_size=4),
-        (96, 128),
-        'stages.*.blocks.*.attn.w_msa',
-        8,
-    ),
+    'swin_of_mmpretrain': (dict(PRETRAIN, type='mmpretrain.SwinTransformer'), (96, 128), '**.w_msa', 8),
+    'swin_v2': (dict(PRETRAIN, type='mmpretrain.SwinTransformerV2', arch=V2_ARCH), (96, 128), '**.w_msa', 8),
     # a window that does not divide the map, and an image of another size than the tables
     'sam': (
         dict(type='mmpretrain.ViTSAM', arch=SAM_ARCH, img_size=96, window_size=4, out_channels=8),
@@ -64,8 +52,10 @@ def trained(model: nn.Module) -> nn.Module:
     """Give every matrix some size, so that what a swap loses shows."""
     if hasattr(model, 'init_weights'):
         model.init_weights()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
+    for name, parameter in model.named_parameters():
+        if name.endswith('blocks.0.attn.w_msa.logit_scale'):  # of Swin v2, beyond its bound
+            nn.init.constant_(parameter, 9.0)
+        elif parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.1)
     model.eval()  # mmdet's Swin and mmseg's BEiT return nothing
     return model
@@ -82,19 +72,16 @@ def gated_copy(model: nn.Module, rule: dict[str, Any]) -> tuple[nn.Module, list[
     return gated, names
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    gates = {n: p.grad for n, p in model.named_parameters() if '.gate_' in n or '.gml.' in n}
-    return {name: grad for name, grad in gates.items() if grad is not None}
+def learning(model: nn.Module) -> list[str]:
+    """Return the names of the gates' parameters that have a gradient."""
+    return [name for name, p in gate_parameters(model).items() if p.grad is not None and p.grad.abs().sum() > 0]
 
 
 V2_GATES = GATES | {
-    'plug_post_softmax': dict(type='PLuGMultiheadAttention', position='post_softmax', heads='per_head'),
-    **{
-        f'sdpa_{position}': dict(
-            type='SDPAGatedMultiheadAttention', scale=2.0, init='identity', position=position, granularity=granularity
-        )
-        for position, granularity in (('G2', 'headwise'), ('G3', 'elementwise'), ('G4', 'headwise'))
-    },
+    'plug_post_softmax': dict(PLUG, position='post_softmax', heads='per_head'),
+    'sdpa_G2': dict(SDPA, position='G2', granularity='headwise'),
+    'sdpa_G3': dict(SDPA, position='G3'),
+    'sdpa_G4': dict(SDPA, position='G4', granularity='headwise'),
     'sdpa_additive': dict(type='SDPAGatedMultiheadAttention', form='additive', act='silu', init='identity'),
 }
 CASES = [(name, gate) for name in BACKBONES for gate in (V2_GATES if name == 'swin_v2' else GATES)]
@@ -115,8 +102,7 @@ def test_backbone(name: str, gate: str) -> None:
         for expected, actual in zip(model(x), gated(x), strict=True):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     sum(map_.square().mean() for map_ in gated(x)).backward()
-    grads = gradients(gated)
-    assert any(grad.abs().sum() > 0 for grad in grads.values())
+    assert learning(gated)
     copy.deepcopy(gated)  # as the EMA hook does
 
 
@@ -131,7 +117,7 @@ def test_keys_and_values_of_other_widths(host: type[nn.Module], gate: str) -> No
         expected, actual = expected[0], actual[0]
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     actual.square().sum().backward()
-    assert any(grad.abs().sum() > 0 for grad in gradients(gated).values())
+    assert learning(gated)
 
 
 def conditional(cross_attn: bool) -> dict[str, Any]:
@@ -171,7 +157,7 @@ def test_the_gate_of_conditional_attention_reads_positions() -> None:
 
 
 @pytest.mark.parametrize('gate', ['plug', 'sdpa_G1'])
-@pytest.mark.parametrize('mask', ['none', 'bool', 'float', 'int'])
+@pytest.mark.parametrize('mask', ['none', 'bool', 'float'])
 def test_bidirectional_attention(mask: str, gate: str) -> None:
     """Widths of their own for vision, language and heads; masks as GLIP and as Grounding DINO hand them in."""
     model = trained(nn.ModuleDict(dict(attn=BiMultiHeadAttention(16, 24, 64, 4))))
@@ -180,57 +166,22 @@ def test_bidirectional_attention(mask: str, gate: str) -> None:
     if mask != 'none':
         inputs['attention_mask_v'] = torch.arange(9)[None] >= torch.tensor([[9], [6]])
         lengths = torch.arange(5)[None] < torch.tensor([[5], [3]])
-        inputs['attention_mask_l'] = lengths.to({'bool': torch.bool, 'float': torch.float, 'int': torch.long}[mask])
+        inputs['attention_mask_l'] = lengths if mask == 'bool' else lengths.float()
     torch.testing.assert_close(gated['attn'](**inputs), model['attn'](**inputs), rtol=1e-5, atol=1e-5)
     sum(out.square().sum() for out in gated['attn'](**inputs)).backward()
-    assert {name.split('.')[1] for name, grad in gradients(gated).items() if grad.abs().sum() > 0} == {
-        'gate_v',
-        'gate_l',
-    }
-
-
-CROSS = ConditionalAttention(32, 4, cross_attn=True)
-FUSION = BiMultiHeadAttention(16, 24, 64, 4)
+    assert {name.split('.')[1] for name in learning(gated)} == {'gate_v', 'gate_l'}
 
 
 @pytest.mark.parametrize(
     'host, rule, message',
     [
-        (CROSS, dict(type='DifferentialGatedMultiheadAttention'), 'content and position already'),
-        (CROSS, dict(type='DifferentialMultiheadAttention'), 'content and position already'),
-        (FUSION, GATES['sdpa_G5'], 'goes from 64 to 16 channels'),
-        (FUSION, dict(type='DifferentialGatedMultiheadAttention'), 'acts behind an output projection'),
-        (FUSION, dict(type='DifferentialGatedMultiheadAttention', residual='none'), None),
+        ('cross', dict(type='DifferentialMultiheadAttention'), 'content and position already'),
+        ('fusion', GATES['sdpa_G5'], 'goes from 64 to 16 channels'),
+        ('fusion', dict(type='DifferentialGatedMultiheadAttention'), 'acts behind an output projection'),
     ],
 )
-def test_what_does_not_fit_says_why(host: nn.Module, rule: dict[str, Any], message: str | None) -> None:
-    model = nn.ModuleDict(dict(attn=copy.deepcopy(host)))
-    if message is not None:
-        with pytest.raises(ValueError, match=message):
-            swap_attention(model, dict(rule, path='attn'))
-        return
-    swap_attention(model, dict(rule, path='attn'))
-    deltas = model['attn'](torch.randn(2, 9, 16), torch.randn(2, 5, 24))
-    assert [tuple(delta.shape) for delta in deltas] == [(2, 9, 16), (2, 5, 24)]
-
-
-@needs_mmpretrain
-def test_the_temperature_of_cosines_is_bounded() -> None:
-    cfg, _, path, _ = BACKBONES['swin_v2']
-    model = trained(MODELS.build(copy.deepcopy(cfg)))
-    for block in model.stages[0].blocks:
-        nn.init.constant_(block.attn.w_msa.logit_scale, 9.0)
-    gated, _ = gated_copy(model, dict(GATES['plug'], path=path))
-    x = torch.randn(1, 3, 64, 64)
-    with torch.no_grad():
-        torch.testing.assert_close(gated(x)[0], model(x)[0], rtol=1e-4, atol=1e-4)
-
-
-@needs_mmpretrain
-def test_attention_over_the_whole_map_fits_the_first_version_only() -> None:
-    rule = dict(type='AgentAttention', agent_num=4, map_size=(8, 8), path='stages.*.blocks.0.attn')
-    first, second = (MODELS.build(copy.deepcopy(BACKBONES[name][0])) for name in ('swin_of_mmpretrain', 'swin_v2'))
-    assert len(swap_attention(first, rule)) == 4
-    assert all(map_.isfinite().all() for map_ in first(torch.randn(1, 3, 64, 64)))
-    with pytest.raises(ValueError, match='around a WindowMSAV2: it would lose'):
-        swap_attention(second, rule)
+def test_what_does_not_fit_says_why(host: str, rule: dict[str, Any], message: str) -> None:
+    cross = ConditionalAttention(32, 4, cross_attn=True)
+    model = nn.ModuleDict(dict(cross=cross, fusion=BiMultiHeadAttention(16, 24, 64, 4)))
+    with pytest.raises(ValueError, match=message):
+        swap_attention(model, dict(rule, path=host))

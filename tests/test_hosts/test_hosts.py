@@ -8,8 +8,7 @@ import pytest
 import torch
 import zoo
 from conftest import ROOT
-from mmengine.config import Config
-from mmengine.registry import MODELS, init_default_scope
+from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 import mmgate.registry
@@ -18,39 +17,25 @@ from mmgate.analysis.probes.recording import record
 from mmgate.layers.base.init import gate_parameters
 
 SIDE = 64
-HOSTS = {  # one of each family of hosts and backbones, reduced
-    'agent/mask_rcnn/agent-mask-rcnn_pvt-t_1x_coco.py': 'pvt',
-    'agent/mask_rcnn/agent-mask-rcnn_swin-t_ms-crop-1x_coco.py': 'swin',
-    'agent/retinanet/agent-retinanet_pvt-t_1x_coco.py': 'pvt',
-    'agent/cascade_mask_rcnn/agent-cascade-mask-rcnn_swin-t_ms-crop-3x_coco.py': 'swin',
-    'agent/semantic_fpn/agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512.py': 'pvt',
-    'agent/upernet/agent-upernet_swin-t_8xb2-160k_ade20k-512x512.py': 'swin',
-    'saga/mask_rcnn/saga-mask-rcnn_pvt-t_1x_coco.py': 'pvt',
-    'saga/retinanet/saga-retinanet_pvt-t_1x_coco.py': 'pvt',
-    'saga/mask_rcnn/saga-mask-rcnn_swin-t_ms-crop-1x_coco.py': 'swin',
-    'saga/cascade_mask_rcnn/saga-cascade-mask-rcnn_swin-t_ms-crop-3x_coco.py': 'swin',
-    'saga/semantic_fpn/saga-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512.py': 'pvt',
-    'saga/upernet/saga-upernet_swin-t_8xb2-160k_ade20k-512x512.py': 'swin',
-}
+HOSTS = [  # one of each family of hosts, with both attentions and backbones
+    'agent/mask_rcnn/agent-mask-rcnn_pvt-t_1x_coco.py',
+    'agent/cascade_mask_rcnn/agent-cascade-mask-rcnn_swin-t_ms-crop-3x_coco.py',
+    'agent/semantic_fpn/agent-semantic-fpn_pvt-t_8xb2-40k_ade20k-512x512.py',
+    'saga/mask_rcnn/saga-mask-rcnn_swin-t_ms-crop-1x_coco.py',
+    'saga/retinanet/saga-retinanet_pvt-t_1x_coco.py',
+    'saga/upernet/saga-upernet_swin-t_8xb2-160k_ade20k-512x512.py',
+]
 REDUCED: dict[str, dict[str, Any]] = {
     'pvt': dict(num_layers=(1, 1, 1, 1)),
     'swin': dict(depths=(1, 1, 1, 2), blocks=(1, 1, 1, 0)),
 }
 
 
-def batch_norm(cfg: Any) -> Any:
-    """SyncBN needs a GPU."""
-    if isinstance(cfg, dict):
-        return type(cfg)({k: 'BN' if v == 'SyncBN' else batch_norm(v) for k, v in cfg.items()})
-    return [batch_norm(v) for v in cfg] if isinstance(cfg, list) else cfg
-
-
 @pytest.mark.parametrize('name', HOSTS)
 def test_training_step(name: str) -> None:
-    cfg = Config.fromfile(ROOT / 'configs' / name)
-    init_default_scope(cfg.default_scope)
-    model_cfg = batch_norm(cfg.model)
-    model_cfg.backbone.update(init_cfg=None, **REDUCED[HOSTS[name]])
+    cfg = zoo.reduced(f'mmgate::{name}')
+    model_cfg = cfg.model
+    model_cfg.backbone.update(REDUCED['pvt' if '_pvt-' in name else 'swin'])
     if 'roi_head' in model_cfg:
         model_cfg.train_cfg.rpn_proposal.update(nms_pre=50, max_per_img=20)
         stages = model_cfg.train_cfg.rcnn

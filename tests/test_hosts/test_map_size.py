@@ -43,16 +43,11 @@ def test_a_rule_need_not_name_it(
     assert {gate.class_tokens for gate in gates} == {class_tokens}
 
 
-def test_in_a_model_it_is_that_of_the_backbone() -> None:
+@pytest.mark.parametrize('options, size', [({}, (14, 14)), (dict(map_size=(4, 6)), (4, 6))], ids=['read', 'said'])
+def test_in_a_model_it_is_that_of_the_backbone_or_what_the_rule_says(options: dict, size: tuple[int, int]) -> None:
     model: Any = nn.ModuleDict(dict(neck=nn.Identity(), backbone=MODELS.build(PVT)))
-    swap_attention(model, dict(type='SAGAAttention', path='backbone.**'))
-    assert model['backbone'].layers[2][1][1].attn.map_size == (14, 14)
-
-
-def test_what_the_rule_says_stands() -> None:
-    model: Any = MODELS.build(PVT)
-    swap_attention(model, dict(type='SAGAAttention', path='layers.0.1.*.attn', map_size=(4, 6)))
-    assert model.layers[0][1][1].attn.map_size == (4, 6)
+    swap_attention(model, dict(type='SAGAAttention', path='backbone.layers.2.**', **options))
+    assert model['backbone'].layers[2][1][1].attn.map_size == size
 
 
 @needs_mmpretrain

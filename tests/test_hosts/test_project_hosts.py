@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
-from test_adapters import GATES, gated_copy, gradients, trained
+from mmcv.ops import MultiScaleDeformableAttention
+from test_adapters import GATES, gated_copy, learning, trained
 from torch import Tensor, nn
 
 from mmgate import adapts, swap_attention
@@ -45,16 +45,13 @@ class Attention(nn.Module):
         return self.proj(out.transpose(1, 2).reshape(batch, height, width, channels))
 
 
-class MSDeformAttn(nn.Module):
-    """As Deformable DETR, Mask DINO and ViT-Adapter have it: other arguments than mmcv's, and no identity."""
+class MSDeformAttn(MultiScaleDeformableAttention):
+    """As Deformable DETR, Mask DINO and ViT-Adapter have it: mmcv's by other arguments, and no identity."""
 
     def __init__(self, d_model: int, n_levels: int, n_heads: int, n_points: int, ratio: float = 1.0) -> None:
-        super().__init__()
+        sizes = (d_model, n_heads, n_levels, n_points)
+        super().__init__(*sizes, dropout=0.0, batch_first=True, value_proj_ratio=ratio)
         self.d_model, self.n_levels, self.n_heads, self.n_points = d_model, n_levels, n_heads, n_points
-        self.sampling_offsets = nn.Linear(d_model, n_heads * n_levels * n_points * 2)
-        self.attention_weights = nn.Linear(d_model, n_heads * n_levels * n_points)
-        self.value_proj = nn.Linear(d_model, int(d_model * ratio))
-        self.output_proj = nn.Linear(int(d_model * ratio), d_model)
 
     def forward(
         self,
@@ -65,21 +62,9 @@ class MSDeformAttn(nn.Module):
         input_level_start_index: Tensor,
         input_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        value = self.value_proj(input_flatten)
-        if input_padding_mask is not None:
-            value = value.masked_fill(input_padding_mask[..., None], 0.0)
-        sizes = (self.n_heads, self.n_levels, self.n_points)
-        offsets = self.sampling_offsets(query).unflatten(-1, (*sizes, 2))
-        points = reference_points[:, :, None, :, None, :2]
-        if reference_points.shape[-1] == 2:
-            locations = points + offsets / input_spatial_shapes.flip(-1)[:, None]
-        else:
-            locations = points + offsets / self.n_points * reference_points[:, :, None, :, None, 2:] * 0.5
-        logits = self.attention_weights(query).unflatten(-1, sizes)
-        weights = logits.flatten(3).softmax(-1).view_as(logits)
-        value = value.unflatten(-1, (self.n_heads, -1))
-        output = multi_scale_deformable_attn_pytorch(value, input_spatial_shapes, locations, weights)
-        return self.output_proj(output)
+        levels = dict(spatial_shapes=input_spatial_shapes, level_start_index=input_level_start_index)
+        given = dict(value=input_flatten, key_padding_mask=input_padding_mask, reference_points=reference_points)
+        return super().forward(query, identity=torch.zeros_like(query), **given, **levels)
 
 
 class DecoderLayer(nn.Module):
@@ -116,7 +101,7 @@ def test_vitdet(use_rel_pos: bool, gate: str) -> None:
     x = torch.randn(3, 4, 6, 32)
     torch.testing.assert_close(gated['attn'](x), model['attn'](x), rtol=1e-5, atol=1e-5)
     gated['attn'](x).square().sum().backward()
-    assert any(grad.abs().sum() > 0 for grad in gradients(gated).values())
+    assert learning(gated)
     copy.deepcopy(gated)
 
 
@@ -124,7 +109,7 @@ def test_vitdet(use_rel_pos: bool, gate: str) -> None:
 @pytest.mark.parametrize('columns', [2, 4])
 @pytest.mark.parametrize('ratio', [1.0, 0.5])
 def test_the_call_of_the_original_deformable_attention(ratio: float, columns: int, gate: str) -> None:
-    model = nn.ModuleDict(dict(attn=MSDeformAttn(32, 2, 4, 3, ratio)))
+    model = trained(nn.ModuleDict(dict(attn=MSDeformAttn(32, 2, 4, 3, ratio))))
     gated = copy.deepcopy(model)
     swap_attention(gated, dict(type=gate, path='attn'))
     gated = copy.deepcopy(gated)  # the order of arguments goes with it
@@ -136,24 +121,26 @@ def test_the_call_of_the_original_deformable_attention(ratio: float, columns: in
     assert not torch.allclose(gated['attn'](*inputs[:-1]), expected)
 
 
-def test_another_class_of_the_name_is_refused() -> None:
-    class Else(MSDeformAttn):
-        def forward(self, x: Tensor, points: Tensor) -> Tensor:  # type: ignore[override]
-            return x
+class CalledOtherwise(MSDeformAttn):
+    __module__, __qualname__ = 'their.ms_deform_attn', 'MSDeformAttn'
 
-    Else.__qualname__, Else.__module__ = 'MSDeformAttn', 'their.ms_deform_attn'
-    with pytest.raises(ValueError, match='their.ms_deform_attn.MSDeformAttn, which is called with x, points and may'):
-        swap_attention(nn.ModuleDict(dict(attn=Else(32, 2, 4, 3))), dict(type=DEFORMABLE[0], path='attn'))
+    def forward(self, x: Tensor, points: Tensor) -> Tensor:  # type: ignore[override]
+        return x
 
 
-def test_one_with_options_of_its_own_is_refused() -> None:
-    class Else(MSDeformAttn):
-        def __init__(self, *, d_model: int = 32, n_levels: int = 2, sharp: bool = False) -> None:
-            super().__init__(d_model, n_levels, 4, 3)
+class WithAnOption(MSDeformAttn):
+    __module__, __qualname__ = 'their.ms_deform_attn', 'MSDeformAttn'
 
-    Else.__qualname__, Else.__module__ = 'MSDeformAttn', 'their.ms_deform_attn'
-    with pytest.raises(ValueError, match='which takes sharp and may compute something else'):
-        swap_attention(nn.ModuleDict(dict(attn=Else())), dict(type=DEFORMABLE[0], path='attn'))
+    def __init__(self, d_model: int, n_levels: int, n_heads: int, n_points: int, sharp: bool = False) -> None:
+        super().__init__(d_model, n_levels, n_heads, n_points)
+
+
+@pytest.mark.parametrize(
+    'kind, differs', [(CalledOtherwise, 'is called with x, points'), (WithAnOption, 'takes sharp')]
+)
+def test_another_class_of_the_name_is_refused(kind: type, differs: str) -> None:
+    with pytest.raises(ValueError, match=f'their.ms_deform_attn.MSDeformAttn, which {differs} and may compute'):
+        swap_attention(nn.ModuleDict(dict(attn=kind(32, 2, 4, 3))), dict(type=DEFORMABLE[0], path='attn'))
 
 
 def test_a_name_stands_for_whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,13 +155,10 @@ def test_a_host_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('mmgate.hosts.table._ADAPTERS', dict(_ADAPTERS))
 
     class Gate(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x
-
-    class Pooling(nn.AdaptiveAvgPool1d):
         pass
 
-    Pooling.__qualname__, Pooling.__module__ = 'Pooling', 'theirs.layers'
+    class Pooling(nn.AdaptiveAvgPool1d):
+        __module__, __qualname__ = 'theirs.layers', 'Pooling'
 
     @adapts(Gate, 'layers.Pooling')
     def fit(gate: type, host: Any, /) -> nn.Module:

@@ -19,6 +19,7 @@ from mmgate.hosts import gates_for
 from mmgate.hosts.table import _ADAPTERS, full_name
 from mmgate.layers import MultiScaleDeformableAttention
 from mmgate.layers.base.init import gate_parameters
+from mmgate.swap import path_regex
 
 C, H, MAP = 32, 4, (8, 8)
 TOKENS = torch.Size([2, 64, C])
@@ -58,16 +59,17 @@ LEVELS = dict(
 )
 TO_KEYS = dict(query_pos=TOKENS, key=TOKENS, key_pos=TOKENS, ref_sine_embed=TOKENS, is_first=True)
 FIRST = dict(self_attn_cfg=dict(ATTENTION, batch_first=True), ffn_cfg=FFN)
-LEVELLED = dict(self_attn_cfg=dict(ATTENTION, num_levels=2, num_points=3, batch_first=True), ffn_cfg=FFN)
+LEVELLED = dict(self_attn_cfg=dict(ATTENTION, num_levels=2, num_points=3, dropout=0.0, batch_first=True), ffn_cfg=FFN)
 CROSSED = dict(self_attn_cfg=ATTENTION, cross_attn_cfg=dict(ATTENTION, cross_attn=True), ffn_cfg=FFN)
 SHIFTED = dict(window_size=4, shift=True)
 WINDOWS = {'WindowMSA': 'attn.w_msa', 'ShiftWindowMSA': 'attn'}
 ON_MAP, IN_MAP = [TOKENS, MAP], [torch.Size([2, 8, 8, C])]
 _, POINTS, MEMORY, *_, MASK = deformable_inputs()
-# by the name of a host, what calls it
+GLOBAL = 'timm.models.gcvit.GlobalContextVitBlock'
+# by the name of a host, and what is special about this one, what calls it
 BLOCKS: dict[str, Block] = {
     'torch.nn.modules.activation.MultiheadAttention': Block(
-        'torch.nn.TransformerEncoderLayer', C, H, C, batch_first=True, path='self_attn', call=[TOKENS]
+        'torch.nn.TransformerEncoderLayer', C, H, C, 0.0, batch_first=True, path='self_attn', call=[TOKENS]
     ),
     'mmcv.cnn.bricks.transformer.MultiheadAttention': Block(
         f'{LAYERS}.DetrTransformerEncoderLayer', path='self_attn', call=[TOKENS, TOKENS, None], **FIRST
@@ -83,7 +85,7 @@ BLOCKS: dict[str, Block] = {
         f'{LAYERS}.ConditionalDetrTransformerDecoderLayer', path='*_attn', call=[TOKENS], named=TO_KEYS, **CROSSED
     ),
     f'{DET}.utils.vlfuse_helper.BiMultiHeadAttention': Block(
-        f'{DET}.utils.vlfuse_helper.SingleScaleBiAttentionBlock', C, C, C, H, call=[TOKENS, torch.Size([2, 5, C])]
+        f'{DET}.utils.vlfuse_helper.SingleScaleBiAttentionBlock', C, C, C, H, 0.0, call=[TOKENS, torch.Size([2, 5, C])]
     ),
     f'{DET}.backbones.pvt.SpatialReductionAttention': Block(
         f'{DET}.backbones.pvt.PVTEncoderLayer', C, H, C, sr_ratio=2, call=ON_MAP
@@ -123,11 +125,24 @@ BLOCKS: dict[str, Block] = {
     ),
     f'{UTILS}.LeAttention': Block(f'{PRE}.tinyvit.TinyViTBlock', C, MAP, H, window_size=4, call=[TOKENS]),
     f'{PRE}.xcit.XCA': Block(f'{PRE}.xcit.XCABlock', C, H, call=[TOKENS, *MAP]),
-    'timm.models.visformer.Attention': Block('timm.models.visformer.Block', C, H, call=[torch.Size([2, C, 8, 8])]),
+    **{
+        f'timm.models.visformer.Attention {width}': Block(
+            'timm.models.visformer.Block', C, H, width, call=[torch.Size([2, C, 8, 8])]
+        )
+        for width in (1.0, 0.5)
+    },
     'timm.models.gcvit.WindowAttentionGlobal': Block(
-        'timm.models.gcvit.GlobalContextVitBlock', C, MAP, H, window_size=(4, 4), use_global=False, call=IN_MAP
+        GLOBAL, C, MAP, H, window_size=(4, 4), use_global=False, call=IN_MAP
     ),
-    'timm.models.pvt_v2.Attention': Block('timm.models.pvt_v2.Block', C, H, sr_ratio=2, call=[TOKENS, [8, 8]]),
+    'timm.models.gcvit.WindowAttentionGlobal global': Block(
+        GLOBAL, C, MAP, H, window_size=(4, 4), call=[*IN_MAP, torch.Size([2, 4, 4, C])]
+    ),
+    **{
+        f'timm.models.pvt_v2.Attention {kind}': Block(
+            'timm.models.pvt_v2.Block', C, H, call=[TOKENS, [8, 8]], **options
+        )
+        for kind, options in dict(whole={}, reduced=dict(sr_ratio=2), pooled=dict(linear_attn=True)).items()
+    },
     'vitdet.vit.Attention': Block('torch.nn.Sequential', Attention(C, H, True, MAP), path='0', call=IN_MAP),
     'ms_deform_attn.MSDeformAttn': Block(
         'test_project_hosts.DecoderLayer',
@@ -152,6 +167,10 @@ def _cloned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('test_project_hosts.MSDeformAttn.__module__', 'ops.modules.ms_deform_attn')
 
 
+def hosts_in(module: nn.Module, block: Block) -> dict[str, nn.Module]:
+    return {name: host for name, host in module.named_modules() if path_regex(block.path).fullmatch(name)}
+
+
 def randomised(module: nn.Module) -> nn.Module:
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.2)
@@ -169,6 +188,16 @@ def called(module: nn.Module, block: Block) -> Tensor:
     return torch.cat(out, 1) if isinstance(out, tuple) else out
 
 
+def outputs(module: nn.Module, block: Block) -> list[Tensor]:
+    """Return what a block computes, and what it computes in training."""
+    found = []
+    for mode in (False, True):
+        module.train(mode)
+        with torch.no_grad():
+            found.append(called(module, block))
+    return found
+
+
 def options_of(gate: type) -> dict[str, Any]:
     options = dict(agent_num=4) if gate.__name__ == 'AgentAttention' else {}
     return options | (dict(map_size=MAP) if 'map_size' in inspect.signature(gate).parameters else {})
@@ -179,22 +208,21 @@ def test_every_host_has_its_block() -> None:
         import_module('mmgate.hosts.timm')
     hosts = {host if isinstance(host, str) else full_name(host) for _, host in _ADAPTERS}
     hosts = {host for host in hosts if host.partition('.')[0] in (*PACKAGES, 'vitdet', 'ms_deform_attn')}
-    present = {host for host in BLOCKS if host.partition('.')[0] not in PACKAGES or available(host.partition('.')[0])}
+    named = {name.partition(' ')[0] for name in BLOCKS}
+    present = {host for host in named if host.partition('.')[0] not in PACKAGES or available(host.partition('.')[0])}
     assert hosts == present, 'a new pair needs the block that calls its host'
 
 
-@pytest.mark.parametrize('host', [needs(host) for host in BLOCKS])
-def test_every_gate_runs_in_its_hosts_block(host: str) -> None:
+@pytest.mark.parametrize('case', [needs(name) for name in BLOCKS])
+def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
     """Those that start as the identity compute what the block did, and a vanilla checkpoint fills them.
 
     All are finite in 16 bits and have a gradient and the host's attributes.
     """
-    block = BLOCKS[host]
+    block, host = BLOCKS[case], case.partition(' ')[0]
     path, vanilla = block.path, randomised(block.make())
-    with torch.no_grad():
-        expected = called(vanilla, block)
-    name = next(n for n, _ in vanilla.named_modules() if n == path or (path == '*_attn' and n == 'self_attn'))
-    module = vanilla.get_submodule(name)
+    expected = outputs(copy.deepcopy(vanilla), block)
+    name, module = next(iter(hosts_in(vanilla, block).items()))
     assert host in (full_name(type(module)), host if type(module).__name__ == host.rpartition('.')[2] else '')
     fitting = [gate for gate in gates_for(module) if gate.__module__.startswith('mmgate.')]
     assert fitting
@@ -208,10 +236,11 @@ def test_every_gate_runs_in_its_hosts_block(host: str) -> None:
             continue
         tried += 1
         assert not model.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys
-        actual = called(model, block)
-        assert actual.shape == expected.shape and actual.isfinite().all(), gate
-        if getattr(getattr(gate, 'core', gate), 'identity_start', gate is MultiScaleDeformableAttention):
-            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+        actual = outputs(copy.deepcopy(model), block)
+        for one, other in zip(actual, expected, strict=True):
+            assert one.shape == other.shape and one.isfinite().all(), gate
+            if getattr(getattr(gate, 'core', gate), 'identity_start', gate is MultiScaleDeformableAttention):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         with torch.autocast('cpu', torch.bfloat16):
             assert called(model, block).isfinite().all(), gate
         model.train()

@@ -10,6 +10,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from mmgate import gate_parameters
+
 HEADS = 4
 STAGES = dict(embedding_size=8, hidden_sizes=[8, 16, 16, 32], depths=[1, 1, 1, 1], layer_type='basic')
 VIT = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=HEADS, intermediate_size=32)
@@ -18,28 +20,15 @@ HGNET = dict(
     hidden_sizes=[16, 16, 16, 32],
     embedding_size=16,
     stem_channels=[3, 8, 16],
-    stage_in_channels=[16] * 4,
-    stage_mid_channels=[8] * 4,
     stage_out_channels=[16, 16, 16, 32],
-    stage_num_blocks=[1] * 4,
-    stage_numb_of_layers=[1] * 4,
     stage_downsample=[False, True, True, True],
-    stage_light_block=[False] * 4,
-    stage_kernel_size=[3] * 4,
 )
-
-
-MASKS = dict(
-    hidden_dim=32, encoder_feedforward_dim=32, dim_feedforward=32, encoder_layers=2, decoder_layers=3, num_queries=8
-)
-TEXT = dict(
-    text_encoder_width=32,
-    text_encoder_context_length=8,
-    text_encoder_num_layers=1,
-    text_encoder_vocab_size=64,
-    text_encoder_proj_layers=1,
-    task_seq_len=8,
-)
+SAME = dict(in_channels=16, mid_channels=8, num_blocks=1, numb_of_layers=1, light_block=False, kernel_size=3)
+HGNET.update({f'stage_{name}': [value] * 4 for name, value in SAME.items()})
+MASKS = dict(hidden_dim=32, encoder_feedforward_dim=32, dim_feedforward=32, num_queries=8)
+MASKS.update(encoder_layers=2, decoder_layers=3)
+ENCODER = dict(width=32, context_length=8, num_layers=1, vocab_size=64, proj_layers=1)
+TEXT = dict(task_seq_len=8, **{f'text_encoder_{name}': value for name, value in ENCODER.items()})
 
 
 def _build(kind: str, task: str = 'ObjectDetection', **options: Any) -> nn.Module:
@@ -169,6 +158,13 @@ def feed(name: str, padded: bool = False) -> dict[str, Tensor]:
         mask[1, size[0] // 2 :] = mask[1, :, size[1] // 2 :] = 0
         fed.update(pixel_mask=mask)
     return fed
+
+
+def moved(model: nn.Module) -> None:
+    """Move gates off a start that does nothing."""
+    with torch.no_grad():
+        for parameter in gate_parameters(model).values():
+            parameter.add_(0.5 * torch.randn_like(parameter))
 
 
 def outputs(model: nn.Module, fed: dict[str, Tensor]) -> list[Tensor]:

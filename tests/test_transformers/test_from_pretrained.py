@@ -10,7 +10,7 @@ import torch
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
 import transformers
-from hub_models import build, feed, largest_difference, outputs
+from hub_models import build, feed, largest_difference, moved, outputs
 
 import mmgate
 from mmgate.transformers import MultiScaleDeformableAttention, from_pretrained, register_kernel
@@ -44,9 +44,7 @@ def test_a_vanilla_checkpoint_misses_the_gates_alone(tmp_path: Path) -> None:
 def test_a_gated_checkpoint_comes_back(tmp_path: Path) -> None:
     model, fed = build('deformable_detr'), feed('deformable_detr')
     mmgate.swap_attention(model, RULES)
-    with torch.no_grad():
-        for parameter in mmgate.gate_parameters(model).values():
-            parameter.add_(0.5 * torch.randn_like(parameter))
+    moved(model)
     expected = outputs(model, fed)
     model.save_pretrained(tmp_path)
     again, info = from_pretrained(CLASS, tmp_path, RULES, output_loading_info=True)

@@ -15,7 +15,7 @@ from torch import nn
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
-from hub_models import DEFORMABLE, DENSE, build, feed, largest_difference, outputs
+from hub_models import DEFORMABLE, DENSE, build, feed, largest_difference, moved, outputs
 
 import mmgate
 from mmgate.hosts.hosted import Shell
@@ -47,12 +47,6 @@ def calls(model: nn.Module, names: list[str], fed: dict[str, Any]) -> dict[str, 
         hook.remove()
     with torch.no_grad():
         return {name: (given, modules[name](**given)) for name, given in found.items()}
-
-
-def moved(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in mmgate.gate_parameters(model).values():
-            parameter.add_(0.5 * torch.randn_like(parameter))
 
 
 def check_layers(model: nn.Module, rule: dict[str, Any], fed: dict[str, Any]) -> None:
