@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmgate.deploy.build import build_network
 from mmgate.deploy.export import export
-from mmgate.deploy.networks import network
 from mmgate.deploy.runtime import Exported
 
 from .measure import Row, interleaved
@@ -34,7 +34,7 @@ def benchmark_deployment(
     The ``batch`` of a data loader is of one real image: what is exported to ``folder`` is compared on it, above a score
     of ``threshold``, before it is timed.
     """
-    net = network(model)
+    net = build_network(model)
     inputs = net.preprocess(batch)
     runs: dict[str, Callable[..., Any]] = {'PyTorch': net}
     for provider in providers:

@@ -17,10 +17,10 @@ from torch import nn
 from mmgate._environment import why_not
 from mmgate.errors import ConfigError
 
+from .build import build_network
 from .compare import Differences, check_finds_something, compare
 from .graph import MAX_BATCH, write
 from .network import Network
-from .networks import network
 from .runtime import Exported
 
 SUFFIXES = {'onnx': '.onnx', 'torch-export': '.pt2'}
@@ -78,7 +78,7 @@ def export(
     """
     check_format(format, msda)
     path.parent.mkdir(parents=True, exist_ok=True)
-    net = network(model)
+    net = build_network(model)
     largest = max(batches, key=lambda batch: math.prod(batch['inputs'][0].shape))
     inputs, problem = net.preprocess(largest), None
     tried = (1, DIVISOR, 0) if not any(side % DIVISOR for side in inputs[0].shape[-2:]) else (1, 0)
@@ -104,7 +104,7 @@ def export(
 
 
 def _compared(model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, threshold: float) -> Differences:
-    run, net = Exported(path, trusted=True), network(model)
+    run, net = Exported(path, trusted=True), build_network(model)
     taken, what = _taken(net, batches, run)
     found = compare(model, net, run, taken, threshold=threshold)
     found.what = what

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .build import describe_model
 from .network import Network
-from .networks import described
 from .operators import translations
 from .runtime import NOTES_FILE, NOTES_KEY
 from .sampling import sampled_by
@@ -26,7 +26,7 @@ OPSET = 18
 def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, msda: str, divisor: int) -> str:
     """Write a network to ``path`` and return which images it takes; arguments as :func:`capture`."""
     program, taken = capture(net, inputs, divisor, msda)
-    notes = dict(model=described(net.host), inputs=net.inputs, outputs=net.outputs, msda=msda, **taken)
+    notes = dict(model=describe_model(net.host), inputs=net.inputs, outputs=net.outputs, msda=msda, **taken)
     if format == 'onnx':
         write_onnx(program, net, path, notes)
     else:

@@ -11,8 +11,8 @@ from exported import build
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from torch import Tensor
 
+from mmgate.deploy.build import describe_model, serve
 from mmgate.deploy.compare import Differences, check_finds_something, compare
-from mmgate.deploy.networks import described, serve
 from mmgate.errors import ConfigError
 
 BOXES = torch.tensor([[0.0, 0, 40, 40], [200, 100, 240, 140]])
@@ -98,5 +98,5 @@ def test_a_file_of_another_model_is_refused() -> None:
         file = SimpleNamespace(path='m.onnx', notes=dict(model=written))
         with pytest.raises(ConfigError, match=rf'm\.onnx holds {written}, the config describes a DeformableDETR of 6'):
             serve(detector, file)
-    serve(detector, SimpleNamespace(path='m.onnx', notes=dict(model=described(detector))))
+    serve(detector, SimpleNamespace(path='m.onnx', notes=dict(model=describe_model(detector))))
     assert 'predict' in vars(detector)

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 import mmgate  # noqa: F401
+from mmgate.deploy.build import serve
 from mmgate.deploy.inputs import FOLDER
-from mmgate.deploy.networks import serve
 from mmgate.deploy.runtime import Exported
 from mmgate.train import cli
 from mmgate.train.config_file import add_trust_option, check_data, config_parser, load_config

@@ -11,8 +11,8 @@ from conftest import one_graph
 from exported import FAMILIES, SIZE, batches, build
 from mmengine.registry import MODELS
 
+from mmgate.deploy.build import build_network
 from mmgate.deploy.compare import compare
-from mmgate.deploy.networks import network
 
 QUICK = ('plug-deformable-detr', 'plug-mask2former', 'agent-retinanet', 'agent-mask-rcnn')
 SIZES = ((96, 128), (160, 96))
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_equals_its_host(name: str, folder: Path) -> None:
     model = build(name)
-    net = network(model)
+    net = build_network(model)
     tried = batches(name, folder, sizes=SIZES)
     if 'sizes' in net.inputs:  # what hosts do to a batch of several sizes is theirs; detectors know the padding
         tried.append({key: [part for batch in tried for part in batch[key]] for key in tried[0]})
@@ -36,7 +36,7 @@ def test_equals_its_host(name: str, folder: Path) -> None:
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(net(*inputs))
 
-    found = compare(model, network(model), run, tried)
+    found = compare(model, build_network(model), run, tried)
     assert found.images == len(tried) + ('sizes' in net.inputs)
     most = {'corners': 1e-2, 'scores': 1e-4, 'shares of pixels': 1e-4}
     assert not found.missing and all(found.largest[name] < most[name] for name in most), str(found)
@@ -48,7 +48,7 @@ def test_equals_its_host(name: str, folder: Path) -> None:
 def test_is_fed_what_its_host_feeds_it(test_cfg: dict[str, Any], size: tuple[int, int], folder: Path) -> None:
     model = build('plug-mask2former')
     model.test_cfg.update(test_cfg)
-    (images,) = network(model).preprocess(batches('plug-mask2former', folder)[0])
+    (images,) = build_network(model).preprocess(batches('plug-mask2former', folder)[0])
     assert images.shape == (1, 3, *size)
 
 

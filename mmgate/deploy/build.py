@@ -1,4 +1,4 @@
-"""Which network stands for which host."""
+"""Builds the network of tensors that stands for a host."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmgate.swap import swap_attention
 from .network import Network, refuse
 
 
-def network(model: nn.Module) -> Network:
+def build_network(model: nn.Module) -> Network:
     """Return the network of tensors around a copy of a model, in eval mode.
 
     mmcv's deformable attention is swapped for ours, which computes the same and can be written down.
@@ -29,7 +29,7 @@ def network(model: nn.Module) -> Network:
     vanilla = [name for name, module in host.named_modules() if type(module) is MMCVMultiScaleDeformableAttention]
     if vanilla:
         swap_attention(host, dict(path=vanilla, type=MultiScaleDeformableAttention))
-    return _around(host)
+    return _network_of(host)
 
 
 def serve(model: nn.Module, run: Any) -> None:
@@ -38,19 +38,19 @@ def serve(model: nn.Module, run: Any) -> None:
     Raises:
         ConfigError: The model has no network, or the file was written from a model of another type or other classes.
     """
-    own, written = described(model), run.notes['model']
+    own, written = describe_model(model), run.notes['model']
     if written != own:
         raise ConfigError(f'{run.path} holds {written}, the config describes {own}. Give the config it was made of.')
-    _around(model).serve(run)
+    _network_of(model).serve(run)
 
 
-def described(model: nn.Module) -> str:
-    """Return a model's type and how many classes its heads tell apart, in words."""
+def describe_model(model: nn.Module) -> str:
+    """Return in words a model's type and how many classes its heads tell apart."""
     counts = [getattr(module, 'num_classes', None) for module in model.modules()]
     return f'a {type(model).__name__} of {max(count for count in counts if isinstance(count, int))} classes'
 
 
-def _around(host: nn.Module) -> Network:
+def _network_of(host: nn.Module) -> Network:
     found: Network | None = None
     if available('mmdet'):
         from .detectors import detector
