@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from mmgate.layers import (
     DifferentialGatedMultiheadAttention,
     DifferentialMultiheadAttention,
-    PLuGAttention,
     PLuGMultiheadAttention,
     PLuGMultiScaleDeformableAttention,
-    SDPAGatedAttention,
     SDPAGatedMultiheadAttention,
 )
 from mmgate.layers.plug import GRANULARITIES
@@ -267,50 +265,3 @@ def test_differential_transformer(options: dict[str, Any], start: float) -> None
         weight = math.exp(attn.lambda_q1 @ attn.lambda_k1) - math.exp(attn.lambda_q2 @ attn.lambda_k2) + start
     heads = normed(first - weight * second, attn.head_norm.weight) * (1 - start)
     torch.testing.assert_close(call.run(layer), call.identity + call.finish(layer, heads))
-
-
-MASKS = {
-    'bool': (torch.arange(N)[:, None] < torch.arange(M) - 2, torch.arange(M)[None] >= torch.tensor([[M], [4]])),
-    'float': (torch.linspace(-2, 2, N * M).view(N, M).double(), torch.linspace(-1, 1, B * M).view(B, M).double()),
-    'per_head': (
-        (torch.arange(B * H * N * M) % 5 == 1).view(B * H, N, M),
-        torch.arange(M)[None] >= torch.tensor([[5], [M]]),
-    ),
-}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize('average', [True, False], ids=['averaged', 'by_head'])
-@pytest.mark.parametrize('masks', MASKS)
-@pytest.mark.parametrize(
-    'kind, options', [(PLuGAttention, {}), (SDPAGatedAttention, dict(init='identity', act='silu'))]
-)
-def test_both_masks_and_the_weights_are_torchs(kind: type, options: dict[str, Any], masks: str, average: bool) -> None:
-    """With a closed gate, so that torch's own module is the reference."""
-    attn_mask, padding = MASKS[masks]
-    vanilla = opened(nn.MultiheadAttention(C, H, batch_first=True))
-    gated = kind(C, H, batch_first=True, **options).double()
-    gated.load_state_dict(vanilla.state_dict(), strict=False)
-    inputs = (random(B, N, C), random(B, M, C), random(B, M, C))
-    call = dict(attn_mask=attn_mask, key_padding_mask=padding, need_weights=True, average_attn_weights=average)
-    expected, actual = vanilla(*inputs, **call), gated(*inputs, **call)
-    assert actual[1].shape == ((B, N, M) if average else (B, H, N, M))
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-8)
-    for left_out in ('attn_mask', 'key_padding_mask'):
-        assert not torch.allclose(gated(*inputs, **{**call, left_out: None})[0], actual[0])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize('kind', [PLuGAttention, SDPAGatedAttention])
-def test_a_row_that_the_masks_kill_together(kind: type) -> None:
-    """Neither mask hides all keys of the second image's first query, both do."""
-    layer = opened(kind(C, H, batch_first=True))
-    attn_mask = torch.zeros(N, M, dtype=torch.bool)
-    attn_mask[0, :4] = True
-    padding = torch.arange(M)[None] >= torch.tensor([[M], [4]])
-    call = dict(attn_mask=attn_mask, key_padding_mask=padding, need_weights=True)
-    output, weights = layer(random(B, N, C), random(B, M, C), random(B, M, C), **call)
-    torch.testing.assert_close(output[1, 0], layer.out_proj.bias)
-    assert output.isfinite().all() and not weights[1, 0].any()
-    torch.testing.assert_close(F.normalize(weights[0], p=1, dim=-1), weights[0])
