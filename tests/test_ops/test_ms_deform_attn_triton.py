@@ -320,29 +320,6 @@ def test_tokens_go_down_the_columns_of_bands(levels: list[tuple[int, int]], devi
     assert torch.equal(order.cpu().long(), traffic.banded(levels))
 
 
-@pytest.mark.parametrize('spread, level', [(0.0, 0.75), (0.3, 0.9)], ids=['same', 'nearly_same'])
-def test_rows_in_common_are_added_once(spread: float, level: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many rows are added as the traffic model says, which is fewer than there are corners on the map."""
-    from triton.runtime.interpreter import InterpreterBuilder
-
-    lanes, atomic = [], InterpreterBuilder.create_atomic_rmw
-
-    def count(self: Any, operation: Any, pointer: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        lanes.append(int(mask.data.sum()))
-        return atomic(self, operation, pointer, value, mask, *rest)
-
-    monkeypatch.setattr(InterpreterBuilder, 'create_atomic_rmw', count)
-    levels = [(10, 3), (5, 2)]
-    value, shapes, starts, points, *rest = make(levels=levels, heads=1, spread=spread)
-    run('triton')(value.requires_grad_(), shapes, starts, points, *rest).sum().backward()
-    corners = (points[0] * shapes.flip(-1)[:, None] - 0.5).floor().long().transpose(1, 2)
-    corners = corners[traffic.banded(levels)]  # (S, L, H, P, 2)
-    rows = traffic.rows(levels, corners)
-    added = sum(lanes) / 16
-    assert added == pytest.approx(traffic.reductions(corners, rows) * corners[..., 0].numel())
-    assert added < level * (rows >= 0).sum()
-
-
 def test_launched_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a switch, and as before outside of it; what comes out is the same."""
     seen: list[dict[str, Any]] = []
