@@ -14,14 +14,11 @@ from mmgate.layers import (
     DifferentialGatedMultiheadAttention,
     DifferentialMultiheadAttention,
     PLuGMultiheadAttention,
-    PLuGMultiScaleDeformableAttention,
     SDPAGatedMultiheadAttention,
 )
-from mmgate.layers.plug import GRANULARITIES
 
 B, N, M, C, H = 2, 5, 7, 16, 4
 D = C // H
-LEVELS, POINTS = [(4, 6), (2, 3)], 3
 
 
 def opened(module: nn.Module) -> Any:
@@ -33,78 +30,6 @@ def opened(module: nn.Module) -> Any:
 
 def random(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
-
-
-def sample(level: Tensor, x: float, y: float) -> Tensor:
-    """Bilinear sample of a ``(h, w, d)`` map at pixel coordinates, zeros outside."""
-    out = torch.zeros(level.shape[-1], dtype=torch.float64)
-    left, top = math.floor(x), math.floor(y)
-    for row in (top, top + 1):
-        for column in (left, left + 1):
-            if 0 <= row < level.shape[0] and 0 <= column < level.shape[1]:
-                out += (1 - abs(y - row)) * (1 - abs(x - column)) * level[row, column]
-    return out
-
-
-GATED: dict[str, dict[str, Any]] = {
-    **{name: dict(granularity=name) for name in GRANULARITIES},
-    'tanh': dict(activation='tanh'),
-    'no_residual': dict(residual=False, init='paper'),
-    'post_softmax': dict(position='post_softmax'),
-    'post_softmax_no_residual': dict(position='post_softmax', residual=False),
-}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize('columns', [2, 4], ids=['points', 'boxes'])
-@pytest.mark.parametrize('options', GATED.values(), ids=GATED)
-def test_deformable_plug(options: dict[str, Any], columns: int) -> None:
-    """Eq. 8 to 12 and Deformable DETR's Eq. 3, a query, a head, a level and a point at a time."""
-    layer = opened(PLuGMultiScaleDeformableAttention(C, H, 2, POINTS, batch_first=True, dropout=0.0, **options))
-    query, query_pos, identity, value = random(B, N, C), random(B, N, C), random(B, N, C), random(B, 30, C)
-    points = torch.rand(B, N, 2, columns, dtype=torch.float64)
-    mask = torch.zeros(B, 30, dtype=torch.bool)
-    mask[1, -4:] = True
-    actual = layer(
-        query,
-        value=value,
-        identity=identity,
-        query_pos=query_pos,
-        key_padding_mask=mask,
-        reference_points=points,
-        spatial_shapes=torch.tensor(LEVELS),
-        level_start_index=torch.tensor([0, 24]),
-    )
-
-    z = query + query_pos
-    values = (value @ layer.value_proj.weight.T + layer.value_proj.bias).masked_fill(mask[..., None], 0)
-    maps = [part.view(B, h, w, H, D) for part, (h, w) in zip(values.split([24, 6], 1), LEVELS, strict=True)]
-    offsets = (z @ layer.sampling_offsets.weight.T + layer.sampling_offsets.bias).view(B, N, H, 2, POINTS, 2)
-    logits = (z @ layer.attention_weights.weight.T + layer.attention_weights.bias).view(B, N, H, 2, POINTS)
-    of = dict(zip(('head', 'level', 'point'), (H, 2, POINTS), strict=True))
-    shape = [size if name in options.get('granularity', 'head_level') else 1 for name, size in of.items()]
-    r = (z @ layer.gate_proj.weight.T + layer.gate_proj.bias).view(B, N, *shape)
-    (a, c), (b, e) = layer.gml.weight, layer.gml.bias
-    gate = (a * r + b) * (c * r + e)
-    gate = gate.tanh() if 'activation' in options else gate
-    factor = (gate + options.get('residual', True)).expand_as(logits)
-    before = 'position' not in options
-    weights = (logits * factor if before else logits).flatten(3).softmax(-1).view_as(logits)
-    weights = weights if before else weights * factor
-
-    heads = torch.zeros(B, N, H, D, dtype=torch.float64)
-    for i, j, head, level, point in torch.cartesian_prod(*map(torch.arange, (B, N, H, 2, POINTS))).tolist():
-        height, width = LEVELS[level]
-        dx, dy = offsets[i, j, head, level, point].tolist()
-        x, y, *size = points[i, j, level].tolist()
-        if size:  # offsets are in halves of the box's sides, shared out among the points
-            x, y = x + dx / POINTS * size[0] / 2, y + dy / POINTS * size[1] / 2
-        else:  # in pixels of the level
-            x, y = x + dx / width, y + dy / height
-        sampled = sample(maps[level][i, :, :, head], x * width - 0.5, y * height - 0.5)
-        heads[i, j, head] += weights[i, j, head, level, point] * sampled
-    expected = heads.flatten(2) @ layer.output_proj.weight.T + layer.output_proj.bias + identity
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 class Call:

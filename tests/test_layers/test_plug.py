@@ -1,4 +1,4 @@
-"""The deformable attentions against mmcv's: the one that gates nothing, and PLuG at its identity start."""
+"""The deformable attentions against mmcv's: the one that gates nothing, and PLuG with its gate closed and open."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import pytest
 import torch
 from conftest import assert_same, one_graph, values_and_gradients
 from mmcv.ops import MultiScaleDeformableAttention
+from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from mmengine.registry import MODELS as ROOT
 from torch import Tensor, nn
 
 from mmgate import layers, swap_attention
-from mmgate.layers import GatingModulation, PLuGMultiScaleDeformableAttention
+from mmgate.layers import PLuGMultiScaleDeformableAttention
 from mmgate.layers.gml import VARIANTS
 from mmgate.layers.plug import GRANULARITIES
 from mmgate.registry import MODELS
@@ -24,6 +25,7 @@ GATED = {
     'tanh': dict(activation='tanh'),
     'softsign': dict(activation='softsign'),
     'post_softmax': dict(position='post_softmax'),
+    'post_softmax_no_residual': dict(position='post_softmax', residual=False),
     'no_residual': dict(residual=False),
     **{f'no_residual_{name}': dict(residual=False, gml=name) for name in VARIANTS},
 }
@@ -81,19 +83,42 @@ def test_defaults_of_value_and_identity() -> None:
     torch.testing.assert_close(gated(**call), vanilla(**call), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    'variant, expected',
-    [
-        ('product', lambda r, a, b, c, e: (a * r + b) * (c * r + e)),
-        ('sum', lambda r, a, b, c, e: (a * r + b) + (c * r + e)),
-    ],
-)
-def test_gml_by_hand(variant: str, expected) -> None:
-    gml = GatingModulation(variant, activation='tanh')
-    a, b, c, e = 0.5, -1.0, 2.0, 0.25
-    gml.weight.data, gml.bias.data = torch.tensor([a, c]), torch.tensor([b, e])
-    r = torch.linspace(-2, 2, 7)
-    torch.testing.assert_close(gml(r), torch.tanh(expected(r, a, b, c, e)))
+def modulated(gml: Any, r: Tensor) -> Tensor:
+    """Table 4 and the activations, written out."""
+    activation = dict(tanh=torch.tanh, softsign=lambda x: x / (1 + x.abs())).get(gml.activation, lambda x: x)
+    if gml.variant == 'none':
+        return activation(r)
+    first, second = (gml.weight[i] * r + gml.bias[i] for i in (0, -1))
+    if gml.variant == 'mlp':
+        hidden = (r[..., None] * gml.hidden_weight + gml.hidden_bias).relu()
+        first, second = (hidden @ gml.weight.view(2, 4).T + gml.bias).unbind(-1)
+    return activation({'single': first, 'sum': first + second}.get(gml.variant, first * second))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('columns', [2, 4], ids=['points', 'boxes'])
+@pytest.mark.parametrize('options', GATED.values(), ids=GATED)
+def test_an_open_gate(options: dict[str, Any], columns: int) -> None:
+    """Eq. 8 to 12, Eq. 17 behind the softmax, with the samples that mmcv takes."""
+    layer = pair(**options)[1].double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    call = {name: x.double() if x.is_floating_point() else x for name, x in make_call(columns).items()}
+    z, value = call['query'] + call['query_pos'], layer.value_proj(call['value'])
+    value = value.masked_fill(call['key_padding_mask'][..., None], 0).view(2, 30, 4, 4)
+    offsets, logits = layer.sampling_offsets(z).view(2, 5, 4, 2, 3, 2), layer.attention_weights(z).view(2, 5, 4, 2, 3)
+    sizes = dict(head=4, level=2, point=3)
+    shape = [size if name in options.get('granularity', 'head_level') else 1 for name, size in sizes.items()]
+    factor = modulated(layer.gml, layer.gate_proj(z).view(2, 5, *shape)) + options.get('residual', True)
+    before = 'position' not in options
+    weights = (logits * factor if before else logits).flatten(3).softmax(-1).view_as(logits)
+    weights = weights if before else weights * factor
+    shapes, at = call['spatial_shapes'], call['reference_points'][:, :, None, :, None]  # (B, Q, 1, L, 1, 2|4)
+    # offsets are in pixels of the level, or in halves of the box's sides, shared out among the points
+    unit = 1 / shapes.flip(1)[:, None] if columns == 2 else at[..., 2:] / 2 / 3
+    heads = multi_scale_deformable_attn_pytorch(value, shapes, at[..., :2] + offsets * unit, weights)
+    expected = layer.output_proj(heads) + call['identity']
+    torch.testing.assert_close(layer(**call), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
