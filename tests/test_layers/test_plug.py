@@ -115,7 +115,7 @@ def test_an_open_gate(options: dict[str, Any], columns: int) -> None:
     weights = weights if before else weights * factor
     shapes, at = call['spatial_shapes'], call['reference_points'][:, :, None, :, None]  # (B, Q, 1, L, 1, 2|4)
     # offsets are in pixels of the level, or in halves of the box's sides, shared out among the points
-    unit = 1 / shapes.flip(1)[:, None] if columns == 2 else at[..., 2:] / 2 / 3
+    unit = 1 / shapes.flip(1)[:, None].double() if columns == 2 else at[..., 2:] / 2 / 3
     heads = multi_scale_deformable_attn_pytorch(value, shapes, at[..., :2] + offsets * unit, weights)
     expected = layer.output_proj(heads) + call['identity']
     torch.testing.assert_close(layer(**call), expected, rtol=1e-9, atol=1e-9)
