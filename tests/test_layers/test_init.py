@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,16 +64,9 @@ class Host(nn.Module):
         HOSTS[self.host](self)
 
 
-def dense() -> nn.Module:
-    return nn.MultiheadAttention(C, H, batch_first=True)
-
-
-def deformable() -> nn.Module:
-    return MultiScaleDeformableAttention(C, H, num_levels=4, num_points=4)
-
-
-def whole_map() -> nn.Module:
-    return SpatialReductionAttention(C, H)
+dense = partial(nn.MultiheadAttention, C, H, batch_first=True)
+deformable = partial(MultiScaleDeformableAttention, C, H, num_levels=4, num_points=4)
+whole_map = partial(SpatialReductionAttention, C, H)
 
 
 def gated(host: str, *pairs: tuple[Callable[[], nn.Module], dict[str, Any]]) -> Host:
