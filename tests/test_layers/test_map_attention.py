@@ -115,8 +115,9 @@ def test_gradcheck_and_wrong_maps(layer: MapAttention) -> None:
     layer = layer.double()
     x = torch.randn(1, 12, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: layer(x, (3, 4)), (x,))
-    with pytest.raises(ValueError, match='12 tokens do not make a map of 3 x 5'):
-        layer(x, (3, 5))
+    for wrong in ((3, 5), (3, 3)):
+        with pytest.raises(ValueError, match=f'12 tokens do not make a map of 3 x {wrong[1]}'):
+            layer(x, wrong)
     out = layer(x, (3, 4), identity=x)
     torch.testing.assert_close(out - x, layer(x, (3, 4)))
     with pytest.raises(ValueError, match='not a multiple'):

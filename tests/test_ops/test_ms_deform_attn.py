@@ -9,7 +9,7 @@ from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
-from mmgate.ops.ms_deform_attn import attention_weights, cpu, offset_locations
+from mmgate.ops.ms_deform_attn import attention_weights, check_backend, cpu, offset_locations
 
 CASES = {  # name: (levels, B, Q, H, D, P, spread of the locations)
     'two_levels': ([(4, 6), (2, 3)], 2, 5, 2, 4, 3, 0.5),
@@ -182,3 +182,9 @@ def test_bad_input(changed: dict[int, Tensor], options: dict[str, str], message:
     inputs = make_inputs('two_levels', gate=(2, 2, 1))
     with pytest.raises(ValueError, match=message):
         ms_deform_attn(*(changed.get(i, x) for i, x in enumerate(inputs)), **options)
+
+
+def test_a_name_is_checked_without_a_call() -> None:
+    check_backend('auto')
+    with pytest.raises(ValueError, match='choose one of auto, mmcv'):
+        check_backend('cuda')
