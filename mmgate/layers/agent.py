@@ -17,8 +17,6 @@ from .agent_bias import BIASES, CLASS_BIASES, AgentBiases
 from .gml import check_option
 from .stripes import merge_stripes, split_stripes
 
-AGENTS = ('pooled', 'static')
-
 
 @MODELS.register_module()
 class AgentAttention(GateInit, AgentBiases):
@@ -30,8 +28,6 @@ class AgentAttention(GateInit, AgentBiases):
     and columns of a checkpoint from another map are resized on loading.
 
     Args:
-        embed_dims: Channels C, a multiple of ``num_heads``.
-        num_heads: Heads H.
         map_size: Height and width of the map in pre-training.
         agent_num: Agent tokens n in use, a square number. Dense prediction takes more than pre-training.
         pretrain_agent_num: Agents in the biases' shapes, a square number; ``agent_num`` by default.
@@ -48,12 +44,10 @@ class AgentAttention(GateInit, AgentBiases):
             mask and leaves it out.
         class_token: Whether a class token stands before the map's tokens (DeiT). It takes part in both attentions with
             biases of its own, ``ac_bias`` and ``ca_bias``, but neither in the pooling nor in the convolution.
-        **kwargs: ``qkv_bias``, ``qk_scale``, ``attn_drop``, ``proj_drop`` and ``dropout_layer`` of
-            :class:`~mmgate.layers.base.map.MapAttention`.
+        **kwargs: Those of :class:`~mmgate.layers.base.map.MapAttention`, as ``embed_dims`` and ``num_heads`` are.
 
     Raises:
-        ValueError: A number of agents that is no square, an unknown kind of agents, windows beside a class token,
-            or ``embed_dims`` no multiple of ``num_heads``.
+        ValueError: A number of agents that is no square, an unknown kind of agents, or windows beside a class token.
 
     The biases start normal with deviation 0.02 and the convolution as torch's.
 
@@ -81,7 +75,7 @@ class AgentAttention(GateInit, AgentBiases):
         class_token: bool = False,
         **kwargs: Any,
     ) -> None:
-        check_option('agents', agents, AGENTS)
+        check_option('agents', agents, ('pooled', 'static'))
         if window is not None and class_token:
             raise ValueError('window and class_token exclude each other: a class token lies in no window.')
         super().__init__(embed_dims, num_heads, **kwargs)
@@ -144,7 +138,6 @@ class AgentAttention(GateInit, AgentBiases):
                 agents = F.interpolate(agents, size=(self.grid, self.grid), mode='bilinear')
             agents = agents.expand(q.shape[0], -1, -1, -1).to(q.dtype)
         return agents.flatten(2).transpose(1, 2).contiguous()
-
 
 
 def _roll(x: Tensor, hw_shape: tuple[int, int], shift: tuple[int, int]) -> Tensor:

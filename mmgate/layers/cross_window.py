@@ -20,12 +20,9 @@ class CrossWindowAttention(GateInit, MapAttention):
     """Half of the heads attend in vertical stripes, half in horizontal ones, with convolved values added (LePE).
 
     Args:
-        embed_dims: Channels C, a multiple of ``num_heads``.
-        num_heads: Heads H, an even number unless the whole map is seen.
         split: Width of a vertical stripe, which is as high as the map, and height of a horizontal one; None for all
             heads over the whole map. A map is padded with zeros to whole stripes.
-        **kwargs: ``qkv_bias``, ``qk_scale``, ``attn_drop``, ``proj_drop`` and ``dropout_layer`` of
-            :class:`~mmgate.layers.base.map.MapAttention`.
+        **kwargs: Those of :class:`~mmgate.layers.base.map.MapAttention`, as ``embed_dims`` and ``num_heads`` are.
 
     Raises:
         ValueError: An odd number of heads in stripes.

@@ -16,9 +16,6 @@ from mmgate.registry import MODELS
 from .gml import check_option
 from .rms_norm import RMSNorm
 
-RESIDUALS = ('query', 'input', 'none')
-LAMBDA_INIT = 0.8
-
 
 class DifferentialGatedAttention(GateInit, DenseAttention):
     """An excitatory minus an inhibitory attention, weighted by a gate of each token and head.
@@ -27,16 +24,13 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
     sizes. There is no identity start: a difference of two half-width attentions is not the vanilla attention.
 
     Args:
-        embed_dim: Channels C.
-        num_heads: Heads H of an even d = C / H.
-        dropout: Probability of dropping an attention weight.
         residual: What is added to the projected output: ``'query'`` (default), the projected queries ``[Q+; Q-]`` of
             section 4.2, ``'input'``, the query input as the paper's figure has it, or ``'none'``, as for text.
         lambda_init: The heads are scaled by ``1 - lambda_init`` after their norm. Default 0.8.
         learnable: Learn ``lambda_init`` from there; the paper found it better fixed (A.5).
         gate_depth: Layers of the gate's network, 1 by default: more were worse (A.5). Those before the last are C wide
             with GELU between them, which is ours: the paper names neither.
-        **kwargs: torch's further arguments, see :class:`~mmgate.layers.base.dense.DenseAttention`.
+        **kwargs: Those of :class:`~mmgate.layers.base.dense.DenseAttention`, as the first three are.
 
     Raises:
         ValueError: An unknown residual, an odd head width, or a ``gate_depth`` below 1.
@@ -56,12 +50,12 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
         dropout: float = 0.0,
         *,
         residual: str = 'query',
-        lambda_init: float = LAMBDA_INIT,
+        lambda_init: float = 0.8,
         learnable: bool = False,
         gate_depth: int = 1,
         **kwargs: Any,
     ) -> None:
-        check_option('residual', residual, RESIDUALS)
+        check_option('residual', residual, ('query', 'input', 'none'))
         super().__init__(embed_dim, num_heads, dropout, **kwargs)
         if gate_depth < 1:
             raise ValueError(f'gate_depth={gate_depth} must be the number of layers, from 1 on.')

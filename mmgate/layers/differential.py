@@ -26,13 +26,10 @@ class DifferentialAttention(GateInit, DenseAttention):
     projections keep their sizes; each head is normalised and scaled by ``1 - lambda_init``. There is no identity start.
 
     Args:
-        embed_dim: Channels C.
-        num_heads: Heads H of an even d = C / H.
-        dropout: Probability of dropping an attention weight.
         depth: The layer's number l, from 1 on, of which ``lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1))``.
         lambda_init: In the place of that, such as M-DGSA's 0.8.
         learnable: Learn lambda; else it is ``lambda_init``.
-        **kwargs: torch's further arguments, see :class:`~mmgate.layers.base.dense.DenseAttention`.
+        **kwargs: Those of :class:`~mmgate.layers.base.dense.DenseAttention`, as the first three are.
 
     Raises:
         ValueError: An odd head width, or a ``depth`` below 1.

@@ -31,10 +31,6 @@ class PLuGMultiScaleDeformableAttention(GateInit, MultiScaleDeformableAttention)
     Takes all of mmcv's arguments and keeps its parameter names; ``gate_proj`` and ``gml`` are new.
 
     Args:
-        embed_dims: Channels C. Default 256.
-        num_heads: Heads H. Default 8.
-        num_levels: Feature levels L. Default 4.
-        num_points: Sampling points P of a head and level. Default 4.
         gml: Gating modulation, see :class:`GatingModulation`. Default ``'product'``.
         activation: Of the gate: ``'none'`` (default), ``'tanh'``, ``'hardtanh'``, ``'softsign'`` (Table 8).
         granularity: What a gate value is specific to (Table 9): ``'head_level'`` (default), ``'head_level_point'``,
@@ -45,11 +41,10 @@ class PLuGMultiScaleDeformableAttention(GateInit, MultiScaleDeformableAttention)
             hosts start linear layers, see :class:`GatingModulation`. The gate projection starts xavier-uniform in both,
             with torch's bias.
         backend: Of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
-        **kwargs: mmcv's further arguments: im2col_step, dropout, batch_first, norm_cfg, init_cfg, value_proj_ratio.
+        **kwargs: Those of :class:`.MultiScaleDeformableAttention`, as all sizes are.
 
     Raises:
         ValueError: An unknown option, or sizes that do not divide.
-        TypeError: An argument that neither mmcv's class nor this one has.
 
     Source: PLuG attention, section 3.2, Eq. 8 to 12.
     """

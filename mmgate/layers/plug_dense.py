@@ -14,8 +14,6 @@ from mmgate.registry import MODELS
 
 from .gml import GatingModulation, check_option, xavier_
 
-HEADS = ('shared', 'per_head')
-
 
 class PLuGAttention(GateInit, DenseAttention):
     """Attention whose logits are multiplied by a gate of each query-key pair, a drop-in for torch's module.
@@ -23,9 +21,6 @@ class PLuGAttention(GateInit, DenseAttention):
     ``gate_q_proj``, ``gate_k_proj`` and ``gml`` are the only new parameters.
 
     Args:
-        embed_dim: Channels C.
-        num_heads: Heads H of d = C / H.
-        dropout: Probability of dropping an attention weight.
         ratio: Gate width over head width, ``g = ratio * d`` (Fig. 4). Default 1.0.
         heads: ``'shared'`` (default): one gate for all heads, or ``'per_head'`` (Table 6).
         gml: Gating modulation, see :class:`GatingModulation` (Table 4).
@@ -35,7 +30,7 @@ class PLuGAttention(GateInit, DenseAttention):
         init: ``'identity'`` (default) starts as the vanilla attention; ``'paper'`` as the authors' hosts start linear
             layers, see :class:`GatingModulation`. The gate projections start xavier-uniform in both, with torch's bias.
         backend: Of :func:`mmgate.ops.plug_attention`.
-        **kwargs: torch's further arguments, see :class:`~mmgate.layers.base.dense.DenseAttention`.
+        **kwargs: Those of :class:`~mmgate.layers.base.dense.DenseAttention`, as the first three are.
 
     Raises:
         ValueError: An unknown option, one that the backend does not have, a ratio that leaves no gate channel, or an
@@ -66,7 +61,7 @@ class PLuGAttention(GateInit, DenseAttention):
         backend: str = 'auto',
         **kwargs: Any,
     ) -> None:
-        check_option('heads', heads, HEADS)
+        check_option('heads', heads, ('shared', 'per_head'))
         check_option('position', position, POSITIONS)
         super().__init__(embed_dim, num_heads, dropout, **kwargs)
         if init == 'identity' and gml == 'none':

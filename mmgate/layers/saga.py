@@ -11,7 +11,6 @@ from mmgate.registry import MODELS
 
 from .linear.base import LinearAttention
 
-KERNEL = 5
 GATES = ('gate_k', 'gate_v', 'gate_out')
 
 
@@ -26,21 +25,12 @@ class SAGAAttention(LinearAttention):
     d channels, shared by the heads.
 
     Args:
-        embed_dims: Channels C, a multiple of ``num_heads``.
-        num_heads: Heads H.
         map_size: Height and width of the map in pre-training.
         gate: Gate keys and values (Table 4, Gate_Aug).
         dwc: Add the convolved values (Table 4, DWC).
         output_augmentation: Multiply by G (Table 4, Output_Aug).
         position_encoding: Add the learnt position encoding to K.
-        class_token: Whether a class token stands before the map's tokens (DeiT); it is not convolved.
-        **kwargs: ``qkv_bias``, ``qk_scale``, ``proj_drop`` and ``dropout_layer`` of
-            :class:`~mmgate.layers.base.map.MapAttention`. There are no attention weights to drop.
-
-    Raises:
-        ValueError: ``embed_dims`` is no multiple of ``num_heads``, or ``attn_drop`` is not 0.
-
-    The convolution starts as torch's, the position encoding at 0 and the gates as PVT's linear layers.
+        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearAttention`, as ``embed_dims`` and ``num_heads`` are.
 
     Source: SAGA, Eq. 9 and 10, Table 4.
     """
@@ -58,16 +48,10 @@ class SAGAAttention(LinearAttention):
         dwc: bool = True,
         output_augmentation: bool = True,
         position_encoding: bool = True,
-        class_token: bool = False,
         **kwargs: Any,
     ) -> None:
-        sizes: dict[str, Any] = dict(
-            dwc=KERNEL if dwc else 0,
-            dwc_shared=True,
-            map_size=map_size if position_encoding else None,
-            class_token=class_token,
-        )
-        super().__init__(embed_dims, num_heads, **sizes, **kwargs)
+        size = map_size if position_encoding else None
+        super().__init__(embed_dims, num_heads, dwc=5 if dwc else 0, dwc_shared=True, map_size=size, **kwargs)
         if not gate:
             self.gate_k = self.gate_v = None
         if not output_augmentation:

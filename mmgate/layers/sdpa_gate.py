@@ -17,19 +17,16 @@ from mmgate.registry import MODELS
 from .gml import INITS, check_option
 
 POSITIONS = ('G1', 'G2', 'G3', 'G4', 'G5')
-GRANULARITIES = ('elementwise', 'headwise')
-FORMS = ('multiplicative', 'additive')
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     'sigmoid': torch.sigmoid,
     'silu': F.silu,
     'ns_sigmoid': lambda x: 0.5 + 0.5 * torch.sigmoid(x),  # not sparse: stays above 1/2
 }
-SILU_ONE = 1.2784645427610738  # silu(x) = 1
 # by form and act, the scale and the bias that make the identity where W = 0; no scale where any will do
 IDENTITIES: dict[tuple[str, str], tuple[float | None, float]] = {
     ('multiplicative', 'sigmoid'): (2.0, 0.0),
     ('multiplicative', 'ns_sigmoid'): (4 / 3, 0.0),
-    ('multiplicative', 'silu'): (1.0, SILU_ONE),
+    ('multiplicative', 'silu'): (1.0, 1.2784645427610738),  # silu of it is 1
     ('additive', 'silu'): (None, 0.0),
 }
 _INPUT = {'G1': 0, 'G2': 2, 'G3': 1, 'G4': 0, 'G5': 0}  # query, key or value input
@@ -39,9 +36,6 @@ class SDPAGatedAttention(GateInit, DenseAttention):
     """Attention with a gate ``s = scale * act(x W + b)`` at one of five places.
 
     Args:
-        embed_dim: Channels C.
-        num_heads: Heads H of d = C / H.
-        dropout: Probability of dropping an attention weight.
         position: ``'G1'`` (default): the attention output, per head, before the output projection; ``'G2'``: the value;
             ``'G3'``: the key; ``'G4'``: the query; ``'G5'``: after the output projection.
         granularity: A score per channel (``'elementwise'``, default) or per head (``'headwise'``); there are no heads
@@ -54,7 +48,7 @@ class SDPAGatedAttention(GateInit, DenseAttention):
             exactly the vanilla attention, where the form allows it: silu in both forms (multiplicative with
             ``scale=1``), and multiplied a sigmoid with ``scale=2`` or an ns_sigmoid with ``scale=4/3``, whose middle
             is 1.
-        **kwargs: torch's further arguments, see :class:`~mmgate.layers.base.dense.DenseAttention`.
+        **kwargs: Those of :class:`~mmgate.layers.base.dense.DenseAttention`, as the first three are.
 
     ``x`` is the query input for G1, G4 and G5, the value input for G2 and the key input for G3.
 
@@ -83,9 +77,8 @@ class SDPAGatedAttention(GateInit, DenseAttention):
         **kwargs: Any,
     ) -> None:
         check_option('position', position, POSITIONS)
-        check_option('granularity', granularity, GRANULARITIES)
-        check_option('form', form, FORMS)
-        act = {'NS-sigmoid': 'ns_sigmoid'}.get(act, act)
+        check_option('granularity', granularity, ('elementwise', 'headwise'))
+        check_option('form', form, ('multiplicative', 'additive'))
         check_option('act', act, tuple(ACTIVATIONS))
         check_option('init', init, INITS)
         if position == 'G5' and (granularity == 'headwise' or head_shared):
@@ -95,8 +88,6 @@ class SDPAGatedAttention(GateInit, DenseAttention):
             )
         if init == 'identity':
             _check_identity(form, act, scale)
-        if scale == 0:
-            raise ValueError('scale=0 switches the attention off; use a positive scale.')
         super().__init__(embed_dim, num_heads, dropout, **kwargs)
         self.position, self.form, self.act, self.scale, self.init = position, form, act, scale, init
         self.beyond_weights = position in ('G1', 'G2', 'G5')

@@ -34,7 +34,7 @@ from .library import is_exporting, is_traced
 logger = logging.getLogger('mmgate')
 SIZES = ('small', 'medium', 'large')
 Work = tuple[int, int, int]
-OPERATORS: dict[str, tuple[Backend, ...]] = {}
+OPERATORS: dict[str, tuple[Backend, ...]] = {}  # by name, what there is, the preferred first
 _said: set[tuple[str, str]] = set()
 
 
@@ -63,12 +63,6 @@ class Backend:
 
 def anywhere(tensor: Tensor) -> None:
     """Say nothing against a backend that runs on every device."""
-
-
-def register(op: str, *backends: Backend) -> tuple[Backend, ...]:
-    """Make the backends of ``op`` known to calibrations, in their order, and return them."""
-    OPERATORS[op] = backends
-    return backends
 
 
 def run(op: str, backends: Sequence[Backend], arguments: Sequence[Any], requested: str | None, work: Work) -> Tensor:

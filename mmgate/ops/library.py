@@ -7,10 +7,8 @@ below that the autograd function is all there is. What else differs between the 
 
 from __future__ import annotations
 
-import sys
 import typing
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -20,22 +18,7 @@ CAN_REGISTER = hasattr(torch.library, 'custom_op')
 
 _Function = TypeVar('_Function', bound=Callable[..., Any])
 _is_compiling: Callable[[], bool] = getattr(torch.compiler, 'is_compiling', lambda: False)
-
-
-def called_by_export() -> bool:
-    """Return whether one of the callers is torch.export; torch.compile asks as it traces and keeps the answer."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if str(frame.f_globals.get('__name__')).startswith(('torch.export', 'torch._export')):
-            return True
-        frame = frame.f_back
-    return False
-
-
-# torch.compiler.is_exporting is of torch 2.7; what torch.compile breaks the graph at, below 2.4, cannot be exported
-_is_exporting: Callable[[], bool] = getattr(torch.compiler, 'is_exporting', lambda: False)
-if not hasattr(torch.compiler, 'is_exporting') and CAN_REGISTER:
-    _is_exporting = torch.compiler.assume_constant_result(called_by_export)
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, 'is_exporting', lambda: False)  # torch 2.7
 
 
 def is_compiling() -> bool:
@@ -44,7 +27,7 @@ def is_compiling() -> bool:
 
 
 def is_exporting() -> bool:
-    """Return whether a model is written down for another runtime, by torch.export, torch.jit.trace or torch.onnx."""
+    """Return whether a model is written down for another runtime, by torch.export, jit.trace or torch.onnx."""
     return (is_compiling() and _is_exporting()) or torch.jit.is_tracing() or torch.onnx.is_in_onnx_export()
 
 

@@ -154,11 +154,7 @@ def polarity_features(x: Tensor, power: Tensor) -> tuple[Tensor, Tensor]:
 def polarity_attention(q: Tensor, k: Tensor, v: Tensor, power: Tensor) -> Tensor:
     """Attend by products of same sign in the first half of the values' channels, of opposite sign in the second.
 
-    Args:
-        q: Queries ``(B, H, N, d)``.
-        k: Keys ``(B, H, N, d)``.
-        v: Values ``(B, H, N, d)``, ``d`` even.
-        power: Of the features, see :func:`polarity_features`.
+    Values have an even number of channels; the ``power`` is that of :func:`polarity_features`.
 
     Source: PolaFormer, section 3.
     """

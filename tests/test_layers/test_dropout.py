@@ -122,11 +122,7 @@ def test_attention_over_a_map_drops_its_output_and_paths(kind: type) -> None:
     assert not torch.allclose(layer.eval()(x, (2, 3), identity=identity), identity)
     layer = filled(kind(C, H, map_size=(2, 3), dropout_layer=dict(type='DropPath', drop_prob=0.5)))
     out = layer.eval()(x, (2, 3))
-    check_paths(layer.train()(x, (2, 3), identity=identity) - identity, out)
-
-
-def check_paths(added: Tensor, out: Tensor) -> None:
-    """Each image's path is dropped as a whole, or doubled."""
-    kept = added.flatten(1).abs().amax(1) > 1e-6
+    added = layer.train()(x, (2, 3), identity=identity) - identity
+    kept = added.flatten(1).abs().amax(1) > 1e-6  # an image's path is dropped as a whole, or doubled
     assert 0.25 < kept.float().mean() < 0.75
     torch.testing.assert_close(added, 2 * out * kept[:, None, None], rtol=1e-4, atol=1e-5)

@@ -168,22 +168,21 @@ def test_registered_half_autocast_and_starts(kind: type[LinearAttention]) -> Non
     assert half.dtype is torch.bfloat16 and half.isfinite().all()
 
 
-@every_layer
-def test_refuses(kind: type[LinearAttention]) -> None:
-    with pytest.raises(ValueError, match=f'{kind.__name__} has no attention weights to drop.*attn_drop_rate'):
-        build(kind, attn_drop=0.1)
-    with pytest.raises(ValueError, match='dwc=4 must be the odd side'):
-        build(kind, dwc=4)
-
-
-@pytest.mark.parametrize('kind, heads, message', [
-    (PolaFormerAttention, 16, 'width 1 must be even'),
-    (MLLAAttention, 7, 'embed_dims=14 must be a multiple of 4'),
-    (RALAAttention, 8, 'width 2 must be a multiple of 4'),
-])  # fmt: skip
-def test_refuses_head_widths(kind: type[LinearAttention], heads: int, message: str) -> None:
+@pytest.mark.parametrize(
+    'kind, options, message',
+    [
+        (HydraAttention, dict(attn_drop=0.1), 'HydraAttention has no attention weights to drop.*attn_drop_rate'),
+        (HydraAttention, dict(dwc=4), 'dwc=4 must be the odd side'),
+        (HydraAttention, dict(dwc=-1), 'dwc=-1 must be the odd side'),
+        (PolaFormerAttention, dict(num_heads=16), 'width 1 must be a multiple of 2'),
+        (MLLAAttention, dict(embed_dims=14, num_heads=7), 'embed_dims=14 must be a multiple of 4'),
+        (RALAAttention, dict(num_heads=8), 'width 2 must be a multiple of 4'),
+        (LinearAngularAttention, dict(convolution='rows'), "convolution='rows' is unknown"),
+    ],
+)
+def test_refuses(kind: type[LinearAttention], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        kind(14 if heads == 7 else C, heads, **LAYERS[kind])
+        kind(**{**dict(embed_dims=C, num_heads=HEADS), **LAYERS[kind], **options})
 
 
 def test_angular_convolves_a_class_token_in_its_row_or_not_at_all() -> None:
@@ -195,8 +194,6 @@ def test_angular_convolves_a_class_token_in_its_row_or_not_at_all() -> None:
     flipped = torch.cat([x[:, :1], x[:, 1:].flip(1)], 1)
     assert torch.allclose(over(flipped, (4, 4))[:, 0], over(x, (4, 4))[:, 0], atol=1e-6)
     assert not torch.allclose(along(flipped, (4, 4))[:, 0], along(x, (4, 4))[:, 0], atol=1e-3)
-    with pytest.raises(ValueError, match="convolution='rows' is unknown|convolution"):
-        LinearAngularAttention(C, HEADS, convolution='rows')
 
 
 @every_layer
@@ -206,7 +203,7 @@ def test_class_token_attends_and_is_neither_convolved_nor_placed(kind: type[Line
     layer: Any = build(kind, class_token=True)
     layer.load_state_dict(plain.state_dict())
     x = torch.randn(1, 1 + 16, C, dtype=torch.float64)
-    assert layer(x, (4, 4)).shape == x.shape and layer.takes_class_token
+    assert layer(x, (4, 4)).shape == x.shape
     with pytest.raises(ValueError, match='16 tokens do not make a map of 4 x 4 and 1 class token'):
         layer(x[:, 1:], (4, 4))
     if layer.position_encoding is None and kind not in (LinearAngularAttention, MLLAAttention, RALAAttention):

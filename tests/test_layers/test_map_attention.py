@@ -11,10 +11,10 @@ from torch import nn
 
 from mmgate.layers import AgentAttention, CrossWindowAttention, SAGAAttention
 from mmgate.layers.base.map import MapAttention
-from mmgate.ops.agent_attention import agent_attention, agent_attention_reference, interpolation_matrix
+from mmgate.ops.agent_attention import agent_attention_reference, interpolation_matrix
 from mmgate.ops.gated_linear_attention import gated_linear_attention, gated_linear_attention_reference
 
-B, H, N, D, AGENTS = 2, 3, 12, 4, 9
+B, H, D = 2, 3, 4
 SAGA = {
     'full': {},
     'no_gate': dict(gate=False),
@@ -24,48 +24,18 @@ SAGA = {
 }
 
 
-def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
-    return [torch.randn(shape, dtype=torch.float64) for shape in shapes]
-
-
-@pytest.mark.parametrize('biased', [True, False], ids=['biases', 'no_biases'])
-def test_agent_attention_is_its_equation(biased: bool) -> None:
-    inputs = tensors(*[(B, H, N, D)] * 3, (B, H, AGENTS, D), (1, H, AGENTS, N), (1, H, N, AGENTS))
-    scale = D**-0.5
-
-    def run(function):
-        return lambda q, k, v, a, b1, b2: function(q, k, v, a, *((b1, b2) if biased else (None, None)), scale=scale)
-
-    used = range(6 if biased else 4)
-    expected = values_and_gradients(run(agent_attention_reference), inputs, used)
-    assert_same(values_and_gradients(run(agent_attention), inputs, used), expected, rtol=1e-9, atol=1e-9)
-
-
 def test_agents_without_training_add_values_and_scale_the_broadcast() -> None:
     """Eq. 9: ``softmax(Q A^T s2) softmax(A K^T s) V + k V``."""
     second = D**-0.15
     options = dict(bias=False, dwc=False, value_factor=0.075, broadcast_scale=second)
     layer = AgentAttention(H * D, H, map_size=(3, 4), agent_num=4, **options).double()
-    (x,) = tensors((B, 12, H * D))
+    x = torch.randn(B, 12, H * D, dtype=torch.float64)
     q, k, v = layer.qkv(x).chunk(3, -1)
     agents = F.adaptive_avg_pool2d(q.transpose(1, 2).reshape(B, -1, 3, 4), 2).flatten(2).transpose(1, 2)
     heads = [t.reshape(B, -1, H, D).transpose(1, 2) for t in (q, k, v, agents)]
     gathered = (heads[3] @ heads[1].mT * D**-0.5).softmax(-1) @ heads[2]
     expected = ((heads[0] @ heads[3].mT * second).softmax(-1) @ gathered).transpose(1, 2).flatten(2) + 0.075 * v
     torch.testing.assert_close(layer(x, (3, 4)), layer.proj(expected))
-
-
-@pytest.mark.parametrize('gated', [True, False], ids=['gated', 'ungated'])
-def test_gated_linear_attention_is_its_equation(gated: bool) -> None:
-    q, k, v, a, b = tensors(*[(B, H, N, D)] * 5)
-    inputs = [q, k, v, *((a.sigmoid(), b.sigmoid()) if gated else ())]
-
-    def reference(*x: torch.Tensor) -> torch.Tensor:
-        return gated_linear_attention_reference(*x, *(() if gated else (None, None)))
-
-    expected = values_and_gradients(reference, inputs, range(len(inputs)))
-    actual = values_and_gradients(gated_linear_attention, inputs, range(len(inputs)))
-    assert_same(actual, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_linear_attention_does_not_grow_with_the_image() -> None:
@@ -145,8 +115,9 @@ def test_gradcheck_and_wrong_maps(layer: MapAttention) -> None:
     layer = layer.double()
     x = torch.randn(1, 12, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: layer(x, (3, 4)), (x,))
-    with pytest.raises(ValueError, match='12 tokens do not make a map of 3 x 5'):
-        layer(x, (3, 5))
+    for wrong in ((3, 5), (3, 3)):
+        with pytest.raises(ValueError, match=f'12 tokens do not make a map of 3 x {wrong[1]}'):
+            layer(x, wrong)
     out = layer(x, (3, 4), identity=x)
     torch.testing.assert_close(out - x, layer(x, (3, 4)))
     with pytest.raises(ValueError, match='not a multiple'):
@@ -163,14 +134,13 @@ def test_saga_keeps_small_keys_in_half_precision() -> None:
     assert (half.double() - exact).norm() / exact.norm() < 0.01
 
 
-@pytest.mark.parametrize('scale', [None, 0.9])
-def test_a_scale_that_is_not_the_default(scale: float | None) -> None:
+def test_a_scale_that_is_not_the_default() -> None:
     """Agent attention's in both products, SAGA's on the queries, CSwin's on its logits."""
-    x, factor = torch.randn(2, 15, 12, dtype=torch.float64), 4**-0.5 if scale is None else scale
-    sizes = dict(map_size=(3, 5), qk_scale=scale)
+    x, factor = torch.randn(2, 15, 12, dtype=torch.float64), 0.9
+    sizes = dict(map_size=(3, 5), qk_scale=factor)
     agent = AgentAttention(12, 3, agent_num=4, dwc=False, **sizes).double()
     saga = SAGAAttention(12, 3, dwc=False, output_augmentation=False, **sizes).double()
-    cross = CrossWindowAttention(12, 3, split=None, qk_scale=scale).double()
+    cross = CrossWindowAttention(12, 3, split=None, qk_scale=factor).double()
     nn.init.zeros_(cross.lepe[0].weight)
     nn.init.zeros_(cross.lepe[0].bias)
     for layer in (agent, saga, cross):
@@ -186,6 +156,3 @@ def test_a_scale_that_is_not_the_default(scale: float | None) -> None:
         else:
             heads = (q @ k.mT * factor).softmax(-1) @ v
         torch.testing.assert_close(layer(x, (3, 5)), layer.proj(heads.transpose(1, 2).flatten(2)))
-    q, k, v, tokens = tensors(*[(B, H, N, D)] * 3, (B, H, AGENTS, D))
-    expected = agent_attention_reference(q, k, v, tokens, None, None, D**-0.5)
-    torch.testing.assert_close(agent_attention(q, k, v, tokens), expected)  # of the function, too

@@ -13,17 +13,12 @@ from torch import Tensor, nn
 from mmgate.layers import (
     DifferentialGatedMultiheadAttention,
     DifferentialMultiheadAttention,
-    PLuGAttention,
     PLuGMultiheadAttention,
-    PLuGMultiScaleDeformableAttention,
-    SDPAGatedAttention,
     SDPAGatedMultiheadAttention,
 )
-from mmgate.layers.plug import GRANULARITIES
 
 B, N, M, C, H = 2, 5, 7, 16, 4
 D = C // H
-LEVELS, POINTS = [(4, 6), (2, 3)], 3
 
 
 def opened(module: nn.Module) -> Any:
@@ -35,78 +30,6 @@ def opened(module: nn.Module) -> Any:
 
 def random(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
-
-
-def sample(level: Tensor, x: float, y: float) -> Tensor:
-    """Bilinear sample of a ``(h, w, d)`` map at pixel coordinates, zeros outside."""
-    out = torch.zeros(level.shape[-1], dtype=torch.float64)
-    left, top = math.floor(x), math.floor(y)
-    for row in (top, top + 1):
-        for column in (left, left + 1):
-            if 0 <= row < level.shape[0] and 0 <= column < level.shape[1]:
-                out += (1 - abs(y - row)) * (1 - abs(x - column)) * level[row, column]
-    return out
-
-
-GATED: dict[str, dict[str, Any]] = {
-    **{name: dict(granularity=name) for name in GRANULARITIES},
-    'tanh': dict(activation='tanh'),
-    'no_residual': dict(residual=False, init='paper'),
-    'post_softmax': dict(position='post_softmax'),
-    'post_softmax_no_residual': dict(position='post_softmax', residual=False),
-}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize('columns', [2, 4], ids=['points', 'boxes'])
-@pytest.mark.parametrize('options', GATED.values(), ids=GATED)
-def test_deformable_plug(options: dict[str, Any], columns: int) -> None:
-    """Eq. 8 to 12 and Deformable DETR's Eq. 3, a query, a head, a level and a point at a time."""
-    layer = opened(PLuGMultiScaleDeformableAttention(C, H, 2, POINTS, batch_first=True, dropout=0.0, **options))
-    query, query_pos, identity, value = random(B, N, C), random(B, N, C), random(B, N, C), random(B, 30, C)
-    points = torch.rand(B, N, 2, columns, dtype=torch.float64)
-    mask = torch.zeros(B, 30, dtype=torch.bool)
-    mask[1, -4:] = True
-    actual = layer(
-        query,
-        value=value,
-        identity=identity,
-        query_pos=query_pos,
-        key_padding_mask=mask,
-        reference_points=points,
-        spatial_shapes=torch.tensor(LEVELS),
-        level_start_index=torch.tensor([0, 24]),
-    )
-
-    z = query + query_pos
-    values = (value @ layer.value_proj.weight.T + layer.value_proj.bias).masked_fill(mask[..., None], 0)
-    maps = [part.view(B, h, w, H, D) for part, (h, w) in zip(values.split([24, 6], 1), LEVELS, strict=True)]
-    offsets = (z @ layer.sampling_offsets.weight.T + layer.sampling_offsets.bias).view(B, N, H, 2, POINTS, 2)
-    logits = (z @ layer.attention_weights.weight.T + layer.attention_weights.bias).view(B, N, H, 2, POINTS)
-    of = dict(zip(('head', 'level', 'point'), (H, 2, POINTS), strict=True))
-    shape = [size if name in options.get('granularity', 'head_level') else 1 for name, size in of.items()]
-    r = (z @ layer.gate_proj.weight.T + layer.gate_proj.bias).view(B, N, *shape)
-    (a, c), (b, e) = layer.gml.weight, layer.gml.bias
-    gate = (a * r + b) * (c * r + e)
-    gate = gate.tanh() if 'activation' in options else gate
-    factor = (gate + options.get('residual', True)).expand_as(logits)
-    before = 'position' not in options
-    weights = (logits * factor if before else logits).flatten(3).softmax(-1).view_as(logits)
-    weights = weights if before else weights * factor
-
-    heads = torch.zeros(B, N, H, D, dtype=torch.float64)
-    for i, j, head, level, point in torch.cartesian_prod(*map(torch.arange, (B, N, H, 2, POINTS))).tolist():
-        height, width = LEVELS[level]
-        dx, dy = offsets[i, j, head, level, point].tolist()
-        x, y, *size = points[i, j, level].tolist()
-        if size:  # offsets are in halves of the box's sides, shared out among the points
-            x, y = x + dx / POINTS * size[0] / 2, y + dy / POINTS * size[1] / 2
-        else:  # in pixels of the level
-            x, y = x + dx / width, y + dy / height
-        sampled = sample(maps[level][i, :, :, head], x * width - 0.5, y * height - 0.5)
-        heads[i, j, head] += weights[i, j, head, level, point] * sampled
-    expected = heads.flatten(2) @ layer.output_proj.weight.T + layer.output_proj.bias + identity
-    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
 class Call:
@@ -267,50 +190,3 @@ def test_differential_transformer(options: dict[str, Any], start: float) -> None
         weight = math.exp(attn.lambda_q1 @ attn.lambda_k1) - math.exp(attn.lambda_q2 @ attn.lambda_k2) + start
     heads = normed(first - weight * second, attn.head_norm.weight) * (1 - start)
     torch.testing.assert_close(call.run(layer), call.identity + call.finish(layer, heads))
-
-
-MASKS = {
-    'bool': (torch.arange(N)[:, None] < torch.arange(M) - 2, torch.arange(M)[None] >= torch.tensor([[M], [4]])),
-    'float': (torch.linspace(-2, 2, N * M).view(N, M).double(), torch.linspace(-1, 1, B * M).view(B, M).double()),
-    'per_head': (
-        (torch.arange(B * H * N * M) % 5 == 1).view(B * H, N, M),
-        torch.arange(M)[None] >= torch.tensor([[5], [M]]),
-    ),
-}
-
-
-@torch.no_grad()
-@pytest.mark.parametrize('average', [True, False], ids=['averaged', 'by_head'])
-@pytest.mark.parametrize('masks', MASKS)
-@pytest.mark.parametrize(
-    'kind, options', [(PLuGAttention, {}), (SDPAGatedAttention, dict(init='identity', act='silu'))]
-)
-def test_both_masks_and_the_weights_are_torchs(kind: type, options: dict[str, Any], masks: str, average: bool) -> None:
-    """With a closed gate, so that torch's own module is the reference."""
-    attn_mask, padding = MASKS[masks]
-    vanilla = opened(nn.MultiheadAttention(C, H, batch_first=True))
-    gated = kind(C, H, batch_first=True, **options).double()
-    gated.load_state_dict(vanilla.state_dict(), strict=False)
-    inputs = (random(B, N, C), random(B, M, C), random(B, M, C))
-    call = dict(attn_mask=attn_mask, key_padding_mask=padding, need_weights=True, average_attn_weights=average)
-    expected, actual = vanilla(*inputs, **call), gated(*inputs, **call)
-    assert actual[1].shape == ((B, N, M) if average else (B, H, N, M))
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-8)
-    for left_out in ('attn_mask', 'key_padding_mask'):
-        assert not torch.allclose(gated(*inputs, **{**call, left_out: None})[0], actual[0])
-
-
-@torch.no_grad()
-@pytest.mark.parametrize('kind', [PLuGAttention, SDPAGatedAttention])
-def test_a_row_that_the_masks_kill_together(kind: type) -> None:
-    """Neither mask hides all keys of the second image's first query, both do."""
-    layer = opened(kind(C, H, batch_first=True))
-    attn_mask = torch.zeros(N, M, dtype=torch.bool)
-    attn_mask[0, :4] = True
-    padding = torch.arange(M)[None] >= torch.tensor([[M], [4]])
-    call = dict(attn_mask=attn_mask, key_padding_mask=padding, need_weights=True)
-    output, weights = layer(random(B, N, C), random(B, M, C), random(B, M, C), **call)
-    torch.testing.assert_close(output[1, 0], layer.out_proj.bias)
-    assert output.isfinite().all() and not weights[1, 0].any()
-    torch.testing.assert_close(F.normalize(weights[0], p=1, dim=-1), weights[0])

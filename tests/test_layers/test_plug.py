@@ -1,19 +1,19 @@
-"""The deformable attentions against mmcv's: the one that gates nothing, and PLuG at its identity start."""
+"""The deformable attentions against mmcv's: the one that gates nothing, and PLuG with its gate closed and open."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from conftest import one_graph, values_and_gradients
+from conftest import assert_same, one_graph, values_and_gradients
 from mmcv.ops import MultiScaleDeformableAttention
+from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from mmengine.registry import MODELS as ROOT
 from torch import Tensor, nn
 
 from mmgate import layers, swap_attention
-from mmgate.layers import GatingModulation, PLuGMultiScaleDeformableAttention
+from mmgate.layers import PLuGMultiScaleDeformableAttention
 from mmgate.layers.gml import VARIANTS
 from mmgate.layers.plug import GRANULARITIES
 from mmgate.registry import MODELS
@@ -25,40 +25,34 @@ GATED = {
     'tanh': dict(activation='tanh'),
     'softsign': dict(activation='softsign'),
     'post_softmax': dict(position='post_softmax'),
+    'post_softmax_no_residual': dict(position='post_softmax', residual=False),
     'no_residual': dict(residual=False),
     **{f'no_residual_{name}': dict(residual=False, gml=name) for name in VARIANTS},
 }
 
 
-def make_call(columns: int = 2, batch_first: bool = True, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    shapes = torch.tensor([(4, 6), (2, 3)])
-    query, value = torch.randn(2, 5, 16, dtype=dtype), torch.randn(2, 30, 16, dtype=dtype)
-    call = dict(query=query, value=value, query_pos=torch.randn_like(query), identity=torch.randn_like(query))
-    if not batch_first:
-        call = {name: x.transpose(0, 1) for name, x in call.items()}
-    mask = torch.zeros(2, 30, dtype=torch.bool)
-    mask[1, -4:] = True
+def make_call(columns: int = 2, batch_first: bool = True) -> dict[str, Tensor]:
+    tokens = dict(query=5, value=30, query_pos=5, identity=5)
+    call = {name: torch.randn(2, count, 16) for name, count in tokens.items()}
     return dict(
-        **call,
-        key_padding_mask=mask,
-        reference_points=torch.rand(2, 5, 2, columns, dtype=dtype),
-        spatial_shapes=shapes,
+        **{name: x if batch_first else x.transpose(0, 1) for name, x in call.items()},
+        key_padding_mask=torch.arange(30) >= torch.tensor([[30], [26]]),
+        reference_points=torch.rand(2, 5, 2, columns),
+        spatial_shapes=torch.tensor([(4, 6), (2, 3)]),
         level_start_index=torch.tensor([0, 24]),
     )
 
 
-def pair(
-    batch_first: bool = True, **options
-) -> tuple[MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention]:
-    """Vanilla and gated attention with the same weights, the gated loaded from the vanilla state dict."""
-    vanilla = MultiScaleDeformableAttention(**SIZES, batch_first=batch_first, dropout=0.0)
+def pair(kind: Any = PLuGMultiScaleDeformableAttention, host: Any = (), **options: Any) -> tuple[Any, Any]:
+    """Return mmcv's attention with ``host``'s arguments, and ours with its weights, loaded from its state dict."""
+    common: dict[str, Any] = dict(batch_first=True, dropout=0.0) | dict(host)
+    vanilla, ours = MultiScaleDeformableAttention(**SIZES, **common), kind(**SIZES, **common, **options)
     for parameter in vanilla.parameters():
         nn.init.normal_(parameter, std=0.3)
-    gated = PLuGMultiScaleDeformableAttention(**SIZES, batch_first=batch_first, dropout=0.0, **options)
-    keys = gated.load_state_dict(vanilla.state_dict(), strict=False)
+    keys = ours.load_state_dict(vanilla.state_dict(), strict=False)
     assert not keys.unexpected_keys
     assert all(key.startswith(('gate_proj.', 'gml.')) for key in keys.missing_keys)
-    return vanilla, gated
+    return vanilla, ours
 
 
 @pytest.mark.parametrize('options', GATED.values(), ids=GATED)
@@ -81,13 +75,6 @@ def test_identity_start_is_exact_and_trains(options: dict) -> None:
     assert set(first) == set(before)
 
 
-def test_product_moves_one_factor_first() -> None:
-    _, gated = pair()
-    gated(**make_call()).square().sum().backward()
-    weight, bias = gated.gml.weight.grad, gated.gml.bias.grad
-    assert (weight[0] != 0) and (bias[0] != 0) and (weight[1] == 0) and (bias[1] == 0)
-
-
 def test_defaults_of_value_and_identity() -> None:
     vanilla, gated = pair()
     call = {k: v for k, v in make_call().items() if k not in ('identity', 'value', 'query_pos', 'key_padding_mask')}
@@ -96,31 +83,42 @@ def test_defaults_of_value_and_identity() -> None:
     torch.testing.assert_close(gated(**call), vanilla(**call), rtol=0, atol=1e-6)
 
 
+def modulated(gml: Any, r: Tensor) -> Tensor:
+    """Table 4 and the activations, written out."""
+    activation = dict(tanh=torch.tanh, softsign=lambda x: x / (1 + x.abs())).get(gml.activation, lambda x: x)
+    if gml.variant == 'none':
+        return activation(r)
+    first, second = (gml.weight[i] * r + gml.bias[i] for i in (0, -1))
+    if gml.variant == 'mlp':
+        hidden = (r[..., None] * gml.hidden_weight + gml.hidden_bias).relu()
+        first, second = (hidden @ gml.weight.view(2, 4).T + gml.bias).unbind(-1)
+    return activation({'single': first, 'sum': first + second}.get(gml.variant, first * second))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize('columns', [2, 4], ids=['points', 'boxes'])
 @pytest.mark.parametrize('options', GATED.values(), ids=GATED)
-def test_gradcheck(options: dict) -> None:
-    _, gated = pair(**options)
-    gated = gated.double()
-    for parameter in [*gated.gml.parameters(), *gated.gate_proj.parameters()]:
-        nn.init.normal_(parameter, std=0.5)
-    call = make_call(dtype=torch.float64)
-    parameters = [*gated.gml.parameters(), gated.gate_proj.bias, gated.sampling_offsets.bias]
-    call['query'].requires_grad_()
-    assert torch.autograd.gradcheck(lambda *_: gated(**call), [call['query'], *parameters], fast_mode=True)
-
-
-@pytest.mark.parametrize(
-    'variant, expected',
-    [
-        ('product', lambda r, a, b, c, e: (a * r + b) * (c * r + e)),
-        ('sum', lambda r, a, b, c, e: (a * r + b) + (c * r + e)),
-    ],
-)
-def test_gml_by_hand(variant: str, expected) -> None:
-    gml = GatingModulation(variant, activation='tanh')
-    a, b, c, e = 0.5, -1.0, 2.0, 0.25
-    gml.weight.data, gml.bias.data = torch.tensor([a, c]), torch.tensor([b, e])
-    r = torch.linspace(-2, 2, 7)
-    torch.testing.assert_close(gml(r), torch.tanh(expected(r, a, b, c, e)))
+def test_an_open_gate(options: dict[str, Any], columns: int) -> None:
+    """Eq. 8 to 12, Eq. 17 behind the softmax, with the samples that mmcv takes."""
+    layer = pair(**options)[1].double()
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    call = {name: x.double() if x.is_floating_point() else x for name, x in make_call(columns).items()}
+    z, value = call['query'] + call['query_pos'], layer.value_proj(call['value'])
+    value = value.masked_fill(call['key_padding_mask'][..., None], 0).view(2, 30, 4, 4)
+    offsets, logits = layer.sampling_offsets(z).view(2, 5, 4, 2, 3, 2), layer.attention_weights(z).view(2, 5, 4, 2, 3)
+    sizes = dict(head=4, level=2, point=3)
+    shape = [size if name in options.get('granularity', 'head_level') else 1 for name, size in sizes.items()]
+    factor = modulated(layer.gml, layer.gate_proj(z).view(2, 5, *shape)) + options.get('residual', True)
+    before = 'position' not in options
+    weights = (logits * factor if before else logits).flatten(3).softmax(-1).view_as(logits)
+    weights = weights if before else weights * factor
+    shapes, at = call['spatial_shapes'], call['reference_points'][:, :, None, :, None]  # (B, Q, 1, L, 1, 2|4)
+    # offsets are in pixels of the level, or in halves of the box's sides, shared out among the points
+    unit = 1 / shapes.flip(1)[:, None].double() if columns == 2 else at[..., 2:] / 2 / 3
+    heads = multi_scale_deformable_attn_pytorch(value, shapes, at[..., :2] + offsets * unit, weights)
+    expected = layer.output_proj(heads) + call['identity']
+    torch.testing.assert_close(layer(**call), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -134,10 +132,8 @@ def test_granularity_sizes(granularity: str, gates: int) -> None:
 
 def test_arguments_of_mmcv() -> None:
     """The constructor's, and the deprecated name of ``identity``."""
-    host = dict(im2col_step=32, dropout=0.0, batch_first=True, norm_cfg=None, init_cfg=None, value_proj_ratio=0.5)
-    vanilla = MultiScaleDeformableAttention(**SIZES, **host)
-    gated = PLuGMultiScaleDeformableAttention(**SIZES, **host)
-    gated.load_state_dict(vanilla.state_dict(), strict=False)
+    host = dict(im2col_step=32, norm_cfg=None, init_cfg=None, value_proj_ratio=0.5)
+    vanilla, gated = pair(host=host)
     call = make_call()
     call['residual'] = call.pop('identity')
     with pytest.warns(DeprecationWarning, match='residual'):
@@ -176,47 +172,36 @@ def test_missing_reference_points() -> None:
         PLuGMultiScaleDeformableAttention(**SIZES)(torch.randn(5, 2, 16))
 
 
-def swapped(kind: Any, backend: str = 'auto', **kwargs: Any) -> tuple[nn.Module, Any]:
-    """mmcv's attention, and what a rule makes of a copy."""
-    vanilla = MultiScaleDeformableAttention(32, 4, 2, 3, dropout=0.0, **kwargs)
-    for parameter in vanilla.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    model = nn.ModuleDict(dict(attn=copy.deepcopy(vanilla)))
-    swap_attention(model, dict(path='attn', type=kind, backend=backend))
-    return vanilla, model['attn']
-
-
 @pytest.mark.parametrize('kind', [layers.MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention])
 @pytest.mark.parametrize('batch_first', [True, False])
 @pytest.mark.parametrize('columns', [2, 4])
 @pytest.mark.parametrize('ratio', [1.0, 0.5])
 def test_outputs_and_gradients_are_mmcvs(batch_first: bool, columns: int, ratio: float, kind: type) -> None:
-    vanilla, ours = swapped(kind, batch_first=batch_first, value_proj_ratio=ratio)
-    assert type(ours) is kind
-    shapes = torch.tensor([[4, 6], [2, 3]])
-    query, query_pos, value = torch.randn(2, 5, 32), torch.randn(2, 5, 32), torch.randn(2, 30, 32)
-    mask = torch.arange(30)[None] >= torch.tensor([[30], [25]])
-    fixed = dict(key_padding_mask=mask, spatial_shapes=shapes, level_start_index=torch.tensor([0, 24]))
-    points = torch.rand(2, 5, 2, columns)
-    tensors = [x if batch_first else x.transpose(0, 1) for x in (query, query_pos, value)]
+    attentions = pair(kind, host=dict(batch_first=batch_first, value_proj_ratio=ratio))
+    call = make_call(columns, batch_first)
+    names = ('query', 'query_pos', 'value', 'identity', 'reference_points')
+    tensors = [call.pop(name) for name in names]
 
     def run(attention: nn.Module) -> dict[str, Tensor]:
-        def call(query: Tensor, query_pos: Tensor, value: Tensor, points: Tensor) -> Tensor:
-            return attention(query, value=value, query_pos=query_pos, reference_points=points, **fixed)
+        def attend(*x: Tensor) -> Tensor:
+            return attention(**dict(zip(names, x, strict=True)), **call)
 
-        return values_and_gradients(call, [*tensors, points], (0, 1, 2, 3))
+        return values_and_gradients(attend, tensors, range(len(names)))
 
-    actual, expected = run(ours), run(vanilla)
-    for name, tensor in expected.items():
-        torch.testing.assert_close(actual[name], tensor, rtol=1e-5, atol=1e-5)
+    expected, actual = (run(attention) for attention in attentions)
+    assert_same(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_name_means_ours_in_a_rule_and_mmcvs_elsewhere() -> None:
     assert MODELS.get('MultiScaleDeformableAttention') is layers.MultiScaleDeformableAttention
     assert ROOT.get('mmgate.MultiScaleDeformableAttention') is layers.MultiScaleDeformableAttention
     assert ROOT.get('MultiScaleDeformableAttention') is MultiScaleDeformableAttention
-    vanilla, ours = swapped('mmgate.MultiScaleDeformableAttention', backend='torch')
-    assert ours.backend == 'torch' and list(vanilla.state_dict()) == list(ours.state_dict())
+    vanilla = MultiScaleDeformableAttention(**SIZES)
+    model = nn.ModuleDict(dict(attn=vanilla))
+    swap_attention(model, dict(path='attn', type='mmgate.MultiScaleDeformableAttention', backend='torch'))
+    ours: Any = model['attn']
+    assert type(ours) is layers.MultiScaleDeformableAttention and ours.backend == 'torch'
+    assert list(vanilla.state_dict()) == list(ours.state_dict())
     with pytest.raises(ValueError, match='backend'):
         layers.MultiScaleDeformableAttention(32, 4, 2, 3, backend='gpu')
     with pytest.raises(TypeError, match='embed_dim'):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TORCH, one_graph
+from conftest import one_graph
 from torch import Tensor
 
 from mmgate.ops import library
@@ -80,20 +80,3 @@ def test_autocast_dtype() -> None:
     with torch.autocast('cpu', dtype=torch.bfloat16):
         assert library.autocast_dtype('cpu') is torch.bfloat16
         assert library.autocast_dtype('cuda') is None
-
-
-def test_an_export_is_told_from_a_compilation() -> None:
-    """Below torch 2.7, too, where torch does not say."""
-    asked = torch.compiler.assume_constant_result(library.called_by_export)
-
-    class Net(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + 1 if asked() else x - 1
-
-    x = torch.zeros(2)
-    for options in ({}, {'strict': True}, {'strict': False}) if TORCH >= (2, 5) else ({},):
-        program = torch.export.export(Net(), (x,), **options)
-        run = program.module() if TORCH >= (2, 3) else program
-        assert run(x).tolist() == [1, 1], options
-    compiled = torch.compile(Net(), backend='eager', fullgraph=True)
-    assert compiled(x).tolist() == [-1, -1] and Net()(x).tolist() == [-1, -1]

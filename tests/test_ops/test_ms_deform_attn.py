@@ -9,7 +9,7 @@ from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
-from mmgate.ops.ms_deform_attn import attention_weights, cpu, offset_locations
+from mmgate.ops.ms_deform_attn import attention_weights, check_backend, cpu, offset_locations
 
 CASES = {  # name: (levels, B, Q, H, D, P, spread of the locations)
     'two_levels': ([(4, 6), (2, 3)], 2, 5, 2, 4, 3, 0.5),
@@ -39,7 +39,8 @@ def make_inputs(case: str, dtype: torch.dtype = torch.float64, gate: tuple[int, 
 def test_agrees_with_mmcv(case: str, backend: str) -> None:
     inputs = make_inputs(case)
     if case == 'empty_batch':
-        assert ms_deform_attn(*inputs, backend=backend).shape == (0, 3, 8)
+        actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4))
+        assert [x.shape for x in actual.values()] == [(0, 3, 8), *(inputs[i].shape for i in (0, 3, 4))]
         return
 
     def mmcv(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor) -> Tensor:
@@ -50,17 +51,6 @@ def test_agrees_with_mmcv(case: str, backend: str) -> None:
     expected = values_and_gradients(mmcv, inputs, (0, 3, 4))
     actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4))
     assert_same(actual, expected, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.parametrize('backend', BACKENDS)
-@pytest.mark.parametrize('case', CASES)
-def test_gradcheck_locations(case: str, backend: str) -> None:
-    inputs = [x.requires_grad_() if x.is_floating_point() else x for x in make_inputs(case)]
-    if inputs[0].shape[0] and inputs[4].shape[1]:
-        assert torch.autograd.gradcheck(lambda *x: ms_deform_attn(*x, backend=backend), inputs)
-    else:
-        ms_deform_attn(*inputs, backend=backend).sum().backward()
-        assert inputs[0].grad.abs().sum() == 0 and inputs[3].grad.shape == inputs[3].shape
 
 
 @pytest.mark.parametrize('residual', [True, False], ids=['residual', 'no_residual'])
@@ -149,12 +139,6 @@ def test_compiles_without_graph_break(backend: str) -> None:
     assert_same(values_and_gradients(compiled, inputs, (0, 3, 4, 5)), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_environment_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv('MMGATE_MS_DEFORM_ATTN', 'mmcv')
-    with pytest.raises(ValueError, match='CUDA tensors, value is on cpu. Usable here: cpu, grid_sample, torch'):
-        ms_deform_attn(*make_inputs('two_levels'), backend='torch')
-
-
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_an_empty_last_level_is_passed_over(backend: str) -> None:
     value, _, _, locations, logits = make_inputs('two_levels')
@@ -176,7 +160,7 @@ def test_no_points_and_no_channels(backend: str) -> None:
 # name: (inputs in the place of the usual ones, options, message)
 BAD: dict[str, tuple[dict[int, Tensor], dict[str, str], str]] = {
     'unknown_backend': ({}, dict(backend='cuda'), 'choose one of auto, mmcv, cpu, grid_sample'),
-    'impossible_backend': ({}, dict(backend='mmcv'), "backend 'mmcv' cannot run here"),
+    'impossible_backend': ({}, dict(backend='mmcv'), 'value is on cpu. Usable here: cpu, grid_sample, torch'),
     'position': ({}, dict(position='pre'), 'choose one of pre_softmax, post_softmax'),
     'areas': ({1: torch.tensor([(4, 6), (2, 2)])}, {}, 'value has 30 tokens, but .* hold 28'),
     'levels': ({1: torch.tensor([(5, 6)])}, {}, r'spatial_shapes must be \(L, 2\) with L = 2'),
@@ -198,3 +182,9 @@ def test_bad_input(changed: dict[int, Tensor], options: dict[str, str], message:
     inputs = make_inputs('two_levels', gate=(2, 2, 1))
     with pytest.raises(ValueError, match=message):
         ms_deform_attn(*(changed.get(i, x) for i, x in enumerate(inputs)), **options)
+
+
+def test_a_name_is_checked_without_a_call() -> None:
+    check_backend('auto')
+    with pytest.raises(ValueError, match='choose one of auto, mmcv'):
+        check_backend('cuda')

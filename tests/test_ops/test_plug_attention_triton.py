@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same, one_graph
+from conftest import assert_same, one_graph, values_and_gradients
 from torch import Tensor
 
 from mmgate.errors import ConfigError
@@ -40,7 +40,6 @@ CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
 PAIRED = {('pair', torch.float32, 90)}
 PAIRED |= {(case, torch.bfloat16, arch) for case in ('pair', 'pair_full_bias') for arch in (80, 90, 120)}
 REAL = dict(rows=1000, columns=1100, dim=32, width=32)
-NAMES, SCALARS = ('query', 'key', 'value', 'gate_query', 'gate_key'), ('grad of weight', 'grad of bias')
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 
 
@@ -87,14 +86,9 @@ def make(
 
 
 def results(backend: str, tensors: list[Tensor], bias: Tensor | None, gml: GatingModulation) -> dict[str, Tensor]:
-    leaves = [x.detach().clone().requires_grad_() for x in tensors]
     gml.zero_grad()
-    output = plug_attention(*leaves, gml, bias, backend=backend)
-    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    (output.double() * noise.to(output.device)).sum().backward()
-    gradients = {f'grad of {name}': x.grad for name, x in zip(NAMES, leaves, strict=True)}
-    scalars = (gml.weight.grad.clone(), gml.bias.grad.clone())
-    return {'output': output.detach(), **gradients, **dict(zip(SCALARS, scalars, strict=True))}
+    found = values_and_gradients(lambda *x: plug_attention(*x, gml, bias, backend=backend), tensors, range(5))
+    return found | {name: x.grad.clone() for name, x in gml.named_parameters()}
 
 
 def check(tensors: list[Tensor], bias: Tensor | None, gml: GatingModulation, tolerance: float) -> dict[str, Tensor]:
@@ -103,7 +97,7 @@ def check(tensors: list[Tensor], bias: Tensor | None, gml: GatingModulation, tol
     actual = results('triton', tensors, bias, gml.float())
     for name, value in expected.items():
         # the scalars' gradients are sums over all pairs, which nearly cancel
-        bound = 10 * tolerance if name in SCALARS and value.is_cuda else tolerance
+        bound = 10 * tolerance if name in ('weight', 'bias') and value.is_cuda else tolerance
         assert_same({name: actual[name]}, {name: value}, rtol=bound, atol=bound * value.abs().max().item())
     return actual
 
@@ -170,8 +164,8 @@ def test_gradients_of_one_hot_rows_in_16_bits(backend: str, monkeypatch: pytest.
     reach = 2 * tensors[1].double().abs().amax(2, keepdim=True) / tensors[1].shape[-1] ** 0.5
     if backend == 'chunked':  # which rounds the map and its gradient, too
         reach = 2 * reach
-    error = (actual['grad of query'].double() - expected['grad of query']).abs()
-    assert (error <= off * reach + 2**-7 * expected['grad of query'].abs().amax(-1, keepdim=True)).all()
+    found, truth = (x['grad of input 0'].double() for x in (actual, expected))
+    assert ((found - truth).abs() <= off * reach + 2**-7 * truth.abs().amax(-1, keepdim=True)).all()
 
 
 @pytest.mark.parametrize('backend', ['torch', 'chunked', 'triton'])

@@ -74,11 +74,10 @@ class DenseAttention(nn.MultiheadAttention):
             raise ValueError(f'embed_dim={embed_dim} is not a multiple of num_heads={num_heads}.')
         if self.two_streams and embed_dim // num_heads % 2:
             raise ValueError(f'The head width {embed_dim // num_heads} must be even, half of it for each stream.')
-        appended = [name for name, used in dict(add_bias_kv=add_bias_kv, add_zero_attn=add_zero_attn).items() if used]
-        if appended:
+        if add_bias_kv or add_zero_attn:
             raise ValueError(
-                f'{type(self).__name__} has no {", ".join(appended)}: no input belongs to the key that is appended, so '
-                'its gate has nothing to read. Leave it at False.'
+                f'{type(self).__name__} has no add_bias_kv and no add_zero_attn: no input belongs to the key that is '
+                'appended, so its gate has nothing to read. Leave them at False.'
             )
         inputs: dict[str, Any] = dict(kdim=kdim, vdim=vdim, batch_first=batch_first, device=device, dtype=dtype)
         super().__init__(embed_dim, num_heads, dropout, bias=bias, **inputs)

@@ -12,22 +12,18 @@ from mmgate.registry import MODELS
 from ..gml import check_option
 from .base import LinearAttention
 
-CONVOLUTIONS = ('tokens', 'map')
-
 
 @MODELS.register_module()
 class LinearAngularAttention(LinearAttention):
     """The linear term of the angular kernel, and a depthwise convolution: ``norm(V / 2 + Q̂ (K̂^T V) / pi) + DWC(V)``.
 
     Args:
-        embed_dims: Channels C.
-        num_heads: Heads H.
         convolution: ``'tokens'`` (default), that of the authors' public code: along the row of all tokens, a class
             token before the map's rows among them, one kernel a head, no bias. ``'map'``: over the map, C kernels and
             biases, as the other linear attentions have it.
         dwc: Length of the kernel along the tokens, 9 by default, or side of that over the map, 3 by default; 0 for no
             convolution.
-        **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
+        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearAttention`, as ``embed_dims`` and ``num_heads`` are.
 
     Raises:
         ValueError: An unknown convolution.
@@ -38,7 +34,7 @@ class LinearAngularAttention(LinearAttention):
     def __init__(
         self, embed_dims: int, num_heads: int, *, convolution: str = 'tokens', dwc: int | None = None, **kwargs: Any
     ) -> None:
-        check_option('convolution', convolution, CONVOLUTIONS)
+        check_option('convolution', convolution, ('tokens', 'map'))
         self.along_tokens = convolution == 'tokens'
         length = (9 if self.along_tokens else 3) if dwc is None else dwc
         super().__init__(embed_dims, num_heads, dwc=length, **kwargs)

@@ -32,19 +32,20 @@ class LinearAttention(GateInit, MapAttention):
             :class:`~mmgate.layers.base.map.MapAttention`. There are no attention weights to drop.
 
     Raises:
-        ValueError: ``embed_dims`` is no multiple of ``num_heads``, or ``attn_drop`` is not 0.
+        ValueError: Sizes that do not divide, or an ``attn_drop``.
 
     The convolution starts as torch's, the position encoding at 0 and the gates as PVT's linear layers.
 
     Attributes:
         gates: Names of linear layers of the input; ``gate_out`` multiplies the output.
+        head_multiple: What the width of a head has to be a multiple of.
     """
 
     gate_parameters: tuple[str, ...] = ('dwc', 'position_encoding')
     undecayed: tuple[str, ...] = ('position_encoding',)
     gates: tuple[str, ...] = ()
-    takes_class_token = True
     default_dwc = 0
+    head_multiple = 1
 
     def __init__(
         self,
@@ -63,6 +64,8 @@ class LinearAttention(GateInit, MapAttention):
                 f'attn_drop={self.attn_drop}: {type(self).__name__} has no attention weights to drop; leave it at 0, '
                 "in a backbone attn_drop_rate, and use proj_drop, a backbone's drop_rate."
             )
+        if self.head_dim % self.head_multiple:
+            raise ValueError(f'The head width {self.head_dim} must be a multiple of {self.head_multiple}.')
         dwc = self.default_dwc if dwc is None else dwc
         if dwc < 0 or (dwc and dwc % 2 == 0):
             raise ValueError(f'dwc={dwc} must be the odd side of a kernel, or 0 for no convolution.')

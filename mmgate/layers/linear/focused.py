@@ -22,11 +22,9 @@ class FocusedLinearAttention(LinearAttention):
     channel. A learnt position encoding is added to K.
 
     Args:
-        embed_dims: Channels C.
-        num_heads: Heads H.
         map_size: Height and width of the map in pre-training; None for no position encoding.
         power: The focusing factor p.
-        **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
+        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearAttention`, as ``embed_dims`` and ``num_heads`` are.
 
     Source: FLatten transformer: vision transformer using focused linear attention (Han et al., 2023), Eq. 5 to 8.
     """

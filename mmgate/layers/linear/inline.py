@@ -23,10 +23,8 @@ class InLineAttention(LinearAttention):
     token are added to it.
 
     Args:
-        embed_dims: Channels C.
-        num_heads: Heads H.
         local: Add the neighbourhood.
-        **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
+        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearAttention`, as ``embed_dims`` and ``num_heads`` are.
 
     Source: Bridging the divide: reconsidering softmax and linear attention (Han et al., 2024), Eq. 5 and 7.
     """

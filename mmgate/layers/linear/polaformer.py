@@ -23,14 +23,9 @@ class PolaFormerAttention(LinearAttention):
     values' channels, of opposite sign the second. A learnt position encoding is added to K.
 
     Args:
-        embed_dims: Channels C, of an even width per head.
-        num_heads: Heads H.
         map_size: Height and width of the map in pre-training; None for no position encoding.
         alpha: How far the power exceeds 1.
-        **kwargs: As :class:`~mmgate.layers.linear.base.LinearAttention`.
-
-    Raises:
-        ValueError: An odd head width.
+        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearAttention`, as ``embed_dims`` and ``num_heads`` are.
 
     Source: PolaFormer: polarity-aware linear attention for vision transformers (Meng et al., 2025).
     """
@@ -38,6 +33,7 @@ class PolaFormerAttention(LinearAttention):
     gate_parameters = (*LinearAttention.gate_parameters, 'focus_scale', 'power', 'gate_out')
     gates = ('gate_out',)
     default_dwc = 5
+    head_multiple = 2  # half for each polarity
     undecayed = (*LinearAttention.undecayed, 'focus_scale', 'power')
     gate_readings = {'gate_out': 'channels'}
 
@@ -51,8 +47,6 @@ class PolaFormerAttention(LinearAttention):
         **kwargs: Any,
     ) -> None:
         super().__init__(embed_dims, num_heads, map_size=map_size, dwc_shared=True, **kwargs)
-        if self.head_dim % 2:
-            raise ValueError(f'The head width {self.head_dim} must be even, half of it for each polarity.')
         self.alpha = alpha
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, embed_dims))
         self.power = nn.Parameter(torch.zeros(1, num_heads, 1, self.head_dim))

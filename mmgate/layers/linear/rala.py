@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -22,9 +20,6 @@ class RALAAttention(LinearAttention):
 
     Options as :class:`~mmgate.layers.linear.base.LinearAttention`.
 
-    Raises:
-        ValueError: A head width that is no multiple of 4.
-
     Source: Breaking the low-rank dilemma of linear attention (Fan et al., 2024), section 3.
     """
 
@@ -32,13 +27,7 @@ class RALAAttention(LinearAttention):
     gates = ('gate_out',)
     gate_readings = {'gate_out': 'channels'}
     default_dwc = 5
-
-    def __init__(self, embed_dims: int, num_heads: int, **kwargs: Any) -> None:
-        super().__init__(embed_dims, num_heads, **kwargs)
-        if self.head_dim % 4:
-            raise ValueError(
-                f'The head width {self.head_dim} must be a multiple of 4: half the pairs turn by row, half by column.'
-            )
+    head_multiple = 4  # half of the pairs turn by row, half by column
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head; the denominator, which has to stay positive, is not rotated."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backend import Backend, anywhere, find, register, run
+from ..backend import OPERATORS, Backend, anywhere, find, run
 from ..layout import check_layout
 from ..library import is_compiling, is_exporting, outside_graphs
 from . import cpu, grid_sample, mmcv, reference, triton
@@ -137,8 +137,7 @@ def _sampled(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attend
 
 
-BACKENDS = register(
-    'ms_deform_attn',
+BACKENDS = OPERATORS['ms_deform_attn'] = (
     Backend('mmcv', mmcv.why_not, _sampled(mmcv.sample), words="mmcv's CUDA operator"),
     Backend('cpu', cpu.why_not, _sampled(cpu.sample), words='weighted sums of rows on the CPU'),
     Backend('grid_sample', anywhere, _sampled(grid_sample.sample), traceable=False, words="torch's grid_sample"),

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..triton_backend import interpreted, otherwise, padded, target_of
 
-NUM_WARPS = 4
 LANE_BYTES = 16  # that a lane loads or adds at once; the values' gradient is always float32
 PIECES = 2  # of a row of channels
 SCALAR_PIECES = 4  # where a lane adds one float at a time: eight lanes, 32 bytes, a piece at least
@@ -32,7 +31,7 @@ class Cut(NamedTuple):
     pieces: int
     lane: int
     times: int = 1
-    warps: int = NUM_WARPS
+    warps: int = 4
 
     def constants(self, dim: int) -> dict[str, int]:
         """Return what a launch on heads of ``dim`` channels takes: lanes of a warp have pieces of as many rows."""
@@ -41,21 +40,16 @@ class Cut(NamedTuple):
         return dict(PIECE=piece, PIECES=self.pieces, BLOCK_Q=rows * (1 + self.backward), num_warps=self.warps)
 
 
-def cut_of(dim: int, itemsize: int, backward: bool, tiled: bool = False, scalars: bool = False) -> Cut:
-    """Return how a kernel works on heads of ``dim`` channels of ``itemsize`` bytes.
-
-    A lane has 16 bytes of every piece, of values or, backward, of float32 sums; one channel there, if ``scalars``.
-    """
-    if backward and scalars:
-        return Cut(backward, tiled, min(SCALAR_PIECES, padded(dim) // 8), 1)
-    return Cut(backward, tiled, PIECES, LANE_BYTES // (4 if backward else itemsize))
-
-
 def cut_for(value: Tensor, logits: Tensor, backward: bool) -> Cut:
-    """Return how a kernel works on these tensors."""
+    """Return how a kernel works on these tensors.
+
+    A lane has 16 bytes of every piece, of values or, backward, of float32 sums; where the GPU adds one float at a time,
+    one channel.
+    """
     tiled = logits.shape[1] == value.shape[1]  # an encoder, where a query's neighbours in the map are known
-    scalars = backward and scalar_reductions(value)
-    return otherwise(cut_of(value.shape[-1], value.element_size(), backward, tiled, scalars))
+    if backward and scalar_reductions(value):
+        return otherwise(Cut(backward, tiled, min(SCALAR_PIECES, padded(value.shape[-1]) // 8), 1))
+    return otherwise(Cut(backward, tiled, PIECES, LANE_BYTES // (4 if backward else value.element_size())))
 
 
 def scalar_reductions(value: Tensor) -> bool:

@@ -39,15 +39,9 @@ def pixels(spatial_shapes: Tensor, locations: Tensor) -> tuple[Tensor, ...]:
 def corners(
     spatial_shapes: Tensor, locations: Tensor, dtype: torch.dtype = torch.int64
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the four pixels around each location: where they lie in their level, and their bilinear shares.
+    """Yield the four pixels around each location ``(..., L, P, 2)``, index in the level and bilinear share.
 
-    Args:
-        spatial_shapes: ``(L, 2)``, height and width of each level.
-        locations: ``(..., L, P, 2)`` as (x, y), 0 to 1 over a level.
-        dtype: Of the index.
-
-    Yields:
-        Index ``(..., L, P)``, and share of that shape; both 0 outside of the level.
+    Both are ``(..., L, P)``, and 0 outside of the level; ``dtype`` is the index's.
     """
     width, height, x0, y0, fx, fy = pixels(spatial_shapes, locations)
     for dx, dy in ((0, 0), (1, 0), (0, 1), (1, 1)):

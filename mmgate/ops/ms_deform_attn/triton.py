@@ -18,7 +18,6 @@ from . import blocks
 from .blocks import cut_for
 from .weights import Sampling
 
-__all__ = ['attend', 'why_not']
 MOST_NUMBERS = 2**31  # an image, for 32-bit offsets
 MOST_HEADS = 65_535  # the second axis of a grid
 ORDER_BLOCK = 512
@@ -48,15 +47,12 @@ def attend(*arguments: Any) -> Tensor:
     sizes['outputs'] = call.points.shape[1] * heads * dim
     if call.reference_points is not None:  # whose gradient is a head's
         sizes['reference points'] = call.logits.shape[1:4].numel() * call.reference_points.shape[-1]
-    reasons = [
-        f"fewer than 2^31 numbers an image, the {name} have {size}. Use 'mmcv' or 'torch'."
-        for name, size in sizes.items()
-        if size >= MOST_NUMBERS
-    ]
+    takes = "ms_deform_attn: 'triton' takes"
+    for name, size in sizes.items():
+        if size >= MOST_NUMBERS:
+            raise ValueError(f"{takes} fewer than 2^31 numbers an image, the {name} are {size}; use 'mmcv' or 'torch'.")
     if batch * heads > MOST_HEADS:
-        reasons.append(f'up to {MOST_HEADS} heads of all images, got {batch} x {heads}. Use a smaller batch.')
-    if reasons:
-        raise ValueError(f"ms_deform_attn: backend 'triton' takes {reasons[0]}")
+        raise ValueError(f'{takes} up to {MOST_HEADS} heads of all images, got {batch} x {heads}; use a smaller batch.')
     gate = call.gate
     if gate is not None:  # read where it lies, unless 32-bit offsets do not reach so far
         strides = gate.expand(call.logits.shape).stride()

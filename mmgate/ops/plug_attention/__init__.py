@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backend import Backend, anywhere, find, register, run
+from ..backend import OPERATORS, Backend, anywhere, find, run
 from ..layout import check_layout
 from ..library import outside_graphs
 from . import chunked, reference, triton
@@ -93,8 +93,7 @@ def check_backend(name: str, modulation: Any, gate_width: int, residual: bool, p
         triton.check(modulation, gate_width, residual, position, {})
 
 
-BACKENDS = register(
-    'plug_attention',
+BACKENDS = OPERATORS['plug_attention'] = (
     Backend('chunked', anywhere, chunked.attend, words='rows in chunks'),
     Backend('torch', anywhere, reference.attend, plain=True, words='the reference, with whole maps'),
     # No GPU has run it yet: 'auto' takes it where a calibration says so.

@@ -45,7 +45,6 @@ SM_90: dict[tuple[int, str, bool], dict[int, tuple[int, int, int]]] = {
     (4, 'forward_kernel', False): {16: (64, 32, 2), 32: (64, 32, 2)},
 }
 PAIRED = {8: OLDER, 9: SM_90, 12: OLDER}  # by tens of the compute capability
-NUM_WARPS = 4
 SMALL_BLOCKS = (16, 16, 1)  # in the interpreter, so that small shapes have several; the least that a product takes
 
 
@@ -56,34 +55,21 @@ class Blocks(NamedTuple):
     rows: int
     columns: int
     stages: int
-    warps: int = NUM_WARPS
-
-
-def blocks_of(name: str, itemsize: int, widest: int, full_bias: bool, pairs: bool, capability: int) -> Blocks:
-    """Return how a kernel works where it is launched on a GPU.
-
-    Args:
-        name: Of the kernel.
-        itemsize: Bytes of an element.
-        widest: The wider of padded channels and gate channels: 16, 32, 64 or 128.
-        full_bias: There is a bias of rows and columns, which the stages hold, too.
-        pairs: Pairs of heads share their gate and bias.
-        capability: Of the GPU: 90 for sm_90.
-    """
-    entry = PAIRED.get(capability // 10, {}).get((itemsize, name, full_bias), {}).get(widest) if pairs else None
-    if entry is not None:
-        return Blocks(True, *entry)
-    rows, columns, stages = BLOCKS[itemsize][name][widest]
-    return Blocks(False, rows, columns, 1 if full_bias and widest == MAX_DIM else stages)
+    warps: int = 4
 
 
 def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None) -> Blocks:
-    """Return how a kernel works on these tensors, by small blocks in the interpreter."""
+    """Return how the kernel ``name`` works on these tensors, by small blocks in the interpreter."""
     pairs = gate_query.shape[1] == 1 and query.shape[1] % 2 == 0 and is_shared(bias, 1)
     if interpreted():
         return otherwise(Blocks(pairs, *SMALL_BLOCKS))
-    widest, full = padded(max(query.shape[-1], gate_query.shape[-1])), biased(bias) == 2
-    return otherwise(blocks_of(name, query.element_size(), widest, full, pairs, target_of(query.device).arch))
+    widest, full_bias = padded(max(query.shape[-1], gate_query.shape[-1])), biased(bias) == 2
+    of_pairs = PAIRED.get(target_of(query.device).arch // 10, {})
+    entry = of_pairs.get((query.element_size(), name, full_bias), {}).get(widest)
+    if pairs and entry is not None:
+        return otherwise(Blocks(True, *entry))
+    rows, columns, stages = BLOCKS[query.element_size()][name][widest]
+    return otherwise(Blocks(False, rows, columns, 1 if full_bias and widest == MAX_DIM else stages))
 
 
 def is_shared(bias: Tensor | None, axis: int) -> bool:

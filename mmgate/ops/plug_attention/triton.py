@@ -18,7 +18,6 @@ from ..triton_backend import MAX_DIM, interpreted, launch, padded
 from .blocks import biased, blocks_for
 from .reference import Arguments
 
-__all__ = ['attend', 'why_not']
 ARGUMENTS = (  # those of a Call
     'Tensor query, Tensor key, Tensor value, Tensor gate_query, Tensor gate_key, Tensor scalars, Tensor? bias'
 )
