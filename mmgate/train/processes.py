@@ -10,7 +10,9 @@ from mmengine._strategy import FSDPStrategy as MMEngineFSDPStrategy
 from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.dist import is_distributed
+from mmengine.model import MMDistributedDataParallel
 from mmengine.optim import BaseOptimWrapper
+from mmengine.registry import MODEL_WRAPPERS as MMENGINE_MODEL_WRAPPERS
 from mmengine.registry import STRATEGIES as MMENGINE_STRATEGIES
 from mmengine.registry import Registry
 from torch import distributed, nn
@@ -26,7 +28,12 @@ from mmgate.errors import ConfigError
 from .config_file import type_name
 
 STRATEGIES = Registry('strategy', parent=MMENGINE_STRATEGIES, scope='mmgate', locations=['mmgate.train.processes'])
-WITH_DEVICES = ('MMDistributedDataParallel', 'MMSeparateDistributedDataParallel')
+MODEL_WRAPPERS = Registry(
+    'model wrapper', parent=MMENGINE_MODEL_WRAPPERS, scope='mmgate', locations=['mmgate.train.processes']
+)
+# deprecated: a name that runs on CPUs wrote into their configs
+MODEL_WRAPPERS.register_module('DistributedDataParallelOnCPU', module=MMDistributedDataParallel)
+WITH_DEVICES = ('MMDistributedDataParallel', 'MMSeparateDistributedDataParallel', 'DistributedDataParallelOnCPU')
 
 
 @STRATEGIES.register_module()

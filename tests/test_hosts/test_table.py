@@ -58,7 +58,9 @@ LEVELS = dict(
     reference_points=torch.full((2, 64, 2, 2), 0.5),
 )
 TO_KEYS = dict(query_pos=TOKENS, key=TOKENS, key_pos=TOKENS, ref_sine_embed=TOKENS, is_first=True)
-FIRST = dict(self_attn_cfg=dict(ATTENTION, batch_first=True), ffn_cfg=FFN)
+# mmcv writes into its own default of the dropout layer, wherever a layer is built with another
+UNDROPPED = dict(dropout_layer=dict(type='Dropout', drop_prob=0.0), batch_first=True)
+FIRST = dict(self_attn_cfg=dict(ATTENTION, **UNDROPPED), ffn_cfg=FFN)
 LEVELLED = dict(self_attn_cfg=dict(ATTENTION, num_levels=2, num_points=3, dropout=0.0, batch_first=True), ffn_cfg=FFN)
 CROSSED = dict(self_attn_cfg=ATTENTION, cross_attn_cfg=dict(ATTENTION, cross_attn=True), ffn_cfg=FFN)
 SHIFTED = dict(window_size=4, shift=True)
