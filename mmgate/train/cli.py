@@ -13,14 +13,19 @@ import warnings
 from collections.abc import Callable
 from copy import deepcopy
 
+import torch
 from mmengine.config import Config, ConfigDict
+from mmengine.device import get_device
 from mmengine.registry import RUNNERS, init_default_scope
 from mmengine.runner import FlexibleRunner, Runner
-from torch import distributed
+from torch import distributed, nn
 
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.datasets.data_check_hook import DataCheckHook, refuse_foreign_classes
 from mmgate.errors import ConfigError
+from mmgate.layers.base.deformable import MultiScaleDeformableAttention
+from mmgate.layers.plug_dense import PLuGAttention
+from mmgate.ops.backend import OPERATORS, candidates
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
 from .config_file import add_trust_option, check_files, config_parser, load_config, type_name
@@ -144,7 +149,7 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
             ``check_data=False`` leaves :class:`~mmgate.datasets.data_check_hook.DataCheckHook` out.
 
     Raises:
-        ConfigError: A launcher that cannot work here or, once the model is built, a rule that does not fit it.
+        ConfigError: A launcher or a backend that cannot work here, or a rule that does not fit the model.
     """
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     if cfg.launcher != 'none' or cfg.get('strategy'):
@@ -152,9 +157,32 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
 
         prepare_processes(cfg)
     runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+    if isinstance(runner, FlexibleRunner):  # it would build the model when it starts
+        runner.model = runner.strategy.build_model(runner.model)
+    check_backends(runner.model)
     if cfg.get('check_data', True) and not any(isinstance(hook, DataCheckHook) for hook in runner.hooks):
         runner.register_hook(DataCheckHook())  # which the config may name, too
     return runner
+
+
+def check_backends(model: nn.Module) -> None:
+    """Refuse a backend, of a rule or of an environment variable, that cannot run on the device of the run.
+
+    Raises:
+        ConfigError: With the attention's name and the reason.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, MultiScaleDeformableAttention):
+            operator, width = 'ms_deform_attn', module.value_proj.out_features
+        elif isinstance(module, PLuGAttention):
+            operator, width = 'plug_attention', module.embed_dim
+        else:
+            continue
+        heads = torch.empty(1, 1, module.num_heads, width // module.num_heads, device=get_device())
+        try:
+            candidates(operator, OPERATORS[operator], heads, module.backend)
+        except ConfigError as error:
+            raise ConfigError(f'{name}: {error}') from error
 
 
 def enable_amp(cfg: Config) -> None:

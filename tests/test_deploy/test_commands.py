@@ -89,7 +89,7 @@ def test_what_is_refused_leaves_the_file_that_was_there(
     def differs(*_: object) -> None:
         raise ConfigError('it differs')
 
-    fakes = dict(check_finds_something=print, network=lambda model: Network(), write=write, _compared=differs)
+    fakes = dict(check_finds_something=print, build_network=lambda model: Network(), write=write, _compared=differs)
     for name, function in fakes.items():
         monkeypatch.setattr(exporting, name, function)
     path = tmp_path / 'model.pt2'
