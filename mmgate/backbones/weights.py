@@ -71,7 +71,7 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ConnectionError: It cannot be downloaded.
+        ConfigError: It cannot be downloaded.
         ValueError: It is no checkpoint, or a key is unknown, missing or of another shape; they are listed.
     """
     if not isinstance(init_cfg, Mapping) or init_cfg.get('type', 'Pretrained') != 'Pretrained':

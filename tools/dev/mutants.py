@@ -46,8 +46,10 @@ LEFT_OUT = (
 CONCERNS = {
     'checkpoints/gates_file': ('test_gates.py',),
     'layers/agent': ('test_backbones/test_resolutions.py', 'test_backbones/test_backbones.py'),
+    'layers/base/dense': ('test_layers/test_open_gates.py', 'test_layers/test_dropout.py'),
     'layers/cross_window': ('test_backbones/test_cswin.py',),
     'layers/linear': ('test_layers/test_map_attention.py', 'test_backbones/test_linear_backbones.py'),
+    'layers/plug': ('test_layers/test_open_gates.py',),
     'layers/resizing': ('test_backbones/test_resolutions.py',),
     'layers/stripes': ('test_backbones/test_cswin.py', 'test_backbones/test_linear_backbones.py'),
     'layers/swiglu': ('test_backbones/test_dgvit.py',),
