@@ -24,7 +24,8 @@ def test_every_module_has_tests(mutants: ModuleType) -> None:
         for path in (ROOT / 'mmgate' / package).rglob('*.py'):
             tests = mutants.tests_of(path.relative_to(ROOT / 'mmgate').as_posix())
             assert tests and all((ROOT / test).is_file() for test in tests), path
-    assert mutants.tests_of('layers/plug.py') == ['tests/test_layers/test_plug.py']
+    named = [f'tests/test_layers/test_{name}.py' for name in ('open_gates', 'plug')]
+    assert sorted(mutants.tests_of('layers/plug.py')) == named
     assert mutants.tests_of('swap.py') == ['tests/test_swap.py']
     assert mutants.tests_of('ops/plug_attention/chunked.py') == ['tests/test_ops/test_plug_attention.py']
     assert set(mutants.tests_of('layers/gml.py')) == {
