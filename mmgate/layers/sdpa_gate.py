@@ -79,6 +79,7 @@ class SDPAGatedAttention(GateInit, DenseAttention):
         check_option('position', position, POSITIONS)
         check_option('granularity', granularity, ('elementwise', 'headwise'))
         check_option('form', form, ('multiplicative', 'additive'))
+        act = {'NS-sigmoid': 'ns_sigmoid'}.get(act, act)  # as the paper spells it
         check_option('act', act, tuple(ACTIVATIONS))
         check_option('init', init, INITS)
         if position == 'G5' and (granularity == 'headwise' or head_shared):
@@ -88,6 +89,8 @@ class SDPAGatedAttention(GateInit, DenseAttention):
             )
         if init == 'identity':
             _check_identity(form, act, scale)
+        if scale == 0:
+            raise ValueError('scale=0 switches the attention off; use a positive scale.')
         super().__init__(embed_dim, num_heads, dropout, **kwargs)
         self.position, self.form, self.act, self.scale, self.init = position, form, act, scale, init
         self.beyond_weights = position in ('G1', 'G2', 'G5')

@@ -44,7 +44,7 @@ SDPA = {
     'shared_headwise': dict(head_shared=True, granularity='headwise'),
     'additive': dict(form='additive', act='silu'),
     'silu': dict(act='silu'),
-    'ns_sigmoid': dict(act='ns_sigmoid'),
+    'ns_sigmoid': dict(act='NS-sigmoid'),
 }
 DGSA = {'query': {}, 'input': dict(residual='input'), 'none': dict(residual='none')}
 ALL = {
@@ -205,6 +205,7 @@ def test_compiles_without_graph_break(name: str) -> None:
         (SDPAGatedAttention, dict(init='identity', act='silu', scale=2.0), 'scale=1'),
         (SDPAGatedAttention, dict(init='identity', act='ns_sigmoid'), 'scale=1.333333'),
         (SDPAGatedAttention, dict(act='relu'), 'sigmoid, silu, ns_sigmoid'),
+        (SDPAGatedAttention, dict(scale=0.0), 'scale=0 switches the attention off'),
         (SDPAGatedAttention, dict(position='G5', granularity='headwise'), 'there are no heads'),
         (SDPAGatedAttention, dict(position='G5', head_shared=True), 'there are no heads'),
         (PLuGAttention, dict(add_bias_kv=True), 'has no add_bias_kv'),

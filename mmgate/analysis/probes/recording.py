@@ -91,7 +91,7 @@ def record(
         layers = dict.fromkeys(_layer(model, path) for path, _, has in readings if not set(has) <= set(PLACES))
         reads += [(path, path, _activation) for path in layers]
     if PREDICTIONS in wanted:
-        reads += [(path, path, _scores_and_places) for path in HEADS if hasattr(model, path)]
+        reads += [(path, path, _scores_and_places) for path in HEADS if getattr(model, path, None) is not None]
     with ExitStack() as hooks:
         for path, called, read in reads:
             hooks.enter_context(model.get_submodule(called).register_forward_hook(hook(path, read), with_kwargs=True))
