@@ -264,3 +264,10 @@ def test_bad_sizes_and_masks() -> None:
         module(*x, key_padding_mask=torch.zeros(3, M, dtype=torch.bool))
     with pytest.raises(ValueError, match='attn_mask must be'):
         module(*x, attn_mask=torch.zeros(3, N, M, dtype=torch.bool))
+
+
+def test_rows_of_the_differential_transformers_map_sum_to_what_lambda_leaves() -> None:
+    module = DifferentialAttention(C, H, lambda_init=0.3, learnable=False)
+    query, key = torch.randn(2, 2, H, N, C // H)
+    sums = module.attention_map(query, key, (query, key, key), None).sum(-1)
+    torch.testing.assert_close(sums, torch.full_like(sums, 0.7))

@@ -45,6 +45,7 @@ LEFT_OUT = (
 # By the beginning of a module's path, tests that see a change in it beside those of its name.
 CONCERNS = {
     'checkpoints/gates_file': ('test_gates.py',),
+    'checkpoints/tensors': ('test_backbones/test_backbones.py',),
     'layers/agent': ('test_backbones/test_resolutions.py', 'test_backbones/test_backbones.py'),
     'layers/base/dense': ('test_layers/test_open_gates.py', 'test_layers/test_dropout.py'),
     'layers/cross_window': ('test_backbones/test_cswin.py',),
