@@ -79,8 +79,8 @@ def _attribute(owner: Any, name: str) -> Callable[..., Any]:
     refuse(f'asks for the attribute {name} of {owner!r}')
 
 
-def _dtype(name: str, align: bool = False, copy: bool = False) -> np.dtype:
-    """Stand for numpy's dtype: numbers and strings, no objects and no structures."""
+def _dtype(name: str, *_: Any) -> np.dtype:
+    """Stand for numpy's dtype, whose alignment means nothing here: numbers and strings, no objects, no structures."""
     if not isinstance(name, str) or not re.fullmatch(r'[<|=]?(?:[biufcSU]\d+|\?|b1)', name):
         refuse(f'asks numpy for the type {name!r}')
     return np.dtype(name)
@@ -94,8 +94,8 @@ def _empty_array(kind: Any, shape: Any, dtype: Any) -> np.ndarray:
 
 
 def _scalar(dtype: np.dtype, content: Any = None) -> Any:
-    """Stand for numpy's function that makes a scalar of its bytes."""
-    if not isinstance(dtype, np.dtype) or dtype.hasobject or not isinstance(content, bytes):
+    """Stand for numpy's function that makes a scalar of its bytes; no type that is let through holds objects."""
+    if not isinstance(dtype, np.dtype) or not isinstance(content, bytes):
         refuse('asks numpy for a scalar of an object')
     return np.frombuffer(content, dtype)[0]
 

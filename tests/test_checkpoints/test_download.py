@@ -13,6 +13,7 @@ import torch
 from mmengine.runner.checkpoint import CheckpointLoader
 
 import mmgate  # noqa: F401
+from mmgate.checkpoints import download
 from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.errors import ConfigError
 
@@ -62,6 +63,17 @@ def test_a_download_that_ends_early_is_not_kept(drive: str, monkeypatch: pytest.
         read_checkpoint(f'{drive}/f/model.pth')
     monkeypatch.setattr(_Drive, 'content', whole)
     assert read_checkpoint(f'{drive}/f/model.pth')['model']['weight'].sum() == 3
+
+
+@pytest.mark.parametrize('rank', [0, 1])
+def test_the_first_process_downloads_while_the_others_wait(
+    rank: int, drive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: list[bool] = []
+    monkeypatch.setattr(download, 'get_dist_info', lambda: (rank, 2))
+    monkeypatch.setattr(download, 'barrier', lambda: there.append((tmp_path / 'hub/checkpoints/model.pth').is_file()))
+    assert read_checkpoint(f'{drive}/f/model.pth')['model']['weight'].sum() == 3
+    assert there == [rank == 0]
 
 
 def test_one_message_for_a_checkpoint_that_cannot_be_had(drive: str) -> None:

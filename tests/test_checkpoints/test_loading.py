@@ -48,6 +48,7 @@ ATTACKS: dict[str, Callable[[Path], Any]] = {
     'getattr': lambda tmp: Calls(getattr, dict, 'fromkeys'),
     'torch_load': lambda tmp: Calls(torch.load, str(tmp / 'other.pth')),
     'doubled': lambda tmp: Calls(codecs.encode, b'ab', 'hex'),
+    'encoding': lambda tmp: Calls(codecs.encode, 'ab', 'hex'),
     'history': lambda tmp: Calls(HistoryBuffer, [[1], [2]], [1, 1]),
     'text': lambda tmp: Calls(str, [[1], [2]]),  # of nested lists it doubles with each
     'private': lambda tmp: Calls(getattr, HistoryBuffer, '__init__'),
@@ -55,6 +56,8 @@ ATTACKS: dict[str, Callable[[Path], Any]] = {
     'byte_order': lambda tmp: np.zeros(1, '>f4'),
     'objects': lambda tmp: np.zeros(1, 'object'),
     'structures': lambda tmp: np.zeros(1, [('a', 'i4')]),
+    'scalar_type': lambda tmp: Calls(np.float32(0).__reduce__()[0], 'f4', bytes(4)),
+    'scalar_content': lambda tmp: Calls(np.float32(0).__reduce__()[0], np.dtype('f4'), 'text'),
     'huge_array': lambda tmp: Calls(np.zeros(1).__reduce__()[0], np.ndarray, (1 << 40,), b'b'),
 }
 

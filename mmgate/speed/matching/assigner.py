@@ -65,7 +65,7 @@ def pairs(cost: Tensor) -> np.ndarray:
 
 def as_result(matched: np.ndarray, queries: int, labels: Tensor) -> AssignResult:
     """Return what mmdet's assigner returns for pairs of predictions and objects."""
-    numbers = labels.new_full((queries,), 0 if queries else -1, dtype=torch.long)
+    numbers = labels.new_zeros((queries,), dtype=torch.long)
     assigned = labels.new_full((queries,), -1, dtype=torch.long)
     if matched.size:
         rows, columns = to_device(torch.from_numpy(matched), labels.device)

@@ -15,7 +15,7 @@ from mmdet.models.task_modules.assigners import HungarianAssigner as MMDetHungar
 from mmdet.structures.bbox import bbox_cxcywh_to_xyxy, bbox_xyxy_to_cxcywh
 from mmdet.utils import reduce_mean
 from mmengine.structures import InstanceData
-from torch import Tensor, distributed
+from torch import Tensor
 
 from .assigner import AsynchronousConstants, HungarianAssigner, as_result, cost_of, pairs, to_device
 
@@ -129,8 +129,6 @@ class MatchedOnceHead(DETRHead):
         totals = [layer.boxes.shape[0] * layer.boxes.shape[1] for layer in layers]
         classes = [p * 1.0 + (n - p) * self.bg_cls_weight for p, n in zip(positives, totals, strict=True)]
         boxes = [float(p) for p in positives]
-        if not (distributed.is_available() and distributed.is_initialized()):
-            return [(max(c, 1), max(b, 1)) for c, b in zip(classes, boxes, strict=True)]
         numbers = to_device(torch.tensor([classes, boxes]), layers[0].boxes.device)
         means = reduce_mean(numbers).clamp(min=1)
         own = [max(c, 1) for c in classes]
