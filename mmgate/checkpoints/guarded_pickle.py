@@ -40,12 +40,18 @@ class _Unread:
 
 
 class GuardedUnpickler(_PythonUnpickler):
-    """Makes tensors that fit into the file and what is listed, and changes nothing but fresh objects."""
+    """Makes tensors that fit into the file and what is listed, and changes nothing but fresh objects.
+
+    Attributes:
+        tensors_alone: Whether objects of other kinds are left empty.
+        sizes: Bytes of a zip's members, by their names below its folder; None for a file that is no zip.
+        total: Bytes of the file.
+    """
 
     dispatch = dict(_PythonUnpickler.dispatch)
-    tensors_alone = False  # objects of any kind are left empty instead
-    sizes: dict[str, int] | None = None  # bytes of a zip's members, by their names below its folder
-    total = 0  # bytes of the file
+    tensors_alone: bool
+    sizes: dict[str, int] | None
+    total: int
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what stands for a name, without importing a module that is not known."""
@@ -94,7 +100,7 @@ class GuardedUnpickler(_PythonUnpickler):
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
 
 
-def load_file(path: str, map_location: Any = None, *, trusted: bool = False, tensors_alone: bool = False) -> Any:
+def load_file(path: str, map_location: Any, *, trusted: bool, tensors_alone: bool) -> Any:
     """Return what a file of ``torch.save`` holds, or a ``.safetensors`` file.
 
     Args:

@@ -44,6 +44,7 @@ def area(height: int | None, *, width: Size = 3, **options: float) -> int | floa
     """Return 2 + 2."""
     if height is None or not width > 1:
         return 0
+    assert dict(zip('a', 'b', strict=True))
     return height * width + sum(v for v in {**options}.values())
 '''
 
@@ -56,6 +57,7 @@ def test_only_what_runs_is_changed(mutants: ModuleType, tmp_path: Path) -> None:
     assert (header, '3') in places and not {(header, '|'), (header, '*')} & places
     assert {('return 0', '0'), ('return height * width + sum(v for v in {**options}.values())', '+')} <= places
     assert not any('Return 2' in line for line, _ in places)
+    assert not any(lines[place.line - 1][place.column :].startswith('True') for place in found)
     product = next(p for p in found if lines[p.line - 1][p.column] == '*')
     assert lines[product.line - 1][product.column - 2 : product.column + 3] == 't * w'
     (tmp_path / 'layers').mkdir()

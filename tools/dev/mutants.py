@@ -1,8 +1,8 @@
 """Try small changes of the code against the tests that concern them: which survive says what no test notices.
 
 cosmic-ray knows the changes: other operators and numbers, conditions turned round, loops left out, decorators removed.
-Places are drawn by a seed, as many from each package, and at each place one of its changes; what means nothing when the
-code runs, annotations, is left out. The tree itself is not touched: a copy is. What was tried is written down at once,
+Places are drawn by a seed, as many from each package, and at each place one of its changes. Left out is what means
+nothing when the code runs: annotations, and the arguments of :data:`MEANINGLESS`. The tree itself is not touched: a copy is. What was tried is written down at once,
 and not tried again unless its code or its tests have changed, so that a run that was interrupted goes on.
 """
 
@@ -42,11 +42,16 @@ LEFT_OUT = (
     'hosts/hosted.py',
     'hosts/transformers.py',
 )  # kernels, their launches; what is tested beside transformers, in an environment without mm packages
+# Keyword arguments that change no result: whose line a warning names, and a check of lengths that are one by the code.
+MEANINGLESS = ('stacklevel', 'strict')
 # By the beginning of a module's path, tests that see a change in it beside those of its name.
 CONCERNS = {
+    'backbones/': ('test_backbones/test_presets.py', 'test_backbones/test_backbones.py'),
+    'checkpoints/': ('test_checkpoints/test_guarded_pickle.py', 'test_checkpoints/test_loading.py'),
     'checkpoints/gates_file': ('test_gates.py',),
     'checkpoints/tensors': ('test_backbones/test_backbones.py',),
     'layers/agent': ('test_backbones/test_resolutions.py', 'test_backbones/test_backbones.py'),
+    'layers/base/without_mmcv': ('test_transformers/test_stand_ins.py',),
     'layers/base/dense': ('test_layers/test_open_gates.py', 'test_layers/test_dropout.py'),
     'layers/cross_window': ('test_backbones/test_cswin.py',),
     'layers/linear': ('test_layers/test_map_attention.py', 'test_backbones/test_linear_backbones.py'),
@@ -57,6 +62,8 @@ CONCERNS = {
     'ops/agent_attention': ('test_layers/test_map_attention.py', 'test_backbones/test_resolutions.py'),
     'ops/differential_attention': ('test_layers/test_dense.py', 'test_layers/test_open_gates.py'),
     'ops/gated_linear_attention': ('test_layers/test_map_attention.py',),
+    'ops/layout': ('test_layers/test_dense.py', 'test_layers/test_plug.py'),
+    'ops/linear_attention': ('test_ops/test_any_arguments.py', 'test_layers/test_numbers.py'),
     'ops/masks': ('test_layers/test_dense.py', 'test_hosts/test_swapped_rates.py'),
     'train/': ('test_tools/test_flags.py', 'test_tools/test_mistakes.py'),
 }
@@ -174,7 +181,7 @@ def draw_change(draw: random.Random, code: str, possible: list[Change], place: P
     for change in draw.sample(possible, len(possible)):
         try:
             ast.parse(mutate_code(code, get_operator(change.operator)(), change.occurrence))
-        except SyntaxError:
+        except (AttributeError, SyntaxError):  # the former where an exception's name has dots
             continue
         return place, change
     return None
@@ -201,17 +208,18 @@ def changes(module: str, code: str) -> dict[Place, list[Change]]:
 
 
 def spans(code: str) -> tuple[list[tuple], list[tuple]]:
-    """Return from where to where annotations reach, and what lies between the operands of binary operators."""
-    annotations, between = [], []
+    """Return from where to where reaches what means nothing, and what lies between the operands of binary operators."""
+    unread, between = [], []
     for node in ast.walk(ast.parse(code)):
-        for annotation in (getattr(node, 'annotation', None), getattr(node, 'returns', None)):
-            if annotation is not None:
-                start = (annotation.lineno, annotation.col_offset)
-                annotations.append((start, (annotation.end_lineno, annotation.end_col_offset)))
+        skipped = [getattr(node, 'annotation', None), getattr(node, 'returns', None)]
+        if isinstance(node, ast.keyword) and node.arg in MEANINGLESS:
+            skipped.append(node.value)
+        for part in filter(None, skipped):
+            unread.append(((part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset)))
         if isinstance(node, ast.BinOp):
             start = (node.left.end_lineno, node.left.end_col_offset)
             between.append((start, (node.right.lineno, node.right.col_offset)))
-    return annotations, between
+    return unread, between
 
 
 def key_of(place: Place, change: Change) -> str:
