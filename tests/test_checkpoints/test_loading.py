@@ -192,14 +192,8 @@ def test_what_mmengine_saves_comes_back(protocol: int, tmp_path: Path) -> None:
         message_hub=hub.state_dict(),
         optimizer=optimizer.state_dict(),
         param_schedulers=[dict(milestones=Counter([3, 5]))],
-        others=[
-            defaultdict(list, a=[1]),
-            ConfigDict(a=dict(b=1)),
-            torch.float16,
-            np.array(['x']),
-            {1},
-            torch.device('cpu'),
-        ],
+        others=[defaultdict(list, a=[1]), ConfigDict(a=dict(b=1)), torch.float16, np.array(['x']), {1}, 1j],
+        device=torch.device('cpu'),
         empty=np.zeros((0, 4)),
     )
     torch.save(saved, tmp_path / 'epoch_3.pth', pickle_protocol=protocol)
@@ -208,11 +202,8 @@ def test_what_mmengine_saves_comes_back(protocol: int, tmp_path: Path) -> None:
     fresh.load_state_dict(loaded['message_hub'])
     assert fresh.get_scalar('train/loss').mean() == 2.0 and fresh.get_scalar('train/loss').max() == 3.0
     assert fresh.get_info('best') == 0.25
-    assert (
-        loaded['empty'].shape == (0, 4)
-        and loaded['others'][1].a.b == 1
-        and loaded['others'][2:4] == [torch.float16, ['x']]
-    )
+    others = loaded['others']
+    assert loaded['empty'].shape == (0, 4) and others[1].a.b == 1 and others[2:4] == [torch.float16, ['x']]
     np.testing.assert_array_equal(loaded['meta']['dataset_meta']['palette'], np.arange(6).reshape(2, 3))
     optimizer.load_state_dict(loaded['optimizer'])
     assert all(torch.equal(loaded['state_dict'][key], value) for key, value in saved['state_dict'].items())
