@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 import mmgate  # noqa: F401
 from mmgate.speed.matching import head as heads
-from mmgate.speed.matching.assigner import HungarianAssigner
+from mmgate.speed.matching.assigner import AsynchronousConstants, HungarianAssigner
 
 CLASSES, QUERIES, LAYERS = 5, 12, 3
 BOXES = [dict(type='BBoxL1Cost', weight=5.0, box_format='xywh'), dict(type='IoUCost', iou_mode='giou', weight=2.0)]
@@ -127,8 +127,8 @@ def test_costs_that_are_no_numbers(value: float) -> None:
     assert outcomes[0] == outcomes[1] and (value == value or 'invalid' in outcomes[0])
 
 
-def test_costs_in_bfloat16() -> None:
-    given = InstanceData(scores=9 * torch.eye(4, CLASSES, dtype=torch.bfloat16).flip(0))
+def test_costs_in_bfloat16_with_gradients() -> None:
+    given = InstanceData(scores=9 * torch.eye(4, CLASSES, dtype=torch.bfloat16).flip(0).requires_grad_())
     truth = InstanceData(labels=torch.arange(4))
     assigner = HungarianAssigner(dict(type='ClassificationCost'))
     assert assigner.assign(given, truth, META).gt_inds.tolist() == [4, 3, 2, 1]
@@ -259,6 +259,20 @@ def test_the_result_is_the_host() -> None:
     assert isinstance(head, type(plain)) and list(head.state_dict()) == list(plain.state_dict())
     assert head.bg_cls_weight == plain.bg_cls_weight != 0
     assert type(deepcopy(head)) is type(head)
+    layers, (gts, metas) = loss_inputs('DETR', (3, 0, 5))
+    single = [x[-1] for x in layers]  # as someone's own head may call it
+    torch.testing.assert_close(*(one.loss_by_feat_single(*single, gts, metas) for one in (head, plain)))
+
+
+def test_constants_made_without_a_wait() -> None:
+    with AsynchronousConstants():
+        found = [torch.zeros(2).new_tensor([1, 2], **to) for to in ({}, dict(dtype=torch.long), dict(device='meta'))]
+    assert [(x.dtype, x.device.type) for x in found] == [
+        (torch.float32, 'cpu'),
+        (torch.long, 'cpu'),
+        (torch.float32, 'meta'),
+    ]
+    assert found[1].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,6 @@ CONCERNS = {
     'backbones/': ('test_backbones/test_presets.py', 'test_backbones/test_backbones.py'),
     'checkpoints/': ('test_checkpoints/test_guarded_pickle.py', 'test_checkpoints/test_loading.py'),
     'checkpoints/gates_file': ('test_gates.py',),
-    'checkpoints/tensors': ('test_backbones/test_backbones.py',),
     'layers/agent': ('test_backbones/test_resolutions.py', 'test_backbones/test_backbones.py'),
     'layers/base/without_mmcv': ('test_transformers/test_stand_ins.py',),
     'layers/base/dense': ('test_layers/test_open_gates.py', 'test_layers/test_dropout.py'),

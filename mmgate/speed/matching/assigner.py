@@ -85,7 +85,7 @@ class AsynchronousConstants(TorchFunctionMode):
     ) -> Any:
         """Call ``func``, or what stands in its place."""
         kwargs = kwargs or {}
-        if func is not Tensor.new_tensor or len(args) != 2 or not set(kwargs) <= {'dtype', 'device'}:
+        if func is not Tensor.new_tensor or not set(kwargs) <= {'dtype', 'device'}:
             return func(*args, **kwargs)
         like, numbers = args
         if isinstance(numbers, Tensor) and numbers.device.type != 'cpu':  # the host would read what has not arrived
