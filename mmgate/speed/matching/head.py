@@ -120,8 +120,8 @@ class MatchedOnceHead(DETRHead):
         corners, object_corners = bbox_cxcywh_to_xyxy(boxes) * sizes, bbox_cxcywh_to_xyxy(object_boxes) * sizes
         loss_iou = self.loss_iou(corners, object_corners, avg_factor=box_factor)
         loss_bbox = self.loss_bbox(boxes, object_boxes, avg_factor=box_factor)
-        if not len(rows):  # of no boxes the loss of overlaps has no gradient
-            loss_iou = boxes.sum() * 0
+        if not len(rows):  # of no boxes the loss of overlaps has no gradient; their sum is 0 with one
+            loss_iou = boxes.sum()
         return loss_cls, loss_bbox, loss_iou
 
     def _average_factors(self, layers: Sequence[Layer], positives: Sequence[int]) -> list[tuple[Any, Any]]:
