@@ -180,7 +180,11 @@ def test_the_strategy_of_older_configs_is_mmengines() -> None:
     assert STRATEGIES.get('mmgate.FSDPStrategy') is FSDPStrategy
 
 
-def test_a_launcher_that_needs_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = Config(dict(launcher='slurm'))
+    monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cuda')
+    prepare_processes(cfg)
+    assert dict(cfg) == dict(launcher='slurm')
     monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cpu')
     with pytest.raises(ConfigError, match='--launcher slurm needs GPUs'):
-        prepare_processes(Config(dict(launcher='slurm')))
+        prepare_processes(cfg)
