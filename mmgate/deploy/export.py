@@ -29,11 +29,11 @@ OLDEST = (2, 9)  # torch whose export is up to whole detectors
 DIVISOR = 32  # of sides, where a backbone wants one
 
 
-def check_format(format: str, msda: str = 'gather') -> None:
+def check_format(format: str) -> None:
     """Refuse what cannot be written here.
 
     Raises:
-        ConfigError: torch is too old, a package is missing, or the format has no plug-ins.
+        ConfigError: torch is too old, or a package is missing.
     """
     if tuple(int(part) for part in torch.__version__.split('.')[:2]) < OLDEST:
         raise ConfigError(
@@ -43,8 +43,6 @@ def check_format(format: str, msda: str = 'gather') -> None:
     missing = [name for name in NEEDED if why_not(name)] if format == 'onnx' else []
     if missing:
         raise ConfigError(f'--format onnx needs {", ".join(missing)}: pip install "mmgate[deploy]".')
-    if msda == 'plugin' and format != 'onnx':
-        raise ConfigError(f'--msda plugin is a node of TensorRT, for --format onnx alone, not {format}.')
 
 
 def export(
@@ -65,8 +63,7 @@ def export(
             the graph's where the model takes no others.
         path: File to write; folders are made.
         format: ``'onnx'`` or ``'torch-export'``.
-        msda: One of :data:`mmgate.deploy.sampling.SAMPLERS`. What holds TensorRT's plug-in, which TensorRT alone can
-            run, is compared as a graph that differs in these nodes alone.
+        msda: One of :data:`mmgate.deploy.sampling.SAMPLERS`.
         fixed_size: Whether not to try for images of any size.
         threshold: Detections are compared above this score.
 
@@ -76,7 +73,7 @@ def export(
     Raises:
         ConfigError: The model cannot be exported, the images show nothing, or the file differs.
     """
-    check_format(format, msda)
+    check_format(format)
     path.parent.mkdir(parents=True, exist_ok=True)
     net = build_network(model)
     largest = max(batches, key=lambda batch: math.prod(batch['inputs'][0].shape))
@@ -85,13 +82,10 @@ def export(
     with tempfile.TemporaryDirectory(dir=path.parent, prefix='.export-') as folder:
         check_finds_something(model, batches, threshold)
         new = Path(folder) / path.name
-        compared = new.with_name(f'compared-{path.name}')
         for divisor in (0,) if fixed_size else tried:
             try:
                 takes = write(net, inputs, new, format=format, msda=msda, divisor=divisor)
-                if msda == 'plugin':
-                    write(net, inputs, compared, format=format, msda='gather', divisor=divisor)
-                found = _compared(model, batches, compared if msda == 'plugin' else new, threshold)
+                found = _compared(model, batches, new, threshold)
             except Exception as error:  # whatever exporters and runtimes stumble over
                 problem, said = error, f'{type(error).__name__}: {error}'.split('\n')[0]
                 sides = {0: 'one size', 1: 'any size'}.get(divisor, f'sides that {divisor} divides')

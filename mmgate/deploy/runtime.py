@@ -13,7 +13,6 @@ from mmgate.checkpoints.loading import HOW_TO_TRUST, is_trusted
 from mmgate.errors import ConfigError
 
 from . import operators  # noqa: F401  (programs hold them)
-from .sampling import DOMAIN, PLUGIN
 
 NOTES_KEY, NOTES_FILE = 'mmgate', 'mmgate.json'  # in an ONNX file's metadata, beside a program
 
@@ -29,7 +28,7 @@ class Exported:
         notes: What the export wrote beside the graph: names, sizes, the model in words.
 
     Raises:
-        ConfigError: The file is missing, of another kind, not made by tools/deploy/export.py, or for TensorRT alone.
+        ConfigError: The file is missing, of another kind, or not made by tools/deploy/export.py.
     """
 
     def __init__(self, path: str | Path, *, trusted: bool = False) -> None:
@@ -86,8 +85,6 @@ class Exported:
         try:
             session = onnxruntime.InferenceSession(self.path, options, providers=['CPUExecutionProvider'])
         except Exception as error:
-            if DOMAIN in str(error):
-                raise ConfigError(f'{self.path} has nodes {PLUGIN}, which TensorRT alone can run.') from error
             raise ConfigError(f'onnxruntime cannot read {self.path}: {error}') from error
         names = [entry.name for entry in session.get_inputs()]
 

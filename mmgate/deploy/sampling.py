@@ -1,4 +1,4 @@
-"""How deformable attention is written down: by gathering rows, by GridSample, or as TensorRT's plug-in node.
+"""How deformable attention is written down: by gathering rows, or by GridSample.
 
 TensorRT compiles deformable attention of GridSample nodes wrongly and says nothing (NVIDIA/TensorRT issue 4813), so
 gathering is the default.
@@ -20,7 +20,6 @@ from mmgate.ops.ms_deform_attn.reference import corners
 from .sizes import Sizes
 
 package = importlib.import_module('mmgate.ops.ms_deform_attn')  # the function of its name hides it
-DOMAIN, PLUGIN = 'trt.plugins', 'MultiscaleDeformableAttnPlugin_TRT'
 
 
 def gather(
@@ -46,16 +45,6 @@ def gather(
     return (share[..., None, :] @ samples).view(batch, queries, heads * dim).to(value.dtype)
 
 
-def plugin(
-    value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
-) -> Tensor:
-    """Leave the sum to a node of TensorRT's plug-in; arguments as :func:`gather`. The graph alone knows its result."""
-    sizes = torch.clone(spatial_shapes).to(torch.int32)  # a tensor, whatever stands for one
-    inputs = (value, sizes, level_start_index.to(torch.int32), sampling_locations, weights)
-    shape = (*weights.shape[:3], value.shape[3])  # (B, Q, H, D)
-    return torch.onnx.ops.symbolic(f'{DOMAIN}::{PLUGIN}', inputs, dtype=value.dtype, shape=shape, version=1).flatten(2)
-
-
 def grid(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
@@ -65,7 +54,7 @@ def grid(
     return grid_sample.sample(value, spatial_shapes, starts, sampling_locations, weights)
 
 
-SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid, 'plugin': plugin}
+SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid}
 
 
 def sampled_by(name: str) -> tuple[Any, str, Any]:

@@ -30,6 +30,7 @@ from mmgate.ops.backend import OPERATORS, candidates
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
 from .config_file import add_trust_option, check_files, config_parser, load_config, type_name
 from .load_report import LoadReportHook
+from .processes import prepare_processes
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
@@ -152,10 +153,7 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
         ConfigError: A launcher or a backend that cannot work here, or a rule that does not fit the model.
     """
     init_default_scope(cfg.get('default_scope') or 'mmengine')
-    if cfg.launcher != 'none' or cfg.get('strategy'):
-        from .processes import prepare_processes  # what shards takes long to import
-
-        prepare_processes(cfg)
+    prepare_processes(cfg)
     runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
     if isinstance(runner, FlexibleRunner):  # it would build the model when it starts
         runner.model = runner.strategy.build_model(runner.model)

@@ -27,7 +27,6 @@ def test_an_old_torch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ('file/a.onnx', [], 'nothing can be written to .*/file'),
         ('a.onnx', ['--format', 'torch-export'], r'a\.onnx: a file of --format torch-export ends with \.pt2'),
-        ('a.pt2', ['--format', 'torch-export', '--msda', 'plugin'], '--msda plugin is .* for --format onnx alone'),
     ],
 )
 def test_what_cannot_be_written(out: str, options: list[str], reason: str, tmp_path: Path) -> None:
@@ -44,10 +43,13 @@ def test_what_cannot_be_written(out: str, options: list[str], reason: str, tmp_p
         ('model.pt2', False, 'may hold code, which opening it would run.*--trust-checkpoint'),
         ('model.pt2', True, 'cannot be read as a program of torch'),
         ('checkpoint.pt2', True, 'cannot be read as a program of torch'),
+        ('model.onnx', False, 'onnxruntime cannot read .*model.onnx'),
     ],
 )
 def test_what_is_no_exported_file(name: str, trusted: bool, reason: str, tmp_path: Path) -> None:
-    for empty in ('model.pth', 'model.pt2'):
+    if name.endswith('.onnx'):
+        pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
+    for empty in ('model.pth', 'model.pt2', 'model.onnx'):
         (tmp_path / empty).write_bytes(b'')
     torch.save({}, tmp_path / 'checkpoint.pt2')
     with pytest.raises(ConfigError, match=reason):

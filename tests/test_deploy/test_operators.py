@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from mmgate.deploy.graph import capture, write_onnx
 from mmgate.deploy.network import Network
 from mmgate.deploy.operators import keep, roi_align
 from mmgate.deploy.runtime import Exported
-from mmgate.deploy.sampling import PLUGIN, SAMPLERS
 from mmgate.deploy.tracing import adaptive_avg_pool2d, upsample, window_reverse
 from mmgate.errors import ConfigError
 from mmgate.layers import PLuGMultiScaleDeformableAttention
@@ -52,7 +50,7 @@ def test_the_best_boxes_are_mmcvs(count: int, agnostic: bool) -> None:
 
 
 def test_another_suppression_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"nms=.*soft_nms.* cannot be exported: ONNX has .*--cfg-options"):
+    with pytest.raises(ConfigError, match=r'nms=.*soft_nms.* cannot be exported: ONNX has .*--cfg-options'):
         best(boxes_and_scores(), dict(type='soft_nms', iou_threshold=0.5), 10)
 
 
@@ -147,39 +145,17 @@ class Levels(Network):
         return (self.attention(tokens, value=tokens, **options),)
 
 
-@pytest.fixture(scope='module')
-def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Levels, dict[str, Path]]:
-    pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
-    net, paths = Levels().eval(), {}
-    for name in SAMPLERS:
-        program, taken = capture(net, (torch.randn(2, 16, 16, 24),), 1, name)
-        paths[name] = tmp_path_factory.mktemp('sampled') / f'{name}.onnx'
-        write_onnx(program, net, paths[name], dict(taken, least=1))
-    return net, paths
-
-
 @exports
 @pytest.mark.parametrize('name, grids', [('gather', 0), ('grid', 2)])  # a node a level
-def test_computes_what_pytorch_does(name: str, grids: int, files: Any) -> None:
-    net, paths = files
-    run = Exported(paths[name])
+def test_sampling_computes_what_pytorch_does(name: str, grids: int, tmp_path: Path) -> None:
+    pytest.importorskip('onnxruntime', reason='needs the extra "deploy"')
+    net, path = Levels().eval(), tmp_path / 'sampled.onnx'
+    program, taken = capture(net, (torch.randn(2, 16, 16, 24),), 1, name)
+    write_onnx(program, net, path, dict(taken, least=1))
+    run = Exported(path)
     for shape in ((2, 16, 16, 24), (1, 16, 36, 8), (3, 16, 4, 4)):
         images = torch.randn(shape)
         with torch.no_grad():
             torch.testing.assert_close(run(images)[0], net(images)[0], rtol=1e-4, atol=1e-5)
-    nodes = pytest.importorskip('onnx').load(paths[name]).graph.node
+    nodes = pytest.importorskip('onnx').load(path).graph.node
     assert [node.op_type for node in nodes].count('GridSample') == grids
-
-
-@exports
-def test_the_plugins_node_takes_what_tensorrt_wants_and_runs_nowhere_else(files: Any) -> None:
-    onnx = pytest.importorskip('onnx')
-    model = onnx.load(files[1]['plugin'])
-    (node,) = (node for node in model.graph.node if node.op_type == PLUGIN)
-    assert len(node.input) == 5 and len(node.output) == 1 and not node.attribute
-    kinds = {value.name: value.type.tensor_type.elem_type for value in model.graph.value_info}
-    kinds |= {value.name: value.data_type for value in model.graph.initializer}
-    wanted = [onnx.TensorProto.FLOAT, onnx.TensorProto.INT32, onnx.TensorProto.INT32] + [onnx.TensorProto.FLOAT] * 2
-    assert [kinds[name] for name in node.input] == wanted
-    with pytest.raises(ConfigError, match=re.escape(f'has nodes {PLUGIN}, which TensorRT alone can run')):
-        Exported(files[1]['plugin'])

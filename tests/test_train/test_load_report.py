@@ -110,6 +110,12 @@ def test_less_than_half_is_refused(lines: list) -> None:
     assert '2 of 6' in lines[0][1]
 
 
+def test_a_sharded_model_is_not_counted(monkeypatch: pytest.MonkeyPatch, lines: list) -> None:
+    monkeypatch.setattr(load_report, 'is_model_wrapper', lambda model: True)
+    load({})
+    assert not lines
+
+
 @pytest.mark.parametrize(
     ('left_out', 'whole', 'said'),
     [

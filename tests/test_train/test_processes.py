@@ -1,4 +1,4 @@
-"""Two processes on a CPU: they train as one does, DDP and FSDP train alike, and FSDP resumes."""
+"""Two processes on a CPU: they train as one does, with either kind of runner."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from mmengine._strategy import FSDPStrategy
 from mmengine.config import Config
 from mmengine.model import MMDistributedDataParallel
+from mmengine.registry import STRATEGIES
 from safetensors.torch import load_file
 from torch import Tensor
 
 from mmgate.errors import ConfigError
+from mmgate.registry import MODEL_WRAPPERS
 from mmgate.train import cli
-from mmgate.train.processes import MODEL_WRAPPERS, STRATEGIES, FSDPStrategy, prepare_processes
+from mmgate.train.processes import prepare_processes
 
 COMPONENTS = """
 import torch
@@ -103,38 +106,19 @@ import json
 import sys
 import mmgate
 import torch
-from mmgate.errors import ConfigError
 from mmgate.train import cli
 
-for number, (config, work, options, flags) in enumerate(json.loads(sys.argv[1])):
+for config, work, options in json.loads(sys.argv[1]):
     # several runs a second: mmengine tells them apart by name and second
-    options = ['--cfg-options', f'experiment_name={work}{number}', *options]
-    try:
-        # not main, which ends the group of processes
-        cli.train([config, '--launcher', 'pytorch', '--work-dir', work, *flags, *options])
-        assert 'experiment_name=refused' not in options
-    except ConfigError:
-        assert 'experiment_name=refused' in options
-    torch.distributed.barrier()  # the next run may look for what the first process of this one writes last
+    options = ['--cfg-options', f'experiment_name={work}', *options]
+    # not main, which ends the group of processes
+    cli.train([config, '--launcher', 'pytorch', '--work-dir', work, *options])
 torch.distributed.destroy_process_group()
 """
-FLEXIBLE = ['runner_type=FlexibleRunner']
-LOCAL = [*FLEXIBLE, 'strategy.type=FSDPStrategy']
-FULL = [*LOCAL, 'strategy.state_dict_cfg=full']
-WRAPPER = 'strategy.model_wrapper'
-ORIGINAL = [f'{WRAPPER}.type=MMFullyShardedDataParallel', f'{WRAPPER}.use_orig_params=True']  # some are frozen
 
 
-def shards_on_a_cpu() -> bool:
-    try:
-        torch.cpu.Stream(priority=-1)
-    except TypeError:
-        return False
-    return True
-
-
-def in_two_processes(folder: Path, *runs: tuple[str, str, list[str], list[str]]) -> None:
-    """Train, each: config, work dir, options, flags."""
+def in_two_processes(folder: Path, *runs: tuple[str, str, list[str]]) -> None:
+    """Train, each: config, work dir, options."""
     for name, text in dict(components=COMPONENTS, config=CONFIG, gates_alone=GATES_ALONE, runs=RUNS).items():
         (folder / f'{name}.py').write_text(text)
     environment = {**os.environ, 'PYTHONPATH': f'{ROOT}:{folder}', 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}
@@ -146,67 +130,39 @@ def in_two_processes(folder: Path, *runs: tuple[str, str, list[str], list[str]])
     assert result.returncode == 0, result.stderr[-3000:]
 
 
-def weights(folder: Path) -> dict[str, Tensor]:
-    state = torch.load(folder / 'epoch_4.pth', weights_only=False)['state_dict']
+def weights(folder: str) -> dict[str, Tensor]:
+    state = torch.load(f'{folder}/epoch_4.pth', weights_only=False)['state_dict']
     return {key.removeprefix('module.'): value for key, value in state.items()}  # so mmengine's DDPStrategy saves
 
 
 def test_two_processes_train_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a parameter that takes no part, clipping and accumulation."""
-    idle = ['model.type=Idle', 'find_unused_parameters=True']
-    in_two_processes(tmp_path, ('config.py', 'two', idle, []), ('gates_alone.py', 'two_gates', [], []))
+    idle, unused, flexible = 'model.type=Idle', 'find_unused_parameters=True', 'runner_type=FlexibleRunner'
+    strategy = ['type=DDPStrategy', 'model_wrapper.type=MMDistributedDataParallel', f'model_wrapper.{unused}']
+    in_two_processes(
+        tmp_path,
+        ('config.py', 'two', [idle, unused]),
+        ('config.py', 'two_flexible', [flexible]),
+        ('config.py', 'two_wrapped', [flexible, idle, *(f'strategy.{option}' for option in strategy)]),
+        ('gates_alone.py', 'two_gates', []),
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     options = ['--cfg-options', 'train_dataloader.batch_size=6']
-    assert cli.main(cli.train, ['config.py', '--work-dir', 'one', *options, 'model.type=Idle']) == 0
-    assert cli.main(cli.train, ['gates_alone.py', '--work-dir', 'one_gates', *options]) == 0
-    for name in ('', '_gates'):
-        one, two = weights(tmp_path / f'one{name}'), weights(tmp_path / f'two{name}')
-        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
-        assert ('unused.weight' in one) == (not name)
+    for name, config, model in (('one', 'config.py', [idle]), ('one_gates', 'gates_alone.py', [])):
+        assert cli.main(cli.train, [config, '--work-dir', name, *options, *model]) == 0
+    two = weights('two')
+    torch.testing.assert_close(two, weights('one'), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weights('two_wrapped'), two)
+    del two['unused.weight'], two['unused.bias']
+    torch.testing.assert_close(weights('two_flexible'), two)
+    one, two = weights('one_gates'), weights('two_gates')
+    torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
     trained = {name for name in one if 'gml' in name or 'gate_' in name}
     assert trained and all(torch.equal(one[name], two[name]) for name in set(one) - trained)
-    averaged = load_file(tmp_path / 'two_gates/epoch_4.gates.safetensors')
+    averaged = load_file('two_gates/epoch_4.gates.safetensors')
     assert set(averaged) == trained
     torch.testing.assert_close(averaged, {name: two[name] for name in trained})
-
-
-@pytest.mark.slow
-def test_fsdp_trains_as_ddp_does_and_resumes(tmp_path: Path) -> None:
-    half, sharded = ['train_cfg.max_epochs=2'], shards_on_a_cpu()
-    runs = [('config.py', 'runner', [], []), ('config.py', 'ddp', FLEXIBLE, [])]
-    if sharded:
-        runs += [
-            ('config.py', 'full', FULL, []),
-            ('config.py', 'full-resumed', [*FULL, *half], []),
-            ('config.py', 'full-resumed', FULL, ['--resume']),
-            ('config.py', 'local', LOCAL, []),
-            ('config.py', 'local-resumed', [*LOCAL, *half], []),
-            ('config.py', 'local-resumed', [*LOCAL, 'experiment_name=refused'], ['--resume']),  # objects of torch's
-            ('config.py', 'local-resumed', LOCAL, ['--resume', '--trust-checkpoint']),
-            ('gates_alone.py', 'gates-ddp', [*FLEXIBLE, 'custom_hooks=[]'], []),
-            ('gates_alone.py', 'gates-full', [*FULL, *ORIGINAL, 'custom_hooks=[]'], []),
-        ]
-    in_two_processes(tmp_path, *runs)
-    expected = weights(tmp_path / 'runner')
-    for name in ('ddp', 'full', 'full-resumed') if sharded else ('ddp',):
-        torch.testing.assert_close(weights(tmp_path / name), expected, msg=lambda m, n=name: f'{n}: {m}')
-    if not sharded:
-        pytest.skip('DDP does; this torch has no FSDP on a CPU')
-    torch.testing.assert_close(weights(tmp_path / 'gates-full'), weights(tmp_path / 'gates-ddp'))
-    losses = {}
-    for name in ('full', 'local', 'local-resumed'):  # a local checkpoint holds shards: compare what the runs log
-        logs = sorted((tmp_path / name).glob('*/vis_data/scalars.json'))
-        losses[name] = logs[-1].read_text().splitlines()[-1].partition('"loss": ')[2].partition(',')[0]
-    assert losses['local'] and len(set(losses.values())) == 1, losses
-    assert sorted(p.name for p in (tmp_path / 'local/epoch_4.pth').iterdir()) == ['rank0.pth', 'rank1.pth']
-
-
-def test_mmengines_strategy_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cuda')
-    cfg = Config(dict(launcher='pytorch', strategy=dict(type='FSDPStrategy')))
-    prepare_processes(cfg)
-    assert STRATEGIES.get(cfg.strategy.type) is FSDPStrategy
 
 
 @pytest.mark.parametrize('name', [None, 'MMDistributedDataParallel', 'mmgate.DistributedDataParallelOnCPU'])
@@ -220,15 +176,15 @@ def test_without_a_gpu_no_device_is_handed_over(monkeypatch: pytest.MonkeyPatch,
     assert MODEL_WRAPPERS.get(cfg.model_wrapper_cfg.type) is MMDistributedDataParallel
 
 
-@pytest.mark.parametrize(
-    'settings, message',
-    [
-        (dict(launcher='slurm'), '--launcher slurm needs GPUs'),
-        (dict(launcher='none', strategy=dict(type='FSDPStrategy')), 'FSDP shards over processes: start them with'),
-    ],
-    ids=['slurm', 'one process'],
-)
-def test_a_start_that_cannot_work(monkeypatch: pytest.MonkeyPatch, settings: dict, message: str) -> None:
+def test_the_strategy_of_older_configs_is_mmengines() -> None:
+    assert STRATEGIES.get('mmgate.FSDPStrategy') is FSDPStrategy
+
+
+def test_slurm_is_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = Config(dict(launcher='slurm'))
+    monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cuda')
+    prepare_processes(cfg)
+    assert dict(cfg) == dict(launcher='slurm')
     monkeypatch.setattr('mmgate.train.processes.get_device', lambda: 'cpu')
-    with pytest.raises(ConfigError, match=message):
-        prepare_processes(Config(settings))
+    with pytest.raises(ConfigError, match='--launcher slurm needs GPUs'):
+        prepare_processes(cfg)

@@ -1,4 +1,4 @@
-"""transformers' models loaded with gates, and our sampler as their kernel."""
+"""Load transformers' models with gates in them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import transformers
 from hub_models import build, feed, largest_difference, moved, outputs
 
 import mmgate
-from mmgate.transformers import MultiScaleDeformableAttention, from_pretrained, register_kernel
+from mmgate.transformers import from_pretrained
 
 RULES = [
     dict(path='model.encoder.layers.*.self_attn', type='PLuGMultiScaleDeformableAttention'),
@@ -70,27 +70,3 @@ def test_half_precision_and_gates_of_a_mixed_checkpoint(tmp_path: Path) -> None:
 def test_a_class_for_several_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match='AutoModelForObjectDetection is no model'):
         from_pretrained(transformers.AutoModelForObjectDetection, tmp_path, RULES)
-
-
-def test_the_kernel_samples_as_theirs() -> None:
-    theirs = build('deformable_detr').model.encoder.layers[0].self_attn.attn
-    shapes = [(6, 5), (3, 2)]
-    value, weights = torch.randn(2, 36, 4, 8), torch.rand(2, 7, 4, 2, 3)
-    locations = torch.rand(2, 7, 4, 2, 3, 2) * 1.4 - 0.2
-    start = torch.tensor([0, 30])
-    arguments = (value, torch.tensor(shapes), shapes, start, locations, weights, 64)
-    expected = theirs(*arguments)
-    torch.testing.assert_close(MultiScaleDeformableAttention()(*arguments), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_kernelize() -> None:
-    kernels = pytest.importorskip('kernels', reason='needs kernels')
-    if not transformers.utils.is_kernels_available():
-        pytest.skip('this transformers asks for another kernels')
-    register_kernel()
-    model, fed = build('deformable_detr'), feed('deformable_detr')
-    before = outputs(model, fed)
-    kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device='cpu')
-    ours = MultiScaleDeformableAttention.forward
-    assert sum(getattr(module.forward, '__func__', None) is ours for module in model.modules()) == 4
-    assert largest_difference(before, outputs(model, fed)) < 1e-5

@@ -25,8 +25,8 @@ def main(argv: list[str]) -> None:
         '--msda',
         choices=sorted(SAMPLERS),
         default='gather',
-        help="deformable attention as gathered rows (default), as GridSample, or as a node of TensorRT's plug-in; "
-        'TensorRT compiles GridSample in deformable attention wrongly without a word (NVIDIA/TensorRT issue 4813)',
+        help='deformable attention as gathered rows (default), or as GridSample, which TensorRT compiles wrongly there '
+        'without a word (NVIDIA/TensorRT issue 4813)',
     )
     parser.add_argument(
         '--fixed-size', action='store_true', help="take images of the first one's size alone, without trying others"
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
         '--allow-mismatch', action='store_true', help='export although the checkpoint lacks some of the parameters'
     )
     args = parser.parse_args(argv)
-    check_format(args.format, args.msda)
+    check_format(args.format)
     suffix = SUFFIXES[args.format]
     path = Path(args.out or f'{FOLDER}/{Path(args.config).stem}{suffix}')
     if path.suffix != suffix:
