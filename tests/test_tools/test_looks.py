@@ -20,6 +20,7 @@ from torch import nn
 import mmgate  # noqa: F401
 from mmgate.analysis.figures.maps import seen_part
 from mmgate.analysis.loading import UNTRAINED, class_names, load_models, parser, picture_names
+from mmgate.benchmarks.measure import MODES
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
 
@@ -134,14 +135,20 @@ def test_cka_of_a_layer_with_itself_is_one(configs: dict[str, str], tmp_path: Pa
 
 
 def test_efficiency_of_two_backbones(configs: dict[str, str], tmp_path: Path) -> None:
-    arguments = [configs['pvt'], configs['agent'], '--sizes', '32', '64', '--repetitions', '1', '--out', str(tmp_path)]
-    assert cli.main(tool('plot_efficiency').main, arguments) == 0
-    rows = list(csv.DictReader((tmp_path / 'efficiency.csv').open()))
+    def measured(*options: str) -> list[dict[str, str]]:
+        given = [configs['pvt'], configs['agent'], '--repetitions', '1', *options, '--out', str(tmp_path)]
+        assert cli.main(tool('plot_efficiency').main, given) == 0
+        return list(csv.DictReader((tmp_path / 'efficiency.csv').open()))
+
+    rows = measured('--sizes', '32', '64', '--modes', *MODES)
     assert (tmp_path / 'efficiency.png').stat().st_size > 5_000
     assert [row['provider'] for row in rows[:2]] == ['pvt', 'agent']
-    assert {row['x'] for row in rows} == {'32_b1', '64_b1'}
     assert all(float(row['y_20']) <= float(row['y_50']) <= float(row['y_80']) for row in rows)
-    assert {row['metric'] for row in rows} == {'throughput', 'peak memory'}
+    assert {(row['x'], row['mode'], row['metric']) for row in rows if row['provider'] == 'agent'} == {
+        (x, mode, metric) for x in ('32_b1', '64_b1') for mode in MODES for metric in ('throughput', 'peak memory')
+    }
+    for options, mode in (((), 'forward'), (('--train',), 'forward+backward')):
+        assert {row['mode'] for row in measured('--sizes', '32', *options)} == {mode}
 
 
 def test_efficiency_of_what_rules_gate(configs: dict[str, str], tmp_path: Path) -> None:
