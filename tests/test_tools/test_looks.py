@@ -129,8 +129,16 @@ def test_agents_have_their_maps(configs: dict[str, str], tmp_path: Path) -> None
     assert [int(row['agent']) for row in rows] == list(range(9)) and all(0 < float(row['largest']) <= 1 for row in rows)
 
 
-def test_cka_of_a_layer_with_itself_is_one(configs: dict[str, str], tmp_path: Path) -> None:
-    rows = draw('plot_cka', configs['pvt'], tmp_path)
+def test_cka_needs_images_of_one_size_and_says_how(configs: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+    """What the message says to set makes a square of each of four images."""
+    for number, width in enumerate((64, 64, 64, 96)):
+        image = np.random.default_rng(number).integers(0, 256, (64, width, 3), np.uint8)
+        cv2.imwrite(str(tmp_path / f'{number}.png'), image)
+    given = ['--images', str(tmp_path)]
+    assert look('plot_cka', configs['pvt'], tmp_path / 'cka', *given) == 2
+    setting = 'val_dataloader.dataset.pipeline.1.keep_ratio=False'
+    assert f'by --cfg-options {setting}, for --images of test_dataloader' in capsys.readouterr().err
+    rows = draw('plot_cka', configs['pvt'], tmp_path / 'cka', *given, '--cfg-options', setting.replace('val', 'test'))
     assert {round(float(row['cka']), 4) for row in rows if row['layer'] == row['other']} == {1.0}
 
 
