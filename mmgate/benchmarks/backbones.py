@@ -15,7 +15,6 @@ from .measure import MODES, Row, interleaved
 
 
 def benchmark_models(
-    op: str,
     builds: Mapping[str, Callable[[], nn.Module]],
     sizes: Sequence[int],
     *,
@@ -29,14 +28,14 @@ def benchmark_models(
 
     The ``builds`` return models that take images and return maps. Autocast is to bfloat16, as mixed precision trains.
     """
-    for mode in modes:  # forward first: what training leaves in the heap would count as memory of a later row
+    for mode in sorted(set(modes)):  # forward first: what training leaves in the heap would count as memory
         for size in sizes:
             image = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0)).to(device)
             models = {name: build().to(device) for name, build in builds.items()}
             for model in models.values():
                 model.train(mode != 'forward')
             providers = {name: partial(_means, model, autocast) for name, model in models.items()}
-            yield from interleaved(op, providers, f'{size}_b{batch}', [image], mode, repetitions)
+            yield from interleaved('backbones', providers, f'{size}_b{batch}', [image], mode, repetitions)
 
 
 def _means(model: nn.Module, autocast: bool, image: Tensor) -> Tensor:

@@ -82,26 +82,19 @@ def test_rows_of_a_step(step: str, providers: int, tmp_path: Path, monkeypatch: 
     assert bool(saved) is bool(peer) and (not peer or saved['triton'] <= saved[peer])
 
 
-@pytest.mark.parametrize(
-    'op, module, switch, warps',
-    [
-        ('ms_deform_attn', switches.sampler, '2 warps', [2, 2, 4, 4]),
-        ('plug_attention', switches.plug, '8 warps', [8, 8, 8, 4, 4, 4]),
-    ],
-)
-def test_a_switch_changes_launches_inside_it(
-    op: str, module: Any, switch: str, warps: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Forward and backward, and as before outside of it."""
+def test_switches_change_launches_inside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward; outside of them kernels are launched as before."""
     pytest.importorskip('triton', minversion='3.2')
-    seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(module, 'launch', lambda *x, **constants: seen.append(constants))
-    run, inputs = switches.problem(op, 'cuda' if torch.cuda.is_available() else 'cpu', tiny=True)
-    inputs = [x.requires_grad_() if x.is_floating_point() else x for x in inputs]
-    with switches.SWITCHES[op][switch]():
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    for op, module, kernels in (('ms_deform_attn', switches.sampler, 2), ('plug_attention', switches.plug, 3)):
+        seen: list[int | None] = []
+        monkeypatch.setattr(module, 'launch', lambda *_, kept=seen, **given: kept.append(given.get('num_warps')))
+        run, inputs = switches.problem(op, device, tiny=True)
+        inputs[0].requires_grad_()
+        with switches.SWITCHES[op]['8 warps']():
+            run(*inputs).sum().backward()
         run(*inputs).sum().backward()
-    run(*inputs).sum().backward()
-    assert [x['num_warps'] for x in seen if 'num_warps' in x] == warps
+        assert [warps for warps in seen if warps] == [8] * kernels + [4] * kernels
 
 
 def no_compiler(*inputs: Any) -> Any:

@@ -326,12 +326,8 @@ def test_other_cuts_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, 'launch', lambda *x, **constants: (seen.append(constants), launch(*x, **constants)))
     inputs = make(levels=TINY, queries=22, heads=1, points=1)
     compare(inputs, 2e-5)
-
-    def otherwise(*asked: Any) -> blocks.Cut:
-        cut = usual(*asked)
-        return cut._replace(tiled=False, warps=2, pieces=2 + 2 * cut.backward)
-
-    monkeypatch.setattr(fused, 'cut_for', otherwise)
+    # more pieces backward alone, which the third argument tells
+    monkeypatch.setattr(fused, 'cut_for', lambda *x: usual(*x)._replace(tiled=False, warps=2, pieces=2 + 2 * x[2]))
     compare(inputs, 2e-5)
     used = [(x['TILED'], x['PIECES'], x['num_warps']) for x in seen if 'TILED' in x]
     assert used == [(True, 2, 4)] * 2 + [(False, 2, 2), (False, 4, 2)]

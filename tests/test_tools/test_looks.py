@@ -148,9 +148,9 @@ def test_efficiency_of_two_backbones(configs: dict[str, str], tmp_path: Path) ->
         assert cli.main(tool('plot_efficiency').main, given) == 0
         return list(csv.DictReader((tmp_path / 'efficiency.csv').open()))
 
-    rows = measured('--sizes', '32', '64', '--modes', *MODES)
+    rows = measured('--sizes', '32', '64', '--modes', *reversed(MODES))
     assert (tmp_path / 'efficiency.png').stat().st_size > 5_000
-    assert [row['provider'] for row in rows[:2]] == ['pvt', 'agent']
+    assert [(row['provider'], row['mode']) for row in rows[:2]] == [('pvt', 'forward'), ('agent', 'forward')]
     assert all(float(row['y_20']) <= float(row['y_50']) <= float(row['y_80']) for row in rows)
     assert {(row['x'], row['mode'], row['metric']) for row in rows if row['provider'] == 'agent'} == {
         (x, mode, metric) for x in ('32_b1', '64_b1') for mode in MODES for metric in ('throughput', 'peak memory')

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> None:
     if len(builds) < len(args.configs):
         raise ConfigError('two configs have one file name, by which they are told apart; copy one to another name.')
     options = {name: getattr(args, name) for name in ('batch', 'repetitions', 'modes', 'device', 'autocast')}
-    measured = benchmark_models('backbones', builds, args.sizes, **options)
+    measured = benchmark_models(builds, args.sizes, **options)
     shown = (throughput(row, args.batch) if row.metric == 'time' else row for row in measured)
     out = Path(args.out) / 'efficiency.csv'
     print(draw_curves(write_csv(told(shown), out), out.with_suffix('.png')), out)
