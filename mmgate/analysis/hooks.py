@@ -1,20 +1,16 @@
-"""Hooks that show what gates and sampling points do during a run."""
+"""A hook that shows what gates do during a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from mmengine.hooks import Hook
 from torch import Tensor
 
-from mmgate.analysis.figures.sampling import draw_sampling
 from mmgate.analysis.probes.attention import GATES
 from mmgate.analysis.probes.recording import Recording, readable, record
-from mmgate.analysis.probes.sampling import chosen_points, record_sampling
 from mmgate.analysis.probes.statistics import RunningStatistics
 from mmgate.layers.base.init import gate_parameters
 from mmgate.paths import own_model
@@ -80,49 +76,16 @@ class GateStatisticsHook(Hook):
         self._squares[path] = self._squares.get(path, 0) + gradient.detach().float().square().sum()
 
 
-@HOOKS.register_module()
-class SamplingPointsHook(Hook):
-    """Draw where deformable attention samples on the first validation images, into the run's visualizer.
+@HOOKS.register_module(name=['BackendChoicesHook', 'SamplingPointsHook'])
+class FormerHook(Hook):
+    """Deprecated: does nothing but say so, under names that configs may hold; their ``options`` are dropped."""
 
-    Pictures are called ``sampling_points_<file name>``. The points are those of the last decoder layer's best queries;
-    without a decoder, of the encoder's query in the middle of the image.
+    def __init__(self, **options: Any) -> None:
+        pass
 
-    Args:
-        images: How many images of a validation.
-        top_k: Queries drawn.
-    """
-
-    def __init__(self, images: int = 2, *, top_k: int = 3) -> None:
-        self.images, self.top_k = images, top_k
-        self._left = 0
-        self._open = ExitStack()
-        self._recording: Recording = {}
-
-    def before_val_epoch(self, runner: Any) -> None:
-        """Begin again with the first image."""
-        model = own_model(runner.model)
-        samples = 'locations' in readable(model)
-        self._left = self.images if samples and not runner.rank else 0
-        if not samples:
-            runner.logger.warning(f'SamplingPointsHook: {type(model).__name__} samples no points.')
-
-    def before_val_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        """Record while there are images to draw."""
-        self._open.close()  # of an iteration that failed
-        if self._left:
-            self._recording = self._open.enter_context(record_sampling(own_model(runner.model)))
-
-    def after_val_iter(
-        self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Sequence[Any] | None = None
-    ) -> None:
-        """Draw them."""
-        self._open.close()
-        if not self._recording:
-            return
-        classes = (getattr(runner.val_dataloader.dataset, 'metainfo', None) or {}).get('classes', ())
-        for number, sample in enumerate((outputs or ())[: self._left]):
-            points = chosen_points(self._recording, sample, number, top_k=self.top_k)
-            picture = draw_sampling([('', points, sample)], None, classes=[classes])
-            runner.visualizer.add_image(f'sampling_points_{Path(sample.img_path).stem}', picture, step=runner.iter)
-            self._left -= 1
-        self._recording = {}
+    def before_run(self, runner: Any) -> None:
+        """Say what to do instead."""
+        runner.logger.warning(
+            'BackendChoicesHook and SamplingPointsHook do nothing any more; take them out of custom_hooks. '
+            'tools/analysis_tools/plot_sampling_points.py CONFIG CHECKPOINT draws sampling points.'
+        )

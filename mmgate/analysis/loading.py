@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mmengine.config import Config, DictAction
+from mmengine.config import Config
 from mmengine.dataset import Compose, pseudo_collate
 from mmengine.logging import print_log
 from mmengine.registry import DATASETS, MODELS, init_default_scope
@@ -29,6 +29,7 @@ from mmgate.train.config_file import (
     add_trust_option,
     check_checkpoint,
     check_data,
+    config_parser,
     merge_options,
     read_config,
     type_name,
@@ -96,12 +97,10 @@ def _innermost(dataset: Any) -> Any:
 
 def parser(description: str | None) -> argparse.ArgumentParser:
     """Return the command line that all of these tools share; a tool adds its own options."""
-    shared = argparse.ArgumentParser(description=description)
-    shared.add_argument('config', help="config file, or 'package::path'")
+    shared = config_parser(description)
     add_inputs(shared)
-    shared.add_argument('--against', nargs=2, metavar=('CONFIG', 'CHECKPOINT'), help='a second model, drawn beside')
-    changed = "override settings of the config, and of the second model's: key=value"
-    shared.add_argument('--cfg-options', nargs='+', action=DictAction, help=changed)
+    beside = 'a second model, drawn beside; --cfg-options are of its config, too'
+    shared.add_argument('--against', nargs=2, metavar=('CONFIG', 'CHECKPOINT'), help=beside)
     shared.add_argument('--device', default='cpu', help='cpu (default) or cuda')
     shared.add_argument('--out', required=True, help='folder for pictures and CSV files')
     return shared

@@ -1,58 +1,20 @@
-"""Time and peak memory of backbones over the image size, ours beside the vanilla ones in one run, and their curves."""
+"""Time and peak memory of backbones over the image size, all of them in one run, and their curves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from mmgate import layers
 from mmgate.analysis.figures.style import COLOURS, legend, panels, save
-from mmgate.layers.linear.base import LinearAttention
 
 from .measure import MODES, Row, interleaved
 
-BACKBONES: dict[str, dict[str, Any]] = {
-    'PVT-T': dict(type='mmdet.PyramidVisionTransformer', num_layers=[2, 2, 2, 2]),
-    'Agent-PVT-T': dict(type='mmgate.AgentPVT', arch='tiny'),
-    'Agent-PVT-T, dense': dict(type='mmgate.AgentPVT', arch='tiny', agent_nums=(144, 256, 784, 784)),
-    'SAGA-PVT-T': dict(type='mmgate.SAGAPVT', arch='tiny'),
-    'PVT-L': dict(type='mmdet.PyramidVisionTransformer', num_layers=[3, 8, 27, 3]),
-    'Agent-PVT-S': dict(type='mmgate.AgentPVT', arch='small'),
-    'Swin-T': dict(type='mmdet.SwinTransformer'),
-    'Agent-Swin-T': dict(type='mmgate.AgentSwin', arch='tiny'),
-    'SAGA-Swin-T': dict(type='mmgate.SAGASwin', arch='tiny'),
-}
-KINDS = [kind for kind in vars(layers).values() if isinstance(kind, type) and issubclass(kind, LinearAttention)]
-LINEAR = [kind.__name__.removesuffix('Attention') for kind in KINDS if kind is not layers.SAGAAttention]
-BACKBONES |= {
-    f'{name}-{host}': dict(type=f'mmgate.Linear{host[:-2]}', arch='tiny', attention=dict(type=f'{name}Attention'))
-    for name in LINEAR
-    for host in ('PVT-T', 'Swin-T')
-}
-FUSED = ', fused'  # a name's suffix: the same with fused attention
-SUITES = {
-    'pvt-t': ('PVT-T', 'PVT-T' + FUSED, 'Agent-PVT-T', 'Agent-PVT-T, dense', 'SAGA-PVT-T'),
-    'pvt-l': ('PVT-L', 'Agent-PVT-S'),
-    'swin-t': ('Swin-T', 'Agent-Swin-T', 'SAGA-Swin-T'),
-    'linear-pvt-t': ('PVT-T', 'PVT-T' + FUSED, 'Agent-PVT-T', 'SAGA-PVT-T', *(f'{name}-PVT-T' for name in LINEAR)),
-    'linear-swin-t': ('Swin-T', 'Agent-Swin-T', 'SAGA-Swin-T', *(f'{name}-Swin-T' for name in LINEAR)),
-}
-
-
-def benchmark_backbones(suite: str, sizes: Sequence[int], **options: Any) -> Iterator[Row]:
-    """Measure a suite of :data:`SUITES`, whose first is the peer; ``options`` are :func:`benchmark_models`'."""
-    builds = {name: partial(_build, name) for name in SUITES[suite]}
-    yield from benchmark_models(f'backbones {suite}', builds, sizes, **options)
-
 
 def benchmark_models(
-    op: str,
     builds: Mapping[str, Callable[[], nn.Module]],
     sizes: Sequence[int],
     *,
@@ -66,23 +28,14 @@ def benchmark_models(
 
     The ``builds`` return models that take images and return maps. Autocast is to bfloat16, as mixed precision trains.
     """
-    for mode in modes:  # forward first: what training leaves in the heap would count as memory of a later row
+    for mode in sorted(set(modes)):  # forward first: what training leaves in the heap would count as memory
         for size in sizes:
             image = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0)).to(device)
             models = {name: build().to(device) for name, build in builds.items()}
             for model in models.values():
                 model.train(mode != 'forward')
             providers = {name: partial(_means, model, autocast) for name, model in models.items()}
-            yield from interleaved(op, providers, f'{size}_b{batch}', [image], mode, repetitions)
-
-
-def _build(name: str) -> nn.Module:
-    model = MODELS.build(dict(BACKBONES[name.removesuffix(FUSED)]))
-    if name.endswith(FUSED):  # asked for the weights, which mmcv drops, torch does not fuse its attention
-        for module in model.modules():
-            if isinstance(module, nn.MultiheadAttention):
-                module.forward = partial(module.forward, need_weights=False)  # type: ignore[method-assign]
-    return model
+            yield from interleaved('backbones', providers, f'{size}_b{batch}', [image], mode, repetitions)
 
 
 def _means(model: nn.Module, autocast: bool, image: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Any
 
 from mmengine.config import Config
 from mmengine.hooks import Hook
-from mmengine.model import is_model_wrapper
 from mmengine.registry import DATASETS
 from torch import Tensor, nn
 
 from mmgate._environment import MM
 from mmgate.errors import ConfigError
+from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 
 HEADS = ('auxiliary_head', 'bbox_head', 'decode_head', 'head', 'mask_head', 'query_head')
@@ -52,7 +52,7 @@ class DataCheckHook(Hook):
             lacking, lacks_all = lacking_categories(one)
             if lacks_all and mode == 'train':
                 raise ConfigError(f'train_dataloader: {lacking}')
-            for found in (lacking, *other_numbers(_model(runner), one)):
+            for found in (lacking, *other_numbers(own_model(runner.model), one)):
                 self._say(runner, found, f'{mode}_dataloader: ')
 
     def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = 'train') -> None:
@@ -60,7 +60,7 @@ class DataCheckHook(Hook):
         samples = data_batch.get('data_samples') if isinstance(data_batch, dict) and self._left > 0 else None
         for sample in samples if isinstance(samples, Sequence) else ():
             self._left -= 1
-            self._say(runner, label_beyond(_model(runner), sample))
+            self._say(runner, label_beyond(own_model(runner.model), sample))
 
     def _say(self, runner: Any, found: str, where: str = '') -> None:
         if found and found not in self._said and not runner.rank:
@@ -166,10 +166,6 @@ def label_beyond(model: nn.Module, sample: Any) -> str:
         f'{classes - 1} ({ignored} is ignored). Correct the labels, set num_classes, or set reduce_zero_label where '
         'they count from 1.'
     )
-
-
-def _model(runner: Any) -> nn.Module:
-    return runner.model.module if is_model_wrapper(runner.model) else runner.model
 
 
 def _classes(dataset: Any) -> list[str]:

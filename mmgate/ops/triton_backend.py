@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,23 +13,6 @@ from torch import Tensor
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 OLDEST = (3, 2)  # of Triton
 MAX_DIM = 128  # channels of a head
-_Cut = TypeVar('_Cut')
-_changes: dict[type, Callable[[Any], Any]] = {}
-
-
-@contextmanager
-def launched_otherwise(kind: type[_Cut], change: Callable[[_Cut], _Cut]) -> Iterator[None]:
-    """Launch kernels as ``change`` returns from what describes a launch of this ``kind``, to compare their times."""
-    _changes[kind] = change
-    try:
-        yield
-    finally:
-        del _changes[kind]
-
-
-def otherwise(cut: _Cut) -> _Cut:
-    """Return how a kernel is launched that would be by ``cut``; the same outside of :func:`launched_otherwise`."""
-    return _changes.get(type(cut), lambda x: x)(cut)
 
 
 @functools.cache

@@ -155,8 +155,3 @@ def _wide(x: Any) -> Any:
 @functools.cache
 def _in_float32(kind: Any) -> type[nn.Module]:
     return type(kind.__name__, (_Float32, kind), {})
-
-
-@HOOKS.register_module()
-class BackendChoicesHook(Hook):
-    """Deprecated: does nothing. Configs may name it from when runs kept what ``auto`` had measured."""

@@ -17,7 +17,6 @@ from mmengine.hub import get_config
 from torch import Tensor
 
 from mmgate.benchmarks import measure, ops, training
-from mmgate.benchmarks.backbones import SUITES, benchmark_backbones
 from mmgate.benchmarks.training import benchmark_training, random_batch
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import plug_attention
@@ -96,14 +95,6 @@ def test_bytes_kept_beside_mmcv(case: str, fp32: float, autocast: float, monkeyp
     runs = (ops._mmcv, ops._attend, ops._in_bfloat16)
     peer, ours, ours_16_bit = (measure.saved_bytes(partial(run, reference=reference), inputs) for run in runs)
     assert ours < fp32 * peer and ours_16_bit < autocast * peer
-
-
-def test_backbone_benchmark() -> None:
-    assert len(SUITES['linear-swin-t']) == 3 + 9  # every linear attention beside the others
-    rows = list(benchmark_backbones('pvt-t', [32, 64], repetitions=1))
-    assert {(r.x, r.mode, r.metric) for r in rows if r.provider == 'SAGA-PVT-T'} == {
-        (x, mode, metric) for x in ('32_b1', '64_b1') for mode in measure.MODES for metric in ('time', 'peak memory')
-    }
 
 
 @pytest.mark.parametrize(

@@ -82,5 +82,20 @@ def test_rows_of_a_step(step: str, providers: int, tmp_path: Path, monkeypatch: 
     assert bool(saved) is bool(peer) and (not peer or saved['triton'] <= saved[peer])
 
 
+def test_switches_change_launches_inside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward; outside of them kernels are launched as before."""
+    pytest.importorskip('triton', minversion='3.2')
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    for op, module, kernels in (('ms_deform_attn', switches.sampler, 2), ('plug_attention', switches.plug, 3)):
+        seen: list[int | None] = []
+        monkeypatch.setattr(module, 'launch', lambda *_, kept=seen, **given: kept.append(given.get('num_warps')))
+        run, inputs = switches.problem(op, device, tiny=True)
+        inputs[0].requires_grad_()
+        with switches.SWITCHES[op]['8 warps']():
+            run(*inputs).sum().backward()
+        run(*inputs).sum().backward()
+        assert [warps for warps in seen if warps] == [8] * kernels + [4] * kernels
+
+
 def no_compiler(*inputs: Any) -> Any:
     raise RuntimeError('there is no compiler')

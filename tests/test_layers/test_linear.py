@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.analysis.report.flops import count_macs
+from mmgate.analysis.report.flops import _count
 from mmgate.layers import (
     EfficientAttention,
     EnhancedLinearAttention,
@@ -145,7 +145,7 @@ def test_cost_is_linear_in_the_tokens(kind: type[LinearAttention]) -> None:
     layer = build(kind)
 
     def macs(side: int) -> int:
-        return count_macs(layer, torch.zeros(1, side * side, C, dtype=torch.float64), (side, side)).macs
+        return _count(layer, torch.zeros(1, side * side, C, dtype=torch.float64), (side, side)).macs
 
     once = macs(16) * 4 - macs(32)  # three times what does not depend on the tokens
     assert macs(64) - macs(32) == 4 * (macs(32) - macs(16))

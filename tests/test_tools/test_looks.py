@@ -20,6 +20,7 @@ from torch import nn
 import mmgate  # noqa: F401
 from mmgate.analysis.figures.maps import seen_part
 from mmgate.analysis.loading import UNTRAINED, class_names, load_models, parser, picture_names
+from mmgate.benchmarks.measure import MODES
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
 
@@ -128,20 +129,34 @@ def test_agents_have_their_maps(configs: dict[str, str], tmp_path: Path) -> None
     assert [int(row['agent']) for row in rows] == list(range(9)) and all(0 < float(row['largest']) <= 1 for row in rows)
 
 
-def test_cka_of_a_layer_with_itself_is_one(configs: dict[str, str], tmp_path: Path) -> None:
-    rows = draw('plot_cka', configs['pvt'], tmp_path)
+def test_cka_needs_images_of_one_size_and_says_how(configs: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+    """What the message says to set makes a square of each of four images."""
+    for number, width in enumerate((64, 64, 64, 96)):
+        image = np.random.default_rng(number).integers(0, 256, (64, width, 3), np.uint8)
+        cv2.imwrite(str(tmp_path / f'{number}.png'), image)
+    given = ['--images', str(tmp_path)]
+    assert look('plot_cka', configs['pvt'], tmp_path / 'cka', *given) == 2
+    setting = 'val_dataloader.dataset.pipeline.1.keep_ratio=False'
+    assert f'by --cfg-options {setting}, for --images of test_dataloader' in capsys.readouterr().err
+    rows = draw('plot_cka', configs['pvt'], tmp_path / 'cka', *given, '--cfg-options', setting.replace('val', 'test'))
     assert {round(float(row['cka']), 4) for row in rows if row['layer'] == row['other']} == {1.0}
 
 
 def test_efficiency_of_two_backbones(configs: dict[str, str], tmp_path: Path) -> None:
-    arguments = [configs['pvt'], configs['agent'], '--sizes', '32', '64', '--repetitions', '1', '--out', str(tmp_path)]
-    assert cli.main(tool('plot_efficiency').main, arguments) == 0
-    rows = list(csv.DictReader((tmp_path / 'efficiency.csv').open()))
+    def measured(*options: str) -> list[dict[str, str]]:
+        given = [configs['pvt'], configs['agent'], '--repetitions', '1', *options, '--out', str(tmp_path)]
+        assert cli.main(tool('plot_efficiency').main, given) == 0
+        return list(csv.DictReader((tmp_path / 'efficiency.csv').open()))
+
+    rows = measured('--sizes', '32', '64', '--modes', *reversed(MODES))
     assert (tmp_path / 'efficiency.png').stat().st_size > 5_000
-    assert [row['provider'] for row in rows[:2]] == ['pvt', 'agent']
-    assert {row['x'] for row in rows} == {'32_b1', '64_b1'}
+    assert [(row['provider'], row['mode']) for row in rows[:2]] == [('pvt', 'forward'), ('agent', 'forward')]
     assert all(float(row['y_20']) <= float(row['y_50']) <= float(row['y_80']) for row in rows)
-    assert {row['metric'] for row in rows} == {'throughput', 'peak memory'}
+    assert {(row['x'], row['mode'], row['metric']) for row in rows if row['provider'] == 'agent'} == {
+        (x, mode, metric) for x in ('32_b1', '64_b1') for mode in MODES for metric in ('throughput', 'peak memory')
+    }
+    for options, mode in (((), 'forward'), (('--train',), 'forward+backward')):
+        assert {row['mode'] for row in measured('--sizes', '32', *options)} == {mode}
 
 
 def test_efficiency_of_what_rules_gate(configs: dict[str, str], tmp_path: Path) -> None:

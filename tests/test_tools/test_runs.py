@@ -113,6 +113,8 @@ def test_report_draws_every_pair_and_trains_only_what_is_missing(
     assert all(Path(call[0]).is_file() for call in calls if call not in trained)
     against = next(call for call in drawn if 'sampling_points' in call[0])
     assert against[against.index('--against') + 1] == report.VANILLA_DETR
+    counts = {Path(call[0]).stem: call[call.index('--max-images') + 1] for call in drawn if '--max-images' in call}
+    assert counts['plot_cka'] == '4' and counts['plot_gates'] == '2'
     page = (tmp_path / 'a/index.html').read_text()
     assert page.count('<img') == len(drawn) and page.count('<table') == 3 and '<td>9</td>' in page
     assert not re.search(r'(src|href)="(?!data:|#)', page) and 'alt="&lt;plot_gates&gt;"' in page

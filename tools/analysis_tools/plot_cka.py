@@ -1,4 +1,4 @@
-"""Draw the similarity (CKA) of the layers' attention patterns."""
+"""Draw the similarity (CKA) of the layers' attention patterns over images, four or more of one size."""
 
 import sys
 from pathlib import Path
@@ -6,24 +6,16 @@ from pathlib import Path
 import mmgate  # noqa: F401
 from mmgate.analysis.figures.layers import draw_matrices
 from mmgate.analysis.loading import load_models, parser, write_csv
-from mmgate.analysis.probes.cka import attention_cka, query_cka
-from mmgate.analysis.probes.recording import class_token_owners
+from mmgate.analysis.probes.cka import attention_cka
 from mmgate.train import cli
-
-SAMPLES = dict(images=attention_cka, queries=query_cka)
 
 
 def main(argv: list[str]) -> None:
     """Parse arguments, run the models, draw and write the table."""
-    options = parser(__doc__)
-    over = "images (default with a class token): PLuG's measure, of four images or more; queries: ours, within images"
-    options.add_argument('--samples', choices=list(SAMPLES), help=over)
-    args = options.parse_args(argv)
+    args = parser(__doc__).parse_args(argv)
     models = load_models(args, ['attention'], 'A picture of CKA')
-    alike = all(class_token_owners(loaded.model) for loaded in models)
-    samples = args.samples or ('images' if alike else 'queries')
-    found = [(loaded.name, *SAMPLES[samples](loaded.model, loaded.inputs(args))) for loaded in models]
-    out = draw_matrices(found, Path(args.out) / 'cka.png', label=f'CKA over {samples}')
+    found = [(loaded.name, *attention_cka(loaded.model, loaded.inputs(args))) for loaded in models]
+    out = draw_matrices(found, Path(args.out) / 'cka.png', label='CKA over images')
     rows = [
         dict(model=name, layer=a, other=b, cka=float(values[i, j]))
         for name, paths, values in found

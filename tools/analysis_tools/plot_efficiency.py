@@ -16,7 +16,7 @@ from torch import nn
 
 import mmgate  # noqa: F401
 from mmgate.benchmarks.backbones import benchmark_models, draw_curves
-from mmgate.benchmarks.measure import throughput, told, write_csv
+from mmgate.benchmarks.measure import MODES, throughput, told, write_csv
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
@@ -28,7 +28,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument('configs', nargs='+', help="config files, or 'package::path'; the first is the peer")
     parser.add_argument('--sizes', type=int, nargs='+', default=[224, 512, 800, 1280], help='sides of square images')
     parser.add_argument('--batch', type=int, default=1, help='images at a time (default %(default)s)')
-    parser.add_argument('--train', action='store_true', help='forward and backward, in the place of forward')
+    parser.add_argument('--modes', nargs='+', choices=MODES, default=MODES[:1], help='each a panel (default: forward)')
+    parser.add_argument('--train', dest='modes', action='store_const', const=MODES[1:], help='forward+backward alone')
     parser.add_argument('--repetitions', type=int, default=3, help='the median of which is drawn (default %(default)s)')
     parser.add_argument('--device', default='cpu', help='cpu (default) or cuda')
     parser.add_argument('--autocast', action='store_true', help='bfloat16 where autocast takes it')
@@ -40,9 +41,8 @@ def main(argv: list[str]) -> None:
     builds = {Path(path).stem: partial(backbone, read_config(path)) for path in args.configs}
     if len(builds) < len(args.configs):
         raise ConfigError('two configs have one file name, by which they are told apart; copy one to another name.')
-    options = dict(batch=args.batch, repetitions=args.repetitions, device=args.device, autocast=args.autocast)
-    mode = 'forward+backward' if args.train else 'forward'
-    measured = benchmark_models('backbones', builds, args.sizes, modes=[mode], **options)
+    options = {name: getattr(args, name) for name in ('batch', 'repetitions', 'modes', 'device', 'autocast')}
+    measured = benchmark_models(builds, args.sizes, **options)
     shown = (throughput(row, args.batch) if row.metric == 'time' else row for row in measured)
     out = Path(args.out) / 'efficiency.csv'
     print(draw_curves(write_csv(told(shown), out), out.with_suffix('.png')), out)

@@ -17,6 +17,7 @@ from compare_runs import choose_metric, read_run
 from mmengine.config import Config
 
 import mmgate  # noqa: F401
+from mmgate.analysis.probes.cka import LEAST_IMAGES
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 
@@ -82,7 +83,8 @@ def main(argv: list[str]) -> None:
     checkpoints = {config: checkpoint_of(config, args.work_dirs, args.train_options) for config in configs}
     sections = [runs_of(family, of, args) for family, of in FAMILIES.items()]
     for number, (figure, config, against, text) in enumerate(PICTURES):
-        command = [f'plot_{figure}', config, checkpoints[config], '--max-images', str(args.max_images)]
+        images = max(args.max_images, LEAST_IMAGES) if figure == 'cka' else args.max_images
+        command = [f'plot_{figure}', config, checkpoints[config], '--max-images', str(images)]
         command += ['--against', against, checkpoints[against]] if against else []
         title = f'{figure.replace("_", " ")}, {Path(config).stem}'
         sections.append(drawn(title, text, command, args.out / f'{number}'))

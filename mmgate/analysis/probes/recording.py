@@ -178,20 +178,13 @@ def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
     the token: T2T-ViT's first attentions run before it joins.
     """
     found: dict[str, int] = {}
-    for owner, module in class_token_owners(model).items():
+    for owner, module in model.named_modules():
+        if getattr(module, 'cls_token', None) is None or not getattr(module, 'with_cls_token', True):
+            continue
         inside = [path for path in keys if path.startswith(f'{owner}.' if owner else '')]
         count = getattr(module, 'num_extra_tokens', 1)
         found.update({path: count for path in inside if keys[path] == keys[inside[-1]]})
     return found
-
-
-def class_token_owners(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the parts of a model, by path, where a class token joins the image's tokens."""
-    return {
-        path: module
-        for path, module in model.named_modules()
-        if getattr(module, 'cls_token', None) is not None and getattr(module, 'with_cls_token', True)
-    }
 
 
 def _readable(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Read]]]:

@@ -41,11 +41,6 @@ class Complexity:
     by_module: dict[str, int]
 
 
-def count_macs(model: nn.Module, *inputs: Any) -> Complexity:
-    """Count ``model(*inputs)``, in evaluation mode and without gradients; the model is left as it is."""
-    return _count(deepcopy(model), *inputs)
-
-
 def count_config(cfg: Config, height: int, width: int) -> Complexity:
     """Count the model of a config, or of a bare backbone, on one image of ``height`` x ``width``.
 
@@ -73,7 +68,7 @@ def _count_host(model: Any, image: Tensor) -> Complexity:
 
 
 def _count(model: nn.Module, *inputs: Any) -> Complexity:
-    """Count a model that is not used otherwise."""
+    """Count ``model(*inputs)``, in evaluation mode and without gradients; the model is not used otherwise."""
     if not CAN_REGISTER and any(isinstance(module, PLuGMultiScaleDeformableAttention) for module in model.modules()):
         print_log('below torch 2.4 the sampling of gated deformable attention is not counted', 'current', WARNING)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..triton_backend import interpreted, otherwise, padded, target_of
+from ..triton_backend import interpreted, padded, target_of
 
 LANE_BYTES = 16  # that a lane loads or adds at once; the values' gradient is always float32
 PIECES = 2  # of a row of channels
@@ -48,8 +48,8 @@ def cut_for(value: Tensor, logits: Tensor, backward: bool) -> Cut:
     """
     tiled = logits.shape[1] == value.shape[1]  # an encoder, where a query's neighbours in the map are known
     if backward and scalar_reductions(value):
-        return otherwise(Cut(backward, tiled, min(SCALAR_PIECES, padded(value.shape[-1]) // 8), 1))
-    return otherwise(Cut(backward, tiled, PIECES, LANE_BYTES // (4 if backward else value.element_size())))
+        return Cut(backward, tiled, min(SCALAR_PIECES, padded(value.shape[-1]) // 8), 1)
+    return Cut(backward, tiled, PIECES, LANE_BYTES // (4 if backward else value.element_size()))
 
 
 def scalar_reductions(value: Tensor) -> bool:

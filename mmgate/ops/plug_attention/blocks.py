@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ..triton_backend import MAX_DIM, interpreted, otherwise, padded, target_of
+from ..triton_backend import MAX_DIM, interpreted, padded, target_of
 
 # Rows and columns of a block and pipeline stages, by bytes of an element and the wider of padded channels and gate
 # channels: 64 where the listing for sm_90 shows warpgroup products and hardly a spill (KERNELS.md), and never more than
@@ -62,14 +62,14 @@ def blocks_for(name: str, query: Tensor, gate_query: Tensor, bias: Tensor | None
     """Return how the kernel ``name`` works on these tensors, by small blocks in the interpreter."""
     pairs = gate_query.shape[1] == 1 and query.shape[1] % 2 == 0 and is_shared(bias, 1)
     if interpreted():
-        return otherwise(Blocks(pairs, *SMALL_BLOCKS))
+        return Blocks(pairs, *SMALL_BLOCKS)
     widest, full_bias = padded(max(query.shape[-1], gate_query.shape[-1])), biased(bias) == 2
     of_pairs = PAIRED.get(target_of(query.device).arch // 10, {})
     entry = of_pairs.get((query.element_size(), name, full_bias), {}).get(widest)
     if pairs and entry is not None:
-        return otherwise(Blocks(True, *entry))
+        return Blocks(True, *entry)
     rows, columns, stages = BLOCKS[query.element_size()][name][widest]
-    return otherwise(Blocks(False, rows, columns, 1 if full_bias and widest == MAX_DIM else stages))
+    return Blocks(False, rows, columns, 1 if full_bias and widest == MAX_DIM else stages)
 
 
 def is_shared(bias: Tensor | None, axis: int) -> bool:

@@ -11,7 +11,9 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -20,9 +22,9 @@ from mmgate.benchmarks.measure import MODES, Row, Within, interleaved, write_csv
 from mmgate.benchmarks.ops import LEVELS, sampler_inputs
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
+from mmgate.ops.ms_deform_attn import triton as sampler
 from mmgate.ops.ms_deform_attn.blocks import Cut
-from mmgate.ops.plug_attention.blocks import Blocks
-from mmgate.ops.triton_backend import launched_otherwise
+from mmgate.ops.plug_attention import triton as plug
 
 USUAL = 'as usual'
 
@@ -32,27 +34,33 @@ def of_pieces(pieces: int, lane: int) -> Callable[[Cut], Cut]:
     return lambda cut: cut._replace(pieces=pieces, lane=lane) if cut.backward else cut
 
 
-def _otherwise(kind: type, changes: Mapping[str, Callable[[Any], Any]]) -> dict[str, Within]:
-    return {name: partial(launched_otherwise, kind, change) for name, change in changes.items()}
+def _otherwise(module: ModuleType, name: str, changes: Mapping[str, Callable[[Any], Any]]) -> dict[str, Within]:
+    """Return contexts in which what the module asks its function ``name`` for comes changed."""
+    usual = getattr(module, name)
+
+    def changed(change: Callable[[Any], Any]) -> Within:
+        return lambda: mock.patch.object(module, name, lambda *asked: change(usual(*asked)))
+
+    return {switch: changed(change) for switch, change in changes.items()}
 
 
 SWITCHES: dict[str, dict[str, Within]] = {
-    'ms_deform_attn': {
-        **_otherwise(
-            Cut,
-            {
-                'queries in line': lambda cut: cut._replace(tiled=False),
-                '2 pieces, 4 channels a lane': of_pieces(2, 4),
-                '4 pieces, 1 channel a lane': of_pieces(4, 1),
-                '4 pieces, 4 channels a lane': of_pieces(4, 4),
-                '2 warps': lambda cut: cut._replace(warps=2),
-                '8 warps': lambda cut: cut._replace(warps=8),
-                'twice the queries': lambda cut: cut._replace(times=2),
-            },
-        ),
-    },
+    'ms_deform_attn': _otherwise(
+        sampler,
+        'cut_for',
+        {
+            'queries in line': lambda cut: cut._replace(tiled=False),
+            '2 pieces, 4 channels a lane': of_pieces(2, 4),
+            '4 pieces, 1 channel a lane': of_pieces(4, 1),
+            '4 pieces, 4 channels a lane': of_pieces(4, 4),
+            '2 warps': lambda cut: cut._replace(warps=2),
+            '8 warps': lambda cut: cut._replace(warps=8),
+            'twice the queries': lambda cut: cut._replace(times=2),
+        },
+    ),
     'plug_attention': _otherwise(
-        Blocks,
+        plug,
+        'blocks_for',
         {
             'one head a program': lambda blocks: blocks._replace(pair=False),
             'two heads a program': lambda blocks: blocks._replace(pair=True),
