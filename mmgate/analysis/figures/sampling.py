@@ -17,17 +17,14 @@ CONTOURS = np.array([0.1, 0.3, 0.5, 0.7, 0.9])  # shares of the highest density
 
 
 def draw_sampling(
-    drawn: Sequence[tuple[str, SamplingPoints, Any]], out: str | Path | None, *, classes: Sequence[Sequence[str]] = ()
-) -> np.ndarray:
-    """Draw points sized by weight, coloured by level, their kernel density, true and predicted boxes, side by side.
+    drawn: Sequence[tuple[str, SamplingPoints, Any]], out: str | Path, *, classes: Sequence[Sequence[str]] = ()
+) -> Path:
+    """Draw points sized by weight, coloured by level, their kernel density and boxes, side by side; return the path.
 
     Args:
         drawn: For each panel its title, its points and the data sample of its image (with predictions, if any).
-        out: PNG to write; None writes nothing.
+        out: PNG to write.
         classes: The names of each panel's classes, as far as they are known.
-
-    Returns:
-        The picture ``(h, w, 3)``, RGB.
     """
     image = style.read_image(drawn[0][2].img_path)
     height, width = image.shape[:2]
@@ -48,10 +45,7 @@ def draw_sampling(
     figure.set_layout_engine('none')
     for axis, (_, found), names in zip(axes, panel_boxes, classes or [()] * len(drawn), strict=True):
         label_boxes(axis, found, names)
-    if out is not None:
-        style.save(figure, out)
-    figure.canvas.draw()
-    return np.asarray(figure.canvas.buffer_rgba())[..., :3].copy()
+    return style.save(figure, out)
 
 
 def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, images: int) -> Path:
