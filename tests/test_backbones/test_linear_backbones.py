@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from families import MAP
 from torch import nn
 
 from mmgate.layers import AgentAttention
@@ -13,19 +14,7 @@ from mmgate.layers.base.map import MapAttention
 from mmgate.layers.stripes import merge_stripes, split_stripes
 from mmgate.registry import MODELS
 
-TYPES = [
-    'HydraAttention',
-    'EfficientAttention',
-    'LinearAngularAttention',
-    'EnhancedLinearAttention',
-    'FocusedLinearAttention',
-    'PolaFormerAttention',
-    'InLineAttention',
-    'MLLAAttention',
-    'RALAAttention',
-    'AgentAttention',
-    'SAGAAttention',
-]
+TYPES = sorted({kind.__name__ for kind, _ in MAP.values()} - {'CrossWindowAttention'})
 TINY: dict[str, dict[str, Any]] = {
     'LinearPVT': dict(num_layers=(1, 1, 1, 1), drop_path_rate=0.0),
     'LinearPVTv2': dict(num_layers=(1, 1, 1, 1), drop_path_rate=0.0),

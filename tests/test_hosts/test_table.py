@@ -145,7 +145,12 @@ BLOCKS: dict[str, Block] = {
         )
         for kind, options in dict(whole={}, reduced=dict(sr_ratio=2), pooled=dict(linear_attn=True)).items()
     },
-    'vitdet.vit.Attention': Block('torch.nn.Sequential', Attention(C, H, True, MAP), path='0', call=IN_MAP),
+    **{
+        f'vitdet.vit.Attention {kind}': Block(
+            'torch.nn.Sequential', Attention(C, H, relative, (4, 6)), path='0', call=[torch.Size([3, 4, 6, C])]
+        )
+        for kind, relative in dict(relative=True, plain=False).items()
+    },
     'ms_deform_attn.MSDeformAttn': Block(
         'test_project_hosts.DecoderLayer',
         path='cross_attn',
