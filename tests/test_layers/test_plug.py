@@ -121,15 +121,6 @@ def test_an_open_gate(options: dict[str, Any], columns: int) -> None:
     torch.testing.assert_close(layer(**call), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    'granularity, gates', [('head_level', 8), ('head_level_point', 24), ('head', 4), ('level_point', 6), ('level', 2)]
-)
-def test_granularity_sizes(granularity: str, gates: int) -> None:
-    gated = PLuGMultiScaleDeformableAttention(**SIZES, granularity=granularity)
-    assert gated.gate_proj.out_features == gates
-    assert sum(p.numel() for p in gated.gml.parameters()) == 4
-
-
 def test_arguments_of_mmcv() -> None:
     """The constructor's, and the deprecated name of ``identity``."""
     host = dict(im2col_step=32, norm_cfg=None, init_cfg=None, value_proj_ratio=0.5)

@@ -58,6 +58,7 @@ CONCERNS = {
     'ops/differential_attention': ('test_layers/test_dense.py', 'test_layers/test_open_gates.py'),
     'ops/gated_linear_attention': ('test_layers/test_linear.py', 'test_layers/test_map_attention.py'),
     'ops/linear_attention': ('test_layers/test_linear.py',),
+    'ops/ms_deform_attn': ('test_layers/test_plug.py',),
     'ops/masks': ('test_layers/test_dense.py', 'test_hosts/test_swapped_rates.py'),
     'train/': ('test_tools/test_flags.py', 'test_tools/test_mistakes.py'),
 }
