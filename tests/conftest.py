@@ -82,6 +82,21 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: fl
         )
 
 
+DEVICES = [pytest.param('cpu', id='interpreter'), pytest.param('cuda', id='gpu', marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def on_device(request: pytest.FixtureRequest) -> None:
+    """Skip a test of Triton's kernels where they do not run: on a GPU, or without that mark in the interpreter."""
+    from mmgate.ops.triton_backend import interpreted
+
+    on_gpu = request.node.get_closest_marker('gpu') is not None
+    if on_gpu and not torch.cuda.is_available():
+        pytest.skip('needs a CUDA device')
+    if not on_gpu and not interpreted():
+        pytest.skip('the kernels are compiled in this process, not interpreted')
+
+
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """New memory is full of NaN, so that what a kernel leaves out shows."""

@@ -9,20 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.model import BaseModel
 from mmengine.registry import HOOKS, MODELS, init_default_scope
 from mmengine.runner import Runner
 from mmengine.structures import InstanceData
+from small_demo import DEMO
 from torch import Tensor, nn
 
 import mmgate.layers.base.deformable as layer_file
 from mmgate.errors import ConfigError
 from mmgate.speed.hooks import CompileHook, Float32Hook, keep_float32
-
-DEMO = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 
 
 class Net(BaseModel):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 from shapes import write_shapes
-from test_end_to_end import CONFIG
+from small_demo import CONFIG
 
 
 def imported_without(*packages: str) -> subprocess.CompletedProcess[str]:
