@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Tests do not depend on what this machine was found to be fastest with.
 os.environ['MMGATE_CALIBRATION'] = ''
@@ -60,6 +60,13 @@ def over_shapes(config: str | Path, folder: Path) -> str:
     from mmengine.config import Config
 
     return Config.fromfile(str(ROOT / config)).pretty_text.replace('data/shapes/', f'{folder}/')
+
+
+def filled(module: Any, std: float) -> Any:
+    """Draw every parameter of a module anew, so that what is lost, added or left out shows."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=std)
+    return module
 
 
 def values_and_gradients(

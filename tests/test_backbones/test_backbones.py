@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tool
+from conftest import filled, tool
 from mmengine.registry import init_default_scope
 from published import agent_pvt, agent_swin, random_pvt, random_swin
 from torch import Tensor, nn
@@ -139,9 +139,7 @@ def test_published_agents_start_a_backbone(
 @pytest.mark.parametrize('name', BACKBONES)
 def test_own_checkpoint_starts_a_backbone(tmp_path: Path, name: str, outputs: tuple[int, ...]) -> None:
     """A detector's or a classifier's; the output norms that a Swin classifier lacks keep their start."""
-    trained = build(name, out_indices=outputs)
-    for parameter in trained.parameters():
-        nn.init.normal_(parameter)
+    trained = filled(build(name, out_indices=outputs), 1.0)
     state = {f'backbone.{k}': v for k, v in trained.state_dict().items()} | {'head.fc.bias': torch.ones(6)}
     checkpoint = {'state_dict': state, 'meta': {'when': Path('now')}}
     built = start_from(BACKBONES[name], checkpoint, tmp_path, prefix='backbone.').state_dict()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import filled
 from test_project_hosts import Attention, deformable_inputs
 from torch import Tensor, nn
 
@@ -179,9 +180,7 @@ def hosts_in(module: nn.Module, block: Block) -> dict[str, nn.Module]:
 
 
 def randomised(module: nn.Module) -> nn.Module:
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    module.eval()  # TinyViT's returns nothing
+    filled(module, 0.2).eval()  # TinyViT's returns nothing
     return module
 
 
