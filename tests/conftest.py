@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -53,6 +55,18 @@ def tool(name: str, folder: str = 'analysis_tools') -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def run_python(
+    *arguments: str | Path, cwd: Path | None = None, fails: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, without its warnings, and return what it printed."""
+    command = [sys.executable, '-W', 'ignore', *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode != 0) == fails, done.stderr[-3000:]
+    return done
 
 
 def over_shapes(config: str | Path, folder: Path) -> str:

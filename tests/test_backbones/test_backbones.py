@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import filled, tool
+from conftest import filled, run_python, tool
 from mmengine.registry import init_default_scope
 from published import agent_pvt, agent_swin, random_pvt, random_swin
 from torch import Tensor, nn
@@ -189,8 +188,7 @@ def test_backbones_without_mmdet() -> None:
         'except ImportError as error:\n'
         '    print(error)\n'
     )
-    result = subprocess.run([sys.executable, '-W', 'ignore', '-c', script], capture_output=True, text=True)
-    assert "AgentPVT is built on a class of mmdet's" in result.stdout, result.stderr
+    assert "AgentPVT is built on a class of mmdet's" in run_python('-c', script).stdout
 
 
 SMALL_PVT = dict(
