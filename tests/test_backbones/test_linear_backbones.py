@@ -113,8 +113,3 @@ def test_agent_switches(options: dict[str, Any], gone: str, added: set[str], age
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
     if added:
         assert layer._agents(x, (4, 5)).equal(layer._agents(x + 1, (4, 5)))
-
-
-def test_agents_of_an_unknown_kind_are_refused() -> None:
-    with pytest.raises(ValueError, match='agents'):
-        AgentAttention(8, 2, map_size=(4, 4), agents='learnt')

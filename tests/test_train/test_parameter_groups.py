@@ -33,10 +33,8 @@ class _ByDimension(DefaultOptimWrapperConstructor):
 
 
 @pytest.fixture(autouse=True)
-def _by_dimension() -> Any:
-    OPTIM_WRAPPER_CONSTRUCTORS.register_module(name='ByDimension', module=_ByDimension, force=True)
-    yield
-    del OPTIM_WRAPPER_CONSTRUCTORS._module_dict['ByDimension']
+def _by_dimension(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(OPTIM_WRAPPER_CONSTRUCTORS._module_dict, 'ByDimension', _ByDimension)
 
 
 def model() -> nn.Module:
