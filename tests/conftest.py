@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Tests do not depend on what this machine was found to be fastest with.
 os.environ['MMGATE_CALIBRATION'] = ''
@@ -55,11 +57,30 @@ def tool(name: str, folder: str = 'analysis_tools') -> ModuleType:
     return module
 
 
+def run_python(
+    *arguments: str | Path, cwd: Path | None = None, fails: bool = False, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, without its warnings, and return what it printed."""
+    command = [sys.executable, '-W', 'ignore', *map(str, arguments)]
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode != 0) == fails, done.stderr[-3000:]
+    return done
+
+
 def over_shapes(config: str | Path, folder: Path) -> str:
     """Return the text of a config of this repository that reads its shapes from ``folder``."""
     from mmengine.config import Config
 
     return Config.fromfile(str(ROOT / config)).pretty_text.replace('data/shapes/', f'{folder}/')
+
+
+def filled(module: Any, std: float) -> Any:
+    """Draw every parameter of a module anew, so that what is lost, added or left out shows."""
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=std)
+    return module
 
 
 def values_and_gradients(
@@ -80,6 +101,21 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: fl
         torch.testing.assert_close(
             actual[name].double(), value.double(), rtol=rtol, atol=atol, msg=lambda m, n=name: f'{n}: {m}'
         )
+
+
+DEVICES = [pytest.param('cpu', id='interpreter'), pytest.param('cuda', id='gpu', marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def on_device(request: pytest.FixtureRequest) -> None:
+    """Skip a test of Triton's kernels where they do not run: on a GPU, or without that mark in the interpreter."""
+    from mmgate.ops.triton_backend import interpreted
+
+    on_gpu = request.node.get_closest_marker('gpu') is not None
+    if on_gpu and not torch.cuda.is_available():
+        pytest.skip('needs a CUDA device')
+    if not on_gpu and not interpreted():
+        pytest.skip('the kernels are compiled in this process, not interpreted')
 
 
 @pytest.fixture

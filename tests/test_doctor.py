@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_python
 
 from mmgate import doctor
 from mmgate.benchmarks.calibration import Row
@@ -64,10 +62,7 @@ def test_torch_alone_is_enough(tmp_path: Path) -> None:
     """With a finder that knows of no mm package; the doctor's own processes as well."""
     (tmp_path / 'sitecustomize.py').write_text(BLOCKED)
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    environment = os.environ | {'PYTHONPATH': paths, 'TRITON_INTERPRET': '0'}
-    for arguments in ([str(ROOT / 'tools/dev/gpu.py'), '--help'], ['-m', 'mmgate.doctor', '--device', 'cpu']):
-        command = [sys.executable, '-W', 'ignore', *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    for arguments in ([ROOT / 'tools/dev/gpu.py', '--help'], ['-m', 'mmgate.doctor', '--device', 'cpu']):
+        done = run_python(*arguments, PYTHONPATH=paths, TRITON_INTERPRET='0')
     compared = [line.split() for line in done.stdout.partition('gradient\n')[2].partition('\n\n')[0].splitlines()]
     assert {backend for _, _, _, backend, *_ in compared} == {'cpu', 'grid_sample', 'torch', 'chunked'}

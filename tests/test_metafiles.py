@@ -95,6 +95,29 @@ def test_metrics_are_the_papers(name: str, metrics: dict[str, float]) -> None:
     assert found == metrics
 
 
+@pytest.mark.parametrize(
+    'name, millions',
+    [
+        ('dgvit-x2_1xb128-100e_cifar10', '3.77'),
+        ('dgvit-x2_1xb128-100e_cifar100', '3.8'),
+        ('dgvit-x2_1xb128-100e_fashionmnist', '3.77'),
+        ('dgvit-x2_1xb128-100e_svhn', '3.77'),
+        ('dgvit_1xb128-100e_cifar10', '5.35'),
+        ('dgvit_1xb128-100e_cifar100', '5.36'),
+        ('dgvit_1xb128-100e_fashionmnist', '5.35'),
+        ('dgvit_1xb128-100e_svhn', '5.35'),
+        ('plug-mask2former_r50_8xb2-160k_ade20k-512x512', '44.1'),
+        ('plug-mask2former_swin-t_8xb2-160k_ade20k-512x512', '47.6'),
+        ('plug-mask2former_swin-s_8xb2-160k_ade20k-512x512', '68.9'),
+        ('plug-mask2former_swin-b-in1k-384x384-pre_8xb2-160k_ade20k-640x640', '107.1'),
+    ],
+)
+def test_parameters_are_those_that_the_papers_print(name: str, millions: str) -> None:
+    """M-DGSA's Table 5, PLuG's Table 2; that models have as many is tested with the configs."""
+    (model,) = (model for model in MODELS if model['Name'] == name)
+    assert round(model['Metadata']['Parameters'] / 1e6, len(millions.partition('.')[2])) == float(millions)
+
+
 def test_mim_reads_it() -> None:
     """With mim's own reader: no error but that it looks for a README beside the metafile, as in every mm package."""
     modelindex = pytest.importorskip('modelindex.load_model_index', reason="model-index, mim's reader")

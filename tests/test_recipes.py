@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from conftest import CONFIGS, skip_unless_readable
+from conftest import CONFIGS, run_python, skip_unless_readable
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 
@@ -303,5 +301,4 @@ def test_mm_tools_read_configs_that_inherit_mmsegs() -> None:
     first = "_base_ = [\n    '../../_base_/import_mmgate.py',\n    'mmseg::"
     assert [path for path in heirs if first not in path.read_text()] == []
     script = 'import sys; from mmengine.config import Config; print(Config.fromfile(sys.argv[1]).model.type)'
-    result = subprocess.run([sys.executable, '-W', 'ignore', '-c', script, heirs[0]], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
+    run_python('-c', script, heirs[0])

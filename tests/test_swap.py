@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -215,16 +214,12 @@ class Wrapped(nn.Module):
 
 
 @pytest.fixture
-def _own_pair() -> Iterator[None]:
-    before = dict(_ADAPTERS)
+def _own_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('mmgate.hosts.table._ADAPTERS', dict(_ADAPTERS))
 
     @adapts(Halved, Wrapped)
     def take_over(gate: type[Halved], host: Wrapped, **options: float) -> Halved:
         return gate(host.attn.embed_dim, host.attn.num_heads, **options)
-
-    yield
-    _ADAPTERS.clear()
-    _ADAPTERS.update(before)
 
 
 @pytest.mark.usefixtures('_own_pair')

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from conftest import filled
 from mmengine.model import BaseModule
 from mmengine.registry import MODELS, WEIGHT_INITIALIZERS, init_default_scope
 from mmengine.runner import save_checkpoint
@@ -199,9 +200,7 @@ def test_a_checkpoint_that_a_host_loads_as_it_initialises_fills_gates(tmp_path: 
     """A backbone of ours, and any model, by mmengine's own ``Pretrained``."""
     init_default_scope('mmdet')
     cfg = dict(type='mmgate.AgentSwin', blocks=(1, 1, 1, 0), **SWIN)
-    first, _ = initialised(cfg)
-    for parameter in first.parameters():
-        nn.init.normal_(parameter)
+    first = filled(initialised(cfg)[0], 1.0)
     save_checkpoint(dict(state_dict=first.state_dict()), str(tmp_path / 'own.pth'))
     init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'own.pth'))
     alone, _ = initialised({**cfg, 'init_cfg': init_cfg})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import half_on_cpu, needs_mmpretrain
+from conftest import filled, half_on_cpu, needs_mmpretrain
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.backbones.swin import WindowMSA
@@ -130,9 +130,7 @@ def held(host: str, gate: str | None = None) -> tuple[nn.Module, dict[str, Any]]
     """Return a host with every matrix of some size, with or without a gate, and inputs."""
     make, inputs, _ = HOSTS[host]
     torch.manual_seed(0)
-    model = Holder(make())
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    model = filled(Holder(make()), 0.3)
     if gate:
         mmgate.swap_attention(model, dict(GATES[gate], path='attn'))
     torch.manual_seed(1)
@@ -207,9 +205,7 @@ def test_the_table_of_linear_attentions_is_whole() -> None:
 @pytest.mark.parametrize('kind', LINEAR)
 def test_the_map_of_keys_and_values(kind: str, class_token: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is what the operator multiplies the queries by, divided by the number of tokens."""
-    layer = getattr(layers, kind)(C, HEADS, class_token=class_token, **LINEAR[kind])
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    layer = filled(getattr(layers, kind)(C, HEADS, class_token=class_token, **LINEAR[kind]), 0.3)
     model, used = Holder(layer), list[Tensor]()
     given = dict(x=x(2, 16 + class_token, C), **({} if class_token else dict(hw_shape=(2, 8))))
     with record(model, ['kv', 'gate_out']) as recording, torch.no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tool
+from conftest import filled, run_python, tool
 from mmengine.registry import init_default_scope
 from published import agent_pvt, agent_swin, random_pvt, random_swin
 from torch import Tensor, nn
@@ -70,29 +69,22 @@ def start_from(model: dict[str, Any], checkpoint: Any, folder: Path, **options: 
 
 
 @pytest.mark.parametrize('converted', [False, True], ids=['published', 'converted'])
-@pytest.mark.parametrize('name', ['agent_pvt', 'saga_pvt'])
-def test_vanilla_pvt_initialises_what_is_shared(tmp_path: Path, name: str, converted: bool) -> None:
-    state = random_pvt([1, 1, 1, 1], ())
-    model = start_from(BACKBONES[name], {'state_dict': convert(state) if converted else state}, tmp_path)
-    attention = model.layers[1][1][1].attn
-    expected = torch.cat([state['block2.0.attn.q.weight'], state['block2.0.attn.kv.weight']])
-    torch.testing.assert_close(attention.qkv.weight, expected, rtol=0, atol=0)
-    torch.testing.assert_close(attention.proj.bias, state['block2.0.attn.proj.bias'], rtol=0, atol=0)
-    torch.testing.assert_close(model.layers[3][1][0].pos_embed, state['pos_embed4'][:, 1:], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize('converted', [False, True], ids=['published', 'converted'])
-@pytest.mark.parametrize('kind', ['AgentSwin', 'SAGASwin'])
-def test_vanilla_swin_initialises_what_is_shared(tmp_path: Path, kind: str, converted: bool) -> None:
-    state = random_swin([2, 2, 6, 2], (0, 0, 0, 0), ())
+@pytest.mark.parametrize('kind', ['AgentPVT', 'SAGAPVT', 'AgentSwin', 'SAGASwin'])
+def test_a_vanilla_checkpoint_fills_what_is_shared(tmp_path: Path, kind: str, converted: bool) -> None:
+    if 'PVT' in kind:
+        options, state = TINY, random_pvt([1, 1, 1, 1], ())
+        block, same = 'block2.0.attn', {'layers.3.1.0.pos_embed': state['pos_embed4'][:, 1:]}
+        same['layers.1.1.1.attn.proj.bias'] = state[f'{block}.proj.bias']
+        same['layers.1.1.1.attn.qkv.weight'] = torch.cat([state[f'{block}.q.weight'], state[f'{block}.kv.weight']])
+    else:
+        options, state = dict(arch='tiny'), random_swin([2, 2, 6, 2], (0, 0, 0, 0), ())
+        block, table = 'blocks.1.attn', 'relative_position_bias_table'
+        same = {f'stages.0.{block}.qkv.weight': state[f'layers.0.{block}.qkv.weight']}
+        same[f'stages.3.{block}.w_msa.{table}'] = state[f'layers.3.{block}.{table}']
     checkpoint = {'state_dict': convert(state) if converted else state}
-    model = start_from(dict(type=f'mmgate.{kind}', arch='tiny'), checkpoint, tmp_path)
-    same = dict(rtol=0, atol=0)
-    swapped, windows = model.stages[0].blocks[1].attn, model.stages[3].blocks[1].attn.w_msa
-    torch.testing.assert_close(swapped.qkv.weight, state['layers.0.blocks.1.attn.qkv.weight'], **same)
-    table = state['layers.3.blocks.1.attn.relative_position_bias_table']
-    torch.testing.assert_close(windows.relative_position_bias_table, table, **same)
-    assert model.train().training and not model.train(False).stages.training
+    model = start_from(dict(type=f'mmgate.{kind}', **options), checkpoint, tmp_path)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in same.items())
+    assert model.train().training and not any(module.training for module in model.train(False).modules())
 
 
 @pytest.mark.parametrize('converted', [False, True], ids=['published', 'converted'])
@@ -146,9 +138,7 @@ def test_published_agents_start_a_backbone(
 @pytest.mark.parametrize('name', BACKBONES)
 def test_own_checkpoint_starts_a_backbone(tmp_path: Path, name: str, outputs: tuple[int, ...]) -> None:
     """A detector's or a classifier's; the output norms that a Swin classifier lacks keep their start."""
-    trained = build(name, out_indices=outputs)
-    for parameter in trained.parameters():
-        nn.init.normal_(parameter)
+    trained = filled(build(name, out_indices=outputs), 1.0)
     state = {f'backbone.{k}': v for k, v in trained.state_dict().items()} | {'head.fc.bias': torch.ones(6)}
     checkpoint = {'state_dict': state, 'meta': {'when': Path('now')}}
     built = start_from(BACKBONES[name], checkpoint, tmp_path, prefix='backbone.').state_dict()
@@ -198,8 +188,7 @@ def test_backbones_without_mmdet() -> None:
         'except ImportError as error:\n'
         '    print(error)\n'
     )
-    result = subprocess.run([sys.executable, '-W', 'ignore', '-c', script], capture_output=True, text=True)
-    assert "AgentPVT is built on a class of mmdet's" in result.stdout, result.stderr
+    assert "AgentPVT is built on a class of mmdet's" in run_python('-c', script).stdout
 
 
 SMALL_PVT = dict(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import needs_mmpretrain
+from conftest import filled, needs_mmpretrain
 from mmengine.registry import MODELS
 from mmengine.runner import load_checkpoint
 from published import agent_swin, pooled_logits, random_swin
@@ -32,17 +32,11 @@ BACKBONES: dict[str, dict[str, Any]] = {
 }
 
 
-def randomised(model: nn.Module) -> nn.Module:
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    return model.eval()
-
-
 @pytest.mark.parametrize('way', ['init_cfg', 'classifier'])
 @pytest.mark.parametrize('name', BACKBONES)
 def test_loading_resizes_as_a_forward_pass_does(name: str, way: str, tmp_path: Path) -> None:
     """What is loaded into the larger model computes what the smaller one does on larger images."""
-    small = randomised(MODELS.build(dict(BACKBONES[name], pretrain_img_size=64)))
+    small = filled(MODELS.build(dict(BACKBONES[name], pretrain_img_size=64)), 0.1).eval()
     checkpoint = str(tmp_path / 'small.pth')
     prefix = '' if way == 'init_cfg' else 'backbone.'
     torch.save({'state_dict': {f'{prefix}{key}': value for key, value in small.state_dict().items()}}, checkpoint)
@@ -66,7 +60,7 @@ def test_loading_resizes_as_a_forward_pass_does(name: str, way: str, tmp_path: P
 def test_a_vit_of_another_resolution(kind: str | None, tmp_path: Path) -> None:
     """mmpretrain's hook resizes the position embedding, ours what the attention has."""
     rule = kind and dict(type=kind, **(dict(agent_num=4) if kind == 'AgentAttention' else {}))
-    small, large = randomised(vit(rule, 64)), vit(rule, 96).eval()
+    small, large = filled(vit(rule, 64), 0.1).eval(), vit(rule, 96).eval()
     torch.save({'state_dict': small.state_dict()}, tmp_path / 'small.pth')
     load_checkpoint(large, str(tmp_path / 'small.pth'), map_location='cpu')
     image = torch.randn(1, 3, 96, 96)
@@ -78,7 +72,7 @@ def test_a_vit_of_another_resolution(kind: str | None, tmp_path: Path) -> None:
 def test_windows_of_another_size(way: str, tmp_path: Path) -> None:
     """Relative position tables are resized bicubically, as mmdet does, and the index stays the model's own."""
     options = dict(type='mmgate.AgentSwin', blocks=(1, 0, 0, 0), **SWIN)
-    small, table = randomised(MODELS.build(dict(options))), 'stages.1.blocks.0.attn.w_msa.relative_position_bias_table'
+    small, table = filled(MODELS.build(dict(options)), 0.1), 'stages.1.blocks.0.attn.w_msa.relative_position_bias_table'
     state = {key: value.clone() for key, value in small.state_dict().items()}
     torch.save({'state_dict': state}, tmp_path / 'small.pth')
     init = dict(type='Pretrained', checkpoint=str(tmp_path / 'small.pth')) if way == 'init_cfg' else None

@@ -13,7 +13,7 @@ import pytest
 import torch
 from mmdet.datasets import CocoDataset
 from mmengine.config import Config
-from mmengine.registry import init_default_scope
+from mmengine.registry import DATASETS, init_default_scope
 from mmengine.structures import PixelData
 from mmseg.structures import SegDataSample
 from PIL import Image
@@ -93,8 +93,8 @@ def test_heads(model: nn.Module, data: Any, setting: str | None) -> None:
     assert all(f'model.{setting}' in text and 'predicts' in text for text in found)
 
 
-def coco(folder: Path, classes: tuple[str, ...], *, found: tuple[str, ...] = ('cat', 'dog'), **options: Any) -> Any:
-    """A data set of one image with a box of each category."""
+def coco(folder: Path, classes: tuple[str, ...], *, found: tuple[str, ...] = ('cat', 'dog')) -> dict[str, Any]:
+    """The config of a data set of one image with a box of each category."""
     init_default_scope('mmdet')
     content = dict(
         images=[dict(id=1, file_name='a.jpg', width=9, height=9)],
@@ -104,9 +104,8 @@ def coco(folder: Path, classes: tuple[str, ...], *, found: tuple[str, ...] = ('c
         categories=[dict(id=i, name=name) for i, name in enumerate(found)],
     )
     (folder / 'a.json').write_text(json.dumps(content))
-    settings = dict(ann_file=str(folder / 'a.json'), metainfo=dict(classes=classes), pipeline=[])
-    settings['data_prefix'] = dict(img='')
-    return CocoDataset(**settings, **options)
+    files = dict(ann_file=str(folder / 'a.json'), data_prefix=dict(img=''))
+    return dict(type='CocoDataset', metainfo=dict(classes=classes), pipeline=[], **files)
 
 
 class Run:
@@ -120,7 +119,7 @@ class Run:
 
 def test_classes_that_are_no_category_are_refused(tmp_path: Path) -> None:
     """mmdet trains on images without a box, and says nothing; data sets are looked for in their wrappers."""
-    data = SimpleNamespace(dataset=SimpleNamespace(datasets=[coco(tmp_path, ('person', 'car'))]))
+    data = SimpleNamespace(dataset=SimpleNamespace(datasets=[DATASETS.build(coco(tmp_path, ('person', 'car')))]))
     run, hook = Run(model_of(bbox_head=2), data), DataCheckHook()
     with pytest.raises(ConfigError, match=r'train_dataloader: none of the classes \(person, car\).*which has cat, dog'):
         hook.before_train_epoch(run)
@@ -135,8 +134,7 @@ def test_a_data_set_of_ones_own_may_read_its_file_otherwise(tmp_path: Path) -> N
             self.cat2label: dict[int, int] = {}
             return []
 
-    coco(tmp_path, ('cat',))
-    data = Own(ann_file=str(tmp_path / 'a.json'), metainfo=dict(classes=('own',)), lazy_init=True)
+    data = DATASETS.build(coco(tmp_path, ('own',)) | dict(type=Own, lazy_init=True))
     data.load_data_list()
     DataCheckHook().before_train_epoch(Run(model_of(bbox_head=1), data))
 
@@ -151,7 +149,7 @@ def test_a_data_set_of_ones_own_may_read_its_file_otherwise(tmp_path: Path) -> N
     ids=['all', 'no labels', 'one lacks'],
 )
 def test_what_is_said_once(classes: tuple[str, ...], found: tuple[str, ...], said: str | None, tmp_path: Path) -> None:
-    run = Run(model_of(bbox_head=len(classes)), coco(tmp_path, classes, found=found))
+    run = Run(model_of(bbox_head=len(classes)), DATASETS.build(coco(tmp_path, classes, found=found)))
     hook = DataCheckHook()
     for _ in range(2):
         hook.before_train_epoch(run)
@@ -161,10 +159,8 @@ def test_what_is_said_once(classes: tuple[str, ...], found: tuple[str, ...], sai
 @pytest.mark.parametrize(('classes', 'refused'), [(('person',), True), (('cat',), False)], ids=['foreign', 'known'])
 def test_a_data_set_that_was_never_built(classes: tuple[str, ...], refused: bool, tmp_path: Path) -> None:
     """Where images without a box are filtered, mmengine fails at an empty list before a hook is called."""
-    coco(tmp_path, classes)
-    data = dict(type='CocoDataset', ann_file=str(tmp_path / 'a.json'), metainfo=dict(classes=classes), pipeline=[])
-    data['data_prefix'] = dict(img='')
-    cfg = Config(dict(train_dataloader=dict(dataset=dict(data, filter_cfg=dict(filter_empty_gt=True)))))
+    data = dict(coco(tmp_path, classes), filter_cfg=dict(filter_empty_gt=True))
+    cfg = Config(dict(train_dataloader=dict(dataset=data)))
     with pytest.raises(ConfigError, match='none of the classes') if refused else nullcontext():
         refuse_foreign_classes(cfg, SimpleNamespace(_train_loop=dict()))
     refuse_foreign_classes(cfg, SimpleNamespace(_train_loop=object()))  # built: the error is another

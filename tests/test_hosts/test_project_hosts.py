@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from mmcv.ops import MultiScaleDeformableAttention
-from test_adapters import GATES, gated_copy, learning, trained
+from test_adapters import trained
 from torch import Tensor, nn
 
 from mmgate import adapts, swap_attention
@@ -91,18 +91,6 @@ def _cloned(monkeypatch: pytest.MonkeyPatch) -> None:
 def deformable_inputs(columns: int = 4) -> list[Tensor]:
     mask = torch.arange(30)[None] >= torch.tensor([[30], [25]])
     return [torch.randn(2, 5, 32), torch.rand(2, 5, 2, columns), torch.randn(2, 30, 32), SHAPES, STARTS, mask]
-
-
-@pytest.mark.parametrize('gate', GATES)
-@pytest.mark.parametrize('use_rel_pos', [True, False])
-def test_vitdet(use_rel_pos: bool, gate: str) -> None:
-    model = trained(nn.ModuleDict(dict(attn=Attention(32, 4, use_rel_pos, (4, 6)))))
-    gated, _ = gated_copy(model, dict(GATES[gate], path='attn'))
-    x = torch.randn(3, 4, 6, 32)
-    torch.testing.assert_close(gated['attn'](x), model['attn'](x), rtol=1e-5, atol=1e-5)
-    gated['attn'](x).square().sum().backward()
-    assert learning(gated)
-    copy.deepcopy(gated)
 
 
 @pytest.mark.parametrize('gate', DEFORMABLE)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import filled
 from test_project_hosts import Attention, deformable_inputs
 from torch import Tensor, nn
 
@@ -145,7 +146,12 @@ BLOCKS: dict[str, Block] = {
         )
         for kind, options in dict(whole={}, reduced=dict(sr_ratio=2), pooled=dict(linear_attn=True)).items()
     },
-    'vitdet.vit.Attention': Block('torch.nn.Sequential', Attention(C, H, True, MAP), path='0', call=IN_MAP),
+    **{
+        f'vitdet.vit.Attention {kind}': Block(
+            'torch.nn.Sequential', Attention(C, H, relative, (4, 6)), path='0', call=[torch.Size([3, 4, 6, C])]
+        )
+        for kind, relative in dict(relative=True, plain=False).items()
+    },
     'ms_deform_attn.MSDeformAttn': Block(
         'test_project_hosts.DecoderLayer',
         path='cross_attn',
@@ -174,9 +180,7 @@ def hosts_in(module: nn.Module, block: Block) -> dict[str, nn.Module]:
 
 
 def randomised(module: nn.Module) -> nn.Module:
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.2)
-    module.eval()  # TinyViT's returns nothing
+    filled(module, 0.2).eval()  # TinyViT's returns nothing
     return module
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import one_graph
+from conftest import filled, one_graph
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, nn
 
@@ -77,15 +77,9 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(B, N, C, dtype=dtype), torch.randn(B, M, C, dtype=dtype), torch.randn(B, M, C, dtype=dtype)
 
 
-def randomise(module: nn.Module) -> nn.Module:
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return module
-
-
 def build(name: str, **extra) -> DenseAttention:
     cls, options = ALL[name]
-    return randomise(cls(C, H, batch_first=True, **options, **extra).double())
+    return filled(cls(C, H, batch_first=True, **options, **extra).double(), 0.4)
 
 
 @pytest.mark.parametrize('average', [True, False], ids=['averaged', 'by_head'])
@@ -93,7 +87,7 @@ def build(name: str, **extra) -> DenseAttention:
 @pytest.mark.parametrize('kind, options', IDENTITIES.values(), ids=IDENTITIES)
 def test_identity_start_is_torchs_attention(kind: type, options: dict, mask: str, average: bool) -> None:
     """In outputs and weights, whatever the gate's projections are; and what makes the gate has a gradient."""
-    vanilla = randomise(nn.MultiheadAttention(C, H, batch_first=True).double())
+    vanilla = filled(nn.MultiheadAttention(C, H, batch_first=True).double(), 0.4)
     gated = kind(C, H, batch_first=True, init='identity', dtype=torch.float64, **options)
     keys = gated.load_state_dict(vanilla.state_dict(), strict=False)
     assert not keys.unexpected_keys and all('g' in key for key in keys.missing_keys)
@@ -158,7 +152,7 @@ def test_a_learnt_lambda_starts_where_it_was_set() -> None:
 def test_drop_in_for_mmcv(cls: type, batch_first: bool) -> None:
     identity = {PLuGMultiheadAttention: {}, SDPAGatedMultiheadAttention: dict(init='identity', act='silu')}.get(cls)
     # mmcv writes a model's `dropout` into the default of those that come after it
-    vanilla = randomise(MultiheadAttention(C, H, batch_first=batch_first)).eval()
+    vanilla = filled(MultiheadAttention(C, H, batch_first=batch_first), 0.4).eval()
     gated = cls(C, H, batch_first=batch_first, **(identity or {}))
     keys = gated.load_state_dict(vanilla.state_dict(), strict=False)
     assert not keys.unexpected_keys and keys.missing_keys
@@ -176,7 +170,7 @@ def test_drop_in_for_mmcv(cls: type, batch_first: bool) -> None:
 def test_torch_encoder_layer_does_not_skip_the_gate() -> None:
     """torch's encoder layer has a fast path in eval mode that would read the weights and leave the gate out."""
     layer = nn.TransformerEncoderLayer(C, H, 8, batch_first=True, dropout=0.0)
-    layer.self_attn = randomise(PLuGAttention(C, H, batch_first=True))
+    layer.self_attn = filled(PLuGAttention(C, H, batch_first=True), 0.4)
     x = torch.randn(B, N, C)
     expected = layer.train()(x)
     with torch.inference_mode():

@@ -6,10 +6,9 @@ ones shows how often it was dropped.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from conftest import filled
 from torch import Tensor, nn
 
 from mmgate.layers import (
@@ -37,13 +36,6 @@ DENSE = {
 every_dense = pytest.mark.parametrize('kind', DENSE, ids=lambda kind: kind.__name__)
 
 
-def filled(module: Any) -> Any:
-    """Give every parameter some size, so that a bias that should be dropped, or should not, shows."""
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.5)
-    return module
-
-
 def values(x: Tensor) -> set[float]:
     return set(x.detach().flatten().round(decimals=4).tolist())
 
@@ -51,7 +43,7 @@ def values(x: Tensor) -> set[float]:
 @pytest.mark.parametrize('kind', [PLuGMultiScaleDeformableAttention, MultiScaleDeformableAttention])
 def test_deformable_attention_drops_its_output(kind: type) -> None:
     """Not the identity, which is added after it."""
-    layer = filled(kind(C, H, 1, 2, dropout=1.0, batch_first=True))
+    layer = filled(kind(C, H, 1, 2, dropout=1.0, batch_first=True), 0.5)
     query = torch.randn(B, N, C)
     call = dict(reference_points=torch.rand(B, N, 1, 2), level_start_index=torch.tensor([0]))
     call['spatial_shapes'] = torch.tensor([[2, 3]])
@@ -64,7 +56,7 @@ def test_deformable_attention_drops_its_output(kind: type) -> None:
 def test_the_three_dropouts_of_mmcvs_attention(kind: type, rate: str) -> None:
     """Of the weights, which leaves the projection's bias; of the output; and of what is added to the identity."""
     rates = {rate: dict(type='Dropout', drop_prob=1.0) if rate == 'dropout_layer' else 1.0}
-    layer = filled(kind(C, H, batch_first=True, **rates, **DENSE[kind]))
+    layer = filled(kind(C, H, batch_first=True, **rates, **DENSE[kind]), 0.5)
     if rate == 'attn_drop':
         nn.init.zeros_(getattr(layer.attn, 'gate_bias', torch.zeros(1)))
     x = torch.randn(B, N, C)
@@ -106,7 +98,7 @@ def test_both_streams_of_differential_attention_drop() -> None:
 def test_attention_over_a_map_drops_its_weights(kind: type) -> None:
     """In training, which leaves what the convolution adds."""
     sizes = dict(map_size=(2, 3), agent_num=4) if kind is AgentAttention else dict(split=None)
-    layer = filled(kind(C, H, attn_drop=1.0, **sizes))
+    layer = filled(kind(C, H, attn_drop=1.0, **sizes), 0.5)
     x = torch.randn(B, N, C)
     v = layer.qkv(x)[..., 2 * C :].transpose(1, 2).unflatten(-1, (2, 3))
     local = (layer.dwc if kind is AgentAttention else layer.lepe[0])(v).flatten(2).transpose(1, 2)
@@ -117,10 +109,10 @@ def test_attention_over_a_map_drops_its_weights(kind: type) -> None:
 @pytest.mark.parametrize('kind', [AgentAttention, SAGAAttention])
 def test_attention_over_a_map_drops_its_output_and_paths(kind: type) -> None:
     x, identity = torch.randn(64, N, C), torch.randn(64, N, C)
-    layer = filled(kind(C, H, map_size=(2, 3), proj_drop=1.0))
+    layer = filled(kind(C, H, map_size=(2, 3), proj_drop=1.0), 0.5)
     assert torch.equal(layer.train()(x, (2, 3), identity=identity), identity)
     assert not torch.allclose(layer.eval()(x, (2, 3), identity=identity), identity)
-    layer = filled(kind(C, H, map_size=(2, 3), dropout_layer=dict(type='DropPath', drop_prob=0.5)))
+    layer = filled(kind(C, H, map_size=(2, 3), dropout_layer=dict(type='DropPath', drop_prob=0.5)), 0.5)
     out = layer.eval()(x, (2, 3))
     added = layer.train()(x, (2, 3), identity=identity) - identity
     kept = added.flatten(1).abs().amax(1) > 1e-6  # an image's path is dropped as a whole, or doubled

@@ -1,4 +1,4 @@
-"""The linear attentions as layers: their formulas, gradients, cost, options and what a host may do to them."""
+"""SAGA and the linear attentions as layers: their formulas, gradients, cost, options and what a host may do to them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from families import HEADS, MAP, C
 from torch import Tensor, nn
 
 from mmgate.analysis.report.flops import _count
@@ -18,33 +19,31 @@ from mmgate.layers import (
     HydraAttention,
     InLineAttention,
     LinearAngularAttention,
-    MLLAAttention,
     PolaFormerAttention,
     RALAAttention,
+    SAGAAttention,
 )
 from mmgate.layers.linear.base import LinearAttention
 from mmgate.ops import linear_attention as ops
+from mmgate.ops.gated_linear_attention import gated_linear_attention_reference
 from mmgate.registry import MODELS
 
-C, HEADS = 16, 2
-LAYERS: dict[type[LinearAttention], dict[str, Any]] = {
-    HydraAttention: {},
-    EfficientAttention: {},
-    LinearAngularAttention: {},
-    EnhancedLinearAttention: {},
-    FocusedLinearAttention: dict(map_size=(4, 4)),
-    PolaFormerAttention: dict(map_size=(4, 4)),
-    InLineAttention: {},
-    MLLAAttention: {},
-    RALAAttention: {},
+LAYERS: dict[str, tuple[type[LinearAttention], dict[str, Any]]] = {
+    **{name: (kind, options) for name, (kind, options) in MAP.items() if issubclass(kind, LinearAttention)},
+    'focused_squares': (FocusedLinearAttention, dict(map_size=(4, 4), power=2.0)),
+    **{
+        f'saga_without_{part}': (SAGAAttention, {'map_size': (4, 4), part: False})
+        for part in ('gate', 'dwc', 'output_augmentation', 'position_encoding')
+    },
 }
-every_layer = pytest.mark.parametrize('kind', LAYERS, ids=lambda kind: kind.__name__)
+every_layer = pytest.mark.parametrize('name', LAYERS)
 
 
-def build(kind: type[LinearAttention], **options: Any) -> LinearAttention:
-    layer = kind(C, HEADS, **{**LAYERS[kind], **options}).double()
-    for name, parameter in layer.named_parameters():
-        if name in ('position_encoding', 'power', 'focus_scale'):
+def build(name: str, **more: Any) -> Any:
+    kind, options = LAYERS[name]
+    layer = kind(C, HEADS, **options, **more).double()
+    for key, parameter in layer.named_parameters():
+        if key in ('position_encoding', 'power', 'focus_scale'):
             nn.init.normal_(parameter)
     return layer
 
@@ -58,7 +57,7 @@ def turn(x: Tensor, hw_shape: tuple[int, int], powers: Tensor) -> Tensor:
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
 
-def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
+def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int], power: float) -> Tensor:
     """The layer's formula with its N x N weights, written out once more."""
     q, k, v = layer.qkv(x).chunk(3, -1)
     if layer.position_encoding is not None:
@@ -70,7 +69,7 @@ def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
 
     def focused(t: Tensor) -> Tensor:
         t = (t.relu() + 1e-6) / F.softplus(layer.focus_scale)
-        return t**3 * t.norm(dim=-1, keepdim=True) / (t**3).norm(dim=-1, keepdim=True)
+        return t**power * t.norm(dim=-1, keepdim=True) / (t**power).norm(dim=-1, keepdim=True)
 
     images = v.transpose(1, 2).reshape(len(x), C, *hw_shape)
     local = torch.zeros_like(images)
@@ -87,6 +86,9 @@ def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
     elif isinstance(layer, PolaFormerAttention):
         scale, power = F.softplus(layer.focus_scale), 1 + 4 * layer.power.sigmoid()
         out = ops.polarity_attention_reference(heads(q / scale), heads(k / scale), heads(v), power)
+    elif isinstance(layer, SAGAAttention):
+        gates = (part and heads(part(x).sigmoid()) for part in (layer.gate_k, layer.gate_v))
+        out = gated_linear_attention_reference(heads(q), heads(k), heads(v), *gates)
     elif isinstance(layer, InLineAttention):
         out = ops.inline_attention_reference(heads(q), heads(k), heads(v))
         weights = layer.local(x.mean(1)[..., None]).view(len(x), C, 9, 1)
@@ -117,22 +119,23 @@ def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         local = F.conv2d(images, weight, bias, padding=layer.dwc.kernel_size[0] // 2, groups=C)
     out = out if out.dim() == 3 else out.transpose(1, 2).flatten(2)
     out = out + local.flatten(2).transpose(1, 2)
-    if isinstance(layer, (PolaFormerAttention, RALAAttention)):
+    if getattr(layer, 'gate_out', None) is not None:
         out = out * layer.gate_out(x)
     return layer.proj(out)
 
 
 @every_layer
 @pytest.mark.parametrize('hw_shape', [(4, 4), (3, 5)], ids=str)
-def test_is_the_quadratic_form(kind: type[LinearAttention], hw_shape: tuple[int, int]) -> None:
-    layer = build(kind)
+def test_is_the_quadratic_form(name: str, hw_shape: tuple[int, int]) -> None:
+    layer = build(name)
     x = torch.randn(2, hw_shape[0] * hw_shape[1], C, dtype=torch.float64)
-    torch.testing.assert_close(layer(x, hw_shape), quadratic(layer, x, hw_shape), rtol=1e-9, atol=1e-9)
+    expected = quadratic(layer, x, hw_shape, power=LAYERS[name][1].get('power', 3))
+    torch.testing.assert_close(layer(x, hw_shape), expected, rtol=1e-9, atol=1e-9)
 
 
 @every_layer
-def test_gradcheck(kind: type[LinearAttention]) -> None:
-    layer = build(kind)
+def test_gradcheck(name: str) -> None:
+    layer = build(name)
     x = torch.randn(1, 6, C, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: layer(x, (2, 3)), (x,))
     layer(x, (2, 3)).sum().backward()
@@ -140,21 +143,22 @@ def test_gradcheck(kind: type[LinearAttention]) -> None:
 
 
 @every_layer
-def test_cost_is_linear_in_the_tokens(kind: type[LinearAttention]) -> None:
+def test_cost_is_linear_in_the_tokens(name: str) -> None:
     """Four times the tokens, four times the MACs; what is made of the mean token does not count."""
-    layer = build(kind)
+    layer = build(name)
 
     def macs(side: int) -> int:
         return _count(layer, torch.zeros(1, side * side, C, dtype=torch.float64), (side, side)).macs
 
     once = macs(16) * 4 - macs(32)  # three times what does not depend on the tokens
     assert macs(64) - macs(32) == 4 * (macs(32) - macs(16))
-    assert once == (3 * (C * C // HEADS * 10) if kind is InLineAttention else 0)
+    assert once == (3 * (C * C // HEADS * 10) if name == 'inline' else 0)
 
 
 @every_layer
-def test_registered_half_autocast_and_starts(kind: type[LinearAttention]) -> None:
-    layer: Any = MODELS.build(dict(type=f'mmgate.{kind.__name__}', embed_dims=C, num_heads=HEADS, **LAYERS[kind]))
+def test_registered_autocast_and_starts(name: str) -> None:
+    kind, options = LAYERS[name]
+    layer: Any = MODELS.build(dict(type=f'mmgate.{kind.__name__}', embed_dims=C, num_heads=HEADS, **options))
     x = torch.randn(2, 20, C)
     exact = layer(x, (4, 5))
     with torch.autocast('cpu', torch.bfloat16):
@@ -162,27 +166,26 @@ def test_registered_half_autocast_and_starts(kind: type[LinearAttention]) -> Non
     for parameter in layer.parameters():
         nn.init.constant_(parameter, 7.0)
     layer.init_weights()
-    for name, parameter in layer.named_parameters():
-        assert name.partition('.')[0] not in layer.gate_parameters or not parameter.eq(7).any(), name
-    half = layer.bfloat16()(x.bfloat16(), (4, 5))
-    assert half.dtype is torch.bfloat16 and half.isfinite().all()
+    for key, parameter in layer.named_parameters():
+        assert key.partition('.')[0] not in layer.gate_parameters or not parameter.eq(7).any(), key
 
 
 @pytest.mark.parametrize(
-    'kind, options, message',
+    'name, options, message',
     [
-        (HydraAttention, dict(attn_drop=0.1), 'HydraAttention has no attention weights to drop.*attn_drop_rate'),
-        (HydraAttention, dict(dwc=4), 'dwc=4 must be the odd side'),
-        (HydraAttention, dict(dwc=-1), 'dwc=-1 must be the odd side'),
-        (PolaFormerAttention, dict(num_heads=16), 'width 1 must be a multiple of 2'),
-        (MLLAAttention, dict(embed_dims=14, num_heads=7), 'embed_dims=14 must be a multiple of 4'),
-        (RALAAttention, dict(num_heads=8), 'width 2 must be a multiple of 4'),
-        (LinearAngularAttention, dict(convolution='rows'), "convolution='rows' is unknown"),
+        ('hydra', dict(attn_drop=0.1), 'HydraAttention has no attention weights to drop.*attn_drop_rate'),
+        ('hydra', dict(dwc=4), 'dwc=4 must be the odd side'),
+        ('hydra', dict(dwc=-1), 'dwc=-1 must be the odd side'),
+        ('polaformer', dict(num_heads=16), 'width 1 must be a multiple of 2'),
+        ('mlla', dict(embed_dims=14, num_heads=7), 'embed_dims=14 must be a multiple of 4'),
+        ('rala', dict(num_heads=8), 'width 2 must be a multiple of 4'),
+        ('angular', dict(convolution='rows'), "convolution='rows' is unknown"),
     ],
 )
-def test_refuses(kind: type[LinearAttention], options: dict[str, Any], message: str) -> None:
+def test_refuses(name: str, options: dict[str, Any], message: str) -> None:
+    kind, usual = LAYERS[name]
     with pytest.raises(ValueError, match=message):
-        kind(**{**dict(embed_dims=C, num_heads=HEADS), **LAYERS[kind], **options})
+        kind(**{**dict(embed_dims=C, num_heads=HEADS), **usual, **options})
 
 
 def test_angular_convolves_a_class_token_in_its_row_or_not_at_all() -> None:
@@ -197,16 +200,15 @@ def test_angular_convolves_a_class_token_in_its_row_or_not_at_all() -> None:
 
 
 @every_layer
-def test_class_token_attends_and_is_neither_convolved_nor_placed(kind: type[LinearAttention]) -> None:
+def test_class_token_attends_and_is_neither_convolved_nor_placed(name: str) -> None:
     """A map's tokens in another place change what they are; the class token sees a set."""
-    plain: Any = build(kind)
-    layer: Any = build(kind, class_token=True)
-    layer.load_state_dict(plain.state_dict())
+    layer = build(name, class_token=True)
+    layer.load_state_dict(build(name).state_dict())
     x = torch.randn(1, 1 + 16, C, dtype=torch.float64)
     assert layer(x, (4, 4)).shape == x.shape
     with pytest.raises(ValueError, match='16 tokens do not make a map of 4 x 4 and 1 class token'):
         layer(x[:, 1:], (4, 4))
-    if layer.position_encoding is None and kind not in (LinearAngularAttention, MLLAAttention, RALAAttention):
+    if layer.position_encoding is None and name not in ('angular', 'mlla', 'rala'):
         flipped = torch.cat([x[:, :1], x[:, 1:].flip(1)], 1)
         torch.testing.assert_close(layer(flipped, (4, 4))[:, 0], layer(x, (4, 4))[:, 0])
     assert torch.autograd.gradcheck(lambda x: layer(x, (4, 4)), (x.requires_grad_(),), fast_mode=True)

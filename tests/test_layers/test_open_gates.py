@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import filled
 from torch import Tensor, nn
 
 from mmgate.layers import (
@@ -23,9 +24,7 @@ D = C // H
 
 def opened(module: nn.Module) -> Any:
     """Give every parameter, the gate's included, a value of its own."""
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return module.double()
+    return filled(module, 0.4).double()
 
 
 def random(*shape: int) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same, one_graph, values_and_gradients
+from conftest import assert_same, filled, one_graph, values_and_gradients
 from mmcv.ops import MultiScaleDeformableAttention
 from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from mmengine.registry import MODELS as ROOT
@@ -47,9 +47,7 @@ def pair(kind: Any = PLuGMultiScaleDeformableAttention, host: Any = (), **option
     """Return mmcv's attention with ``host``'s arguments, and ours with its weights, loaded from its state dict."""
     common: dict[str, Any] = dict(batch_first=True, dropout=0.0) | dict(host)
     vanilla, ours = MultiScaleDeformableAttention(**SIZES, **common), kind(**SIZES, **common, **options)
-    for parameter in vanilla.parameters():
-        nn.init.normal_(parameter, std=0.3)
-    keys = ours.load_state_dict(vanilla.state_dict(), strict=False)
+    keys = ours.load_state_dict(filled(vanilla, 0.3).state_dict(), strict=False)
     assert not keys.unexpected_keys
     assert all(key.startswith(('gate_proj.', 'gml.')) for key in keys.missing_keys)
     return vanilla, ours
@@ -100,9 +98,7 @@ def modulated(gml: Any, r: Tensor) -> Tensor:
 @pytest.mark.parametrize('options', GATED.values(), ids=GATED)
 def test_an_open_gate(options: dict[str, Any], columns: int) -> None:
     """Eq. 8 to 12, Eq. 17 behind the softmax, with the samples that mmcv takes."""
-    layer = pair(**options)[1].double()
-    for parameter in layer.parameters():
-        nn.init.normal_(parameter, std=0.4)
+    layer = filled(pair(**options)[1], 0.4).double()
     call = {name: x.double() if x.is_floating_point() else x for name, x in make_call(columns).items()}
     z, value = call['query'] + call['query_pos'], layer.value_proj(call['value'])
     value = value.masked_fill(call['key_padding_mask'][..., None], 0).view(2, 30, 4, 4)
@@ -119,15 +115,6 @@ def test_an_open_gate(options: dict[str, Any], columns: int) -> None:
     heads = multi_scale_deformable_attn_pytorch(value, shapes, at[..., :2] + offsets * unit, weights)
     expected = layer.output_proj(heads) + call['identity']
     torch.testing.assert_close(layer(**call), expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize(
-    'granularity, gates', [('head_level', 8), ('head_level_point', 24), ('head', 4), ('level_point', 6), ('level', 2)]
-)
-def test_granularity_sizes(granularity: str, gates: int) -> None:
-    gated = PLuGMultiScaleDeformableAttention(**SIZES, granularity=granularity)
-    assert gated.gate_proj.out_features == gates
-    assert sum(p.numel() for p in gated.gml.parameters()) == 4
 
 
 def test_arguments_of_mmcv() -> None:

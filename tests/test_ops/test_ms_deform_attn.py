@@ -9,7 +9,7 @@ from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
-from mmgate.ops.ms_deform_attn import attention_weights, check_backend, cpu, offset_locations
+from mmgate.ops.ms_deform_attn import cpu, offset_locations
 
 CASES = {  # name: (levels, B, Q, H, D, P, spread of the locations)
     'two_levels': ([(4, 6), (2, 3)], 2, 5, 2, 4, 3, 0.5),
@@ -64,22 +64,6 @@ def test_gradcheck_gates(backend: str, gate: tuple[int, ...], position: str, res
         return ms_deform_attn(*x, position=position, residual=residual, backend=backend)
 
     assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
-
-
-def test_weights_by_hand() -> None:
-    logits = torch.tensor([0.0, 1.0, 2.0, -1.0]).view(1, 1, 1, 2, 2)
-    gate = torch.tensor([1.0, -0.5]).view(1, 1, 1, 2, 1)
-    gated = torch.tensor([0.0, 2.0, 1.0, -0.5])
-    plain = logits.flatten().softmax(0)
-    cases = {
-        ('pre_softmax', True): gated.softmax(0),
-        ('pre_softmax', False): torch.tensor([0.0, 1.0, -1.0, 0.5]).softmax(0),
-        ('post_softmax', True): plain * torch.tensor([2.0, 2.0, 0.5, 0.5]),
-        ('post_softmax', False): plain * torch.tensor([1.0, 1.0, -0.5, -0.5]),
-    }
-    for (position, residual), expected in cases.items():
-        actual = attention_weights(logits, gate, position=position, residual=residual)
-        torch.testing.assert_close(actual.flatten(), expected)
 
 
 @pytest.mark.parametrize('compiled', ['0', '1'], ids=['eager', 'compiled'])
@@ -182,9 +166,3 @@ def test_bad_input(changed: dict[int, Tensor], options: dict[str, str], message:
     inputs = make_inputs('two_levels', gate=(2, 2, 1))
     with pytest.raises(ValueError, match=message):
         ms_deform_attn(*(changed.get(i, x) for i, x in enumerate(inputs)), **options)
-
-
-def test_a_name_is_checked_without_a_call() -> None:
-    check_backend('auto')
-    with pytest.raises(ValueError, match='choose one of auto, mmcv'):
-        check_backend('cuda')

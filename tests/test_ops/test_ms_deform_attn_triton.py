@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 import traffic
-from conftest import assert_same, one_graph, values_and_gradients
+from conftest import DEVICES, assert_same, one_graph, values_and_gradients
 from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
 from mmgate.ops.ms_deform_attn import blocks, offset_locations
 from mmgate.ops.ms_deform_attn import triton as fused
-from mmgate.ops.triton_backend import interpreted
 
 pytest.importorskip('triton', minversion='3.2')
-DEVICES = [pytest.param('cpu', id='interpreter'), pytest.param('cuda', id='gpu', marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.usefixtures('on_device')
 SMALL = [(3, 5), (1, 1), (2, 1)]
 TINY = [(9, 2), (3, 1), (1, 1)]  # more than a band of rows, and odd
 REAL = [(100, 134), (50, 67), (25, 34), (13, 17)]
@@ -39,15 +38,6 @@ CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'neighbours_sample_together': dict(levels=TINY, heads=1, spread=0.3),
     'neighbours_sample_the_same': dict(levels=[(6, 1), (3, 1)], heads=1, spread=0.0, dim=20, reference=2),
 }
-
-
-@pytest.fixture(autouse=True)
-def _device(request: pytest.FixtureRequest) -> None:
-    on_gpu = request.node.get_closest_marker('gpu') is not None
-    if on_gpu and not torch.cuda.is_available():
-        pytest.skip('needs a CUDA device')
-    if not on_gpu and not interpreted():
-        pytest.skip('the kernels are compiled in this process, not interpreted')
 
 
 def make(

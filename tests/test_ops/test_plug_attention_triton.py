@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import assert_same, one_graph, values_and_gradients
+from conftest import DEVICES, assert_same, one_graph, values_and_gradients
 from torch import Tensor
 
 from mmgate.errors import ConfigError
@@ -16,10 +16,9 @@ from mmgate.layers.plug_dense import PLuGAttention
 from mmgate.ops import plug_attention
 from mmgate.ops.plug_attention import blocks, chunked
 from mmgate.ops.plug_attention import triton as kernels
-from mmgate.ops.triton_backend import interpreted
 
 pytest.importorskip('triton', minversion='3.2')
-DEVICES = [pytest.param('cpu', id='interpreter'), pytest.param('cuda', id='gpu', marks=pytest.mark.gpu)]
+pytestmark = pytest.mark.usefixtures('on_device')
 CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
     'shared': {},
     'per_head': dict(gate_heads=2),
@@ -41,15 +40,6 @@ PAIRED = {('pair', torch.float32, 90)}
 PAIRED |= {(case, torch.bfloat16, arch) for case in ('pair', 'pair_full_bias') for arch in (80, 90, 120)}
 REAL = dict(rows=1000, columns=1100, dim=32, width=32)
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-
-
-@pytest.fixture(autouse=True)
-def _device(request: pytest.FixtureRequest) -> None:
-    on_gpu = request.node.get_closest_marker('gpu') is not None
-    if on_gpu and not torch.cuda.is_available():
-        pytest.skip('needs a CUDA device')
-    if not on_gpu and not interpreted():
-        pytest.skip('the kernels are compiled in this process, not interpreted')
 
 
 def make(

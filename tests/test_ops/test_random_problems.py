@@ -22,13 +22,9 @@ from mmgate.ops.ms_deform_attn import blocks as cuts
 from mmgate.ops.ms_deform_attn import triton as sampler
 from mmgate.ops.plug_attention import blocks
 from mmgate.ops.plug_attention import triton as dense
-from mmgate.ops.triton_backend import interpreted
 
 pytest.importorskip('triton', minversion='3.2')
-pytestmark = [
-    pytest.mark.skipif(not interpreted(), reason='the kernels are compiled in this process, not interpreted'),
-    pytest.mark.usefixtures('poisoned_memory', 'within_bounds'),
-]
+pytestmark = pytest.mark.usefixtures('on_device', 'poisoned_memory', 'within_bounds')
 PROBLEMS = [pytest.param(4, id='few'), pytest.param(100, id='many', marks=pytest.mark.slow)]
 MOST = 20  # samples of all programs of a kernel, each of which takes the interpreter 0.15 s, forward and backward
 # What the many problems have launched in every combination.

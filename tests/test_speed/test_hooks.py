@@ -9,20 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
-from mmdet.structures import DetDataSample
+import zoo
 from mmengine.config import Config
 from mmengine.model import BaseModel
 from mmengine.registry import HOOKS, MODELS, init_default_scope
 from mmengine.runner import Runner
-from mmengine.structures import InstanceData
+from small_demo import DEMO
 from torch import Tensor, nn
 
 import mmgate.layers.base.deformable as layer_file
 from mmgate.errors import ConfigError
 from mmgate.speed.hooks import CompileHook, Float32Hook, keep_float32
-
-DEMO = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 
 
 class Net(BaseModel):
@@ -134,19 +131,11 @@ def detector(**head: Any) -> nn.Module:
     return model.train()
 
 
-def batch() -> tuple[Tensor, list[DetDataSample]]:
-    generator = torch.Generator().manual_seed(0)
-    sample = DetDataSample(metainfo=dict(img_shape=(64, 96), batch_input_shape=(64, 96), ori_shape=(64, 96)))
-    corners = torch.rand(4, 2, 2, generator=generator).sort(1).values * torch.tensor([96.0, 64.0])
-    sample.gt_instances = InstanceData(bboxes=corners.flatten(1), labels=torch.arange(4))
-    return torch.randn(1, 3, 64, 96, generator=generator), [sample]
-
-
 def losses(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    images, samples = batch()
-    torch.manual_seed(1)  # of the dropout
+    torch.manual_seed(1)  # of the images and the dropout
+    batch = zoo.batch(Config(dict(model={}, default_scope='mmdet')))
     with torch.autocast('cpu', dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-        found = model.loss(images, deepcopy(samples))
+        found = model(**batch, mode='loss')
     sum(found.values()).backward()
     return {name: loss.detach().float() for name, loss in found.items()}
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, needs_mmpretrain
+from conftest import ROOT, needs_mmpretrain, run_python
 from image_folders import write_shapes_folder
 from published_cswin import SMALL, random_cswin
 
@@ -39,17 +37,13 @@ test_dataloader = val_dataloader
 def test_a_converted_classifier_is_tested(tmp_path: Path) -> None:
     """The published file of 64 pixels is converted once, and tested at 64 and at 96, where its biases are resized."""
 
-    def run(*command: str) -> subprocess.CompletedProcess:
-        python = [sys.executable, '-W', 'ignore', str(ROOT / 'tools' / command[0]), *command[1:]]
-        return subprocess.run(python, cwd=tmp_path, capture_output=True, text=True)
-
     write_shapes_folder(tmp_path / 'data', num_train=6, num_val=12, size=64)
     torch.save({'state_dict_ema': random_cswin(True, image=64)}, tmp_path / 'published.pth')
-    converted = run('model_converters/agent_attention.py', 'published.pth', 'classifier.pth', '--to', 'classifier')
-    assert converted.returncode == 0, converted.stderr
+    converter = ROOT / 'tools/model_converters/agent_attention.py'
+    run_python(converter, 'published.pth', 'classifier.pth', '--to', 'classifier', cwd=tmp_path)
     for side in (64, 96):
         (tmp_path / 'config.py').write_text(CONFIG.replace('SIDE', str(side)))
-        result = run('test.py', 'config.py', 'classifier.pth')
+        result = run_python(ROOT / 'tools/test.py', 'config.py', 'classifier.pth', cwd=tmp_path)
         printed = result.stdout + result.stderr
-        assert result.returncode == 0 and re.search(r'accuracy/top1: \d', printed), printed[-3000:]
+        assert re.search(r'accuracy/top1: \d', printed), printed[-3000:]
         assert ('resized to a map of (24, 24)' in printed) == (side == 96)

@@ -4,27 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_python
 from shapes import write_shapes
-
-DEMO = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
-CONFIG = f"""
-_base_ = {str(DEMO)!r}
-model = dict(
-    backbone=dict(base_channels=8),
-    neck=dict(in_channels=[16, 32, 64]),
-    encoder=dict(num_layers=1),
-    decoder=dict(num_layers=1))
-train_dataloader = dict(batch_size=2, num_workers=0, persistent_workers=False)
-val_dataloader = dict(num_workers=0, persistent_workers=False)
-test_dataloader = dict(num_workers=0, persistent_workers=False)
-train_cfg = dict(max_epochs=EPOCHS, val_interval=100)
-default_hooks = dict(logger=dict(interval=1))
-"""
+from small_demo import CONFIG
 
 
 @pytest.fixture(scope='module')
@@ -36,19 +21,12 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(project: Path, tool: str, *arguments: str) -> str:
-    command = [sys.executable, '-W', 'ignore', str(ROOT / 'tools' / tool), *arguments]
-    result = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout + result.stderr
-
-
 def test_train_then_test_with_all_outputs(project: Path) -> None:
-    run(project, 'train.py', 'short.py', '--auto-scale-lr')
+    run_python(ROOT / 'tools/train.py', 'short.py', '--auto-scale-lr', cwd=project)
     work = project / 'work_dirs/short'
-    outputs = ['--out', str(work / 'out.pkl'), '--show-dir', 'painted', '--tta']
-    said = run(project, 'test.py', 'short.py', str(work / 'epoch_2.pth'), '--work-dir', str(work / 'test'), *outputs)
-    assert 'coco/bbox_mAP_50' in said
+    outputs = ['--work-dir', work / 'test', '--out', work / 'out.pkl', '--show-dir', 'painted', '--tta']
+    done = run_python(ROOT / 'tools/test.py', 'short.py', work / 'epoch_2.pth', *outputs, cwd=project)
+    assert 'coco/bbox_mAP_50' in done.stdout + done.stderr
     assert (work / 'out.pkl').stat().st_size > 0
     assert len(list((work / 'test').rglob('painted/*.jpg'))) == 2
 

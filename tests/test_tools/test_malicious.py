@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, needs_mmpretrain, tool
 from mmengine.registry import MODELS, init_default_scope
 from shapes import write_shapes
-from test_end_to_end import CONFIG
+from small_demo import CONFIG
 
 import mmgate  # noqa: F401
 from mmgate.backbones import AgentPVT

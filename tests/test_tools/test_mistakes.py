@@ -14,7 +14,7 @@ import pytest
 import torch
 from mmengine.config import Config
 from shapes import write_shapes
-from test_end_to_end import CONFIG
+from small_demo import CONFIG
 from test_environment import SEGMENTOR
 
 from mmgate.train import cli

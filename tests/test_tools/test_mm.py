@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import mmseg
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_python
 from mmengine.hub import get_config, get_model
 from mmengine.registry import MODELS, init_default_scope
 from shapes import write_shapes
@@ -30,19 +28,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, *arguments: str, script: str = 'tools/mm.py') -> subprocess.CompletedProcess:
-    command = [sys.executable, '-W', 'ignore', *script.replace('tools/', f'{ROOT}/tools/').split(), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done
-
-
 DRAWS = pytest.mark.skipif(mmseg.__version__ == '1.2.2', reason='mmseg 1.2.2 hands OpenCV an array it does not draw on')
 
 
 @pytest.mark.parametrize('config', [DETECTOR, pytest.param(SEGMENTOR, marks=DRAWS)], ids=['mmdet', 'mmseg'])
 def test_browse_dataset(project: Path, tmp_path: Path, config: str) -> None:
-    done = run(project, 'browse_dataset', config, '--not-show', '--output-dir', str(tmp_path))
+    arguments = ['browse_dataset', config, '--not-show', '--output-dir', tmp_path]
+    done = run_python(ROOT / 'tools/mm.py', *arguments, cwd=project)
     assert 'browse_dataset.py' in done.stderr.partition('\n')[0]
     assert len(list(tmp_path.rglob('*.*'))) >= 3
 
@@ -97,7 +89,7 @@ def test_one_host_alone_and_a_checkout_of_it(
 
 def test_ours_run_as_modules(tmp_path: Path) -> None:
     for tool in ('train', 'test', 'mm'):
-        assert 'config' in run(tmp_path, '--help', script=f'-m mmgate.tools.{tool}').stdout
+        assert 'config' in run_python('-m', f'mmgate.tools.{tool}', '--help', cwd=tmp_path).stdout
 
 
 @pytest.mark.parametrize('path', [DETECTOR, SEGMENTOR], ids=['DetInferencer', 'MMSegInferencer'])

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-from conftest import ROOT
+from conftest import ROOT, run_python
 
 # Imports the hosts, takes down what they and the process are, imports mmgate and prints what is another thing since.
 SCRIPT = """
@@ -66,9 +62,5 @@ print('facts', len(before), 'changed', *changed)
 
 def test_nothing_is_patched() -> None:
     """Functions, classes and methods of the hosts and of torch are the same, and so is what a process has."""
-    environment = {**os.environ, 'PYTHONPATH': str(ROOT)}
-    command = [sys.executable, '-W', 'ignore', '-c', SCRIPT]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-2000:]
-    last = result.stdout.splitlines()[-1].split()
+    last = run_python('-c', SCRIPT, PYTHONPATH=str(ROOT)).stdout.splitlines()[-1].split()
     assert last[0] == 'facts' and int(last[1]) > 10000 and last[3:] == []

@@ -10,23 +10,13 @@ import torch
 from conftest import ROOT, tool
 from mmengine.fileio import load
 from shapes import write_shapes
+from small_demo import CONFIG, DEMO
 
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.train import cli
 
-DEMO = ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 CONVERTER = tool('gates', 'model_converters')
 VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
-SMALL = """
-_base_ = BASE
-model = dict(
-    backbone=dict(base_channels=8), neck=dict(in_channels=[16, 32, 64]), encoder=dict(num_layers=1),
-    decoder=dict(num_layers=1))
-train_dataloader = dict(batch_size=2, num_workers=0, persistent_workers=False)
-val_dataloader = dict(num_workers=0, persistent_workers=False)
-test_dataloader = dict(num_workers=0, persistent_workers=False)
-train_cfg = dict(max_epochs=EPOCHS, val_interval=100)
-"""
 GATES = """
 _base_ = './gated.py'
 load_from = 'vanilla/epoch_1.pth'
@@ -43,7 +33,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp('gates')
     write_shapes(folder / 'data/shapes', num_train=8, num_val=2, size=64)
     for name, base, epochs in (('vanilla', VANILLA, 1), ('gated', DEMO, 2)):
-        (folder / f'{name}.py').write_text(SMALL.replace('BASE', repr(str(base))).replace('EPOCHS', str(epochs)))
+        (folder / f'{name}.py').write_text(CONFIG.replace(str(DEMO), str(base)).replace('EPOCHS', str(epochs)))
     (folder / 'gates.py').write_text(GATES)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -60,9 +60,14 @@ CONCERNS = {
     'layers/swiglu': ('test_backbones/test_dgvit.py',),
     'ops/agent_attention': ('test_layers/test_map_attention.py', 'test_backbones/test_resolutions.py'),
     'ops/differential_attention': ('test_layers/test_dense.py', 'test_layers/test_open_gates.py'),
-    'ops/gated_linear_attention': ('test_layers/test_map_attention.py',),
+    'ops/gated_linear_attention': ('test_layers/test_linear.py', 'test_layers/test_map_attention.py'),
     'ops/layout': ('test_layers/test_dense.py', 'test_layers/test_plug.py'),
-    'ops/linear_attention': ('test_ops/test_any_arguments.py', 'test_layers/test_numbers.py'),
+    'ops/linear_attention': (
+        'test_layers/test_linear.py',
+        'test_ops/test_any_arguments.py',
+        'test_layers/test_numbers.py',
+    ),
+    'ops/ms_deform_attn': ('test_layers/test_plug.py',),
     'ops/masks': ('test_layers/test_dense.py', 'test_hosts/test_swapped_rates.py'),
     'train/': ('test_tools/test_flags.py', 'test_tools/test_mistakes.py'),
 }
