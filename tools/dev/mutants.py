@@ -2,8 +2,9 @@
 
 cosmic-ray knows the changes: other operators and numbers, conditions turned round, loops left out, decorators removed.
 Places are drawn by a seed, as many from each package, and at each place one of its changes. Left out is what means
-nothing when the code runs: annotations, and the arguments of :data:`MEANINGLESS`. The tree itself is not touched: a copy is. What was tried is written down at once,
-and not tried again unless its code or its tests have changed, so that a run that was interrupted goes on.
+nothing when the code runs: annotations, and the arguments of :data:`MEANINGLESS`. The tree itself is not touched: a
+copy is. What was tried is written down at once, and not tried again unless its code or its tests have changed, so that
+a run that was interrupted goes on.
 """
 
 from __future__ import annotations
