@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -143,20 +144,14 @@ def test_cka_needs_images_of_one_size_and_says_how(configs: dict[str, str], tmp_
 
 
 def test_efficiency_of_two_backbones(configs: dict[str, str], tmp_path: Path) -> None:
-    def measured(*options: str) -> list[dict[str, str]]:
-        given = [configs['pvt'], configs['agent'], '--repetitions', '1', *options, '--out', str(tmp_path)]
-        assert cli.main(tool('plot_efficiency').main, given) == 0
-        return list(csv.DictReader((tmp_path / 'efficiency.csv').open()))
-
-    rows = measured('--sizes', '32', '64', '--modes', *reversed(MODES))
+    given = [configs['pvt'], configs['agent'], '--repetitions', '1', '--sizes', '32', '64', '--out', str(tmp_path)]
+    for options, modes in ([], MODES[:1]), (['--train'], MODES[1:]), (['--modes', *reversed(MODES)], MODES):
+        assert cli.main(tool('plot_efficiency').main, [*given, *options]) == 0
+        rows = list(csv.DictReader((tmp_path / 'efficiency.csv').open()))
+        found = [tuple(row[key] for key in ('mode', 'x', 'metric', 'provider')) for row in rows]
+        assert found == list(product(modes, ('32_b1', '64_b1'), ('throughput', 'peak memory'), ('pvt', 'agent')))
+        assert all(float(row['y_20']) <= float(row['y_50']) <= float(row['y_80']) for row in rows)
     assert (tmp_path / 'efficiency.png').stat().st_size > 5_000
-    assert [(row['provider'], row['mode']) for row in rows[:2]] == [('pvt', 'forward'), ('agent', 'forward')]
-    assert all(float(row['y_20']) <= float(row['y_50']) <= float(row['y_80']) for row in rows)
-    assert {(row['x'], row['mode'], row['metric']) for row in rows if row['provider'] == 'agent'} == {
-        (x, mode, metric) for x in ('32_b1', '64_b1') for mode in MODES for metric in ('throughput', 'peak memory')
-    }
-    for options, mode in (((), 'forward'), (('--train',), 'forward+backward')):
-        assert {row['mode'] for row in measured('--sizes', '32', *options)} == {mode}
 
 
 def test_efficiency_of_what_rules_gate(configs: dict[str, str], tmp_path: Path) -> None:
