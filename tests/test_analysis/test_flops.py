@@ -12,7 +12,7 @@ from mmengine.config import Config
 from mmengine.hub import get_config
 from torch import nn
 
-from mmgate.analysis.report.flops import _count, count_config
+from mmgate.analysis.report.flops import count_config, count_model
 from mmgate.layers import AgentAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
 
@@ -43,7 +43,7 @@ def test_rule(name: str) -> None:
     model = function if isinstance(function, nn.Module) else nn.Module()
     if model is not function:
         model.forward = function
-    assert _count(model, *inputs).macs == expected
+    assert count_model(model, *inputs).macs == expected
 
 
 def test_layers_by_hand() -> None:
@@ -51,16 +51,16 @@ def test_layers_by_hand() -> None:
     x = torch.zeros(1, n, c)
     agent = AgentAttention(c, heads, map_size=(6, 8), agent_num=agents)
     projections = n * c * 4 * c
-    assert _count(agent, x, (6, 8)).macs == projections + 2 * (2 * n * agents * c) + 9 * n * c
+    assert count_model(agent, x, (6, 8)).macs == projections + 2 * (2 * n * agents * c) + 9 * n * c
     saga = SAGAAttention(c, heads, map_size=(6, 8))
-    counted = _count(saga, x, (6, 8))
+    counted = count_model(saga, x, (6, 8))
     assert counted.macs == n * c * 7 * c + 2 * n * d * c + 25 * n * c
     assert counted.parameters == sum(p.numel() for p in saga.parameters())
 
 
 def test_what_is_frozen_computes_and_is_no_parameter() -> None:
     model = nn.Sequential(nn.Linear(8, 6).requires_grad_(False), nn.Linear(6, 4))
-    counted = _count(model, torch.zeros(2, 8))
+    counted = count_model(model, torch.zeros(2, 8))
     assert counted.macs == 2 * 6 * (8 + 4) and counted.parameters == 6 * 4 + 4
 
 

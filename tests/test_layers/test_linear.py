@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from families import HEADS, MAP, C
 from torch import Tensor, nn
 
-from mmgate.analysis.report.flops import _count
+from mmgate.analysis.report.flops import count_model
 from mmgate.layers import (
     EfficientAttention,
     EnhancedLinearAttention,
@@ -148,7 +148,7 @@ def test_cost_is_linear_in_the_tokens(name: str) -> None:
     layer = build(name)
 
     def macs(side: int) -> int:
-        return _count(layer, torch.zeros(1, side * side, C, dtype=torch.float64), (side, side)).macs
+        return count_model(layer, torch.zeros(1, side * side, C, dtype=torch.float64), (side, side)).macs
 
     once = macs(16) * 4 - macs(32)  # three times what does not depend on the tokens
     assert macs(64) - macs(32) == 4 * (macs(32) - macs(16))

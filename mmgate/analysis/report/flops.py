@@ -57,18 +57,18 @@ def count_config(cfg: Config, height: int, width: int) -> Complexity:
 
 def _count_host(model: Any, image: Tensor) -> Complexity:
     if not hasattr(model, 'data_preprocessor') or type(model).__name__ == 'ImageClassifier':
-        return _count(model, image)
+        return count_model(model, image)
     segments = hasattr(model, 'decode_head')
     sample = empty_sample(segments, (image.shape[2], image.shape[3]))
     if segments:
         model.forward = model.encode_decode  # called as the model: the counter knows modules' names
-        return _count(model, image, [sample.metainfo])
+        return count_model(model, image, [sample.metainfo])
     _fix_proposals(model, image)
-    return _count(model, image, [sample])
+    return count_model(model, image, [sample])
 
 
-def _count(model: nn.Module, *inputs: Any) -> Complexity:
-    """Count ``model(*inputs)``, in evaluation mode and without gradients; the model is not used otherwise."""
+def count_model(model: nn.Module, *inputs: Any) -> Complexity:
+    """Count ``model(*inputs)``, in evaluation mode and without gradients, in which the model stays: give a copy of one in use."""
     if not CAN_REGISTER and any(isinstance(module, PLuGMultiScaleDeformableAttention) for module in model.modules()):
         print_log('below torch 2.4 the sampling of gated deformable attention is not counted', 'current', WARNING)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
