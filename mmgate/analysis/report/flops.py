@@ -68,7 +68,7 @@ def _count_host(model: Any, image: Tensor) -> Complexity:
 
 
 def count_model(model: nn.Module, *inputs: Any) -> Complexity:
-    """Count ``model(*inputs)``, in evaluation mode and without gradients, in which the model stays: give a copy of one in use."""
+    """Count ``model(*inputs)`` in evaluation mode and without gradients, which is how the model is left."""
     if not CAN_REGISTER and any(isinstance(module, PLuGMultiScaleDeformableAttention) for module in model.modules()):
         print_log('below torch 2.4 the sampling of gated deformable attention is not counted', 'current', WARNING)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
