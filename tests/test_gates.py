@@ -264,6 +264,32 @@ def test_calls_are_replayed_one_after_the_other(tmp_path: Path) -> None:
         torch.testing.assert_close(other(x), saved(x))
 
 
+class Frozen(nn.Sequential):
+    def train(self, mode: bool = True) -> Any:
+        """As mm backbones freeze their stages."""
+        return super().train(mode).requires_grad_(False)
+
+
+def test_gates_in_frozen_stages_train() -> None:
+    model = nn.Sequential(Frozen(Layer(), Layer()))
+    mmgate.swap_attention(model, dict(PLUG, path='0.*.attn'))
+    names = mmgate.train_only_gates(model)
+    assert names == list(mmgate.gate_parameters(model))
+    model.eval().train()
+    assert names == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    mmgate.train_only_gates(model, 'all')
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_dropout_works_in_a_gate_inside_an_attention() -> None:
+    from mmcv.cnn.bricks.transformer import MultiheadAttention
+
+    model = nn.Sequential(MultiheadAttention(16, 2, 0.5, 0.5, dropout_layer=dict(type='Dropout', drop_prob=0.5)))
+    mmgate.swap_attention(model, dict(path='0.attn', type='mmgate.PLuGMultiheadAttention'))
+    mmgate.train_only_gates(model)
+    assert model[0].attn.training and not (model[0].proj_drop.training or model[0].dropout_layer.training)
+
+
 def test_a_mode_that_is_set_while_gates_are_disabled_stays() -> None:
     model, x = layers(dropout=0.5).train(), torch.randn(1, 3, 16)
     with mmgate.gates_disabled(model):

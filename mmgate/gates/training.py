@@ -26,8 +26,8 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
 
     Args:
         model: With gates.
-        train: ``'gates'``: their own parameters; ``'attention'``: all of the modules that gates replaced;
-            ``'all'``: everything that was trainable before.
+        train: ``'gates'``: their own parameters, in a backbone's frozen stages, too; ``'attention'``: all of the
+            modules that gates replaced; ``'all'``: everything that was trainable before.
 
     Returns:
         The names of the parameters that train.
@@ -72,6 +72,8 @@ def unfreeze(model: nn.Module) -> None:
 
 def _set_mode(model: Any, mode: bool = True) -> nn.Module:
     type(model).train(model, mode)
+    for parameter in gate_parameters(model).values():  # backbones freeze stages, gates included, with every mode
+        parameter.requires_grad_(True)
     if mode:
         swaps = list(swaps_by_path(model).values())
         gates: list[Any] = [swap.gate for swap in swaps]
@@ -84,5 +86,5 @@ def _set_mode(model: Any, mode: bool = True) -> nn.Module:
             drops = not any(True for _ in module.children())
             drops = drops or re.search(r'Attention$|Attn$|MSA$', type(module).__name__) is not None
             if (drops and id(module) not in gated) or id(getattr(module, 'running_mean', None)) in counted:
-                module.eval()
+                module.training = False  # its own, not that of a gate inside
     return model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -60,33 +61,39 @@ class GateOptimWrapperConstructor(ChangesGroups):
     parameter's dimensions, and a key of ``custom_keys`` loses to any longer one, such as ``backbone``.
 
     ``paramwise_cfg`` is the other constructor's, with its registered name under ``constructor``. Its ``custom_keys``
-    may have the key ``'mmgate.gates'``, which means every parameter that gates add, whatever its name.
+    may have the key ``'mmgate.gates'``, whose ``lr_mult`` and ``decay_mult`` are those of every parameter that gates
+    add, whatever its name, where the other constructor knows no such keys, too.
     """
 
     named = 'constructor'
 
     def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return them with the names of this model's gates in the place of ``'mmgate.gates'``."""
-        keys = dict(self.options.get('custom_keys') or {})
-        if GATES not in keys:
-            return self.wrapper, self.options
-        names = gate_parameters(getattr(model, 'module', model))  # mmengine's constructors, too, look inside DDP
-        of_gates = keys.pop(GATES)
-        return self.wrapper, {**self.options, 'custom_keys': keys | dict.fromkeys(names, of_gates)}
+        """Return them without the key of gates."""
+        keys = {name: key for name, key in (self.options.get('custom_keys') or {}).items() if name != GATES}
+        return self.wrapper, {**self.options, **({'custom_keys': keys} if keys else {})}
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Take the weight decay off, in groups of their own where others are beside them."""
-        spared = {id(parameter) for _, parameter in undecayed_parameters(model)}
-        for group in list(optimizer.param_groups):
-            own = [id(parameter) in spared for parameter in group['params']]
-            if not any(own) or not group.get('weight_decay'):
-                continue
-            taken = _part(group, own, True)
-            group.update(_part(group, own, False))
-            if group['params']:
-                optimizer.add_param_group({**group, **taken, 'weight_decay': 0.0})
-            else:
-                group.update(taken, weight_decay=0.0)
+        """Set what the key of gates says, then take the weight decay off what is spared."""
+        of_gates = (self.options.get('custom_keys') or {}).get(GATES, {})
+        factors = dict(lr=of_gates.get('lr_mult'), weight_decay=of_gates.get('decay_mult'))
+        settings = {name: optimizer.defaults[name] * by for name, by in factors.items() if by is not None}
+        _set(optimizer, gate_parameters(model).values() if settings else (), **settings)
+        _set(optimizer, [parameter for _, parameter in undecayed_parameters(model)], weight_decay=0.0)
+
+
+def _set(optimizer: Optimizer, parameters: Iterable[nn.Parameter], **settings: float) -> None:
+    """Give parameters their settings, in groups of their own where others are beside them."""
+    chosen = {id(parameter) for parameter in parameters}
+    for group in list(optimizer.param_groups):
+        own = [id(parameter) in chosen for parameter in group['params']]
+        if not any(own) or settings.items() <= group.items():
+            continue
+        taken = _part(group, own, True)
+        group.update(_part(group, own, False))
+        if group['params']:
+            optimizer.add_param_group({**group, **taken, **settings})
+        else:
+            group.update(taken, **settings)
 
 
 def _part(group: dict[str, Any], own: list[bool], taken: bool) -> dict[str, list[Any]]:

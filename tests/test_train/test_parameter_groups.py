@@ -94,19 +94,23 @@ def test_what_gates_add_is_not_decayed(paramwise: dict[str, Any] | None) -> None
         torch.testing.assert_close(net.get_parameter(name).detach(), before[name], rtol=0, atol=0)
 
 
-def test_one_key_for_every_gate() -> None:
-    """A multiplier under ``mmgate.gates`` is that of all parameters of gates and of no other, whatever their names."""
-    keys = {'mmgate.gates': dict(lr_mult=10.0), 'decoder': dict(lr_mult=0.5)}
+@pytest.mark.parametrize('host', [{}, dict(constructor='ByDimension', num_layers=2)], ids=['keys', 'no keys'])
+def test_one_key_for_every_gate(host: dict[str, Any]) -> None:
+    """Multipliers under ``mmgate.gates`` are those of all parameters of gates and of no other, whatever their names."""
+    keys = {'mmgate.gates': dict(lr_mult=10.0, decay_mult=0.5), 'decoder': dict(lr_mult=0.5)}
     optimizer = dict(type='AdamW', lr=1.0, weight_decay=DECAY)
-    construct = GateOptimWrapperConstructor(dict(type='OptimWrapper', optimizer=optimizer), dict(custom_keys=keys))
+    wrapper = dict(type='OptimWrapper', optimizer=optimizer)
+    construct = GateOptimWrapperConstructor(wrapper, dict(host, custom_keys=keys))
     for part in ('decoder', 'neck'):  # the second model has other names
         gated = nn.ModuleDict({'backbone': nn.Linear(4, 4), part: model()})
-        rates = {id(p): group['lr'] for group in construct(gated).optimizer.param_groups for p in group['params']}
-        gates = set(mmgate.gate_parameters(gated))
+        found = {id(p): group for group in construct(gated).optimizer.param_groups for p in group['params']}
+        gates, spared = set(mmgate.gate_parameters(gated)), dict(undecayed_parameters(gated))
         assert gates
         for name, parameter in gated.named_parameters():
-            expected = 10.0 if name in gates else 0.5 if name.startswith('decoder') else 1.0
-            assert rates[id(parameter)] == expected, name
+            expected = 10.0 if name in gates else 0.5 if name.startswith('decoder') and not host else 1.0
+            assert found[id(parameter)]['lr'] == expected, name
+            if name in gates - spared.keys():
+                assert found[id(parameter)]['weight_decay'] == DECAY / 2, name
     assert 'mmgate.gates' in keys
 
 
