@@ -240,11 +240,14 @@ def test_what_cannot_be_done_is_refused(ask: Any, words: str, tmp_path: Path) ->
 
 
 def test_equal_rules_are_told_as_equal(tmp_path: Path) -> None:
-    """Tuples are lists in JSON, one path is a list of one, a gate's name may lack its scope."""
-    model, file = layers(), tmp_path / 'g.safetensors'
+    """Tuples are lists in JSON, one path is a list of one, a gate's name may lack its scope, a backend says nothing."""
+    model, file = layers(dict(PLUG, backend='chunked')), tmp_path / 'g.safetensors'
     mmgate.save_gates(model, file)
     other = layers(dict(path=('*.attn',), type='PLuGMultiheadAttention'))
     assert mmgate.load_gates(other, file)
+    plain = layers(())
+    mmgate.load_gates(plain, file)
+    assert plain[0].attn.backend == 'auto'
     backbone = dict(type='mmgate.AgentPVT', num_layers=(1, 1, 1, 1), embed_dims=8, num_heads=(1, 1, 1, 1))
     preset = MODELS.build(backbone)
     preset.init_weights()

@@ -129,6 +129,7 @@ def _described(rule: Mapping[str, Any]) -> Rule:
     """Return a rule as a file of gates has it, so that rules that say the same are equal."""
     path = rule['path']
     plain = dict(rule, type=_named(rule['type']), path=[path] if isinstance(path, str) else list(path))
+    plain.pop('backend', None)  # of the machine, not of the gates
     try:
         return json.loads(json.dumps(plain))
     except (TypeError, ValueError) as error:
