@@ -98,6 +98,8 @@ def test_cswin(arch: str) -> None:
                 assert attention.map_size == (56 // 2**i, 56 // 2**i)
             else:
                 assert isinstance(attention, CrossWindowAttention) and attention.split == (7, None)[i - 2]
+    vanilla = structure('AgentCSwin', arch, agent_nums=(None,) * 4).stages
+    assert [stage[0].attn.split for stage in vanilla] == [1, 2, 7, None]
 
 
 PARAMETERS = [  # millions at the papers' rounding; SAGA Swin-T comes to 32.6, the paper prints 32

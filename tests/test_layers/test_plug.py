@@ -154,9 +154,10 @@ def test_bad_options(options: dict, error: type, message: str) -> None:
         PLuGMultiScaleDeformableAttention(**SIZES, **options)
 
 
-def test_missing_reference_points() -> None:
-    with pytest.raises(ValueError, match='reference_points, spatial_shapes'):
-        PLuGMultiScaleDeformableAttention(**SIZES)(torch.randn(5, 2, 16))
+@pytest.mark.parametrize('missing', ['reference_points', 'spatial_shapes', 'level_start_index'])
+def test_missing_arguments(missing: str) -> None:
+    with pytest.raises(ValueError, match='reference_points, spatial_shapes and level_start_index are needed'):
+        PLuGMultiScaleDeformableAttention(**SIZES)(**make_call() | {missing: None})
 
 
 @pytest.mark.parametrize('kind', [layers.MultiScaleDeformableAttention, PLuGMultiScaleDeformableAttention])
