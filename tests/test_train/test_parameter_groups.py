@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from mmengine.config import ConfigDict
 from mmengine.optim import DefaultOptimWrapperConstructor, MultiStepLR, build_optim_wrapper
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from torch import nn
@@ -63,7 +64,7 @@ def test_what_gates_add_is_not_decayed(paramwise: dict[str, Any] | None) -> None
     net = model()
     wrapper = build_optim_wrapper(
         net,
-        dict(
+        ConfigDict(  # as a config file gives it, and the optimizer's groups are then, too
             constructor='mmgate.GateOptimWrapperConstructor',
             optimizer=dict(type='AdamW', lr=1e-3, weight_decay=DECAY),
             paramwise_cfg=paramwise,
