@@ -86,7 +86,7 @@ def _set(optimizer: Optimizer, parameters: Iterable[nn.Parameter], **settings: f
     chosen = {id(parameter) for parameter in parameters}
     for group in list(optimizer.param_groups):
         own = [id(parameter) in chosen for parameter in group['params']]
-        if not any(own) or all(group[name] == value for name, value in settings.items()):
+        if not any(own) or all(group.get(name, value) == value for name, value in settings.items()):
             continue
         taken = _part(group, own, True)
         group.update(_part(group, own, False))
