@@ -123,10 +123,10 @@ def test(argv: list[str]) -> None:
     cfg.load_from = args.checkpoint
     if args.show or args.show_dir:
         enable_visualization(cfg, show=args.show, show_dir=args.show_dir, wait_time=args.wait_time)
-    if args.tta:
-        enable_tta(cfg)
     if args.gates:
         enable_gates(cfg, args.gates)
+    if args.tta:  # wraps the model, gates and all
+        enable_tta(cfg)
     if args.out and not pickled:
         for evaluator in cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]:
             evaluator.update(output_dir=args.out, keep_results=True)
@@ -226,9 +226,7 @@ def enable_gates(cfg: Config, path: str) -> None:
     read_gates(path)
     cfg.setdefault('custom_imports', dict(imports=['mmgate'], allow_failed_imports=False))
     if type_name(cfg.model) != 'Gated':
-        host = cfg.model.type
-        scope = cfg.get('default_scope') or 'mmengine'
-        cfg.model = dict(cfg.model, type='mmgate.Gated', host=host if '.' in host else f'{scope}.{host}')
+        cfg.model = dict(cfg.model, type='mmgate.Gated', host=cfg.model.type)
     cfg.model.gates = path
 
 
