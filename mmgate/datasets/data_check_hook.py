@@ -74,9 +74,9 @@ def refuse_foreign_classes(cfg: Config, runner: Any) -> None:
     Raises:
         ConfigError: No class is a category of its annotation file.
     """
-    data = dict(cfg.train_dataloader.dataset)
-    # where the loop is built, the error came later
-    if isinstance(runner._train_loop, dict) and 'dataset' not in data and 'datasets' not in data:
+    if not isinstance(runner._train_loop, dict):  # the loop is built: the error came later
+        return
+    for data in innermost(cfg.train_dataloader.dataset):
         dataset = DATASETS.build(dict(data, lazy_init=True))
         dataset.load_data_list()
         lacking, lacks_all = lacking_categories(dataset)
@@ -85,7 +85,7 @@ def refuse_foreign_classes(cfg: Config, runner: Any) -> None:
 
 
 def innermost(dataset: Any) -> Iterator[Any]:
-    """Yield the data sets inside wrappers such as RepeatDataset and ConcatDataset, or the data set itself."""
+    """Yield the data sets, or their configs, inside wrappers such as RepeatDataset, or the data set itself."""
     inner = [getattr(dataset, 'dataset', None), *(getattr(dataset, 'datasets', None) or ())]
     found = [one for one in inner if one is not None]
     for one in found:

@@ -157,9 +157,16 @@ def test_what_is_said_once(classes: tuple[str, ...], found: tuple[str, ...], sai
 
 
 @pytest.mark.parametrize(('classes', 'refused'), [(('person',), True), (('cat',), False)], ids=['foreign', 'known'])
-def test_a_data_set_that_was_never_built(classes: tuple[str, ...], refused: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize('wrapped', [False, True], ids=['bare', 'wrapped'])
+def test_a_data_set_that_was_never_built(
+    classes: tuple[str, ...], refused: bool, wrapped: bool, tmp_path: Path
+) -> None:
     """Where images without a box are filtered, mmengine fails at an empty list before a hook is called."""
     data = dict(coco(tmp_path, classes), filter_cfg=dict(filter_empty_gt=True))
+    if wrapped:
+        data = dict(type='RepeatDataset', times=2, dataset=dict(type='ConcatDataset', datasets=[data, data]))
+    with pytest.raises(ValueError, match='need at least one array') if refused else nullcontext():
+        DATASETS.build(data)
     cfg = Config(dict(train_dataloader=dict(dataset=data)))
     with pytest.raises(ConfigError, match='none of the classes') if refused else nullcontext():
         refuse_foreign_classes(cfg, SimpleNamespace(_train_loop=dict()))
