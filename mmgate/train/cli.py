@@ -17,7 +17,7 @@ import torch
 from mmengine.config import Config, ConfigDict
 from mmengine.device import get_device
 from mmengine.registry import RUNNERS, init_default_scope
-from mmengine.runner import FlexibleRunner, Runner
+from mmengine.runner import FlexibleRunner, Runner, find_latest_checkpoint
 from torch import distributed, nn
 
 from mmgate.checkpoints.gates_file import read_gates
@@ -83,7 +83,8 @@ def train(argv: list[str]) -> None:
     if args.auto_scale_lr:
         note = enable_auto_scale_lr(cfg)
     if args.resume is not None:
-        cfg.resume, cfg.load_from = True, None if args.resume == 'auto' else args.resume
+        last = find_latest_checkpoint(cfg.work_dir) if args.resume == 'auto' else args.resume
+        cfg.resume, cfg.load_from = last is not None, last or cfg.get('load_from')  # a first start is no resume
     check_files(cfg, ('train', 'val'))
     runner = build_runner(cfg)
     if cfg.get('load_from') or cfg.get('resume'):

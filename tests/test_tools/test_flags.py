@@ -76,8 +76,14 @@ def test_amp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config_of(monkeypatch, 'train', '--resume', 'x.pth')
     assert cfg.resume is True and cfg.load_from == 'x.pth'
-    cfg = config_of(monkeypatch, 'train', '--resume')
-    assert cfg.resume is True and cfg.load_from is None
+    first = ('--resume', '--cfg-options', 'load_from=x.pth')
+    cfg = config_of(monkeypatch, 'train', *first)  # nothing was saved yet: it starts as without the flag
+    assert cfg.resume is False and cfg.load_from == 'x.pth'
+    torch.save({}, 'last.pth')
+    Path('work_dirs/config').mkdir(parents=True)
+    Path('work_dirs/config/last_checkpoint').write_text('last.pth')
+    cfg = config_of(monkeypatch, 'train', *first)
+    assert cfg.resume is True and cfg.load_from == 'last.pth'
 
 
 @pytest.mark.parametrize(
