@@ -58,6 +58,8 @@ class DataCheckHook(Hook):
     def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = 'train') -> None:
         """Look at the labels of a batch, of any loop: mmengine calls this before each of its iterations."""
         samples = data_batch.get('data_samples') if isinstance(data_batch, dict) and self._left > 0 else None
+        if samples and isinstance(samples[0], Sequence):  # views of test-time augmentation, each of the whole batch
+            samples = samples[0]
         for sample in samples if isinstance(samples, Sequence) else ():
             self._left -= 1
             self._say(runner, label_beyond(own_model(runner.model), sample))

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from mmgate.gates import gate_parameters
 from mmgate.layers.base.init import undecayed_parameters
+from mmgate.paths import own_model
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 GATES = 'mmgate.gates'  # in custom_keys
@@ -70,7 +71,7 @@ class GateOptimWrapperConstructor(ChangesGroups):
         keys = dict(self.options.get('custom_keys') or {})
         if GATES not in keys:
             return self.wrapper, self.options
-        names = gate_parameters(getattr(model, 'module', model))  # mmengine's constructors, too, look inside DDP
+        names = gate_parameters(own_model(model))  # mmengine's constructors, too, look inside DDP
         of_gates = keys.pop(GATES)
         return self.wrapper, {**self.options, 'custom_keys': keys | dict.fromkeys(names, of_gates)}
 

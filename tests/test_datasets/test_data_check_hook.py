@@ -204,6 +204,14 @@ def test_the_first_maps_are_looked_at() -> None:
     assert len(run.said) == 1 and 'holds the number 7' in run.said[0]
 
 
+def test_maps_of_test_time_augmentation() -> None:
+    """Each view is a list of the whole batch."""
+    run, hook = Run(nn.ModuleDict(dict(data_preprocessor=nn.Identity(), module=SEGMENTOR)), data_of(3)), DataCheckHook()
+    hook.before_test_epoch(run)
+    hook.before_test_iter(run, 0, dict(data_samples=[[sample([0]), sample([7])]] * 2))
+    assert len(run.said) == 1 and 'holds the number 7' in run.said[0]
+
+
 def test_the_number_of_a_file_is_the_one_that_stands_in_it(tmp_path: Path) -> None:
     """Through mmseg's own pipeline."""
     from mmseg.datasets import BaseSegDataset
