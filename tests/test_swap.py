@@ -10,12 +10,14 @@ import torch
 import zoo
 from mmcv.cnn.bricks.transformer import MultiheadAttention as mmcv_attention
 from mmcv.ops import MultiScaleDeformableAttention
+from mmdet.models import SwinTransformer
 from mmengine.config import Config
 from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
-from mmgate import adapts, swap_attention
+from mmgate import adapts, gate_parameters, swap_attention
+from mmgate.errors import ConfigError
 from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers import PLuGMultiScaleDeformableAttention
 from mmgate.swap import attention_modules
@@ -176,8 +178,9 @@ def test_whatever_fits_leaves_out_what_the_gate_refuses() -> None:
 
 
 def test_unknown_host_and_downstream_adapter() -> None:
-    with pytest.raises(ValueError, match='Give the name with its scope'):
-        MODELS.build(dict(type='mmgate.Gated', host='mmdet.DeformablDETR', attention=RULE))
+    for host in ('mmdet.DeformablDETR', 'DeformablDETR', 'mmdet.OwnSwin'):
+        with pytest.raises(ConfigError, match='Give the name with its scope'):
+            MODELS.build(dict(type='mmgate.Gated', host=host, attention=RULE))
 
     class Mine(MultiScaleDeformableAttention):
         pass
@@ -188,6 +191,21 @@ def test_unknown_host_and_downstream_adapter() -> None:
         swap_attention(model, dict(RULE, path='other.attn'))
     adapts(PLuGMultiScaleDeformableAttention, Mine, like=MultiScaleDeformableAttention)
     assert swap_attention(model, dict(RULE, path='other.attn')) == ['other.attn']
+
+
+@MODELS.register_module()
+class OwnSwin(SwinTransformer):
+    """A host that mmengine's own registry knows."""
+
+
+@pytest.mark.parametrize('host', ['mmdet.SwinTransformer', 'SwinTransformer', SwinTransformer, 'OwnSwin', OwnSwin])
+@pytest.mark.parametrize('scope', [{}, dict(_scope_='mmdet')], ids=['default scope', 'scope of its own'])
+def test_a_host_is_named_as_a_type(host: str | type[nn.Module], scope: dict[str, str]) -> None:
+    init_default_scope('mmengine' if scope else 'mmdet')
+    rule = dict(type='mmgate.PLuGMultiheadAttention', path='**')
+    sizes = dict(embed_dims=8, depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1), **scope)
+    model = MODELS.build(dict(type='mmgate.Gated', host=host, attention=rule, **sizes))
+    assert type(model) is type(MODELS.build(dict(type=host, **sizes))) and gate_parameters(model)
 
 
 class Halved(nn.Module):

@@ -58,6 +58,8 @@ class DataCheckHook(Hook):
     def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = 'train') -> None:
         """Look at the labels of a batch, of any loop: mmengine calls this before each of its iterations."""
         samples = data_batch.get('data_samples') if isinstance(data_batch, dict) and self._left > 0 else None
+        if samples and isinstance(samples[0], Sequence):  # views of test-time augmentation, each of the whole batch
+            samples = samples[0]
         for sample in samples if isinstance(samples, Sequence) else ():
             self._left -= 1
             self._say(runner, label_beyond(own_model(runner.model), sample))
@@ -74,9 +76,9 @@ def refuse_foreign_classes(cfg: Config, runner: Any) -> None:
     Raises:
         ConfigError: No class is a category of its annotation file.
     """
-    data = dict(cfg.train_dataloader.dataset)
-    # where the loop is built, the error came later
-    if isinstance(runner._train_loop, dict) and 'dataset' not in data and 'datasets' not in data:
+    if not isinstance(runner._train_loop, dict):  # the loop is built: the error came later
+        return
+    for data in innermost(cfg.train_dataloader.dataset):
         dataset = DATASETS.build(dict(data, lazy_init=True))
         dataset.load_data_list()
         lacking, lacks_all = lacking_categories(dataset)
@@ -85,7 +87,7 @@ def refuse_foreign_classes(cfg: Config, runner: Any) -> None:
 
 
 def innermost(dataset: Any) -> Iterator[Any]:
-    """Yield the data sets inside wrappers such as RepeatDataset and ConcatDataset, or the data set itself."""
+    """Yield the data sets, or their configs, inside wrappers such as RepeatDataset, or the data set itself."""
     inner = [getattr(dataset, 'dataset', None), *(getattr(dataset, 'datasets', None) or ())]
     found = [one for one in inner if one is not None]
     for one in found:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -32,7 +33,7 @@ __all__ = [
 @MODELS.register_module()
 def Gated(
     *,
-    host: str,
+    host: str | Callable[..., nn.Module],
     attention: Rules | None = None,
     gates: str | None = None,
     train: str = 'all',
@@ -43,7 +44,7 @@ def Gated(
     In a config that inherits an mm config, ``type='mmgate.Gated'``, ``host`` and ``attention`` are all that is added.
 
     Args:
-        host: Registered name of the model with its scope, such as ``'mmdet.DeformableDETR'``.
+        host: What the model's ``type`` was: a registered name, such as ``'mmdet.DeformableDETR'``, or a class.
         attention: A rule or a list of rules, see :func:`swap_attention`; left out where ``gates`` brings them.
         gates: File of gates, see :func:`load_gates`.
         train: ``'all'``, ``'gates'`` or ``'attention'``, see :func:`train_only_gates`.
@@ -59,11 +60,12 @@ def Gated(
     """
     if attention is None and gates is None:
         raise OptionError('mmgate.Gated needs attention (a rule or a list of rules) or gates (a file of gates).')
-    if isinstance(host, str) and MODELS.get(host) is None:
-        raise ConfigError(
-            f'host={host!r} is not registered. Give the name with its scope, such as mmdet.DeformableDETR, and import '
-            'what registers it.'
-        )
+    with MODELS.switch_scope_and_registry(None) as models:  # of the default scope, as mmengine looks up a type
+        if isinstance(host, str) and models.get(host) is None:
+            raise ConfigError(
+                f'host={host!r} is not registered. Give the name with its scope, such as mmdet.DeformableDETR, and '
+                'import what registers it.'
+            )
     model = MODELS.build(dict(type=host, **host_cfg))
     if attention is not None:
         names = swap_attention(model, attention)

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from mmgate._environment import log
 from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write_gates
 from mmgate.errors import ConfigError
+from mmgate.paths import SHARDED, own_model
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 from mmgate.weight_init import initialise_gates_last
 
-from .parts import gate_parameters, innermost, swaps_by_path
+from .parts import gate_parameters, swaps_by_path
 from .removal import forget_trained, gates_disabled, restore
 
 Rule = dict[str, Any]
@@ -41,7 +42,9 @@ def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 def gates_content(model: nn.Module) -> GatesFile:
     """Return what :func:`save_gates` writes; it raises the same."""
-    model = innermost(model)
+    if any(SHARDED in name for name, _ in model.named_modules()):
+        raise ConfigError('a sharded model (FSDP) has no whole gates to be saved; extract them from its checkpoints.')
+    model = own_model(model)
     rules = _rules(model)
     with gates_disabled(model):
         vanilla = model.state_dict(keep_vars=True)
@@ -80,14 +83,14 @@ def load_gates(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
             by other rules than the model's. A model without gates is then as it was.
     """
     content = put_gates(model, path)
-    content.warn_of_other_values(path, innermost(model).state_dict())
+    content.warn_of_other_values(path, own_model(model).state_dict())
     return list(content.tensors)
 
 
 def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     """Do as :func:`load_gates`, for a model whose values are yet to come."""
     content = read_gates(path)
-    model = innermost(model)
+    model = own_model(model)
     with gates_disabled(model):
         own = set(gate_parameters(model))
         shapes = {name: list(t.shape) for name, t in model.state_dict().items() if name not in own}

@@ -33,10 +33,3 @@ def swaps_by_path(model: nn.Module) -> dict[str, Swap]:
         for prefix, module in model.named_modules()
         for swap in standing_swaps(module)
     }
-
-
-def innermost(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP, averages and compiled modules: whatever has one child of their name for it."""
-    while [name for name, _ in model.named_children()] in (['module'], ['_orig_mod']):
-        (model,) = model.children()
-    return model

@@ -11,8 +11,9 @@ from torch import nn
 from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.layers.base.init import GateInit
+from mmgate.paths import own_model
 
-from .parts import gate_parameters, innermost, swaps_by_path
+from .parts import gate_parameters, swaps_by_path
 
 TRAINS = ('gates', 'attention', 'all')
 
@@ -37,7 +38,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     """
     if train not in TRAINS:
         raise ConfigError(f'train={train!r}: it is one of {", ".join(map(repr, TRAINS))}.')
-    model = innermost(model)
+    model = own_model(model)
     gates = gate_parameters(model)
     if not gates:
         raise ConfigError(

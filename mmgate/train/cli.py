@@ -17,7 +17,7 @@ import torch
 from mmengine.config import Config, ConfigDict
 from mmengine.device import get_device
 from mmengine.registry import RUNNERS, init_default_scope
-from mmengine.runner import FlexibleRunner, Runner
+from mmengine.runner import FlexibleRunner, Runner, find_latest_checkpoint
 from torch import distributed, nn
 
 from mmgate.checkpoints.gates_file import read_gates
@@ -83,7 +83,8 @@ def train(argv: list[str]) -> None:
     if args.auto_scale_lr:
         note = enable_auto_scale_lr(cfg)
     if args.resume is not None:
-        cfg.resume, cfg.load_from = True, None if args.resume == 'auto' else args.resume
+        last = find_latest_checkpoint(cfg.work_dir) if args.resume == 'auto' else args.resume
+        cfg.resume, cfg.load_from = last is not None, last or cfg.get('load_from')  # a first start is no resume
     check_files(cfg, ('train', 'val'))
     runner = build_runner(cfg)
     if cfg.get('load_from') or cfg.get('resume'):
@@ -123,10 +124,10 @@ def test(argv: list[str]) -> None:
     cfg.load_from = args.checkpoint
     if args.show or args.show_dir:
         enable_visualization(cfg, show=args.show, show_dir=args.show_dir, wait_time=args.wait_time)
-    if args.tta:
-        enable_tta(cfg)
     if args.gates:
         enable_gates(cfg, args.gates)
+    if args.tta:  # wraps the model, gates and all
+        enable_tta(cfg)
     if args.out and not pickled:
         for evaluator in cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]:
             evaluator.update(output_dir=args.out, keep_results=True)
@@ -226,9 +227,7 @@ def enable_gates(cfg: Config, path: str) -> None:
     read_gates(path)
     cfg.setdefault('custom_imports', dict(imports=['mmgate'], allow_failed_imports=False))
     if type_name(cfg.model) != 'Gated':
-        host = cfg.model.type
-        scope = cfg.get('default_scope') or 'mmengine'
-        cfg.model = dict(cfg.model, type='mmgate.Gated', host=host if '.' in host else f'{scope}.{host}')
+        cfg.model = dict(cfg.model, type='mmgate.Gated', host=cfg.model.type)
     cfg.model.gates = path
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook, EMAHook, Hook
+from mmengine.runner import IterBasedTrainLoop
 
 from mmgate.errors import ConfigError
 from mmgate.gates import gates_content, save_gates
@@ -22,22 +23,39 @@ class GatesCheckpointHook(Hook):
 
     Args:
         interval: Epochs (or iterations) from file to file; the last one is always written.
-        by_epoch: Whether ``interval`` counts epochs.
-        max_keep: Number of files to keep, the newest; -1 keeps all.
+        by_epoch: Whether ``interval`` counts epochs; by default what the loop counts.
+        max_keep_ckpts: Number of files to keep, the newest; -1 keeps all.
+        max_keep: Older name of ``max_keep_ckpts``; it wins where both are given.
+        **others: Refused: further options of mmengine's CheckpointHook, which a config may inherit.
 
     Raises:
-        ConfigError: A rule of the gates fits into no file, or everything trains and there are no whole checkpoints
-            (from :meth:`before_train`).
+        ConfigError: There are such options; a rule of the gates fits into no file, or everything trains and there are
+            no whole checkpoints (from :meth:`before_train`).
     """
 
     priority = 'VERY_LOW'  # after what updates the weights
 
-    def __init__(self, interval: int = 1, by_epoch: bool = True, max_keep: int = -1) -> None:
-        self.interval, self.by_epoch, self.max_keep = interval, by_epoch, max_keep
+    def __init__(
+        self,
+        interval: int = 1,
+        by_epoch: bool | None = None,
+        max_keep: int | None = None,
+        max_keep_ckpts: int = -1,
+        **others: Any,
+    ) -> None:
+        if others:
+            raise ConfigError(
+                f'mmgate.GatesCheckpointHook has no {", ".join(others)}. Where default_hooks.checkpoint inherits that, '
+                "write checkpoint=dict(_delete_=True, type='mmgate.GatesCheckpointHook', ...)."
+            )
+        self.interval, self.by_epoch = interval, by_epoch
+        self.max_keep = max_keep_ckpts if max_keep is None else max_keep
         self._written: list[Path] = []
 
     def before_train(self, runner: Any) -> None:
-        """Look whether the gates fit into a file, and say if more trains than files of gates will hold."""
+        """Look what the loop counts, whether the gates fit into a file, and whether more trains than that will hold."""
+        if self.by_epoch is None:
+            self.by_epoch = not isinstance(runner.train_loop, IterBasedTrainLoop)
         if gates_content(runner.model).trained == 'all':
             said = (
                 'mmgate.GatesCheckpointHook: everything trains, and files of gates do not hold it. '

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from mmengine.hooks import Hook
-from mmengine.model import BaseTTAModel, is_model_wrapper
+from mmengine.model import is_model_wrapper
 from mmengine.runner import CheckpointLoader, load_checkpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.layers.base.init import gate_names, gate_parameters
+from mmgate.paths import own_model
 
 COUNTERS = 'num_batches_tracked'  # batch norms', often left out of checkpoints
 OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
@@ -76,7 +77,7 @@ class LoadReportHook(Hook):
 
         Gates that were not filled do not count in the share: a vanilla checkpoint in a gated model is whole.
         """
-        own, keys, missing = _own(runner.model), _versions(runner.model), self.missing(runner)
+        own, keys, missing = own_model(runner.model), _versions(runner.model), self.missing(runner)
         if not self._before or not keys:
             return '', 1.0
         found = (
@@ -96,12 +97,13 @@ class LoadReportHook(Hook):
 
     def say(self, runner: Any, found: str, fits: bool) -> None:
         """Log what :meth:`report` returned, and warn of gates that the model has no place for."""
-        if found:
-            log(f'{found}.', logging.INFO if fits else logging.WARNING)
-        own, names = _own(runner.model), gate_names()
+        if not found:
+            return
+        log(f'{found}.', logging.INFO if fits else logging.WARNING)
+        own, names = own_model(runner.model), gate_names()
         keys = own.state_dict().keys()
         dropped = [key for key in self._given if key not in keys and not names.isdisjoint(key.split('.'))]
-        if dropped and not is_model_wrapper(own):
+        if dropped:
             log(
                 f'{self.checkpoint} holds gates for which {type(own).__name__} has no place; their {len(dropped)} '
                 f'tensors are left out: {_first(dropped)}. Without them the attention is not the one that was trained; '
@@ -136,20 +138,13 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
     hook.say(runner, found, share == 1)
 
 
-def _own(model: nn.Module) -> nn.Module:
-    while isinstance(model, (DistributedDataParallel, BaseTTAModel)):
-        model = model.module
-    return model
-
-
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    own = _own(model)
-    if is_model_wrapper(own):
+    if is_model_wrapper(model) and not isinstance(model, DistributedDataParallel):  # it is sharded
         return {}
     # torch counts writes into a tensor
     return {
         key: (id(value), value._version)
-        for key, value in own.state_dict(keep_vars=True).items()
+        for key, value in own_model(model).state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and not key.endswith(COUNTERS)
     }
 

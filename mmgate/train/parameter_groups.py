@@ -69,8 +69,9 @@ class GateOptimWrapperConstructor(ChangesGroups):
 
     def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return them without the key of gates."""
-        keys = {name: key for name, key in (self.options.get('custom_keys') or {}).items() if name != GATES}
-        return self.wrapper, {**self.options, **({'custom_keys': keys} if keys else {})}
+        options = dict(self.options)
+        keys = {name: key for name, key in (options.pop('custom_keys', None) or {}).items() if name != GATES}
+        return self.wrapper, {**options, **({'custom_keys': keys} if keys else {})}
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
         """Set what the key of gates says, then take the weight decay off what is spared."""

@@ -157,9 +157,16 @@ def test_what_is_said_once(classes: tuple[str, ...], found: tuple[str, ...], sai
 
 
 @pytest.mark.parametrize(('classes', 'refused'), [(('person',), True), (('cat',), False)], ids=['foreign', 'known'])
-def test_a_data_set_that_was_never_built(classes: tuple[str, ...], refused: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize('wrapped', [False, True], ids=['bare', 'wrapped'])
+def test_a_data_set_that_was_never_built(
+    classes: tuple[str, ...], refused: bool, wrapped: bool, tmp_path: Path
+) -> None:
     """Where images without a box are filtered, mmengine fails at an empty list before a hook is called."""
     data = dict(coco(tmp_path, classes), filter_cfg=dict(filter_empty_gt=True))
+    if wrapped:
+        data = dict(type='RepeatDataset', times=2, dataset=dict(type='ConcatDataset', datasets=[data, data]))
+    with pytest.raises(ValueError, match='need at least one array') if refused else nullcontext():
+        DATASETS.build(data)
     cfg = Config(dict(train_dataloader=dict(dataset=data)))
     with pytest.raises(ConfigError, match='none of the classes') if refused else nullcontext():
         refuse_foreign_classes(cfg, SimpleNamespace(_train_loop=dict()))
@@ -194,6 +201,14 @@ def test_the_first_maps_are_looked_at() -> None:
     batches = [[sample([0]), sample([1])], [sample([2]), sample([7])], [sample([9])]]
     for number, batch in enumerate(batches):
         hook.before_train_iter(run, number, dict(data_samples=batch))
+    assert len(run.said) == 1 and 'holds the number 7' in run.said[0]
+
+
+def test_maps_of_test_time_augmentation() -> None:
+    """Each view is a list of the whole batch."""
+    run, hook = Run(nn.ModuleDict(dict(data_preprocessor=nn.Identity(), module=SEGMENTOR)), data_of(3)), DataCheckHook()
+    hook.before_test_epoch(run)
+    hook.before_test_iter(run, 0, dict(data_samples=[[sample([0]), sample([7])]] * 2))
     assert len(run.said) == 1 and 'holds the number 7' in run.said[0]
 
 

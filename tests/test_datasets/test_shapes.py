@@ -10,6 +10,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+from conftest import ROOT, run_python
 from image_folders import write_digits, write_shapes_folder
 from pycocotools.coco import COCO
 from shapes import DIFFICULTIES, render, write_shapes
@@ -112,6 +113,12 @@ def test_folders_of_releases_without_difficulty_are_known_again(tmp_path: Path) 
 def test_bad_arguments(write: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='must be'):
         write(tmp_path / 'x', **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_few_objects_are_refused_before_any_work(tmp_path: Path) -> None:
+    make = [ROOT / 'tools/dataset_converters/make_shapes.py', tmp_path / 'out', '--num-objects', '29']
+    assert '--num-objects must be 0, or 30 or more; got 29.' in run_python(*make, fails=True).stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from conftest import needs_mmpretrain
 from mmengine.config import Config
+from torch import nn
 
+import mmgate
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 
@@ -74,8 +76,14 @@ def test_amp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config_of(monkeypatch, 'train', '--resume', 'x.pth')
     assert cfg.resume is True and cfg.load_from == 'x.pth'
-    cfg = config_of(monkeypatch, 'train', '--resume')
-    assert cfg.resume is True and cfg.load_from is None
+    first = ('--resume', '--cfg-options', 'load_from=x.pth')
+    cfg = config_of(monkeypatch, 'train', *first)  # nothing was saved yet: it starts as without the flag
+    assert cfg.resume is False and cfg.load_from == 'x.pth'
+    torch.save({}, 'last.pth')
+    Path('work_dirs/config').mkdir(parents=True)
+    Path('work_dirs/config/last_checkpoint').write_text('last.pth')
+    cfg = config_of(monkeypatch, 'train', *first)
+    assert cfg.resume is True and cfg.load_from == 'last.pth'
 
 
 @pytest.mark.parametrize(
@@ -100,6 +108,19 @@ def test_painting_and_augmentation(
     del cfg.default_hooks.visualization
     with pytest.raises(ConfigError, match=r'need default_hooks\.visualization'):
         cli.enable_visualization(cfg, show=True, show_dir=None, wait_time=0)
+
+
+@pytest.mark.parametrize('tta', [[], ['--tta']], ids=['plain', 'augmented'])
+def test_gates_are_put_on_the_model_as_it_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch, tta: list) -> None:
+    model = nn.ModuleDict(dict(attn=nn.MultiheadAttention(16, 4)))
+    mmgate.swap_attention(model, dict(type='PLuGMultiheadAttention', path='attn'))
+    mmgate.save_gates(model, 'gates.safetensors')
+    cfg = config_of(monkeypatch, 'test', 'x.pth', '--gates', 'gates.safetensors', *tta)
+    gated = cfg.model.module if tta else cfg.model
+    assert (gated.type, gated.host, gated.gates) == ('mmgate.Gated', 'M', 'gates.safetensors')
+    cfg = Config(dict(model=dict(type=nn.Identity)))
+    cli.enable_gates(cfg, 'gates.safetensors')
+    assert cfg.model.host is nn.Identity
 
 
 @pytest.mark.parametrize('evaluator', [METRIC, f'[{METRIC}, {METRIC}]'], ids=['one', 'list'])

@@ -13,7 +13,9 @@ from shapes import write_shapes
 from small_demo import CONFIG, DEMO
 
 from mmgate.checkpoints.gates_file import read_gates
+from mmgate.errors import ConfigError
 from mmgate.train import cli
+from mmgate.train.gates_hook import GatesCheckpointHook
 
 CONVERTER = tool('gates', 'model_converters')
 VANILLA = ROOT / 'configs/_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py'
@@ -88,6 +90,21 @@ def test_averaged_weights_are_what_is_written(project: Path, monkeypatch: pytest
     for name, tensor in read_gates('ema/epoch_2.gates.safetensors').tensors.items():
         assert torch.equal(tensor, averaged[name]), name
         assert f'module.{name}' in own
+
+
+def test_in_place_of_whole_checkpoints(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the max_keep_ckpts=2 that the config has for whole ones, and in iterations, which the loop counts."""
+    monkeypatch.chdir(project)
+    loop = "dict(_delete_=True, type='IterBasedTrainLoop', max_iters=3, val_interval=100)"
+    hooks = "checkpoint=dict(type='mmgate.GatesCheckpointHook')"
+    (project / 'alone.py').write_text(
+        f"_base_ = './gates.py'\ncustom_hooks = []\ntrain_cfg = {loop}\ndefault_hooks = dict({hooks})\n"
+    )
+    run(cli.train, 'alone.py', '--work-dir', 'alone')
+    names = sorted(path.name for path in (project / 'alone').iterdir() if path.suffix in ('.pth', '.safetensors'))
+    assert names == ['iter_2.gates.safetensors', 'iter_3.gates.safetensors']
+    with pytest.raises(ConfigError, match=r'has no save_best, rule. .*_delete_=True'):
+        GatesCheckpointHook(save_best='auto', rule='greater')
 
 
 def test_the_converter_takes_out_and_puts_in(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

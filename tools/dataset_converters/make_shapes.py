@@ -6,6 +6,7 @@ Beside them ROOT/imagenet holds images of one object each, one class a folder.
 import argparse
 from pathlib import Path
 
+from drawing import CLASSES
 from image_folders import write_shapes_folder
 from shapes import DIFFICULTIES, write_shapes
 
@@ -33,6 +34,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     objects = vars(args).pop('num_objects')
+    fewest = 5 * len(CLASSES)  # for an image of every class in the fifth for validation
+    if objects and objects < fewest:
+        parser.exit(2, f'error: --num-objects must be 0, or {fewest} or more; got {objects}.\n')
     try:
         written = write_shapes(**vars(args))
         if objects:
