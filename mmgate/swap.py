@@ -43,11 +43,12 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     Raises:
         OptionError: A rule is malformed, its type is no gate, or an option is unknown to the gate.
         ConfigError: The gate's type is not registered, a pattern matches no module, a gate cannot replace what it met,
-            two rules claim one module, or one module and another inside it.
+            two rules claim one module, or one module and another inside it, or differ for a module of several names.
     """
     listed = parse_rules(rules)
     replacements: dict[str, nn.Module] = {}
     built: dict[int, nn.Module] = {}  # a module shared by several layers stays shared
+    made_as: dict[int, tuple[type[nn.Module], dict[str, Any]]] = {}
     for number, rule in enumerate(listed):
         where = f'attention[{number}]'
         gate = _gate(rule['type'], where)
@@ -56,9 +57,14 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         chosen: dict[str, nn.Module] = {}
         for pattern in [rule['path']] if isinstance(rule['path'], str) else rule['path']:
             chosen.update(_matches(model, pattern, gate, options, where, built))
-        for name in chosen:
+        for name, made in chosen.items():
             if name in replacements:
                 raise ConfigError(f'{where}: {name} is claimed by an earlier rule already; let each path match once.')
+            if made_as.setdefault(id(made), (gate, options)) != (gate, options):
+                raise ConfigError(
+                    f'{where}: {name} is also a module that an earlier rule replaces under another name, by another '
+                    'gate or with other options; a shared module has one gate, so let the rules agree.'
+                )
         replacements.update(chosen)
     for name in replacements:
         outer = next((other for other in replacements if name.startswith(f'{other}.')), None)

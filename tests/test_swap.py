@@ -30,6 +30,7 @@ VARIANTS = {  # name: gate parameters of SPEC 2's hosts
     'decoder': 49_368,
 }
 RULE = dict(type='PLuGMultiScaleDeformableAttention', path='encoder.layers.*.self_attn')
+FIRST, SECOND = (dict(RULE, path=f'layers.{i}.attn') for i in range(2))  # one module
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +105,9 @@ def test_swap_keeps_tensors_mode_device_dtype_and_sharing() -> None:
     assert not model.other.attn.value_proj.weight.requires_grad
     for name, parameter in kept.items():
         assert model.get_parameter(name) is parameter, name
+    model = Host()
+    assert swap_attention(model, [FIRST, SECOND]) == ['layers.0.attn', 'layers.1.attn']
+    assert model.layers[0].attn is model.layers[1].attn
 
 
 def test_unset_options_are_the_papers() -> None:
@@ -132,6 +136,12 @@ TYPE = "is not registered. Did you mean 'PLuGMultiheadAttention'.* The gates are
         (dict(RULE, type='mmdet.ResNet'), TypeError, 'backbones.resnet.ResNet is not a gate.*mmgate.adapts'),
         (dict(RULE, type=nn.Linear), TypeError, 'torch.nn.modules.linear.Linear is not a gate'),
         ([dict(RULE, path='other.attn'), dict(RULE, path='*.attn')], ValueError, 'claimed by an earlier rule'),
+        (
+            [FIRST, dict(SECOND, granularity='head')],
+            ValueError,
+            'layers.1.attn is also .* shared module has one gate',
+        ),
+        ([FIRST, dict(SECOND, type='MultiScaleDeformableAttention')], ValueError, 'a shared module has one gate'),
         (dict(path='other.attn'), TypeError, "needs the keys 'path' and 'type'"),
         (dict(RULE, path=[]), TypeError, r'attention\[0\].path must be a pattern'),
         (dict(RULE, path=None), TypeError, r'attention\[0\].path must be a pattern'),
