@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 from mmgate import adapts, swap_attention
 from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers import PLuGMultiScaleDeformableAttention
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
 from mmgate.swap import attention_modules
 
 VARIANTS = {  # name: gate parameters of SPEC 2's hosts
@@ -256,6 +258,25 @@ def test_a_gate_behind_kwargs_has_the_options_of_its_base() -> None:
     model = nn.ModuleDict(dict(layer=Wrapped(16)))
     swap_attention(model, dict(path='layer', type=Loud, factor=2.0, volume=3.0))
     assert model['layer'].factor == 6.0
+
+
+class Scaled(DenseAttention):
+    """A gate of somebody else with an option that has to be given."""
+
+    def __init__(self, *args: Any, factor: float, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.factor = factor
+
+
+class ScaledMultiheadAttention(GatedMultiheadAttention):
+    core = Scaled
+
+
+@pytest.mark.parametrize('host, path', [(nn.MultiheadAttention, 'host'), (mmcv_attention, 'host.attn')])
+def test_an_option_without_a_default(host: type[nn.Module], path: str) -> None:
+    model = nn.ModuleDict(dict(host=host(16, 4)))
+    swap_attention(model, dict(path='host', type=ScaledMultiheadAttention, factor=2.0))
+    assert model.get_submodule(path).factor == 2.0
 
 
 def test_adapts_says_what_is_wrong() -> None:
