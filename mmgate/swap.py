@@ -15,9 +15,10 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.hosts import adapter_for, gates_for, hosts_of
 from mmgate.hosts.map_size import map_options
-from mmgate.hosts.table import full_name, host_names, registered_gates
+from mmgate.hosts.table import full_name, host_names, parameters_of, registered_gates
 from mmgate.layers.base.dense import DenseAttention
 from mmgate.layers.base.init import GateInit, random_stream
+from mmgate.layers.base.map import MapAttention
 from mmgate.registry import MODELS
 from mmgate.weight_init import Swap, init_gate, initialise_gates_last
 
@@ -199,23 +200,15 @@ def _check_options(gate: type, options: Mapping[str, Any], where: str) -> None:
 def _options(gate: type) -> set[str]:
     """Return what a rule may set: what the gate's constructor takes and its hosts' do not.
 
-    Behind ``**kwargs`` stand the arguments of the next class. A keyword-only argument of the gate itself is an option
-    under any name.
+    A keyword-only argument is an option under any name, but for the sizes that every attention over a map takes.
     """
     sizes = {name for host in (DenseAttention, *hosts_of(gate)) for name in inspect.signature(host).parameters}
-    found: set[str] = set()
-    for depth, cls in enumerate(getattr(gate, 'core', gate).__mro__):
-        if '__init__' not in vars(cls):
-            continue
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        for parameter in parameters:
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and depth == 0:
-                found.add(parameter.name)
-            elif parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
-                found |= {parameter.name} - sizes
-        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-            break
-    return found
+    of_maps = inspect.signature(MapAttention).parameters
+    return {
+        name
+        for name, parameter in parameters_of(gate).items()
+        if name not in sizes or (parameter.kind is parameter.KEYWORD_ONLY and name not in of_maps)
+    }
 
 
 @torch.no_grad()
