@@ -62,10 +62,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
             if name in replacements:
                 raise ConfigError(f'{where}: {name} is claimed by an earlier rule already; let each path match once.')
             if made_as.setdefault(id(made), (gate, options)) != (gate, options):
-                raise ConfigError(
-                    f'{where}: {name} is also a module that an earlier rule replaces under another name, by another '
-                    'gate or with other options; a shared module has one gate, so let the rules agree.'
-                )
+                raise ConfigError(f'{where}: {name} is shared, and an earlier rule gates it otherwise; let both agree.')
         replacements.update(chosen)
     for name in replacements:
         outer = next((other for other in replacements if name.startswith(f'{other}.')), None)

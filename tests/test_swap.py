@@ -141,9 +141,9 @@ TYPE = "is not registered. Did you mean 'PLuGMultiheadAttention'.* The gates are
         (
             [FIRST, dict(SECOND, granularity='head')],
             ValueError,
-            'layers.1.attn is also .* shared module has one gate',
+            'layers.1.attn is shared, and',
         ),
-        ([FIRST, dict(SECOND, type='MultiScaleDeformableAttention')], ValueError, 'a shared module has one gate'),
+        ([FIRST, dict(SECOND, type='MultiScaleDeformableAttention')], ValueError, 'an earlier rule gates it otherwise'),
         (dict(path='other.attn'), TypeError, "needs the keys 'path' and 'type'"),
         (dict(RULE, path=[]), TypeError, r'attention\[0\].path must be a pattern'),
         (dict(RULE, path=None), TypeError, r'attention\[0\].path must be a pattern'),
@@ -260,20 +260,16 @@ def test_a_gate_behind_kwargs_has_the_options_of_its_base() -> None:
     assert model['layer'].factor == 6.0
 
 
-class Scaled(DenseAttention):
-    """A gate of somebody else with an option that has to be given."""
-
-    def __init__(self, *args: Any, factor: float, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.factor = factor
-
-
-class ScaledMultiheadAttention(GatedMultiheadAttention):
-    core = Scaled
-
-
 @pytest.mark.parametrize('host, path', [(nn.MultiheadAttention, 'host'), (mmcv_attention, 'host.attn')])
 def test_an_option_without_a_default(host: type[nn.Module], path: str) -> None:
+    class Scaled(DenseAttention):
+        def __init__(self, *args: Any, factor: float, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.factor = factor
+
+    class ScaledMultiheadAttention(GatedMultiheadAttention):
+        core = Scaled
+
     model = nn.ModuleDict(dict(host=host(16, 4)))
     swap_attention(model, dict(path='host', type=ScaledMultiheadAttention, factor=2.0))
     assert model.get_submodule(path).factor == 2.0

@@ -31,10 +31,9 @@ def map_options(
     Raises:
         ValueError: The size cannot be derived; the message says what to write.
     """
-    needed = {'map_size'} if needs_map_size(gate) else set()
-    if 'class_token' in parameters_of(gate) and not all(_is_told_the_map(model.get_submodule(name)) for name in names):
-        needed.add('class_token')
-    needed -= set(options)
+    told = all('hw_shape' in inspect.signature(model.get_submodule(name).forward).parameters for name in names)
+    wanted = dict(map_size=needs_map_size(gate), class_token=not told and 'class_token' in parameters_of(gate))
+    needed = {option for option, is_wanted in wanted.items() if is_wanted} - set(options)
     if not needed or not names:
         return {}
     parts = next(iter(names)).split('.')
@@ -79,20 +78,13 @@ def needs_map_size(gate: Any) -> bool:
     return parameter is not None and parameter.default is parameter.empty
 
 
-def _is_told_the_map(host: nn.Module) -> bool:
-    return 'hw_shape' in inspect.signature(host.forward).parameters
-
-
 def _image_size(owner: Any) -> tuple[int, int]:
     embedding = getattr(owner, 'patch_embed', None)
     kept = [*(getattr(owner, name, None) for name in IMAGE_SIZES), getattr(embedding, 'init_input_size', None)]
     size = next((size for size in kept if size), IMAGE)
-    forgotten = [name for name in IMAGE_SIZES if name in parameters_of(type(owner))]
-    if forgotten and not any(kept):
-        log(
-            f'mmgate: {type(owner).__name__} does not keep its {forgotten[0]}, which is taken as {IMAGE}; if it is '
-            'another, set that attribute of the backbone before the swap.'
-        )
+    if not any(kept):
+        name = type(owner).__name__
+        log(f'mmgate: {name} keeps no pretrain_img_size; if it is not {IMAGE}, set that attribute before the swap.')
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
 
 

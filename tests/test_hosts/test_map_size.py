@@ -59,24 +59,20 @@ def test_a_rule_need_not_name_it(
     ids=['pvt', 'swin of mmdet', 'swin of mmseg'],
 )
 def test_a_size_that_the_host_forgets_is_the_configs(host: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a model or alone; without a config what is taken is said, and an attribute says otherwise."""
+    """Without a config an attribute says it, or a line that it is taken as 224."""
     said: list[str] = []
     monkeypatch.setattr('mmgate.hosts.map_size.log', said.append)
-    rule, head = dict(type='SAGAAttention', path='**'), dict(type='mmseg.FCNHead', in_channels=16, channels=4)
-    gated = dict(type='mmgate.Gated', attention=rule)
-    built = [
-        MODELS.build(dict(gated, **dict(host, host=host['type'], type='mmgate.Gated'))),
-        MODELS.build(
-            dict(gated, host='mmseg.EncoderDecoder', backbone=host, decode_head=dict(head, num_classes=2, in_index=0))
-        ),
-    ]
+    rule, head = dict(type='SAGAAttention', path='**'), dict(in_channels=16, channels=4, num_classes=2, in_index=0)
+    model = dict(host='mmseg.EncoderDecoder', backbone=host, decode_head=dict(head, type='mmseg.FCNHead'))
+    gated = MODELS.build(dict(model, type='mmgate.Gated', attention=rule))
+    told, forgetful = MODELS.build(host), MODELS.build(host)
+    told.pretrain_img_size = [384]
+    swap_attention(told, rule)
     assert not said
-    built += [MODELS.build(host), MODELS.build(host)]
-    built[-1].pretrain_img_size = [384]
-    assert len(swap_attention(built[-2], rule)) == len(swap_attention(built[-1], rule)) == 4
-    assert len(said) == 1 and 'does not keep its pretrain_img_size, which is taken as 224' in said[0]
-    sizes = [[part.map_size for part in model.modules() if isinstance(part, SAGAAttention)] for model in built]
-    assert sizes == [LARGE, LARGE, PYRAMID, LARGE]
+    swap_attention(forgetful, rule)
+    assert len(said) == 1 and 'keeps no pretrain_img_size; if it is not 224, set that attribute' in said[0]
+    for model, sizes in ((gated, LARGE), (told, LARGE), (forgetful, PYRAMID)):
+        assert [part.map_size for part in model.modules() if isinstance(part, SAGAAttention)] == sizes
 
 
 def test_a_gate_behind_kwargs_is_read_as_its_base() -> None:
