@@ -15,9 +15,10 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.hosts import adapter_for, gates_for, hosts_of
 from mmgate.hosts.map_size import map_options
-from mmgate.hosts.table import full_name, host_names, registered_gates
+from mmgate.hosts.table import full_name, host_names, parameters_of, registered_gates
 from mmgate.layers.base.dense import DenseAttention
 from mmgate.layers.base.init import GateInit, random_stream
+from mmgate.layers.base.map import MapAttention
 from mmgate.registry import MODELS
 from mmgate.weight_init import Swap, init_gate, initialise_gates_last
 
@@ -43,11 +44,12 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     Raises:
         OptionError: A rule is malformed, its type is no gate, or an option is unknown to the gate.
         ConfigError: The gate's type is not registered, a pattern matches no module, a gate cannot replace what it met,
-            two rules claim one module, or one module and another inside it.
+            two rules claim one module, or one module and another inside it, or differ for a module of several names.
     """
     listed = parse_rules(rules)
     replacements: dict[str, nn.Module] = {}
     built: dict[int, nn.Module] = {}  # a module shared by several layers stays shared
+    made_as: dict[int, tuple[type[nn.Module], dict[str, Any]]] = {}
     for number, rule in enumerate(listed):
         where = f'attention[{number}]'
         gate = _gate(rule['type'], where)
@@ -56,9 +58,11 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         chosen: dict[str, nn.Module] = {}
         for pattern in [rule['path']] if isinstance(rule['path'], str) else rule['path']:
             chosen.update(_matches(model, pattern, gate, options, where, built))
-        for name in chosen:
+        for name, made in chosen.items():
             if name in replacements:
                 raise ConfigError(f'{where}: {name} is claimed by an earlier rule already; let each path match once.')
+            if made_as.setdefault(id(made), (gate, options)) != (gate, options):
+                raise ConfigError(f'{where}: {name} is shared, and an earlier rule gates it otherwise; let both agree.')
         replacements.update(chosen)
     for name in replacements:
         outer = next((other for other in replacements if name.startswith(f'{other}.')), None)
@@ -193,23 +197,15 @@ def _check_options(gate: type, options: Mapping[str, Any], where: str) -> None:
 def _options(gate: type) -> set[str]:
     """Return what a rule may set: what the gate's constructor takes and its hosts' do not.
 
-    Behind ``**kwargs`` stand the arguments of the next class. A keyword-only argument of the gate itself is an option
-    under any name.
+    A keyword-only argument is an option under any name, but for the sizes that every attention over a map takes.
     """
     sizes = {name for host in (DenseAttention, *hosts_of(gate)) for name in inspect.signature(host).parameters}
-    found: set[str] = set()
-    for depth, cls in enumerate(getattr(gate, 'core', gate).__mro__):
-        if '__init__' not in vars(cls):
-            continue
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
-        for parameter in parameters:
-            if parameter.kind is inspect.Parameter.KEYWORD_ONLY and depth == 0:
-                found.add(parameter.name)
-            elif parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
-                found |= {parameter.name} - sizes
-        if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-            break
-    return found
+    of_maps = inspect.signature(MapAttention).parameters
+    return {
+        name
+        for name, parameter in parameters_of(gate).items()
+        if name not in sizes or (parameter.kind is parameter.KEYWORD_ONLY and name not in of_maps)
+    }
 
 
 @torch.no_grad()

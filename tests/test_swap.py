@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from mmgate import adapts, gate_parameters, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers import PLuGMultiScaleDeformableAttention
+from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
 from mmgate.swap import attention_modules
 
 VARIANTS = {  # name: gate parameters of SPEC 2's hosts
@@ -32,6 +34,7 @@ VARIANTS = {  # name: gate parameters of SPEC 2's hosts
     'decoder': 49_368,
 }
 RULE = dict(type='PLuGMultiScaleDeformableAttention', path='encoder.layers.*.self_attn')
+FIRST, SECOND = (dict(RULE, path=f'layers.{i}.attn') for i in range(2))  # one module
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +109,9 @@ def test_swap_keeps_tensors_mode_device_dtype_and_sharing() -> None:
     assert not model.other.attn.value_proj.weight.requires_grad
     for name, parameter in kept.items():
         assert model.get_parameter(name) is parameter, name
+    model = Host()
+    assert swap_attention(model, [FIRST, SECOND]) == ['layers.0.attn', 'layers.1.attn']
+    assert model.layers[0].attn is model.layers[1].attn
 
 
 def test_unset_options_are_the_papers() -> None:
@@ -134,6 +140,12 @@ TYPE = "is not registered. Did you mean 'PLuGMultiheadAttention'.* The gates are
         (dict(RULE, type='mmdet.ResNet'), TypeError, 'backbones.resnet.ResNet is not a gate.*mmgate.adapts'),
         (dict(RULE, type=nn.Linear), TypeError, 'torch.nn.modules.linear.Linear is not a gate'),
         ([dict(RULE, path='other.attn'), dict(RULE, path='*.attn')], ValueError, 'claimed by an earlier rule'),
+        (
+            [FIRST, dict(SECOND, granularity='head')],
+            ValueError,
+            'layers.1.attn is shared, and',
+        ),
+        ([FIRST, dict(SECOND, type='MultiScaleDeformableAttention')], ValueError, 'an earlier rule gates it otherwise'),
         (dict(path='other.attn'), TypeError, "needs the keys 'path' and 'type'"),
         (dict(RULE, path=[]), TypeError, r'attention\[0\].path must be a pattern'),
         (dict(RULE, path=None), TypeError, r'attention\[0\].path must be a pattern'),
@@ -264,6 +276,21 @@ def test_a_gate_behind_kwargs_has_the_options_of_its_base() -> None:
     model = nn.ModuleDict(dict(layer=Wrapped(16)))
     swap_attention(model, dict(path='layer', type=Loud, factor=2.0, volume=3.0))
     assert model['layer'].factor == 6.0
+
+
+@pytest.mark.parametrize('host, path', [(nn.MultiheadAttention, 'host'), (mmcv_attention, 'host.attn')])
+def test_an_option_without_a_default(host: type[nn.Module], path: str) -> None:
+    class Scaled(DenseAttention):
+        def __init__(self, *args: Any, factor: float, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.factor = factor
+
+    class ScaledMultiheadAttention(GatedMultiheadAttention):
+        core = Scaled
+
+    model = nn.ModuleDict(dict(host=host(16, 4)))
+    swap_attention(model, dict(path='host', type=ScaledMultiheadAttention, factor=2.0))
+    assert model.get_submodule(path).factor == 2.0
 
 
 def test_adapts_says_what_is_wrong() -> None:

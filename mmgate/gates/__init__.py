@@ -9,6 +9,7 @@ from torch import nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
+from mmgate.hosts.map_size import keep_image_size
 from mmgate.registry import MODELS
 from mmgate.swap import Rules, swap_attention
 
@@ -67,6 +68,7 @@ def Gated(
                 'import what registers it.'
             )
     model = MODELS.build(dict(type=host, **host_cfg))
+    keep_image_size(model, host_cfg)
     if attention is not None:
         names = swap_attention(model, attention)
         log(f'mmgate: replaced {len(names)} attention modules of {type(model).__name__}')

@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmgate._environment import log
+from mmgate.hosts.table import parameters_of
+
 BACKBONES = ('backbone', 'image_encoder')  # what a model calls the part that takes images
+IMAGE_SIZES = ('pretrain_img_size', 'img_size')  # what backbones call the size of images in pre-training
 IMAGE = 224  # side in pixels, of a backbone that does not keep its own
 
 
@@ -20,13 +24,17 @@ def map_options(
 ) -> dict[int, dict[str, Any]]:
     """Return ``map_size``, and ``class_token`` where there is one, by the id of each attention whose gate needs them.
 
-    The size is that of the map for images of the backbone's ``pretrain_img_size`` or ``img_size``, or of 224 x 224
-    pixels. A copy of the backbone on the device ``meta`` runs once. A ``map_size`` that the rule sets stands.
+    The size is that of the map for images of the backbone's ``pretrain_img_size`` or ``img_size``, see
+    :func:`keep_image_size`, or of 224 x 224 pixels. A copy of the backbone on the device ``meta`` runs once. What the
+    rule sets stands.
 
     Raises:
         ValueError: The size cannot be derived; the message says what to write.
     """
-    if not needs_map_size(gate) or 'map_size' in options or not names:
+    told = all('hw_shape' in inspect.signature(model.get_submodule(name).forward).parameters for name in names)
+    wanted = dict(map_size=needs_map_size(gate), class_token=not told and 'class_token' in parameters_of(gate))
+    needed = {option for option, is_wanted in wanted.items() if is_wanted} - set(options)
+    if not needed or not names:
         return {}
     parts = next(iter(names)).split('.')
     prefix = next(('.'.join(parts[: i + 1]) for i, part in enumerate(parts) if part in BACKBONES), '')
@@ -45,24 +53,39 @@ def map_options(
         reason = f'{missing} did not run' if missing else ''
     except Exception as error:  # whatever a host may raise on images of this size or on this device
         reason = f'{type(error).__name__}: {error}'
-    if reason:
+    if reason and 'map_size' in needed:
         raise ValueError(
             f'{gate.__name__} needs map_size=(height, width), that of the map in pre-training, which a pass of '
             f'{type(owner).__name__} does not tell ({reason}). Write it into the rule, such as map_size=(14, 14) for '
             'images of 224 pixels and a stride of 16.'
         )
-    return found
+    return {key: {name: value for name, value in read.items() if name in needed} for key, read in found.items()}
+
+
+def keep_image_size(part: nn.Module, cfg: Mapping[str, Any]) -> None:
+    """Leave the size of images that ``cfg`` says at the parts of a model built from it: most hosts forget theirs."""
+    for name, value in cfg.items():
+        built = getattr(part, name, None)
+        if name in IMAGE_SIZES and built is None:
+            setattr(part, name, value)
+        elif isinstance(built, nn.Module) and isinstance(value, Mapping):
+            keep_image_size(built, value)
 
 
 def needs_map_size(gate: Any) -> bool:
     """Return whether ``gate`` is not made without a ``map_size``."""
-    parameter = inspect.signature(gate).parameters.get('map_size')
+    parameter = parameters_of(gate).get('map_size')
     return parameter is not None and parameter.default is parameter.empty
 
 
 def _image_size(owner: Any) -> tuple[int, int]:
-    size = getattr(owner, 'pretrain_img_size', None) or getattr(owner, 'img_size', None) or IMAGE
-    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
+    embedding = getattr(owner, 'patch_embed', None)
+    kept = [*(getattr(owner, name, None) for name in IMAGE_SIZES), getattr(embedding, 'init_input_size', None)]
+    size = next((size for size in kept if size), IMAGE)
+    if not any(kept):
+        name = type(owner).__name__
+        log(f'mmgate: {name} keeps no pretrain_img_size; if it is not {IMAGE}, set that attribute before the swap.')
+    return (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
 
 
 def _noting(found: dict[int, dict[str, Any]], key: int, name: str, owner: Any) -> Any:
@@ -73,6 +96,6 @@ def _noting(found: dict[int, dict[str, Any]], key: int, name: str, owner: Any) -
         before = tokens - sides[0] * sides[1]
         if before not in (0, 1):
             raise ValueError(f'{before} tokens of {name} lie on no map')
-        found[key] = dict(map_size=(int(sides[0]), int(sides[1])), **(dict(class_token=True) if before else {}))
+        found[key] = dict(map_size=(int(sides[0]), int(sides[1])), class_token=bool(before))
 
     return note

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from mmgate.hosts.core import copy_as
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import multihead_attention as torch_host
 from mmgate.layers import MultiScaleDeformableAttention
@@ -35,9 +36,5 @@ def deformable_attention(
 def multihead_attention(
     gate: type[GatedMultiheadAttention], host: MultiheadAttention, /, **options: Any
 ) -> GatedMultiheadAttention:
-    """Take over sizes, dropouts and layout of mmcv's wrapper and of the module in it."""
-    core: Any = torch_host(gate, host.attn, **options)
-    kept: dict[str, Any] = dict(init_cfg=host.init_cfg, batch_first=host.batch_first)
-    gated = gate(host.embed_dims, host.num_heads, host.attn.dropout, host.proj_drop.p, **kept)
-    gated.attn, gated.dropout_layer = core, host.dropout_layer
-    return gated
+    """Keep mmcv's wrapper and gate the module in it."""
+    return copy_as(gate, host, attn=torch_host(gate, host.attn, **options))

@@ -80,6 +80,18 @@ def host_names(gate: type) -> list[str]:
     return [host if isinstance(host, str) else full_name(host) for host in _hosts(gate)]
 
 
+def parameters_of(gate: type) -> dict[str, inspect.Parameter]:
+    """Return what a gate's constructor takes by name; behind ``**kwargs`` stand the arguments of the next class."""
+    found: dict[str, inspect.Parameter] = {}
+    for cls in getattr(gate, 'core', gate).__mro__:
+        if '__init__' in vars(cls):
+            taken = inspect.signature(cls).parameters
+            found = {**taken, **found}
+            if all(one.kind is not one.VAR_KEYWORD for one in taken.values()):
+                break
+    return {name: one for name, one in found.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+
+
 def full_name(cls: type) -> str:
     """Return a class's name with its module: mmdet and mmseg have classes of one name."""
     return f'{cls.__module__}.{cls.__qualname__}'

@@ -71,8 +71,9 @@ def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -
     def windows(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedWindowMSA:
         if reason := own_scale(host):
             raise ValueError(f'{gate.__name__} {reason}')
-        sizes = (host.embed_dims, host.num_heads, host.attn_drop.p)
-        core = gate.core(*sizes, bias=host.qkv.bias is not None, batch_first=True, **options)
+        core = gate.core(host.embed_dims, host.num_heads, host.attn_drop.p, batch_first=True, **options)
+        if host.qkv.bias is None:  # torch's class has both biases or none
+            core.register_parameter('in_proj_bias', None)
         return GatedWindowMSA(core, host)
 
     @adapts(MapAttention, shift_window_msa)

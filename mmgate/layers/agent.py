@@ -42,9 +42,9 @@ class AgentAttention(GateInit, AgentBiases):
             shifted windows these are shifted as well, by half of one: the map is rolled, so that a window at its border
             holds tokens of both sides. They see each other, as in the authors' code, whose agent attention is given a
             mask and leaves it out.
-        class_token: Whether a class token stands before the map's tokens (DeiT). It takes part in both attentions with
-            biases of its own, ``ac_bias`` and ``ca_bias``, but neither in the pooling nor in the convolution.
-        **kwargs: Those of :class:`~mmgate.layers.base.map.MapAttention`, as ``embed_dims`` and ``num_heads`` are.
+        **kwargs: Those of :class:`~mmgate.layers.base.map.MapAttention`, as ``embed_dims`` and ``num_heads`` are. A
+            class token takes part in both attentions with biases of its own, ``ac_bias`` and ``ca_bias``, but neither
+            in the pooling nor in the convolution.
 
     Raises:
         ValueError: A number of agents that is no square, an unknown kind of agents, or windows beside a class token.
@@ -72,13 +72,12 @@ class AgentAttention(GateInit, AgentBiases):
         value_factor: float = 0.0,
         broadcast_scale: float | None = None,
         window: int | None = None,
-        class_token: bool = False,
         **kwargs: Any,
     ) -> None:
         check_option('agents', agents, ('pooled', 'static'))
-        if window is not None and class_token:
-            raise ValueError('window and class_token exclude each other: a class token lies in no window.')
         super().__init__(embed_dims, num_heads, **kwargs)
+        if window is not None and self.class_tokens:
+            raise ValueError('window and class_token exclude each other: a class token lies in no window.')
         pretrain_agent_num = agent_num if pretrain_agent_num is None else pretrain_agent_num
         for name, number in (('agent_num', agent_num), ('pretrain_agent_num', pretrain_agent_num)):
             if number < 1 or isqrt(number) ** 2 != number:
@@ -88,12 +87,11 @@ class AgentAttention(GateInit, AgentBiases):
         if window is not None:
             height, width = min(window, height), min(window, width)
         self.map_size = (height, width)
-        self.class_tokens, self.window = int(class_token), window
-        self.value_factor, self.broadcast_scale = value_factor, broadcast_scale
+        self.window, self.value_factor, self.broadcast_scale = window, value_factor, broadcast_scale
         self.dwc = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims) if dwc else None
         static = torch.empty(1, pretrain_agent_num, embed_dims)
         self.agent_tokens = nn.Parameter(static) if agents == 'static' else None
-        self.make_biases(bias=bias, class_token=class_token)
+        self.make_biases(bias)
         self.reset_gate()
 
     def reset_gate(self) -> None:

@@ -39,8 +39,8 @@ class AgentBiases(MapAttention):
     ac_bias: nn.Parameter
     ca_bias: nn.Parameter
 
-    def make_biases(self, *, bias: bool, class_token: bool) -> None:
-        """Create the parameters, or None in their places; ``class_token``: those of a class token, too."""
+    def make_biases(self, bias: bool) -> None:
+        """Create the parameters, or None in their places without ``bias``."""
         heads, n, (height, width) = self.num_heads, self.pretrain_grid**2, self.map_size
         shapes: dict[str, tuple[int, ...]] = dict(
             an_bias=(heads, n, BLOCK, BLOCK),
@@ -50,7 +50,7 @@ class AgentBiases(MapAttention):
             ha_bias=(1, heads, height, 1, n),
             wa_bias=(1, heads, 1, width, n),
         )
-        if class_token:
+        if self.class_tokens:
             shapes.update(ac_bias=(1, heads, n, 1), ca_bias=(1, heads, 1, n))
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if bias else None)

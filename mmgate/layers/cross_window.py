@@ -25,7 +25,7 @@ class CrossWindowAttention(GateInit, MapAttention):
         **kwargs: Those of :class:`~mmgate.layers.base.map.MapAttention`, as ``embed_dims`` and ``num_heads`` are.
 
     Raises:
-        ValueError: An odd number of heads in stripes.
+        ValueError: An odd number of heads in stripes, or a class token.
 
     Source: CSWin transformer (Dong et al., 2022), Eq. 1 to 6.
     """
@@ -37,6 +37,8 @@ class CrossWindowAttention(GateInit, MapAttention):
         super().__init__(embed_dims, num_heads, **kwargs)
         if split is not None and num_heads % 2:
             raise ValueError(f'num_heads={num_heads} must be even, half for each direction of the stripes.')
+        if self.class_tokens:
+            raise ValueError('CrossWindowAttention has no class_token: it would lie in no stripe.')
         self.split, self.branches = split, 1 if split is None else 2
         channels = embed_dims // self.branches
         self.lepe = nn.ModuleList(

@@ -11,7 +11,7 @@ from mmgate.registry import MODELS
 
 @MODELS.register_module()
 class SoftmaxAttention(MapAttention):
-    """``softmax(Q K^T / sqrt(d)) V`` over all tokens of an H x W map.
+    """``softmax(Q K^T / sqrt(d)) V`` over all tokens of an H x W map, a class token included.
 
     The vanilla attention in a shell whose other attentions reduce no map and part it into no windows: a comparison with
     it differs by the attention alone. O(N^2 d), fused.

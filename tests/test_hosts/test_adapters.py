@@ -45,6 +45,7 @@ BACKBONES: dict[str, tuple[dict[str, Any], tuple[int, int], str, int]] = {
     ),
     # shifted windows of both images included
     'swin_of_mmdet': (dict(SWIN, type='mmdet.SwinTransformer'), (96, 64), '**.w_msa', 8),
+    'swin_without_bias': (dict(SWIN, type='mmdet.SwinTransformer', qkv_bias=False), (96, 64), '**.w_msa', 8),
 }
 
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 from conftest import needs_mmpretrain
 from mmengine.registry import MODELS
-from test_adapters import SVT, SWIN
+from test_adapters import PRETRAIN, SVT, SWIN
 from torch import nn
 
 from mmgate import swap_attention
+from mmgate.hosts.table import registered_gates
+from mmgate.layers import AgentAttention, CrossWindowAttention, SAGAAttention, SoftmaxAttention
+from mmgate.layers.base.map import MapAttention
 
 PVT = dict(type='mmdet.PyramidVisionTransformer', num_layers=[1, 1, 1, 1])
 VIT = dict(type='mmpretrain.VisionTransformer', arch='deit-tiny')
+LARGE_PVT = dict(PVT, type='mmdet.PyramidVisionTransformerV2', pretrain_img_size=384)
+LARGE_SWIN = dict(SWIN, depths=(1, 1, 1, 1), pretrain_img_size=384)
+PRETRAINED_SWIN = dict(PRETRAIN, type='mmpretrain.SwinTransformer', img_size=(384, 384))
+PRETRAINED_SWIN['arch'] = dict(embed_dims=16, depths=[1, 1, 1, 1], num_heads=[1, 2, 4, 8])
 PYRAMID = [(56, 56), (28, 28), (14, 14), (7, 7)]
+LARGE = [(96, 96), (48, 48), (24, 24), (12, 12)]
 
 
 @pytest.mark.parametrize('gate', ['AgentAttention', 'FocusedLinearAttention'])
@@ -25,10 +34,11 @@ PYRAMID = [(56, 56), (28, 28), (14, 14), (7, 7)]
         (PVT, 'layers.*.1.*.attn', PYRAMID, 0),
         (dict(SVT, depths=[1, 1, 1, 2]), 'layers.*.*.attn', [*PYRAMID, (7, 7)], 0),
         (dict(SWIN, type='mmdet.SwinTransformer', depths=(1, 1, 1, 1)), '**', PYRAMID, 0),
+        pytest.param(PRETRAINED_SWIN, '**', LARGE, 0, marks=needs_mmpretrain),
         pytest.param(dict(VIT, img_size=256), 'layers.1.attn', [(16, 16)], 1, marks=needs_mmpretrain),
         pytest.param(dict(VIT, img_size=(64, 96)), 'layers.1.attn', [(4, 6)], 1, marks=needs_mmpretrain),
     ],
-    ids=['pvt', 'twins', 'swin', 'vit', 'oblong vit'],
+    ids=['pvt', 'twins', 'swin', 'swin of mmpretrain', 'vit', 'oblong vit'],
 )
 def test_a_rule_need_not_name_it(
     host: dict[str, Any], path: str, sizes: list[tuple[int, int]], class_tokens: int, gate: str
@@ -41,6 +51,57 @@ def test_a_rule_need_not_name_it(
     gates: list[Any] = [model.get_submodule(name) for name in names]
     assert [gate.map_size for gate in gates] == sizes
     assert {gate.class_tokens for gate in gates} == {class_tokens}
+
+
+@pytest.mark.parametrize(
+    'host',
+    [LARGE_PVT, dict(LARGE_SWIN, type='mmdet.SwinTransformer'), dict(LARGE_SWIN, type='mmseg.SwinTransformer')],
+    ids=['pvt', 'swin of mmdet', 'swin of mmseg'],
+)
+def test_a_size_that_the_host_forgets_is_the_configs(host: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a config an attribute says it, or a line that it is taken as 224."""
+    said: list[str] = []
+    monkeypatch.setattr('mmgate.hosts.map_size.log', said.append)
+    rule, head = dict(type='SAGAAttention', path='**'), dict(in_channels=16, channels=4, num_classes=2, in_index=0)
+    model = dict(host='mmseg.EncoderDecoder', backbone=host, decode_head=dict(head, type='mmseg.FCNHead'))
+    gated = MODELS.build(dict(model, type='mmgate.Gated', attention=rule))
+    told, forgetful = MODELS.build(host), MODELS.build(host)
+    told.pretrain_img_size = [384]
+    swap_attention(told, rule)
+    assert not said
+    swap_attention(forgetful, rule)
+    assert len(said) == 1 and 'keeps no pretrain_img_size; if it is not 224, set that attribute' in said[0]
+    for model, sizes in ((gated, LARGE), (told, LARGE), (forgetful, PYRAMID)):
+        assert [part.map_size for part in model.modules() if isinstance(part, SAGAAttention)] == sizes
+
+
+def test_a_gate_behind_kwargs_is_read_as_its_base() -> None:
+    class Mine(AgentAttention):
+        def __init__(self, *args: Any, extra: int, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+
+    model = MODELS.build(PVT)
+    swap_attention(model, dict(type=Mine, path='layers.0.**', bias=False, extra=1))
+    assert model.layers[0][1][1].attn.map_size == (56, 56) and model.layers[0][1][1].attn.an_bias is None
+
+
+@needs_mmpretrain
+@pytest.mark.parametrize('gate', [gate for gate in registered_gates() if issubclass(gate, MapAttention)])
+def test_every_gate_of_maps_heeds_a_class_token_or_refuses_it(gate: type[MapAttention]) -> None:
+    arch = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=32)
+    model = MODELS.build(dict(VIT, arch=arch, img_size=64))
+    model.eval()  # returns nothing
+    gated, x = copy.deepcopy(model), torch.randn(1, 3, 64, 64)
+    rule = dict(type=gate, path='layers.*.attn')
+    if gate is CrossWindowAttention:
+        with pytest.raises(ValueError, match='no class_token: it would lie in no stripe'):
+            swap_attention(gated, rule)
+        return
+    names = swap_attention(gated, rule)
+    assert {gated.get_submodule(name).class_tokens for name in names} == {1}
+    assert gated(x)[0].isfinite().all()
+    if gate is SoftmaxAttention:
+        torch.testing.assert_close(gated(x), model(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize('options, size', [({}, (14, 14)), (dict(map_size=(4, 6)), (4, 6))], ids=['read', 'said'])

@@ -29,6 +29,7 @@ class MapAttention(nn.Module):
         attn_drop: Probability of dropping an attention weight.
         proj_drop: Dropout after the output projection.
         dropout_layer: Dropout or drop path before the identity is added.
+        class_token: Whether a class token stands before the map's tokens (DeiT).
 
     Raises:
         ValueError: ``embed_dims`` is no multiple of ``num_heads``.
@@ -41,7 +42,6 @@ class MapAttention(nn.Module):
     """
 
     without = ('window_size', 'shift_size', 'sr_ratio', 'pad_small_map')
-    class_tokens = 0
     shifted = False
     map_size: tuple[int, int] | None = None
 
@@ -55,11 +55,13 @@ class MapAttention(nn.Module):
         attn_drop: float = 0.0,
         proj_drop: float = 0.0,
         dropout_layer: dict | None = None,
+        class_token: bool = False,
     ) -> None:
         super().__init__()
         if embed_dims % num_heads:
             raise ValueError(f'embed_dims={embed_dims} is not a multiple of num_heads={num_heads}.')
         self.embed_dims, self.num_heads, self.attn_drop = embed_dims, num_heads, attn_drop
+        self.class_tokens = int(class_token)
         self.head_dim = embed_dims // num_heads
         self.scale = qk_scale or self.head_dim**-0.5
         self.qkv = nn.Linear(embed_dims, 3 * embed_dims, bias=qkv_bias)

@@ -26,10 +26,9 @@ class LinearAttention(GateInit, MapAttention):
         dwc_shared: Whether the heads share d kernels; else there are C.
         map_size: Height and width of the map in pre-training, of which the position encoding of the keys has its
             shape; None for no encoding. It is resized bilinearly to another map, in a forward pass and on loading.
-        class_token: Whether a class token stands before the map's tokens (DeiT); it attends, but is neither convolved
-            nor given a position.
-        **kwargs: ``qkv_bias``, ``qk_scale``, ``proj_drop`` and ``dropout_layer`` of
-            :class:`~mmgate.layers.base.map.MapAttention`. There are no attention weights to drop.
+        **kwargs: ``qkv_bias``, ``qk_scale``, ``proj_drop``, ``dropout_layer`` and ``class_token`` of
+            :class:`~mmgate.layers.base.map.MapAttention`. There are no attention weights to drop. A class token
+            attends, but is neither convolved nor given a position.
 
     Raises:
         ValueError: Sizes that do not divide, or an ``attn_drop``.
@@ -55,7 +54,6 @@ class LinearAttention(GateInit, MapAttention):
         dwc: int | None = None,
         dwc_shared: bool = False,
         map_size: tuple[int, int] | None = None,
-        class_token: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(embed_dims, num_heads, **kwargs)
@@ -69,7 +67,6 @@ class LinearAttention(GateInit, MapAttention):
         dwc = self.default_dwc if dwc is None else dwc
         if dwc < 0 or (dwc and dwc % 2 == 0):
             raise ValueError(f'dwc={dwc} must be the odd side of a kernel, or 0 for no convolution.')
-        self.class_tokens = int(class_token)
         channels = self.head_dim if dwc_shared else embed_dims
         self.dwc: Any = nn.Conv2d(channels, channels, dwc, padding=dwc // 2, groups=channels) if dwc else None
         self.map_size = None if map_size is None else (int(map_size[0]), int(map_size[1]))
