@@ -74,6 +74,9 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     swaps = [Swap(name, model.get_submodule(name), gate) for name, gate in replacements.items()]
     for swap in swaps:
         swap.put(model, swap.gate)
+    for encoder in (module for module in model.modules() if isinstance(module, nn.TransformerEncoder)):
+        if any(isinstance(part, DenseAttention) for part in encoder.modules()):
+            encoder.use_nested_tensor = False  # decided for its own attention, when it was built
     initialise_gates_last(model, swaps)
     vars(model).setdefault('attention_rules', []).extend(dict(rule) for rule in listed)
     return list(replacements)

@@ -27,7 +27,7 @@ def deformable_attention(
         batch_first=host.batch_first,
         norm_cfg=host.norm_cfg,
         init_cfg=host.init_cfg,
-        value_proj_ratio=host.value_proj.out_features / host.embed_dims,
+        value_proj_ratio=(host.value_proj.out_features + 0.5) / host.embed_dims,  # mmcv rounds down
         **options,
     )
 

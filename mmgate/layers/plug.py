@@ -83,7 +83,7 @@ class PLuGMultiScaleDeformableAttention(GateInit, MultiScaleDeformableAttention)
     def init_weights(self) -> None:
         """Initialise as mmcv does, then the gate; detectors call this after a xavier pass over everything."""
         MultiScaleDeformableAttention.init_weights(self)
-        if hasattr(self, 'gml'):  # mmcv's constructor calls this before the gate exists
+        if hasattr(self, 'gml') and not self.gate_loaded:  # mmcv's constructor calls this before the gate exists
             self.reset_gate()
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from mmengine.hooks import Hook
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from mmgate.errors import ConfigError
 from mmgate.paths import own_model
@@ -38,7 +39,7 @@ class _PathsHook(Hook):
             ConfigError: A pattern matches nothing; the message lists the model's parts.
         """
         model = own_model(runner.model)
-        names = {name: module for name, module in model.named_modules() if name}
+        names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         found: dict[str, nn.Module] = {}
         idle = []
         for pattern in self.usual if self.paths is None else self.paths:
@@ -143,9 +144,10 @@ def keep_float32(module: nn.Module) -> None:
 
 
 class _Float32(nn.Module):
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(x.device.type, enabled=False):
-            return super().forward(_wide(x), *map(_wide, args), **{key: _wide(y) for key, y in kwargs.items()})
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(_wide, (args, kwargs))
+        with torch.autocast(next(self.parameters(), torch.empty(0)).device.type, enabled=False):
+            return super().forward(*args, **kwargs)
 
 
 def _wide(x: Any) -> Any:

@@ -8,6 +8,7 @@ from conftest import filled, one_graph
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, nn
 
+from mmgate import swap_attention
 from mmgate.layers import (
     DifferentialAttention,
     DifferentialGatedAttention,
@@ -175,6 +176,27 @@ def test_torch_encoder_layer_does_not_skip_the_gate() -> None:
     expected = layer.train()(x)
     with torch.inference_mode():
         torch.testing.assert_close(layer.eval()(x), expected)
+
+
+def test_torch_encoder_hands_a_gate_no_nested_tensors() -> None:
+    """It would in eval mode, where tokens are padding."""
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(C, H, 8, batch_first=True, dropout=0.0), 2)
+    swap_attention(encoder, dict(path='layers.*.self_attn', type='PLuGMultiheadAttention'))
+    x, padding = torch.randn(B, N, C), torch.zeros(B, N, dtype=torch.bool)
+    padding[0, -1] = True
+    expected = encoder.train()(x, src_key_padding_mask=padding)
+    with torch.no_grad():
+        actual = encoder.eval()(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(actual[~padding], expected[~padding])
+
+
+@pytest.mark.parametrize('sizes', [{}, dict(kdim=C // 2, vdim=C // 2)], ids=['one projection', 'three'])
+def test_torchs_start_can_be_drawn_anew(sizes: dict[str, int]) -> None:
+    module = PLuGAttention(C, H, **sizes)
+    before = module.out_proj.bias, module.gate_q_proj.weight.clone()
+    nn.init.ones_(before[0])
+    module._reset_parameters()
+    assert not module.out_proj.bias.any() and torch.equal(module.gate_q_proj.weight, before[1])
 
 
 @one_graph

@@ -180,6 +180,16 @@ def test_outputs_and_gradients_are_mmcvs(batch_first: bool, columns: int, ratio:
     assert_same(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_a_host_of_any_width_and_a_gate_that_was_loaded() -> None:
+    model = nn.ModuleDict(dict(attn=MultiScaleDeformableAttention(88, 8, 2, 3, value_proj_ratio=120.5 / 88)))
+    swap_attention(model, dict(path='attn', type='PLuGMultiScaleDeformableAttention'))
+    gated: Any = model['attn']
+    assert gated.value_proj.out_features == 120
+    gated.load_state_dict(dict(gated.state_dict(), **{'gml.bias': torch.tensor([5.0, 6.0])}))
+    gated.init_weights()
+    assert gated.gml.bias.tolist() == [5.0, 6.0]
+
+
 def test_the_name_means_ours_in_a_rule_and_mmcvs_elsewhere() -> None:
     assert MODELS.get('MultiScaleDeformableAttention') is layers.MultiScaleDeformableAttention
     assert ROOT.get('mmgate.MultiScaleDeformableAttention') is layers.MultiScaleDeformableAttention

@@ -29,7 +29,7 @@ class Net(BaseModel):
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(3, 4), nn.ReLU())
         self.encoder = nn.ModuleDict(dict(layers=nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])))
-        self.head = nn.Linear(4, 1)
+        self.head = self.again = nn.Linear(4, 1)
 
     def forward(self, x: Tensor, mode: str = 'tensor') -> Any:
         x = self.backbone(x)
@@ -91,8 +91,9 @@ def run(hook: CompileHook, model: nn.Module) -> list[str]:
         ('encoder.layers.*', 'encoder.layers.0, encoder.layers.1'),
         (['backbone', 'backbone.*'], 'backbone'),
         (['**.1'], 'backbone.1, encoder.layers.1'),
+        ('again', 'again'),
     ],
-    ids=['default', 'one', 'nested', 'anywhere'],
+    ids=['default', 'one', 'nested', 'anywhere', 'by a second name'],
 )
 def test_paths(paths: Any, named: str) -> None:
     assert run(CompileHook(paths), Net()) == [f'CompileHook: {named} are compiled as they are first called.']
@@ -181,13 +182,14 @@ def test_float32_changes_nothing_without_autocast() -> None:
 
 def test_float32_hands_on_what_is_no_tensor() -> None:
     class Scaled(nn.Module):
-        def forward(self, x: Tensor, factor: int, *, shift: Tensor | None = None) -> Tensor:
-            return x * factor if shift is None else x * factor + shift
+        def forward(self, x: list[Tensor], factor: int, *, shift: Tensor | None = None) -> Tensor:
+            return x[0] * factor if shift is None else x[0] * factor + shift
 
     module = Scaled()
     keep_float32(module)
-    assert module(torch.ones(2, dtype=torch.bfloat16), 3, shift=None).tolist() == [3.0, 3.0]
-    assert module(torch.ones(2, dtype=torch.bfloat16), 3, shift=torch.ones(2)).dtype == torch.float32
+    given = [torch.ones(2, dtype=torch.bfloat16)]
+    assert module(given, 3, shift=None).tolist() == [3.0, 3.0]
+    assert module(x=given, factor=3, shift=torch.ones(2)).dtype == torch.float32
 
 
 def test_all_parts_together() -> None:

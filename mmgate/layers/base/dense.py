@@ -88,7 +88,9 @@ class DenseAttention(nn.MultiheadAttention):
 
     def _reset_parameters(self) -> None:
         if self.has_projections:  # transformers calls this for every module of torch's class that it initialises
+            self._qkv_same_embed_dim = self.in_proj_weight is not None
             super()._reset_parameters()
+            self._qkv_same_embed_dim = False
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads ``(B, H, N, d)``.
