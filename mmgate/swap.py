@@ -144,7 +144,7 @@ def _matches(
     gates: dict[str, nn.Module] = {}
     refusals = []
     fitting = [name for name, module in modules.items() if adapter_for(gate, module) is not None]
-    derived = map_options(model, fitting, gate, options)
+    derived, maps = map_options(model, fitting, gate, options)
     for name, module in modules.items():
         adapter = adapter_for(gate, module)
         if whatever_fits and (adapter is None or any(name.startswith(f'{outer}.') for outer in gates)):
@@ -162,6 +162,8 @@ def _matches(
                         module, adapter(gate, module, **derived.get(id(module), {}), **options)
                     )
                 init_gate(name, built[id(module)])
+                if getattr(built[id(module)], 'map_size', ()) is None:  # hosts of a class token do not tell their map
+                    built[id(module)].map_size = maps.get(id(module))
             gates[name] = built[id(module)]
         except TypeError as error:  # most often an option that the adapter fills
             raise OptionError(f'{where}: {full_name(gate)} cannot be made from {name}: {error}') from error

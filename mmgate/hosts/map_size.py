@@ -21,8 +21,8 @@ IMAGE = 224  # side in pixels, of a backbone that does not keep its own
 
 def map_options(
     model: nn.Module, names: Collection[str], gate: type, options: Mapping[str, Any]
-) -> dict[int, dict[str, Any]]:
-    """Return ``map_size``, and ``class_token`` where there is one, by the id of each attention whose gate needs them.
+) -> tuple[dict[int, dict[str, Any]], dict[int, tuple[int, int]]]:
+    """Return ``map_size`` and ``class_token``, those that a gate needs, by attention's id; and the maps that it saw.
 
     The size is that of the map for images of the backbone's ``pretrain_img_size`` or ``img_size``, see
     :func:`keep_image_size`, or of 224 x 224 pixels. A copy of the backbone on the device ``meta`` runs once. What the
@@ -35,7 +35,7 @@ def map_options(
     wanted = dict(map_size=needs_map_size(gate), class_token=not told and 'class_token' in parameters_of(gate))
     needed = {option for option, is_wanted in wanted.items() if is_wanted} - set(options)
     if not needed or not names:
-        return {}
+        return {}, {}
     parts = next(iter(names)).split('.')
     prefix = next(('.'.join(parts[: i + 1]) for i, part in enumerate(parts) if part in BACKBONES), '')
     owner = model.get_submodule(prefix)
@@ -59,7 +59,8 @@ def map_options(
             f'{type(owner).__name__} does not tell ({reason}). Write it into the rule, such as map_size=(14, 14) for '
             'images of 224 pixels and a stride of 16.'
         )
-    return {key: {name: value for name, value in read.items() if name in needed} for key, read in found.items()}
+    options_of = {key: {name: read[name] for name in needed} for key, read in found.items()}
+    return options_of, {key: read['map_size'] for key, read in found.items()}
 
 
 def keep_image_size(part: nn.Module, cfg: Mapping[str, Any]) -> None:

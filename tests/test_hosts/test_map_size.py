@@ -88,10 +88,11 @@ def test_a_gate_behind_kwargs_is_read_as_its_base() -> None:
 @needs_mmpretrain
 @pytest.mark.parametrize('gate', [gate for gate in registered_gates() if issubclass(gate, MapAttention)])
 def test_every_gate_of_maps_heeds_a_class_token_or_refuses_it(gate: type[MapAttention]) -> None:
+    """And finds the map, which is no square."""
     arch = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=32)
-    model = MODELS.build(dict(VIT, arch=arch, img_size=64))
+    model = MODELS.build(dict(VIT, arch=arch, img_size=(48, 64)))
     model.eval()  # returns nothing
-    gated, x = copy.deepcopy(model), torch.randn(1, 3, 64, 64)
+    gated, x = copy.deepcopy(model), torch.randn(1, 3, 48, 64)
     rule = dict(type=gate, path='layers.*.attn')
     if gate is CrossWindowAttention:
         with pytest.raises(ValueError, match='no class_token: it would lie in no stripe'):
