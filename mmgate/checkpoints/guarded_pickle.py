@@ -89,12 +89,29 @@ class GuardedUnpickler(_PythonUnpickler):
     def load(self) -> Any:
         """Read one pickle."""
         self._declared: dict[Any, int] = {}
+        self._copied = 0
         return super().load()
+
+    def load_reduce(self) -> None:
+        """Call what is on the list."""
+        self._count(self.stack[-1])
+        super().load_reduce()
+
+    def _instantiate(self, kind: Any, arguments: Any) -> None:
+        self._count(arguments)
+        super()._instantiate(kind, arguments)
+
+    def _count(self, arguments: Any) -> None:
+        """Refuse more copies of lists and dicts than a file of this size can have written down."""
+        self._copied += sum(len(one) for one in arguments if isinstance(one, (dict, list, set, tuple)))
+        if self._copied > self.total:
+            refuse('makes more copies of its lists than it has bytes')
 
     def load_bytearray8(self) -> None:
         """Refuse what Python fills with zeros before it reads."""
         refuse('holds a bytearray')
 
+    dispatch[pickle.REDUCE[0]] = load_reduce
     dispatch[pickle.BUILD[0]] = load_build
     dispatch[pickle.BINPERSID[0]] = load_binpersid
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8

@@ -115,7 +115,17 @@ def test_nothing_larger_than_the_file(
         load(str(tmp_path / 'a.pth'))
 
 
+NUMBERS = b']q\x00(' + b'K\x01' * 1000 + b'e'
+COPIES = [(NUMBERS if number == 0 else b'h\x00') for number in range(100)]
 PICKLES = {
+    'copies': (
+        b'\x80\x02](' + b''.join(b'cbuiltins\nlist\n' + numbers + b'\x85R' for numbers in COPIES) + b'e.',
+        'more copies of its lists',
+    ),
+    'instances': (
+        b'\x80\x02](' + b''.join(b'(cbuiltins\nlist\n' + numbers + b'o' for numbers in COPIES) + b'e.',
+        'more copies of its lists',
+    ),
     'bytearray': (b'\x80\x05\x96' + struct.pack('<Q', 1 << 36) + b'.', 'holds a bytearray'),
     'class': (b'\x80\x02ccollections\nOrderedDict\n}X\x06\x00\x00\x00markedK\x01sb.', 'changes <class'),
     'function': (b'\x80\x02ctorch._utils\n_rebuild_parameter\n}X\x06\x00\x00\x00markedK\x01sb.', 'changes <function'),
