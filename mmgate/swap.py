@@ -163,7 +163,7 @@ def _matches(
                     )
                 init_gate(name, built[id(module)])
                 if getattr(built[id(module)], 'map_size', ()) is None:  # hosts of a class token do not tell their map
-                    built[id(module)].map_size = maps.get(id(module))
+                    vars(built[id(module)]).update(map_size=maps.get(id(module)))
             gates[name] = built[id(module)]
         except TypeError as error:  # most often an option that the adapter fills
             raise OptionError(f'{where}: {full_name(gate)} cannot be made from {name}: {error}') from error

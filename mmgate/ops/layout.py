@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def check_layout(
     """
     if is_exporting():  # sizes are symbols there
         return
-    given = [(name, x, layout) for name, x, layout in arguments if x is not None]
+    given: Any = [argument for argument in arguments if argument[1] is not None or argument is arguments[0]]
     first, like = given[0][:2]
     for name, x, _ in given:
         if not isinstance(x, Tensor):

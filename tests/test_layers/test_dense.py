@@ -276,6 +276,8 @@ def test_bad_sizes_and_masks() -> None:
     with pytest.raises(ValueError, match='must be even'):
         DifferentialGatedAttention(12, 4)
     module, x = build('plug_default'), inputs()
+    with pytest.raises(TypeError, match='query must be a tensor, got NoneType'):
+        module(None, *x[1:])
     with pytest.raises(ValueError, match='key_padding_mask must be'):
         module(*x, key_padding_mask=torch.zeros(3, M, dtype=torch.bool))
     with pytest.raises(ValueError, match='attn_mask must be'):
