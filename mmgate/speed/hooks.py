@@ -115,8 +115,10 @@ class ChannelsLastHook(_PathsHook):
 
 
 def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    last = torch.channels_last
-    return tuple([x.contiguous(memory_format=last) if isinstance(x, Tensor) and x.dim() == 4 else x for x in args])
+    def turn(x: Any) -> Any:
+        return x.contiguous(memory_format=torch.channels_last) if isinstance(x, Tensor) and x.dim() == 4 else x
+
+    return tree_map(turn, args)
 
 
 @HOOKS.register_module()

@@ -228,6 +228,6 @@ def test_channels_last_leaves_other_inputs() -> None:
     HOOKS.build(dict(type='mmgate.ChannelsLastHook', paths=['part'])).before_run(
         SimpleNamespace(model=nn.ModuleDict(dict(part=part)))
     )
-    given = torch.zeros(1, 2, 3), 'tokens', torch.zeros(1, 2, 3, 3)
-    tokens, text, maps = part(*given)
+    given = torch.zeros(1, 2, 3), 'tokens', (torch.zeros(1, 2, 3, 3),)  # maps as a neck gets them
+    tokens, text, (maps,) = part(*given)
     assert tokens is given[0] and text is given[1] and maps.is_contiguous(memory_format=torch.channels_last)
