@@ -26,12 +26,12 @@ class PublishedWeights:
 
     Attributes:
         attention_type: What attends in its stages where ``attention`` names no type; None for the host's own.
-        pretrain_agents: Agent tokens of each stage in pre-training, by default.
+        pretrain_agents: Agent tokens of each stage in pre-training, by default, of a type that has some.
     """
 
     init_cfg: Any
     attention_type: ClassVar[str | None] = None
-    pretrain_agents: ClassVar[Sequence[int] | None] = None
+    pretrain_agents: ClassVar[Sequence[int]] = ()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
