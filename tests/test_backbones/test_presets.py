@@ -186,6 +186,7 @@ WRONG = [
     (dict(type='LinearPVT', attention=dict(type='HydraAttention', power=3)), 'HydraAttention has no option power'),
     (dict(type='LinearPVT', agent_nums=(9, 16, 49, 49)), 'attention must be a dict'),
     (dict(type='AgentCSwin', depths=(1, 1)), 'depths=.* needs one value for each of the 4 stages'),
+    (dict(type='AgentCSwin', pretrain_agent_nums=(9, 16)), '^pretrain_agent_nums=.* needs one value'),
     (dict(type='AgentCSwin', out_indices=(4,)), 'must lie in 0 to 3'),
     (dict(type='AgentAttention', embed_dims=8, num_heads=2, map_size=(4, 4), agents='learnt'), "agents='learnt'"),
     (dict(type='CrossWindowAttention', embed_dims=12, num_heads=3), 'num_heads=3 must be even'),
