@@ -9,7 +9,7 @@ from mmcv.cnn.bricks.drop import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from mmgate.backbones.presets import check_stages, map_sizes, preset
+from mmgate.backbones.presets import STRIDES, check_stages, map_sizes, preset
 from mmgate.backbones.weights import PublishedWeights, cswin_layout
 from mmgate.checkpoints.tensors import State
 from mmgate.errors import ConfigError
@@ -107,7 +107,8 @@ class AgentCSwin(PublishedWeights, BaseModule):
         super().__init__(init_cfg)
         sizes = preset(CSWIN, arch, dict(depths=depths, embed_dims=embed_dims, num_heads=num_heads))
         agents = pretrain_agent_nums if agent_nums is None else agent_nums
-        check_stages(STAGES, depths=sizes['depths'], num_heads=sizes['num_heads'], agent_nums=agents, splits=splits)
+        check_stages(STAGES, depths=sizes['depths'], num_heads=sizes['num_heads'], splits=splits)
+        check_stages(STAGES, pretrain_agent_nums=pretrain_agent_nums, agent_nums=agents)
         if not set(out_indices) <= set(range(STAGES)):
             raise ConfigError(f'out_indices={tuple(out_indices)} must lie in 0 to {STAGES - 1}.')
         self.out_indices = tuple(sorted(out_indices))
@@ -134,7 +135,7 @@ class AgentCSwin(PublishedWeights, BaseModule):
                 agent_num=number,
                 pretrain_agent_num=pretrain_agent_nums[i] or number,
             )
-            for i, (number, size) in enumerate(zip(agents, map_sizes(pretrain_img_size, (4, 2, 2, 2)), strict=True))
+            for i, (number, size) in enumerate(zip(agents, map_sizes(pretrain_img_size, STRIDES), strict=True))
             if number is not None
         ]
         if rules:

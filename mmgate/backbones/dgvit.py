@@ -72,6 +72,8 @@ class DGViT(VisionTransformer):
             layer.ffn = SwiGLU(sizes['embed_dims'], expansion, **drops)
         if attention is not None:
             swap_attention(self, [_rule(attention, number) for number in range(len(self.layers))])
+        if self.frozen_stages > 0:  # what is new in them, too
+            self._freeze_stages()
 
 
 def _rule(attention: Mapping[str, Any], number: int) -> dict[str, Any]:

@@ -7,10 +7,12 @@ from typing import Any
 
 from mmgate.errors import ConfigError
 from mmgate.hosts.map_size import needs_map_size
+from mmgate.hosts.table import parameters_of
 from mmgate.registry import MODELS
 
 Options = Mapping[str, Any]
 PRETRAIN_AGENTS = (9, 16, 49, 49)
+STRIDES = (4, 2, 2, 2)
 
 PVT = {
     'tiny': dict(num_layers=(2, 2, 2, 2)),
@@ -64,14 +66,16 @@ def map_sizes(image: int | Sequence[int], strides: Sequence[int]) -> list[tuple[
 def stage_rules(
     attention: Options | Sequence[Options] | None,
     kind: str | None,
+    kind_agents: Sequence[int],
     sizes: Sequence[tuple[int, int]],
     agent_nums: Sequence[int] | None,
     pretrain_agent_nums: Sequence[int] | None,
 ) -> list[dict[str, Any]]:
     """Return the attention of every stage as a rule of swaps names it, less its path; none for the vanilla attention.
 
-    ``kind`` is its type where ``attention``, options for every stage or for each, names none; ``sizes`` are those of
-    the stages' maps in pre-training, for a type that needs them.
+    ``kind`` is its type where ``attention``, options for every stage or for each, names none. A type with agents has
+    ``kind_agents`` of them in pre-training, where nothing else is said; one that needs the sizes of the maps in
+    pre-training has those of ``sizes``.
 
     Raises:
         ConfigError: Not one for each stage, or without a type.
@@ -90,8 +94,11 @@ def stage_rules(
             for rule, number in zip(rules, numbers, strict=True):
                 rule.update({'agent_num': number, option: number})
     rules = [{**rule, **stage} for rule, stage in zip(rules, stages, strict=True)]
-    for rule, size in zip(rules, sizes, strict=True):
+    for rule, size, agents in zip(rules, sizes, (*kind_agents, *[None] * len(sizes)), strict=False):
         gate = MODELS.get(rule['type'])
         if gate is not None and needs_map_size(gate):
             rule.setdefault('map_size', size)
+        if agents is not None and gate is not None and 'pretrain_agent_num' in parameters_of(gate):
+            rule.setdefault('agent_num', agents)
+            rule.setdefault('pretrain_agent_num', agents)
     return rules

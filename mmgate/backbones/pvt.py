@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from mmdet.models.backbones.pvt import PyramidVisionTransformer, PyramidVisionTransformerV2
 from torch import nn
 
-from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, Options, map_sizes, preset, stage_rules
+from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, STRIDES, Options, map_sizes, preset, stage_rules
 from mmgate.backbones.weights import PublishedWeights
 from mmgate.layers.base.init import start_linear
 from mmgate.layers.gml import check_option
@@ -16,7 +16,7 @@ from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 
 PATCH_NORM_EPS = 1e-5  # of PVT's own patch embeddings, where mmdet has the 1e-6 of the blocks
-STRIDES, SR_RATIOS = (4, 2, 2, 2), (8, 4, 2, 1)
+SR_RATIOS = (8, 4, 2, 1)
 INITS = ('host', 'paper')
 
 
@@ -65,7 +65,7 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
         stages = len(fields['num_layers'])
         sizes = map_sizes(fields.get('pretrain_img_size', 224), fields.get('strides', STRIDES)[:stages])
         rules = stage_rules(
-            attention, self.attention_type, sizes, agent_nums, pretrain_agent_nums or self.pretrain_agents
+            attention, self.attention_type, self.pretrain_agents, sizes, agent_nums, pretrain_agent_nums
         )
         check_option('init', init, INITS)
         super().__init__(**{'sr_ratios': SR_RATIOS[:stages], 'num_stages': stages, **fields}, init_cfg=init_cfg)

@@ -13,6 +13,7 @@ from mmgate.backbones.presets import (
     LINEAR_SWIN_BLOCKS,
     PRETRAIN_AGENTS,
     SAGA_SWIN_BLOCKS,
+    STRIDES,
     SWIN,
     Options,
     check_stages,
@@ -61,7 +62,8 @@ class GatedSwin(PublishedWeights, SwinTransformer):
         attention: As :class:`.pvt.GatedPVT` takes it, and so the next two.
         agent_nums: Agent tokens of each stage.
         pretrain_agent_nums: Agent tokens of each stage in pre-training.
-        blocks: How many blocks of each stage, from its first on, have the attention; the preset's by default.
+        blocks: How many blocks of each stage, from its first on, have the attention; by default as many as in the
+            preset, or all where ``depths`` has fewer.
         pad_small_map: Whether windows shift where one of them holds the whole map, as mmdet's do; Swin's classifiers do
             not (mmpretrain's name for it).
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None, see :func:`.weights.load_pretrained`.
@@ -87,14 +89,15 @@ class GatedSwin(PublishedWeights, SwinTransformer):
         **overrides: Any,
     ) -> None:
         fields = preset(SWIN, arch, overrides)
-        depths, blocks = fields['depths'], self.swapped_blocks[arch] if blocks is None else blocks
+        depths = fields['depths']
+        if blocks is None:
+            blocks = [min(number, depth) for number, depth in zip(self.swapped_blocks[arch], depths, strict=False)]
         check_stages(len(depths), blocks=blocks)
         if any(not 0 <= number <= depth for number, depth in zip(blocks, depths, strict=True)):
             raise ConfigError(f'blocks={tuple(blocks)}: stages of {tuple(depths)} blocks do not have as many to swap.')
-        strides = (fields.get('patch_size', 4), *(2,) * (len(depths) - 1))
-        sizes = map_sizes(fields.get('pretrain_img_size', 224), strides)
+        sizes = map_sizes(fields.get('pretrain_img_size', 224), fields.get('strides', STRIDES)[: len(depths)])
         rules = stage_rules(
-            attention, self.attention_type, sizes, agent_nums, pretrain_agent_nums or self.pretrain_agents
+            attention, self.attention_type, self.pretrain_agents, sizes, agent_nums, pretrain_agent_nums
         )
         super().__init__(**fields, init_cfg=init_cfg)
         swapped = [

@@ -26,12 +26,12 @@ class PublishedWeights:
 
     Attributes:
         attention_type: What attends in its stages where ``attention`` names no type; None for the host's own.
-        pretrain_agents: Agent tokens of each stage in pre-training, by default.
+        pretrain_agents: Agent tokens of each stage in pre-training, by default, of a type that has some.
     """
 
     init_cfg: Any
     attention_type: ClassVar[str | None] = None
-    pretrain_agents: ClassVar[Sequence[int] | None] = None
+    pretrain_agents: ClassVar[Sequence[int]] = ()
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return the maps ``(B, C_i, H_i, W_i)`` of the stages in ``out_indices`` for images ``(B, 3, H, W)``."""
@@ -68,19 +68,21 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
     Args:
         backbone: A :class:`PublishedWeights` with its attention swapped.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)``, path or address; mmdet's form without the type will do.
+            Of a ``prefix``, such as ``'teacher.backbone.'``, the keys that begin with it are read, and no others.
 
     Raises:
         FileNotFoundError: There is no such file.
         ConfigError: It cannot be downloaded.
         ValueError: It is no checkpoint, or a key is unknown, missing or of another shape; they are listed.
     """
-    if not isinstance(init_cfg, Mapping) or init_cfg.get('type', 'Pretrained') != 'Pretrained':
+    named = isinstance(init_cfg, Mapping) and 'checkpoint' in init_cfg
+    if not named or init_cfg.get('type', 'Pretrained') != 'Pretrained':
         raise ValueError(
             f"init_cfg of {type(backbone).__name__} must be None or dict(type='Pretrained', checkpoint=...), "
             f'got {init_cfg!r}.'
         )
     source, own = init_cfg['checkpoint'], backbone.state_dict()
-    state = backbone.rename(tensors(read_checkpoint(source)))
+    state = backbone.rename(tensors(read_checkpoint(source), init_cfg.get('prefix')))
     # of outputs that this backbone does not give
     state = {key: value for key, value in state.items() if key in own or not OUTPUT_NORM.fullmatch(key)}
     gates = tuple(name for name, _ in gate_parameters(backbone, remove_duplicate=False))

@@ -36,11 +36,13 @@ def read_checkpoint(source: str) -> Any:
     return load_checkpoint_file(str(download(source)) if scheme else source, 'cpu', tensors_alone=True)
 
 
-def tensors(checkpoint: Any) -> State:
-    """Return the tensors of a checkpoint, under one of ``PLACES`` or at its top; of a detector, its backbone's.
+def tensors(checkpoint: Any, prefix: str | None = None) -> State:
+    """Return the tensors of a checkpoint, under one of ``PLACES`` or at its top.
+
+    Where keys begin with ``prefix``, or without one with ``backbone.``, those alone are returned, less the prefix.
 
     Raises:
-        ValueError: There are no tensors where they are expected.
+        ValueError: There are no tensors where they are expected, or none with the ``prefix``.
     """
     top: Mapping[str, Any] = checkpoint if isinstance(checkpoint, Mapping) else {}
     places = [place for place in PLACES if top.get(place)]
@@ -53,6 +55,8 @@ def tensors(checkpoint: Any) -> State:
             f'its keys are {", ".join(map(str, list(top)[:8])) or "none"}.'
         )
     state = {key.removeprefix('module.'): value for key, value in state.items()}
-    if any(key.startswith('backbone.') for key in state):
-        state = {key.removeprefix('backbone.'): value for key, value in state.items() if key.startswith('backbone.')}
-    return state
+    start = (prefix or 'backbone.').removeprefix('module.').rstrip('.') + '.'  # mmengine adds the dot, too
+    part = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
+    if prefix and not part:
+        raise ValueError(f'No key of the checkpoint begins with prefix={prefix!r}: {", ".join(list(state)[:8])}.')
+    return part or state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isqrt
+from math import prod, sqrt
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,20 @@ def resize_axis(x: Tensor, axis: int, size: int) -> Tensor:
 
 
 def resize_grid(x: Tensor, size: tuple[int, int], mode: str = 'bilinear') -> Tensor:
-    """Return ``(1, N, C)`` of a square grid, row by row, as ``(1, h w, C)``.
+    """Return ``(1, N, C)`` of a grid, row by row, as ``(1, h w, C)``.
 
-    What is no square grid is returned as it is; loading it will name its shape.
+    A checkpoint does not hold the shape of its grid. N cells are taken for ``size`` itself where it has as many, else
+    for the square or for the grid in proportion to ``size`` that has. Where there is neither, or both and they differ,
+    ``x`` is returned as it is: loading it will name its shape.
     """
-    side = isqrt(x.shape[1]) if x.dim() == 3 else 0
-    if x.dim() != 3 or side**2 != x.shape[1] or x.shape[1] == size[0] * size[1]:
+    if x.dim() != 3 or x.shape[1] == prod(size):
         return x
-    grid = _computable(x).transpose(1, 2).unflatten(-1, (side, side))
+    cells = x.shape[1]
+    shapes = {tuple(round(side * sqrt(cells / prod(sides))) for side in sides) for sides in ((1, 1), size)}
+    fitting = [shape for shape in shapes if prod(shape) == cells]
+    if len(fitting) != 1:
+        return x
+    grid = _computable(x).transpose(1, 2).unflatten(-1, fitting[0])
     return F.interpolate(grid, size=size, mode=mode).flatten(2).transpose(1, 2).to(x.dtype).contiguous()
 
 

@@ -139,9 +139,9 @@ def test_published_agents_start_a_backbone(
 def test_own_checkpoint_starts_a_backbone(tmp_path: Path, name: str, outputs: tuple[int, ...]) -> None:
     """A detector's or a classifier's; the output norms that a Swin classifier lacks keep their start."""
     trained = filled(build(name, out_indices=outputs), 1.0)
-    state = {f'backbone.{k}': v for k, v in trained.state_dict().items()} | {'head.fc.bias': torch.ones(6)}
+    state = {f'ema.backbone.{k}': v for k, v in trained.state_dict().items()} | {'backbone.fc.bias': torch.ones(6)}
     checkpoint = {'state_dict': state, 'meta': {'when': Path('now')}}
-    built = start_from(BACKBONES[name], checkpoint, tmp_path, prefix='backbone.').state_dict()
+    built = start_from(BACKBONES[name], checkpoint, tmp_path, prefix='ema.backbone.').state_dict()
     assert all(torch.equal(built[key], value) for key, value in trained.state_dict().items())
 
 
@@ -173,8 +173,9 @@ def test_agents_fill_all_or_are_refused(
 
 
 def test_init_cfg_of_another_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"init_cfg of AgentPVT must be None or dict\(type='Pretrained'"):
-        build('agent_pvt', init_cfg=dict(type='TruncNormal')).init_weights()
+    for init_cfg in (dict(type='TruncNormal'), dict(type='Pretrained')):
+        with pytest.raises(ValueError, match=r"init_cfg of AgentPVT must be None or dict\(type='Pretrained'"):
+            build('agent_pvt', init_cfg=init_cfg).init_weights()
 
 
 def test_backbones_without_mmdet() -> None:

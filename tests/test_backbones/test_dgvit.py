@@ -46,10 +46,12 @@ def test_every_config_takes_a_step(name: str) -> None:
 
 
 @needs_mmpretrain
-def test_layers_know_their_depth() -> None:
+def test_layers_know_their_depth_and_may_be_frozen() -> None:
     model = MODELS.build(dict(type='mmgate.DGViT', num_layers=3, attention=dict(type='DifferentialMultiheadAttention')))
     found = [module.lambda_init for module in model.modules() if isinstance(module, DifferentialAttention)]
     assert found == pytest.approx([0.2, 0.8 - 0.6 * np.exp(-0.3), 0.8 - 0.6 * np.exp(-0.6)])
+    frozen = MODELS.build(dict(type='mmgate.DGViT', num_layers=3, frozen_stages=2))
+    assert [any(p.requires_grad for p in layer.parameters()) for layer in frozen.layers] == [False, False, True]
     vanilla = MODELS.build(dict(type='mmgate.DGViT', num_layers=2, attention=None, drop_path_rate=0.1))
     assert type(vanilla.layers[1].attn).__module__.startswith('mmpretrain')
     assert vanilla.layers[1].ffn.drop_path.drop_prob == pytest.approx(0.1)

@@ -102,6 +102,32 @@ def test_cswin(arch: str) -> None:
     assert [stage[0].attn.split for stage in vanilla] == [1, 2, 7, None]
 
 
+THREE: dict[str, Any] = dict(num_heads=(1, 2, 5), out_indices=(0, 1, 2))
+THREE_PVT = dict(THREE, num_layers=(1, 1, 1), patch_sizes=(4, 2, 2), strides=(4, 2, 2), paddings=(0, 0, 0))
+OTHERS: list[tuple[dict[str, Any], list[int | None]]] = [  # agents of every block; None for another attention
+    (dict(type='AgentPVT', attention=[{}, {}, {}, dict(type='SoftmaxAttention')]), [9, 9, 16, 16, 49, 49, None, None]),
+    (dict(type='AgentPVT', attention=dict(type='AgentAttention', agent_num=4), num_layers=(1, 1, 1, 1)), [4] * 4),
+    (dict(type='AgentPVT', attention=dict(type='SAGAAttention')), [None] * 8),
+    (dict(type='AgentPVT', mlp_ratios=(8, 8, 4), **THREE_PVT), [9, 16, 49]),
+    (dict(type='AgentSwin', depths=(1, 1, 1), embed_dims=20, **THREE), [9, 16, 49]),
+    (dict(type='AgentSwin', depths=(1, 1, 3, 1)), [9, 16, 49, 49, 49, None]),
+    (dict(type='LinearSwin', depths=(1, 1, 1, 1)), [None] * 4),
+]
+
+
+@pytest.mark.parametrize('config, agents', OTHERS, ids=lambda value: value.get('type') if 'type' in value else None)
+def test_defaults_give_way(config: dict[str, Any], agents: list[int | None]) -> None:
+    """To a stage's own type and to other numbers of stages and of blocks."""
+    model = MODELS.build(dict(config, type=f'mmgate.{config["type"]}'))
+    found = [module.attn for module in model.modules() if hasattr(module, 'attn')]
+    assert [attn.grid**2 if isinstance(attn, AgentAttention) else None for attn in found] == agents
+
+
+def test_strides_make_the_maps() -> None:
+    model = MODELS.build(dict(type='mmgate.SAGASwin', depths=(1, 1, 1, 1), strides=(4, 2, 1, 2)))
+    assert [stage.blocks[0].attn.map_size[0] for stage in model.stages[:3]] == [56, 28, 28]
+
+
 PARAMETERS = [  # millions at the papers' rounding; SAGA Swin-T comes to 32.6, the paper prints 32
     ('AgentPVT', 'tiny', 512, 11.6),
     ('AgentPVT', 'small', 512, 20.6),
@@ -146,6 +172,7 @@ WRONG = [
     (dict(type='AgentPVT', agent_nums=(9, 16, 50, 49)), 'agent_num=50 must be a square number'),
     (dict(type='AgentPVT', init='authors'), "init='authors'"),
     (dict(type='AgentSwin', blocks=(2, 2, 9, 0)), 'blocks=.* do not have as many'),
+    (dict(type='AgentPVT', attention=dict(type='SAGAAttention'), agent_nums=(9,) * 4), 'has no option agent_num'),
     (dict(type='AgentSwin', blocks=(2, 2)), 'blocks=.* needs one value for each of the 4 stages'),
     (dict(type='SAGAPVTv2', arch='tiny'), 'b0, b1'),
     (dict(type='SAGAPVT', agent_nums=(9, 16, 49, 49)), 'SAGAAttention has no option agent_num'),
@@ -159,6 +186,7 @@ WRONG = [
     (dict(type='LinearPVT', attention=dict(type='HydraAttention', power=3)), 'HydraAttention has no option power'),
     (dict(type='LinearPVT', agent_nums=(9, 16, 49, 49)), 'attention must be a dict'),
     (dict(type='AgentCSwin', depths=(1, 1)), 'depths=.* needs one value for each of the 4 stages'),
+    (dict(type='AgentCSwin', pretrain_agent_nums=(9, 16)), '^pretrain_agent_nums=.* needs one value'),
     (dict(type='AgentCSwin', out_indices=(4,)), 'must lie in 0 to 3'),
     (dict(type='AgentAttention', embed_dims=8, num_heads=2, map_size=(4, 4), agents='learnt'), "agents='learnt'"),
     (dict(type='CrossWindowAttention', embed_dims=12, num_heads=3), 'num_heads=3 must be even'),

@@ -27,6 +27,14 @@ def test_tensors(checkpoint: dict[str, Any]) -> None:
     assert list(found) == ['w'] and found['w'] is ONE
 
 
+@pytest.mark.parametrize('prefix', ['ema.backbone.', 'ema.backbone', 'module.ema.backbone.'])
+def test_a_prefix_names_what_is_read(prefix: str) -> None:
+    checkpoint = dict(state_dict={'module.backbone.w': OTHER, 'module.ema.backbone.w': ONE})
+    assert tensors(checkpoint, prefix) == {'w': ONE}
+    with pytest.raises(ValueError, match=r"begins with prefix='neck\.': backbone\.w, ema\.backbone\.w"):
+        tensors(checkpoint, 'neck.')
+
+
 @pytest.mark.parametrize(
     'checkpoint', [dict(state_dict=3, epoch=1), dict(model=dict(w=3)), dict(epoch=1), [ONE]], ids=str
 )
