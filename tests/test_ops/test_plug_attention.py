@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import assert_same, half_on_cpu, values_and_gradients
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from mmgate.layers import GatingModulation
 from mmgate.ops import plug_attention
@@ -53,6 +54,36 @@ def test_chunks_are_the_whole(
         gate.zero_grad()
         found = values_and_gradients(attend, list(tensors.values()), differentiable)
         return found | {name: x.grad for name, x in gate.named_parameters()}
+
+    assert_same(run('chunked'), run('torch'), rtol=1e-9, atol=1e-10)
+
+
+class Host(nn.Module):
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, backend: str, tensors: dict[str, Tensor]) -> Tensor:
+        return plug_attention(**tensors, modulation=self.gate, backend=backend)
+
+
+@pytest.mark.parametrize('learnt', [False, True], ids=['fixed', 'learnt'])
+def test_chunks_formed_anew_have_the_same_gate(learnt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gate that is frozen in part, exchanged for the call, and in part a plain attribute as FSDP leaves it."""
+    monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)
+    gate, tensors = GatingModulation('mlp', init='paper').double(), make(torch.float64, bias=(5, 6))
+    tensors['bias'].requires_grad_(learnt)
+    given = {f'gate.{name}': torch.randn_like(x).requires_grad_() for name, x in gate.named_parameters()}
+    given['gate.hidden_weight'].requires_grad_(False)
+    flat = given.pop('gate.bias')
+    del gate.bias
+    gate.bias = flat[:]
+    sought = [flat, *(x for x in given.values() if x.requires_grad)]
+
+    def run(backend: str) -> dict[str, Tensor]:
+        output = functional_call(Host(gate), given, (backend, tensors))
+        grads = torch.autograd.grad(output.square().sum(), sought, retain_graph=True)
+        return dict(zip(map(str, range(3)), grads, strict=True))
 
     assert_same(run('chunked'), run('torch'), rtol=1e-9, atol=1e-10)
 
