@@ -11,6 +11,7 @@ from mmengine.hooks import Hook
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.ops.library import without_autocast
 from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 from mmgate.swap import path_regex
@@ -144,7 +145,7 @@ def keep_float32(module: nn.Module) -> None:
 
 class _Float32(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device.type):
             return super().forward(_wide(x), *map(_wide, args), **{key: _wide(y) for key, y in kwargs.items()})
 
 

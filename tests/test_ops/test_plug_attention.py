@@ -88,6 +88,16 @@ def test_chunks_formed_anew_have_the_same_gate(learnt: bool, monkeypatch: pytest
     assert_same(run('chunked'), run('torch'), rtol=1e-9, atol=1e-10)
 
 
+def test_chunks_run_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 'meta', where models are counted, and which autocast does not know."""
+    monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)
+    tensors = {name: x.to('meta').requires_grad_() for name, x in make().items()}
+    output = plug_attention(**tensors, modulation=GatingModulation().to('meta'), backend='chunked')
+    output.sum().backward()
+    assert output.shape == SHAPES['query']
+    assert {name: x.grad.shape for name, x in tensors.items()} == SHAPES
+
+
 def test_chunks_formed_anew_drop_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The output is linear in the values, and its gradient says so."""
     monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ..library import autocast_dtype, is_compiling
+from ..library import autocast_dtype, is_compiling, without_autocast
 from . import reference
 from .reference import Arguments
 from .rows import GatedRows, part_of
@@ -44,7 +44,7 @@ def attend(*arguments: Any) -> Tensor:
         modulation = partial(functional_call, module, dict(zip(bound, parameters, strict=True)))
         return reference.gate_factor(gate_query, gate_key, modulation, call.residual)
 
-    with torch.autocast(call.query.device.type, enabled=False):
+    with without_autocast(call.query.device.type):
         options = step, call.position == 'post_softmax', factor, call.bias
         return GatedRows.apply(*options, *tensors, *bound.values())
 
