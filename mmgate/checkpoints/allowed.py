@@ -63,8 +63,8 @@ class _History(HistoryBuffer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become mmengine's, with all but the statistics, which would replace those of its class."""
-        self.__class__ = HistoryBuffer  # type: ignore[assignment]
-        vars(self).update((key, value) for key, value in state.items() if 'statistics' not in key)
+        self.__class__ = HistoryBuffer
+        self.__dict__.update({key: value for key, value in state.items() if 'statistics' not in key})
 
 
 class _Array:

@@ -31,7 +31,7 @@ def attend(*arguments: Any) -> Tensor:
     learnt_bias = call.bias is not None and call.bias.requires_grad
     if is_compiling() or not isinstance(call.modulation, nn.Module):
         return _checkpointed(step, call)
-    # the module may hold others when the chunks are formed anew: functional_call and FSDP exchange them
+    # by the backward pass functional_call and FSDP have put other tensors into the module
     module, bound = call.modulation, _tensors_of(call.modulation)
     if call.dropout or learnt_bias:
         return _checkpointed(step, call._replace(modulation=partial(functional_call, module, bound)))
