@@ -206,7 +206,7 @@ def _described(path: Path, **changes: Any) -> None:
         (Path.unlink, 'no such file'),
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), 'cannot be read as a file of gates'),
         (lambda path: save_file({'a': torch.zeros(1)}, path), 'no file of gates'),
-        (lambda path: _described(path, version=7), 'version 7'),
+        (lambda path: _described(path, version=7, more=1), 'of version 7, not 1'),
         (lambda path: _described(path, rules='x', more=1), 'damaged'),
         (lambda path: _described(path, gates=['x.gml.weight']), 'tensors are missing'),
         (lambda path: _described(path, rules={'': [dict(PLUG, path='*.mlp')]}), 'do not fit'),

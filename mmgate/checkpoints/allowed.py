@@ -52,14 +52,19 @@ def listed(module: str, name: str) -> Any:
     refuse(f'asks for {module}.{name}')
 
 
-class _History:
+class _History(HistoryBuffer):
     """In the place of mmengine's HistoryBuffer: it makes empty ones; nested lists would become a huge array."""
 
     def __new__(cls, *content: Any) -> Any:
         """Return an empty history, whose content follows."""
         if content:
             refuse('calls HistoryBuffer')
-        return object.__new__(HistoryBuffer)
+        return object.__new__(cls)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become mmengine's, with all but the statistics, which would replace those of its class."""
+        self.__class__ = HistoryBuffer
+        self.__dict__.update({key: value for key, value in state.items() if 'statistics' not in key})
 
 
 class _Array:
@@ -72,7 +77,7 @@ class _OneCycle:
 
 def _attribute(owner: Any, name: str) -> Callable[..., Any]:
     """Stand for ``getattr``: a HistoryBuffer names its statistics by it, OneCycleLR its annealing."""
-    if owner is _History and not name.startswith('_'):
+    if owner is _History and name in ('min', 'max', 'current', 'mean'):
         return getattr(HistoryBuffer, name)
     if owner is _OneCycle and name in ('_annealing_cos', '_annealing_linear'):
         return getattr(OneCycleParamScheduler, name)

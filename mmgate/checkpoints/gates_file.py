@@ -114,7 +114,7 @@ def read_gates(path: str | os.PathLike[str]) -> GatesFile:
     """Read a file of gates, its tensors on the CPU.
 
     Raises:
-        ConfigError: There is no such file, it is damaged, or it is something else.
+        ConfigError: There is no such file, it is damaged, of another version, or something else.
     """
     if not os.path.isfile(path):
         raise ConfigError(f'{path}: there is no such file of gates.')
@@ -130,11 +130,13 @@ def read_gates(path: str | os.PathLike[str]) -> GatesFile:
     try:
         described = json.loads(metadata[KEY])
         version = described.pop('version')
-        content = GatesFile(tensors=tensors, **described)
-        complete = set(content.gates) <= set(tensors)
+        if version == VERSION:  # others have other fields
+            content = GatesFile(tensors=tensors, **described)
+            missing = set(content.gates) - set(tensors)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f'{path} is damaged: its description cannot be read ({error}).') from error
-    if version != VERSION or not complete:
-        what = f'of version {version}, not {VERSION}' if version != VERSION else 'damaged: tensors are missing'
-        raise ConfigError(f'{path} is a file of gates {what}.')
+    if version != VERSION:
+        raise ConfigError(f'{path} is a file of gates of version {version}, not {VERSION}.')
+    if missing:
+        raise ConfigError(f'{path} is damaged: tensors are missing.')
     return content

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mmgate.layers.base.map import MapAttention
 from mmgate.ops.agent_attention import interpolation_matrix
+from mmgate.ops.library import without_autocast
 
 from .resizing import resize_axis
 
@@ -70,8 +71,7 @@ class AgentBiases(MapAttention):
         heads, agents = self.num_heads, self.grid**2
         rows1, columns1 = self.ah_bias[0, ..., 0], self.aw_bias[0, :, :, 0]
         rows2, columns2 = self.ha_bias[0, :, :, 0].transpose(1, 2), self.wa_bias[0, :, 0].transpose(1, 2)
-        kind = self.an_bias.device.type
-        with torch.autocast('cpu' if kind == 'meta' else kind, enabled=False):  # the same factors in and out of it
+        with without_autocast(self.an_bias.device.type):  # the same factors in and out of it
             map1, columns1, basis = self._factors(self.an_bias, rows1, columns1, hw_shape)
             map2, columns2, _ = self._factors(self.na_bias, rows2, columns2, hw_shape)
         # B1 (H n, h, w) = map1 (H n, h, 8) basis (8, w) + columns

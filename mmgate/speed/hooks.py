@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from mmgate.errors import ConfigError
+from mmgate.ops.library import without_autocast
 from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 from mmgate.swap import path_regex
@@ -148,7 +149,7 @@ def keep_float32(module: nn.Module) -> None:
 class _Float32(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(_wide, (args, kwargs))
-        with torch.autocast(next(self.parameters(), torch.empty(0)).device.type, enabled=False):
+        with without_autocast(next(self.parameters(), torch.empty(0)).device.type):
             return super().forward(*args, **kwargs)
 
 

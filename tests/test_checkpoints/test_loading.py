@@ -52,6 +52,7 @@ ATTACKS: dict[str, Callable[[Path], Any]] = {
     'history': lambda tmp: Calls(HistoryBuffer, [[1], [2]], [1, 1]),
     'text': lambda tmp: Calls(str, [[1], [2]]),  # of nested lists it doubles with each
     'private': lambda tmp: Calls(getattr, HistoryBuffer, '__init__'),
+    'statistics': lambda tmp: Calls(getattr, HistoryBuffer, 'register_statistics'),
     'scheduler': lambda tmp: Calls(getattr, OneCycleParamScheduler, 'state_dict'),
     'byte_order': lambda tmp: np.zeros(1, '>f4'),
     'objects': lambda tmp: np.zeros(1, 'object'),
@@ -207,6 +208,14 @@ def test_what_mmengine_saves_comes_back(protocol: int, tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded['meta']['dataset_meta']['palette'], np.arange(6).reshape(2, 3))
     optimizer.load_state_dict(loaded['optimizer'])
     assert all(torch.equal(loaded['state_dict'][key], value) for key, value in saved['state_dict'].items())
+
+
+def test_a_history_does_not_change_mmengines(tmp_path: Path) -> None:
+    history = HistoryBuffer([1.0, 3.0], [1, 1])
+    vars(history)['_statistics_methods'] = dict(mean=HistoryBuffer.max)
+    torch.save(history, tmp_path / 'a.pth')
+    loaded = CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+    assert type(loaded) is HistoryBuffer and loaded.statistics('mean') == HistoryBuffer([2.0], [1]).mean()
 
 
 def test_safetensors(tmp_path: Path) -> None:

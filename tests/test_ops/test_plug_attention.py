@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import assert_same, half_on_cpu, values_and_gradients
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from mmgate.layers import GatingModulation
 from mmgate.ops import plug_attention
@@ -55,6 +56,46 @@ def test_chunks_are_the_whole(
         return found | {name: x.grad for name, x in gate.named_parameters()}
 
     assert_same(run('chunked'), run('torch'), rtol=1e-9, atol=1e-10)
+
+
+class Host(nn.Module):
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, backend: str, tensors: dict[str, Tensor]) -> Tensor:
+        return plug_attention(**tensors, modulation=self.gate, backend=backend)
+
+
+@pytest.mark.parametrize('learnt', [False, True], ids=['fixed', 'learnt'])
+def test_chunks_formed_anew_have_the_same_gate(learnt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a gate that is frozen in part, exchanged for the call, and in part a plain attribute as FSDP leaves it."""
+    monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)
+    gate, tensors = GatingModulation('mlp', init='paper').double(), make(torch.float64, bias=(5, 6))
+    tensors['bias'].requires_grad_(learnt)
+    given = {f'gate.{name}': torch.randn_like(x).requires_grad_() for name, x in gate.named_parameters()}
+    given['gate.hidden_weight'].requires_grad_(False)
+    flat = given.pop('gate.bias')
+    del gate.bias
+    gate.bias = flat[:]
+    sought = [flat, *(x for x in given.values() if x.requires_grad)]
+
+    def run(backend: str) -> dict[str, Tensor]:
+        output = functional_call(Host(gate), given, (backend, tensors))
+        grads = torch.autograd.grad(output.square().sum(), sought, retain_graph=True)
+        return dict(zip(map(str, range(3)), grads, strict=True))
+
+    assert_same(run('chunked'), run('torch'), rtol=1e-9, atol=1e-10)
+
+
+def test_chunks_run_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 'meta', where models are counted, and which autocast does not know."""
+    monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)
+    tensors = {name: x.to('meta').requires_grad_() for name, x in make().items()}
+    output = plug_attention(**tensors, modulation=GatingModulation().to('meta'), backend='chunked')
+    output.sum().backward()
+    assert output.shape == SHAPES['query']
+    assert {name: x.grad.shape for name, x in tensors.items()} == SHAPES
 
 
 def test_chunks_formed_anew_drop_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:

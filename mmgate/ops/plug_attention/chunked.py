@@ -5,13 +5,15 @@ What has a gradient of its own (``rows.py``) takes less time and memory than the
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from ..library import autocast_dtype, is_compiling
+from ..library import autocast_dtype, is_compiling, without_autocast
 from . import reference
 from .reference import Arguments
 from .rows import GatedRows, part_of
@@ -27,19 +29,34 @@ def attend(*arguments: Any) -> Tensor:
     if rows <= step:
         return reference.attend(*call)
     learnt_bias = call.bias is not None and call.bias.requires_grad
-    if call.dropout or learnt_bias or is_compiling() or not isinstance(call.modulation, nn.Module):
+    if is_compiling() or not isinstance(call.modulation, nn.Module):
         return _checkpointed(step, call)
+    # by the backward pass functional_call and FSDP have put other tensors into the module
+    module, bound = call.modulation, _tensors_of(call.modulation)
+    if call.dropout or learnt_bias:
+        return _checkpointed(step, call._replace(modulation=partial(functional_call, module, bound)))
     tensors: tuple[Tensor, ...] = call[:5]
     narrow = autocast_dtype(call.query.device.type)
     if narrow is not None:
         tensors = tuple(x.to(narrow) for x in tensors)
 
-    def factor(gate_query: Tensor, gate_key: Tensor) -> Tensor:
-        return reference.gate_factor(gate_query, gate_key, call.modulation, call.residual)
+    def factor(gate_query: Tensor, gate_key: Tensor, *parameters: Tensor) -> Tensor:
+        modulation = partial(functional_call, module, dict(zip(bound, parameters, strict=True)))
+        return reference.gate_factor(gate_query, gate_key, modulation, call.residual)
 
-    with torch.autocast(call.query.device.type, enabled=False):
+    with without_autocast(call.query.device.type):
         options = step, call.position == 'post_softmax', factor, call.bias
-        return GatedRows.apply(*options, *tensors, *call.modulation.parameters())
+        return GatedRows.apply(*options, *tensors, *bound.values())
+
+
+def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a module's parameters, and what FSDP puts in their places, which are plain attributes."""
+    return {
+        f'{path}.{name}'.lstrip('.'): x
+        for path, part in module.named_modules()
+        for name, x in (part._parameters | vars(part)).items()
+        if isinstance(x, Tensor) and x.is_floating_point()
+    }
 
 
 def _checkpointed(step: int, call: Arguments) -> Tensor:

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 class GatedRows(torch.autograd.Function):
     """``apply(step, post_softmax, factor, bias, query, key, value, gate_query, gate_key, *parameters)``.
 
-    ``factor(gate_query, gate_key)`` returns f and may depend on ``parameters``; ``step`` rows are formed at a time.
+    ``factor(gate_query, gate_key, *parameters)`` returns f; ``step`` rows are formed at a time.
     The five tensors have the layout of :func:`mmgate.ops.plug_attention`; the bias gets no gradient.
     """
 
@@ -30,7 +30,7 @@ class GatedRows(torch.autograd.Function):
         ctx: Any,
         step: int,
         post_softmax: bool,
-        factor: Callable[[Tensor, Tensor], Tensor],
+        factor: Callable[..., Tensor],
         bias: Tensor | None,
         query: Tensor,
         key: Tensor,
@@ -43,7 +43,7 @@ class GatedRows(torch.autograd.Function):
         output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
         chunks = _Chunks(step, query, key)
         for rows in chunks:
-            f = factor(gate_query[:, :, rows], gate_key)
+            f = factor(gate_query[:, :, rows], gate_key, *parameters)
             logits = chunks.product(0, query[:, :, rows], key, query.shape[-1] ** -0.5)
             weights = _softmax(logits, None if post_softmax else f, part_of(bias, rows))
             if post_softmax:
@@ -66,10 +66,9 @@ class GatedRows(torch.autograd.Function):
         ]
         grad_query, grad_key, grad_value, grad_gate_query, grad_gate_key, *grad_parameters = grads
         for rows in chunks:
-            leaf_query = gate_query[:, :, rows].detach().requires_grad_()
-            leaf_key = gate_key.detach().requires_grad_()
+            leaves = [x.detach().requires_grad_() for x in (gate_query[:, :, rows], gate_key, *parameters)]
             with torch.enable_grad():
-                gate = ctx.factor(leaf_query, leaf_key)
+                gate = ctx.factor(*leaves)
             f, q, grad = gate.detach(), query[:, :, rows], grad_output[:, :, rows]
             logits = chunks.product(0, q, key, scale)
             weights = _softmax(chunks.copy(1, logits), None if ctx.post_softmax else f, part_of(bias, rows))
@@ -87,7 +86,6 @@ class GatedRows(torch.autograd.Function):
             narrow = grad_logits.to(q.dtype)
             grad_query[:, :, rows] = narrow @ key * scale
             grad_key += narrow.transpose(-1, -2) @ q * scale
-            leaves = [leaf_query, leaf_key, *parameters]
             of_gate = torch.autograd.grad(gate, leaves, grad_factor.to(gate.dtype), allow_unused=True)
             grad_gate_query[:, :, rows] = of_gate[0]
             for total, part in zip((grad_gate_key, *grad_parameters), of_gate[1:], strict=True):
