@@ -49,7 +49,7 @@ class GatedWindowAttentionGlobal(WindowAttentionGlobal):
         if self.use_global and q_global is not None:
             asked = q_global.repeat_interleave(len(x) // len(q_global), 0).reshape(x.shape)
             key, value = self.qkv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-            query = self.gate.split_heads(asked)
+            query = self.gate.split_heads(asked).to(key.dtype)  # not projected, which autocast would have narrowed
         else:
             asked = x
             query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)

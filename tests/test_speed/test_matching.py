@@ -128,7 +128,7 @@ def test_costs_that_are_no_numbers(value: float) -> None:
 
 
 def test_costs_in_bfloat16_with_gradients() -> None:
-    given = InstanceData(scores=9 * torch.eye(4, CLASSES, dtype=torch.bfloat16).flip(0).requires_grad_())
+    given = InstanceData(scores=9 * torch.eye(4, CLASSES).flip(0).bfloat16().requires_grad_())
     truth = InstanceData(labels=torch.arange(4))
     assigner = HungarianAssigner(dict(type='ClassificationCost'))
     assert assigner.assign(given, truth, META).gt_inds.tolist() == [4, 3, 2, 1]
