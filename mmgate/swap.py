@@ -162,8 +162,9 @@ def _matches(
                         module, adapter(gate, module, **derived.get(id(module), {}), **options)
                     )
                 init_gate(name, built[id(module)])
-                if getattr(built[id(module)], 'map_size', ()) is None:  # hosts of a class token do not tell their map
-                    vars(built[id(module)]).update(map_size=maps.get(id(module)))
+                made: Any = built[id(module)]
+                if getattr(made, 'map_size', ()) is None:  # hosts of a class token do not tell their map
+                    made.map_size = maps.get(id(module))
             gates[name] = built[id(module)]
         except TypeError as error:  # most often an option that the adapter fills
             raise OptionError(f'{where}: {full_name(gate)} cannot be made from {name}: {error}') from error

@@ -107,8 +107,8 @@ class AgentCSwin(PublishedWeights, BaseModule):
         super().__init__(init_cfg)
         sizes = preset(CSWIN, arch, dict(depths=depths, embed_dims=embed_dims, num_heads=num_heads))
         agents = pretrain_agent_nums if agent_nums is None else agent_nums
-        check_stages(STAGES, depths=sizes['depths'], num_heads=sizes['num_heads'], splits=splits)
-        check_stages(STAGES, pretrain_agent_nums=pretrain_agent_nums, agent_nums=agents)
+        by_stage = dict(splits=splits, pretrain_agent_nums=pretrain_agent_nums, agent_nums=agents)
+        check_stages(STAGES, depths=sizes['depths'], num_heads=sizes['num_heads'], **by_stage)
         if not set(out_indices) <= set(range(STAGES)):
             raise ConfigError(f'out_indices={tuple(out_indices)} must lie in 0 to {STAGES - 1}.')
         self.out_indices = tuple(sorted(out_indices))
