@@ -9,17 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.init import GateInit
 from mmgate.ops.agent_attention import agent_attention
 from mmgate.registry import MODELS
 
-from .agent_bias import BIASES, CLASS_BIASES, AgentBiases
+from .parts.agent_bias import BIASES, CLASS_BIASES, AgentBiases
 from .gml import check_option
-from .stripes import merge_stripes, split_stripes
+from .parts.stripes import merge_stripes, split_stripes
 
 
-@MODELS.register_module()
-class AgentAttention(GateInit, AgentBiases):
+class AgentGate(AgentBiases):
     """Agent attention over an H x W map: ``softmax(Q A^T / sqrt(d) + B2) softmax(A K^T / sqrt(d) + B1) V + DWC(V)``.
 
     The agent tokens A are the queries averaged over a grid of ``sqrt(agent_num)`` cells a side. Both biases are sums of
@@ -42,7 +40,7 @@ class AgentAttention(GateInit, AgentBiases):
             shifted windows these are shifted as well, by half of one: the map is rolled, so that a window at its border
             holds tokens of both sides. They see each other, as in the authors' code, whose agent attention is given a
             mask and leaves it out.
-        **kwargs: Those of :class:`~mmgate.layers.base.map.MapAttention`, as ``embed_dims`` and ``num_heads`` are. A
+        **kwargs: Those of :class:`~mmgate.layers.base.map.MapAttention`. A
             class token takes part in both attentions with biases of its own, ``ac_bias`` and ``ca_bias``, but neither
             in the pooling nor in the convolution.
 
@@ -55,13 +53,11 @@ class AgentAttention(GateInit, AgentBiases):
     the authors' checkpoints.
     """
 
-    gate_parameters = ('dwc', 'agent_tokens', *BIASES, *CLASS_BIASES)
     undecayed = (*BIASES, *CLASS_BIASES)
 
     def __init__(
         self,
-        embed_dims: int,
-        num_heads: int,
+        sizes: Sizes,
         *,
         map_size: tuple[int, int],
         agent_num: int = 49,
@@ -75,7 +71,7 @@ class AgentAttention(GateInit, AgentBiases):
         **kwargs: Any,
     ) -> None:
         check_option('agents', agents, ('pooled', 'static'))
-        super().__init__(embed_dims, num_heads, **kwargs)
+        super().__init__(sizes, **kwargs)
         if window is not None and self.class_tokens:
             raise ValueError('window and class_token exclude each other: a class token lies in no window.')
         pretrain_agent_num = agent_num if pretrain_agent_num is None else pretrain_agent_num
@@ -116,14 +112,14 @@ class AgentAttention(GateInit, AgentBiases):
         bias1, bias2 = (None, None) if self.an_bias is None else self.biases(hw_shape)
         q, k, values, agents = (self.split_heads(t) for t in (q, k, v, agents))
         scales: dict[str, Any] = dict(scale=self.scale, broadcast_scale=self.broadcast_scale)
-        out = agent_attention(q, k, values, agents, bias1, bias2, **scales, dropout=self._drop)  # (B, H, N, d)
+        out = agent_attention(q, k, values, agents, bias1, bias2, **scales, dropout=self.drop_rate)  # (B, H, N, d)
         out = out.transpose(1, 2).flatten(2)
         if self.value_factor:
             out = out + self.value_factor * v
         if self.dwc is None:
             return out
         values = v[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w), channels last
-        return out + self.behind_class_token(self.dwc(values).flatten(2).transpose(1, 2))
+        return out + self.after_class_token(self.dwc(values).flatten(2).transpose(1, 2))
 
     def _agents(self, q: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Return the agent tokens ``(B, n, C)``, their channels next to each other, as fused attention needs them."""
@@ -136,6 +132,13 @@ class AgentAttention(GateInit, AgentBiases):
                 agents = F.interpolate(agents, size=(self.grid, self.grid), mode='bilinear')
             agents = agents.expand(q.shape[0], -1, -1, -1).to(q.dtype)
         return agents.flatten(2).transpose(1, 2).contiguous()
+
+
+@MODELS.register_module()
+class AgentAttention(GatedMapAttention):
+    """Projections with :class:`AgentGate`, whose options it takes."""
+
+    gate_type = AgentGate
 
 
 def _roll(x: Tensor, hw_shape: tuple[int, int], shift: tuple[int, int]) -> Tensor:

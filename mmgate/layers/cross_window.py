@@ -12,7 +12,7 @@ from mmgate.layers.base.init import GateInit
 from mmgate.layers.base.map import MapAttention
 from mmgate.registry import MODELS
 
-from .stripes import merge_stripes, split_stripes
+from .parts.stripes import merge_stripes, split_stripes
 
 
 @MODELS.register_module()
@@ -22,7 +22,7 @@ class CrossWindowAttention(GateInit, MapAttention):
     Args:
         split: Width of a vertical stripe, which is as high as the map, and height of a horizontal one; None for all
             heads over the whole map. A map is padded with zeros to whole stripes.
-        **kwargs: Those of :class:`~mmgate.layers.base.map.MapAttention`, as ``embed_dims`` and ``num_heads`` are.
+        **kwargs: Those of :class:`~mmgate.layers.base.map.MapAttention`.
 
     Raises:
         ValueError: An odd number of heads in stripes, or a class token.
@@ -30,11 +30,10 @@ class CrossWindowAttention(GateInit, MapAttention):
     Source: CSWin transformer (Dong et al., 2022), Eq. 1 to 6.
     """
 
-    gate_parameters = ('lepe',)
     is_vanilla = True
 
     def __init__(self, embed_dims: int, num_heads: int, *, split: int | None = 7, **kwargs: Any) -> None:
-        super().__init__(embed_dims, num_heads, **kwargs)
+        super().__init__(sizes, **kwargs)
         if split is not None and num_heads % 2:
             raise ValueError(f'num_heads={num_heads} must be even, half for each direction of the stripes.')
         if self.class_tokens:
@@ -65,5 +64,5 @@ class CrossWindowAttention(GateInit, MapAttention):
         q, k, v = (split_stripes(t, hw_shape, stripe) for t in (q, k, v))
         local = lepe(v.transpose(1, 2).unflatten(-1, stripe)).flatten(2).transpose(1, 2)  # within the stripe
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # (B n, H / branches, N, d)
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=self._drop, scale=self.scale)
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.drop_rate, scale=self.scale)
         return merge_stripes(out.transpose(1, 2).flatten(2) + local, hw_shape, stripe)

@@ -8,29 +8,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
-from mmgate.layers.base.init import GateInit
+from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
+from mmgate.layers.base.gate import Sizes
 from mmgate.ops.differential_attention import differential_attention, differential_map
 from mmgate.registry import MODELS
 
 from .gml import check_option
-from .rms_norm import RMSNorm
+from .parts.rms_norm import RMSNorm
 
 
-class DifferentialGatedAttention(GateInit, DenseAttention):
+class DGSAGate(DenseGate):
     """An excitatory minus an inhibitory attention, weighted by a gate of each token and head.
 
     The heads keep the width d of the vanilla layer, of which each stream takes half, so the projections keep their
     sizes. There is no identity start: a difference of two half-width attentions is not the vanilla attention.
 
     Args:
+        sizes: Of the host's attention.
         residual: What is added to the projected output: ``'query'`` (default), the projected queries ``[Q+; Q-]`` of
             section 4.2, ``'input'``, the query input as the paper's figure has it, or ``'none'``, as for text.
         lambda_init: The heads are scaled by ``1 - lambda_init`` after their norm. Default 0.8.
         learnable: Learn ``lambda_init`` from there; the paper found it better fixed (A.5).
         gate_depth: Layers of the gate's network, 1 by default: more were worse (A.5). Those before the last are C wide
             with GELU between them, which is ours: the paper names neither.
-        **kwargs: Those of :class:`~mmgate.layers.base.dense.DenseAttention`, as the first three are.
 
     Raises:
         ValueError: An unknown residual, an odd head width, or a ``gate_depth`` below 1.
@@ -38,35 +38,32 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
     Source: M-DGSA, sections 4.1 and 4.2, A.5.
     """
 
-    gate_parameters = ('gate_proj', 'gate_hidden', 'lambda_init', 'head_norm')
     undecayed = ('head_norm',)
     gate_readings = {'gate': 'heads'}
     two_streams = True
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
+        sizes: Sizes,
         *,
         residual: str = 'query',
         lambda_init: float = 0.8,
         learnable: bool = False,
         gate_depth: int = 1,
-        **kwargs: Any,
     ) -> None:
         check_option('residual', residual, ('query', 'input', 'none'))
-        super().__init__(embed_dim, num_heads, dropout, **kwargs)
+        super().__init__(sizes)
         if gate_depth < 1:
             raise ValueError(f'gate_depth={gate_depth} must be the number of layers, from 1 on.')
-        self.residual, self.lambda_start = residual, lambda_init
+        self.residual = residual
+        self.lambda_start = lambda_init
         self.lambda_init: float | nn.Parameter = lambda_init
         if learnable:
-            self.lambda_init = nn.Parameter(torch.full((1,), lambda_init, **self.like))
-        hidden = [nn.Linear(self.qdim, self.qdim, **self.like) for _ in range(gate_depth - 1)]
+            self.lambda_init = nn.Parameter(torch.full((1,), lambda_init))
+        hidden = [nn.Linear(self.qdim, self.qdim) for _ in range(gate_depth - 1)]
         self.gate_hidden = nn.ModuleList(hidden)
-        self.gate_proj = nn.Linear(self.qdim, num_heads, **self.like)
-        self.head_norm = RMSNorm(self.head_dim, eps=1e-5).to(**self.like)
+        self.gate_proj = nn.Linear(self.qdim, self.num_heads)
+        self.head_norm = RMSNorm(self.head_dim, eps=1e-5)
 
     def reset_gate(self) -> None:
         """Start the gate's network as torch does, the norm at 1 and a learnt ``lambda_init`` where it was set."""
@@ -87,7 +84,7 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads after their norm."""
-        heads = differential_attention(query, key, value, self._gate(inputs[0]), bias, dropout=self._drop)
+        heads = differential_attention(query, key, value, self._gate(inputs[0]), bias, dropout=self.drop_rate)
         return self.head_norm(heads) * (1 - self.lambda_init)
 
     @property
@@ -108,6 +105,6 @@ class DifferentialGatedAttention(GateInit, DenseAttention):
 
 @MODELS.register_module()
 class DifferentialGatedMultiheadAttention(GatedMultiheadAttention):
-    """M-DGSA in the place of mmcv's ``MultiheadAttention``; options as :class:`DifferentialGatedAttention`."""
+    """M-DGSA in mmcv's ``MultiheadAttention``; options as :class:`DGSAGate`."""
 
-    core = DifferentialGatedAttention
+    gate_type = DGSAGate

@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
-from mmgate.layers.base.init import GateInit
+from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
+from mmgate.layers.base.gate import Sizes
 from mmgate.ops.differential_attention import differential_streams, stream_maps
 from mmgate.registry import MODELS
 
-from .rms_norm import RMSNorm
+from .parts.rms_norm import RMSNorm
 
 LAMBDAS = ('lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2')
 
 
-class DifferentialAttention(GateInit, DenseAttention):
+class DifferentialGate(DenseGate):
     """The difference of two softmax attentions over the same values: ``(A1 - lambda A2) V``.
 
     ``lambda`` is one number a layer: ``exp(lq1 lk1) - exp(lq2 lk2) + lambda_init`` of four learnt vectors, or
@@ -26,10 +26,10 @@ class DifferentialAttention(GateInit, DenseAttention):
     projections keep their sizes; each head is normalised and scaled by ``1 - lambda_init``. There is no identity start.
 
     Args:
+        sizes: Of the host's attention.
         depth: The layer's number l, from 1 on, of which ``lambda_init = 0.8 - 0.6 exp(-0.3 (l - 1))``.
         lambda_init: In the place of that, such as M-DGSA's 0.8.
         learnable: Learn lambda; else it is ``lambda_init``.
-        **kwargs: Those of :class:`~mmgate.layers.base.dense.DenseAttention`, as the first three are.
 
     Raises:
         ValueError: An odd head width, or a ``depth`` below 1.
@@ -39,7 +39,6 @@ class DifferentialAttention(GateInit, DenseAttention):
     Source: Differential transformer (Ye et al., 2024), Eq. 1 to 3.
     """
 
-    gate_parameters = (*LAMBDAS, 'head_norm')
     undecayed = ('head_norm',)
     two_streams = True
     lambda_q1: Any
@@ -49,24 +48,20 @@ class DifferentialAttention(GateInit, DenseAttention):
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
+        sizes: Sizes,
         *,
         depth: int = 1,
         lambda_init: float | None = None,
         learnable: bool = True,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(embed_dim, num_heads, dropout, **kwargs)
+        super().__init__(sizes)
         if depth < 1:
             raise ValueError(f'depth={depth} must be the number of the layer, from 1 on.')
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * (depth - 1)) if lambda_init is None else lambda_init
         for name in LAMBDAS:
-            vector = nn.Parameter(torch.empty(self.head_dim // 2, **self.like)) if learnable else None
+            vector = nn.Parameter(torch.empty(self.head_dim // 2)) if learnable else None
             self.register_parameter(name, vector)
-        self.head_norm = RMSNorm(self.head_dim, eps=1e-5).to(**self.like)
-        self.reset_gate()
+        self.head_norm = RMSNorm(self.head_dim, eps=1e-5)
 
     def reset_gate(self) -> None:
         """Draw the vectors anew and start the norm at 1."""
@@ -84,7 +79,7 @@ class DifferentialAttention(GateInit, DenseAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads after their norm."""
-        first, second = differential_streams(query, key, value, bias, dropout=self._drop)
+        first, second = differential_streams(query, key, value, bias, dropout=self.drop_rate)
         return self.head_norm(first - self.weight() * second) * (1 - self.lambda_init)
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
@@ -95,9 +90,9 @@ class DifferentialAttention(GateInit, DenseAttention):
 
 @MODELS.register_module()
 class DifferentialMultiheadAttention(GatedMultiheadAttention):
-    """Differential attention in the place of mmcv's ``MultiheadAttention``.
+    """Differential attention in mmcv's ``MultiheadAttention``.
 
-    Options as :class:`DifferentialAttention`.
+    Options as :class:`DifferentialGate`.
     """
 
-    core = DifferentialAttention
+    gate_type = DifferentialGate

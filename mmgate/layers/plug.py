@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.layers.base.deformable import MultiScaleDeformableAttention
-from mmgate.layers.base.init import GateInit
+from mmgate.layers.base.deformable import DeformableGate, MultiScaleDeformableAttention
+from mmgate.layers.base.gate import Sizes
 from mmgate.ops.ms_deform_attn import POSITIONS
 from mmgate.registry import MODELS
 
@@ -24,24 +24,21 @@ GRANULARITIES = {
 }
 
 
-@MODELS.register_module()
-class PLuGMultiScaleDeformableAttention(GateInit, MultiScaleDeformableAttention):
-    """Multi-scale deformable attention with PLuG's gate, in the place of mmcv's class.
-
-    Takes all of mmcv's arguments and keeps its parameter names; ``gate_proj`` and ``gml`` are new.
+class PLuGDeformableGate(DeformableGate):
+    """PLuG's gate on the logits of multi-scale deformable attention: ``gate_proj`` and ``gml``.
 
     Args:
+        sizes: Of the host's attention.
         gml: Gating modulation, see :class:`GatingModulation`. Default ``'product'``.
         activation: Of the gate: ``'none'`` (default), ``'tanh'``, ``'hardtanh'``, ``'softsign'`` (Table 8).
         granularity: What a gate value is specific to (Table 9): ``'head_level'`` (default), ``'head_level_point'``,
             ``'head'``, ``'level_point'`` or ``'level'``.
         position: ``'pre_softmax'`` (default) or ``'post_softmax'`` (Table 10).
         residual: Multiply by ``1 + G`` (default) or by ``G`` (Table 12).
-        init: ``'identity'`` (default): exactly mmcv's attention until the gate is trained; ``'paper'``: as the authors'
-            hosts start linear layers, see :class:`GatingModulation`. The gate projection starts xavier-uniform in both,
-            with torch's bias.
+        init: ``'identity'`` (default): exactly the vanilla attention until the gate is trained; ``'paper'``: as the
+            authors' hosts start linear layers, see :class:`GatingModulation`. The gate projection starts
+            xavier-uniform in both, with torch's bias.
         backend: Of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
-        **kwargs: Those of :class:`.MultiScaleDeformableAttention`, as all sizes are.
 
     Raises:
         ValueError: An unknown option, or sizes that do not divide.
@@ -50,16 +47,12 @@ class PLuGMultiScaleDeformableAttention(GateInit, MultiScaleDeformableAttention)
     """
 
     identity_start = True
-    gate_parameters = ('gate_proj', 'gml')
     undecayed = ('gml',)
     gate_readings = {'gate': 'levels'}
 
     def __init__(
         self,
-        embed_dims: int = 256,
-        num_heads: int = 8,
-        num_levels: int = 4,
-        num_points: int = 4,
+        sizes: Sizes,
         *,
         gml: str = 'product',
         activation: str = 'none',
@@ -68,23 +61,17 @@ class PLuGMultiScaleDeformableAttention(GateInit, MultiScaleDeformableAttention)
         residual: bool = True,
         init: str = 'identity',
         backend: str = 'auto',
-        **kwargs: Any,
     ) -> None:
         check_option('granularity', granularity, tuple(GRANULARITIES))
         check_option('position', position, POSITIONS)
-        super().__init__(embed_dims, num_heads, num_levels, num_points, backend=backend, **kwargs)
-        self.granularity, self.position, self.residual = granularity, position, residual
-        full = (num_heads, num_levels, num_points)
+        super().__init__(sizes, backend=backend)
+        self.granularity = granularity
+        self.position = position
+        self.residual = residual
+        full = (sizes.heads, sizes.levels, sizes.points)
         self.gate_shape = tuple(n if own else 1 for n, own in zip(full, GRANULARITIES[granularity], strict=True))
-        self.gate_proj = nn.Linear(embed_dims, torch.Size(self.gate_shape).numel())
+        self.gate_proj = nn.Linear(sizes.input_widths[0], torch.Size(self.gate_shape).numel())
         self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init)
-        self.reset_gate()
-
-    def init_weights(self) -> None:
-        """Initialise as mmcv does, then the gate; detectors call this after a xavier pass over everything."""
-        MultiScaleDeformableAttention.init_weights(self)
-        if hasattr(self, 'gml') and not self.gate_loaded:  # mmcv's constructor calls this before the gate exists
-            self.reset_gate()
 
     @torch.no_grad()
     def reset_gate(self) -> None:
@@ -95,14 +82,21 @@ class PLuGMultiScaleDeformableAttention(GateInit, MultiScaleDeformableAttention)
             self.gate_proj.bias.fill_(0.0 if self.residual else 1.0)
         self.gml.reset_parameters()
 
-    def gate(self, query: Tensor) -> Tensor:
+    def factor(self, query: Tensor) -> Tensor:
         """Return the gate ``G`` (B, Q, H|1, L|1, P|1) of ``query`` (B, Q, C), position embedding included (Eq. 10)."""
         return self.gml(self.gate_proj(query)).unflatten(-1, self.gate_shape)
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
-        """Return :meth:`gate` of the query."""
-        return self.gate(inputs[0])
+        """Return the gate of the query, see :meth:`factor`."""
+        return self.factor(inputs[0])
 
-    def gating(self, query: Tensor) -> dict[str, Any]:
+    def modulate(self, query: Tensor) -> dict[str, Any]:
         """Return the gate of ``query`` (B, Q, C) and how the logits take it (Eq. 12)."""
-        return dict(gate=self.gate(query), residual=self.residual, position=self.position)
+        return dict(gate=self.factor(query), residual=self.residual, position=self.position)
+
+
+@MODELS.register_module()
+class PLuGMultiScaleDeformableAttention(MultiScaleDeformableAttention):
+    """mmcv's multi-scale deformable attention with :class:`PLuGDeformableGate`, whose options it takes."""
+
+    gate_type = PLuGDeformableGate

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
-from mmgate.layers.base.init import GateInit
+from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
+from mmgate.layers.base.gate import Sizes
 from mmgate.ops.ms_deform_attn import POSITIONS
 from mmgate.ops.plug_attention import attention_map, check_backend, plug_attention
 from mmgate.registry import MODELS
@@ -15,12 +15,11 @@ from mmgate.registry import MODELS
 from .gml import GatingModulation, check_option, xavier_
 
 
-class PLuGAttention(GateInit, DenseAttention):
-    """Attention whose logits are multiplied by a gate of each query-key pair, a drop-in for torch's module.
-
-    ``gate_q_proj``, ``gate_k_proj`` and ``gml`` are the only new parameters.
+class PLuGGate(DenseGate):
+    """A gate of each query-key pair that multiplies the logits: ``gate_q_proj``, ``gate_k_proj`` and ``gml``.
 
     Args:
+        sizes: Of the host's attention.
         ratio: Gate width over head width, ``g = ratio * d`` (Fig. 4). Default 1.0.
         heads: ``'shared'`` (default): one gate for all heads, or ``'per_head'`` (Table 6).
         gml: Gating modulation, see :class:`GatingModulation` (Table 4).
@@ -30,7 +29,6 @@ class PLuGAttention(GateInit, DenseAttention):
         init: ``'identity'`` (default) starts as the vanilla attention; ``'paper'`` as the authors' hosts start linear
             layers, see :class:`GatingModulation`. The gate projections start xavier-uniform in both, with torch's bias.
         backend: Of :func:`mmgate.ops.plug_attention`.
-        **kwargs: Those of :class:`~mmgate.layers.base.dense.DenseAttention`, as the first three are.
 
     Raises:
         ValueError: An unknown option, one that the backend does not have, a ratio that leaves no gate channel, or an
@@ -41,15 +39,12 @@ class PLuGAttention(GateInit, DenseAttention):
     """
 
     identity_start = True
-    gate_parameters = ('gate_q_proj', 'gate_k_proj', 'gml')
     undecayed = ('gml',)
     gate_readings = {'gate': 'pairs'}
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
+        sizes: Sizes,
         *,
         ratio: float = 1.0,
         heads: str = 'shared',
@@ -59,23 +54,24 @@ class PLuGAttention(GateInit, DenseAttention):
         residual: bool = True,
         init: str = 'identity',
         backend: str = 'auto',
-        **kwargs: Any,
     ) -> None:
         check_option('heads', heads, ('shared', 'per_head'))
         check_option('position', position, POSITIONS)
-        super().__init__(embed_dim, num_heads, dropout, **kwargs)
+        super().__init__(sizes)
         if init == 'identity' and gml == 'none':
             raise ValueError("gml='none' has no parameter that makes the identity; use init='paper'.")
         width = round(ratio * self.head_dim)
         if width < 1:
             raise ValueError(f'ratio={ratio} of {self.head_dim} channels a head leaves no gate channel.')
-        self.gate_heads, self.gate_width = 1 if heads == 'shared' else num_heads, width
-        self.position, self.residual, self.backend = position, residual, backend
-        self.gate_q_proj = nn.Linear(self.qdim, self.gate_heads * width, **self.like)
-        self.gate_k_proj = nn.Linear(self.kdim, self.gate_heads * width, **self.like)
-        self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init).to(**self.like)
+        self.gate_heads = 1 if heads == 'shared' else self.num_heads
+        self.gate_width = width
+        self.position = position
+        self.residual = residual
+        self.backend = backend
+        self.gate_q_proj = nn.Linear(self.qdim, self.gate_heads * width)
+        self.gate_k_proj = nn.Linear(self.kdim, self.gate_heads * width)
+        self.gml = GatingModulation(gml, activation=activation, residual=residual, init=init)
         check_backend(backend, self.gml, width, residual, position)
-        self.reset_gate()
 
     def reset_gate(self) -> None:
         """Set the gate's start."""
@@ -103,7 +99,7 @@ class PLuGAttention(GateInit, DenseAttention):
     ) -> Tensor:
         """Return the heads with the pairs gated by the products of ``gates``, see :meth:`gates`."""
         options: dict[str, Any] = dict(residual=self.residual, position=self.position)
-        options.update(dropout=self._drop, backend=self.backend)
+        options.update(dropout=self.drop_rate, backend=self.backend)
         return plug_attention(query, key, value, *gates, self.gml, bias, **options)
 
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
@@ -115,6 +111,6 @@ class PLuGAttention(GateInit, DenseAttention):
 
 @MODELS.register_module()
 class PLuGMultiheadAttention(GatedMultiheadAttention):
-    """PLuG attention in the place of mmcv's ``MultiheadAttention``; options as :class:`PLuGAttention`."""
+    """PLuG attention in mmcv's ``MultiheadAttention``; options as :class:`PLuGGate`."""
 
-    core = PLuGAttention
+    gate_type = PLuGGate

@@ -9,13 +9,12 @@ from torch import Tensor
 from mmgate.ops.gated_linear_attention import gated_linear_attention
 from mmgate.registry import MODELS
 
-from .linear.base import LinearAttention
+from .linear.base import LinearGate
 
 GATES = ('gate_k', 'gate_v', 'gate_out')
 
 
-@MODELS.register_module()
-class SAGAAttention(LinearAttention):
+class SAGAGate(LinearGate):
     """Gated linear attention over an H x W map: ``[Q ((K * A)^T (V * B)) + DWC(V)] * G``.
 
     ``A = sigmoid(x Wa)`` and ``B = sigmoid(x Wb)`` gate keys and values, ``G = x Wg`` the output. K^T V is scaled by
@@ -30,18 +29,16 @@ class SAGAAttention(LinearAttention):
         dwc: Add the convolved values (Table 4, DWC).
         output_augmentation: Multiply by G (Table 4, Output_Aug).
         position_encoding: Add the learnt position encoding to K.
-        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearAttention`, as ``embed_dims`` and ``num_heads`` are.
+        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Source: SAGA, Eq. 9 and 10, Table 4.
     """
 
-    gate_parameters = (*LinearAttention.gate_parameters, *GATES)
     gates = GATES
 
     def __init__(
         self,
-        embed_dims: int,
-        num_heads: int,
+        sizes: Sizes,
         *,
         map_size: tuple[int, int],
         gate: bool = True,
@@ -51,7 +48,7 @@ class SAGAAttention(LinearAttention):
         **kwargs: Any,
     ) -> None:
         size = map_size if position_encoding else None
-        super().__init__(embed_dims, num_heads, dwc=5 if dwc else 0, dwc_shared=True, map_size=size, **kwargs)
+        super().__init__(sizes, dwc=5 if dwc else 0, dwc_shared=True, map_size=size, **kwargs)
         if not gate:
             self.gate_k = self.gate_v = None
         if not output_augmentation:
@@ -69,3 +66,10 @@ class SAGAAttention(LinearAttention):
         gate_v = None if self.gate_v is None else self.split_heads(self.gate_v(x).sigmoid())
         q, k, v = (self.split_heads(t) for t in (q, k, v))
         return self.merge_heads(gated_linear_attention(q, k, v, gate_k, gate_v, scale=self.scale))
+
+
+@MODELS.register_module()
+class SAGAAttention(GatedMapAttention):
+    """Projections with :class:`SAGAGate`, whose options it takes."""
+
+    gate_type = SAGAGate

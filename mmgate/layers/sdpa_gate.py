@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention, Inputs
-from mmgate.layers.base.init import GateInit
+from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
+from mmgate.layers.base.gate import Sizes
 from mmgate.registry import MODELS
 
 from .gml import INITS, check_option
@@ -32,10 +32,11 @@ IDENTITIES: dict[tuple[str, str], tuple[float | None, float]] = {
 _INPUT = {'G1': 0, 'G2': 2, 'G3': 1, 'G4': 0, 'G5': 0}  # query, key or value input
 
 
-class SDPAGatedAttention(GateInit, DenseAttention):
-    """Attention with a gate ``s = scale * act(x W + b)`` at one of five places.
+class SDPAGate(DenseGate):
+    """A gate ``s = scale * act(x W + b)`` at one of five places.
 
     Args:
+        sizes: Of the host's attention.
         position: ``'G1'`` (default): the attention output, per head, before the output projection; ``'G2'``: the value;
             ``'G3'``: the key; ``'G4'``: the query; ``'G5'``: after the output projection.
         granularity: A score per channel (``'elementwise'``, default) or per head (``'headwise'``); there are no heads
@@ -48,7 +49,6 @@ class SDPAGatedAttention(GateInit, DenseAttention):
             exactly the vanilla attention, where the form allows it: silu in both forms (multiplicative with
             ``scale=1``), and multiplied a sigmoid with ``scale=2`` or an ns_sigmoid with ``scale=4/3``, whose middle
             is 1.
-        **kwargs: Those of :class:`~mmgate.layers.base.dense.DenseAttention`, as the first three are.
 
     ``x`` is the query input for G1, G4 and G5, the value input for G2 and the key input for G3.
 
@@ -58,14 +58,11 @@ class SDPAGatedAttention(GateInit, DenseAttention):
     Source: Gated attention, section 2: positions G1 to G5 and the gating variants.
     """
 
-    gate_parameters = ('gate_weight', 'gate_bias')
     gate_readings = {'gate': 'heads'}
 
     def __init__(
         self,
-        embed_dim: int,
-        num_heads: int,
-        dropout: float = 0.0,
+        sizes: Sizes,
         *,
         position: str = 'G1',
         granularity: str = 'elementwise',
@@ -74,7 +71,6 @@ class SDPAGatedAttention(GateInit, DenseAttention):
         act: str = 'sigmoid',
         scale: float = 1.0,
         init: str = 'paper',
-        **kwargs: Any,
     ) -> None:
         check_option('position', position, POSITIONS)
         check_option('granularity', granularity, ('elementwise', 'headwise'))
@@ -91,15 +87,18 @@ class SDPAGatedAttention(GateInit, DenseAttention):
             _check_identity(form, act, scale)
         if scale == 0:
             raise ValueError('scale=0 switches the attention off; use a positive scale.')
-        super().__init__(embed_dim, num_heads, dropout, **kwargs)
-        self.position, self.form, self.act, self.scale, self.init = position, form, act, scale, init
+        super().__init__(sizes)
+        self.position = position
+        self.form = form
+        self.act = act
+        self.scale = scale
+        self.init = init
         self.beyond_weights = position in ('G1', 'G2', 'G5')
-        self.gate_shape = (1 if head_shared else num_heads, self.head_dim if granularity == 'elementwise' else 1)
+        self.gate_shape = (1 if head_shared else self.num_heads, self.head_dim if granularity == 'elementwise' else 1)
         outputs = self.gate_shape[0] * self.gate_shape[1]
         inputs = (self.qdim, self.kdim, self.vdim)[_INPUT[position]]
-        self.gate_weight = nn.Parameter(torch.empty(outputs, inputs, **self.like))
-        self.gate_bias = nn.Parameter(torch.empty(outputs, **self.like))
-        self.reset_gate()
+        self.gate_weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.gate_bias = nn.Parameter(torch.empty(outputs))
 
     @torch.no_grad()
     def reset_gate(self) -> None:
@@ -138,7 +137,7 @@ class SDPAGatedAttention(GateInit, DenseAttention):
         """Return the heads, gated before (G2, G3, G4) or after (G1) a fused attention."""
         query, key = self._gated_at('G4', query, inputs), self._gated_at('G3', key, inputs)
         value = self._gated_at('G2', value, inputs)
-        heads = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self._drop)
+        heads = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=self.drop_rate)
         return self._gated_at('G1', heads, inputs)
 
     @property
@@ -172,6 +171,6 @@ def _check_identity(form: str, act: str, scale: float) -> None:
 
 @MODELS.register_module()
 class SDPAGatedMultiheadAttention(GatedMultiheadAttention):
-    """The SDPA gate in the place of mmcv's ``MultiheadAttention``; options as :class:`SDPAGatedAttention`."""
+    """The SDPA gate in mmcv's ``MultiheadAttention``; options as :class:`SDPAGate`."""
 
-    core = SDPAGatedAttention
+    gate_type = SDPAGate

@@ -1,62 +1,97 @@
-"""mmcv's multi-scale deformable attention on our operator, without a gate and as the base of one."""
+"""Multi-scale deformable attention on our operator, without a gate and with gates on its logits."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.gated import GatedModule
 from mmgate.layers.base.of_mmcv import MMCVMultiScaleDeformableAttention
 from mmgate.ops.layout import broadcasts_to, check_layout
 from mmgate.ops.ms_deform_attn import check_backend, ms_deform_attn
 from mmgate.registry import MODELS
 
 
-@MODELS.register_module()
-class MultiScaleDeformableAttention(MMCVMultiScaleDeformableAttention):
-    """Multi-scale deformable attention, in the place of mmcv's class of this name and with its outputs.
-
-    A gate that gates nothing: for the speed of :func:`mmgate.ops.ms_deform_attn` alone, or where mmcv has no compiled
-    operator for a device. It has mmcv's parameters and no others.
+class DeformableGate(Gate):
+    """Base of the gates on the logits of multi-scale deformable attention; by itself it changes none.
 
     Args:
-        embed_dims: Channels C. Default 256.
-        num_heads: Heads H. Default 8.
-        num_levels: Feature levels L. Default 4.
-        num_points: Sampling points P of a head and level. Default 4.
+        sizes: Of the host's attention.
         backend: Of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
-        **kwargs: mmcv's further arguments: im2col_step, dropout, batch_first, norm_cfg, init_cfg, value_proj_ratio.
 
     Raises:
-        ValueError: An unknown backend, or sizes that do not divide.
-        TypeError: An argument that neither mmcv's class nor this one has.
-
-    Attributes:
-        has_projections: Whether it projects by itself; else a host does, and asks it for :meth:`gating` alone.
-
-    Source: Deformable DETR (arXiv 2010.04159), Eq. 3.
+        ValueError: An unknown backend.
     """
 
-    has_projections = True
-
-    def __init__(
-        self,
-        embed_dims: int = 256,
-        num_heads: int = 8,
-        num_levels: int = 4,
-        num_points: int = 4,
-        *,
-        backend: str = 'auto',
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, sizes: Sizes, *, backend: str = 'auto') -> None:
         check_backend(backend)
-        super().__init__(embed_dims, num_heads, num_levels, num_points, **kwargs)
+        super().__init__(sizes)
+        self.num_levels = sizes.levels
+        self.num_points = sizes.points
         self.backend = backend
 
-    def gating(self, query: Tensor) -> dict[str, Any]:
+    def modulate(self, query: Tensor) -> dict[str, Any]:
         """Return ``gate``, ``residual`` and ``position`` of the operator for ``query`` (B, Q, C): none here."""
         return {}
+
+
+class DeformableHost(GatedModule):
+    """Base of the adapters of deformable attention."""
+
+    def sample(
+        self,
+        query: Tensor,
+        value: Tensor,
+        spatial_shapes: Tensor,
+        level_start_index: Tensor,
+        offsets: Tensor,
+        logits: Tensor,
+        reference_points: Tensor,
+    ) -> Tensor:
+        """Return what the gated logits make of the samples, ``(B, Q, H d)``.
+
+        Args:
+            query: With its position, ``(B, Q, C)``: what gates read.
+            value: Projected, ``(B, S, H, d)``.
+            spatial_shapes: ``(L, 2)`` as (height, width), integer.
+            level_start_index: ``(L,)``, integer.
+            offsets: ``(B, Q, H, L, P, 2)``.
+            logits: ``(B, Q, H, L, P)``.
+            reference_points: ``(B, Q, L|1, 2 or 4)``, 0 to 1.
+        """
+        return ms_deform_attn(
+            value,
+            spatial_shapes,
+            level_start_index,
+            offsets,
+            logits,
+            reference_points=reference_points,
+            backend=self.gate.backend,
+            **self.gate.modulate(query),
+        )
+
+
+class GatedDeformableAttention(DeformableHost):
+    """Adapter of mmcv's ``MultiScaleDeformableAttention``, and of the module that stands in where there is no mmcv."""
+
+    embed_dims: int
+    num_heads: int
+    num_levels: int
+    num_points: int
+    batch_first: bool
+    value_proj: nn.Linear
+    sampling_offsets: nn.Linear
+    attention_weights: nn.Linear
+    output_proj: nn.Linear
+    dropout: nn.Dropout
+
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of mmcv's module."""
+        return Sizes(host.embed_dims, host.num_heads, levels=host.num_levels, points=host.num_points)
 
     def forward(
         self,
@@ -112,7 +147,8 @@ class MultiScaleDeformableAttention(MMCVMultiScaleDeformableAttention):
         )
         query = query if query_pos is None else query + query_pos
         if not self.batch_first:
-            query, value = query.transpose(0, 1), value.transpose(0, 1)
+            query = query.transpose(0, 1)
+            value = value.transpose(0, 1)
 
         heads_levels_points = (self.num_heads, self.num_levels, self.num_points)
         value = self.value_proj(value)  # (B, S, C)
@@ -123,17 +159,80 @@ class MultiScaleDeformableAttention(MMCVMultiScaleDeformableAttention):
         value = value.unflatten(-1, (self.num_heads, -1))  # (B, S, H, d)
         offsets = self.sampling_offsets(query).unflatten(-1, (*heads_levels_points, 2))  # (B, Q, H, L, P, 2)
         logits = self.attention_weights(query).unflatten(-1, heads_levels_points)  # (B, Q, H, L, P)
-        output = ms_deform_attn(
-            value,
-            spatial_shapes,
-            level_start_index,
-            offsets,
-            logits,
-            reference_points=reference_points,
-            backend=self.backend,
-            **self.gating(query),
-        )
+        output = self.sample(query, value, spatial_shapes, level_start_index, offsets, logits, reference_points)
         output = self.output_proj(output)
         if not self.batch_first:
             output = output.transpose(0, 1)
         return self.dropout(output) + identity
+
+
+@MODELS.register_module()
+class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDeformableAttention):
+    """mmcv's multi-scale deformable attention on our operator, without a gate.
+
+    It is for the speed of :func:`mmgate.ops.ms_deform_attn` alone, or where mmcv has no compiled operator for a
+    device. It has mmcv's parameters and no others.
+
+    Args:
+        embed_dims: Channels C. Default 256.
+        num_heads: Heads H. Default 8.
+        num_levels: Feature levels L. Default 4.
+        num_points: Sampling points P of a head and level. Default 4.
+        im2col_step: As in mmcv, and so the next five.
+        dropout: Dropout after the output projection.
+        batch_first: ``(B, N, C)`` instead of ``(N, B, C)``.
+        norm_cfg: Not used.
+        init_cfg: mmengine's initialisation config.
+        value_proj_ratio: Channels of the values over C.
+        **options: Of :class:`DeformableGate`.
+
+    Raises:
+        ValueError: An unknown backend, or sizes that do not divide.
+        TypeError: An argument that neither mmcv's class nor the gate has.
+
+    Attributes:
+        gate_type: The gate's class; this one changes no logit.
+
+    Source: Deformable DETR (arXiv 2010.04159), Eq. 3.
+    """
+
+    gate_type: type[DeformableGate] = DeformableGate
+
+    def __init__(
+        self,
+        embed_dims: int = 256,
+        num_heads: int = 8,
+        num_levels: int = 4,
+        num_points: int = 4,
+        im2col_step: int = 64,
+        dropout: float = 0.1,
+        batch_first: bool = False,
+        norm_cfg: dict | None = None,
+        init_cfg: dict | None = None,
+        value_proj_ratio: float = 1.0,
+        **options: Any,
+    ) -> None:
+        # the gate first, as mmcv's constructor calls init_weights
+        sizes = Sizes(embed_dims, num_heads, levels=num_levels, points=num_points)
+        gate = self.gate_type(sizes, **options)
+        super().__init__(
+            embed_dims,
+            num_heads,
+            num_levels,
+            num_points,
+            im2col_step,
+            dropout,
+            batch_first,
+            norm_cfg,
+            init_cfg,
+            value_proj_ratio,
+        )
+        self.gate = gate
+        gate.reset_gate()
+
+    def init_weights(self) -> None:
+        """Initialise as mmcv does, then the gate; detectors call this after a xavier pass over everything."""
+        super().init_weights()
+        gate = self._modules.get('gate')
+        if isinstance(gate, Gate):
+            gate.init_weights()

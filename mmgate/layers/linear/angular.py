@@ -10,11 +10,10 @@ from mmgate.ops.linear_attention import linear_angular_attention
 from mmgate.registry import MODELS
 
 from ..gml import check_option
-from .base import LinearAttention
+from .base import LinearGate
 
 
-@MODELS.register_module()
-class LinearAngularAttention(LinearAttention):
+class LinearAngularGate(LinearGate):
     """The linear term of the angular kernel, and a depthwise convolution: ``norm(V / 2 + Q̂ (K̂^T V) / pi) + DWC(V)``.
 
     Args:
@@ -23,7 +22,7 @@ class LinearAngularAttention(LinearAttention):
             biases, as the other linear attentions have it.
         dwc: Length of the kernel along the tokens, 9 by default, or side of that over the map, 3 by default; 0 for no
             convolution.
-        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearAttention`, as ``embed_dims`` and ``num_heads`` are.
+        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Raises:
         ValueError: An unknown convolution.
@@ -32,14 +31,14 @@ class LinearAngularAttention(LinearAttention):
     """
 
     def __init__(
-        self, embed_dims: int, num_heads: int, *, convolution: str = 'tokens', dwc: int | None = None, **kwargs: Any
+        self, sizes: Sizes, *, convolution: str = 'tokens', dwc: int | None = None, **kwargs: Any
     ) -> None:
         check_option('convolution', convolution, ('tokens', 'map'))
         self.along_tokens = convolution == 'tokens'
         length = (9 if self.along_tokens else 3) if dwc is None else dwc
-        super().__init__(embed_dims, num_heads, dwc=length, **kwargs)
+        super().__init__(sizes, dwc=length, **kwargs)
         if self.along_tokens and length:
-            heads: dict[str, Any] = dict(in_channels=num_heads, out_channels=num_heads, groups=num_heads)
+            heads: dict[str, Any] = dict(in_channels=sizes.heads, out_channels=sizes.heads, groups=sizes.heads)
             self.dwc = nn.Conv2d(**heads, kernel_size=(length, 1), padding=(length // 2, 0), bias=False)
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
@@ -49,3 +48,10 @@ class LinearAngularAttention(LinearAttention):
     def convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Return the values convolved along the tokens, or over the map."""
         return self.merge_heads(self.dwc(self.split_heads(v))) if self.along_tokens else super().convolve(v, hw_shape)
+
+
+@MODELS.register_module()
+class LinearAngularAttention(GatedMapAttention):
+    """Projections with :class:`LinearAngularGate`, whose options it takes."""
+
+    gate_type = LinearAngularGate

@@ -12,7 +12,7 @@ from mmgate.layers.base.init import GateInit, start_linear
 from mmgate.layers.base.map import MapAttention
 from mmgate.ops.linear_attention import rotate
 
-from ..resizing import resize_grid
+from ..parts.resizing import resize_grid
 
 
 class LinearAttention(GateInit, MapAttention):
@@ -40,7 +40,6 @@ class LinearAttention(GateInit, MapAttention):
         head_multiple: What the width of a head has to be a multiple of.
     """
 
-    gate_parameters: tuple[str, ...] = ('dwc', 'position_encoding')
     undecayed: tuple[str, ...] = ('position_encoding',)
     gates: tuple[str, ...] = ()
     default_dwc = 0
@@ -48,15 +47,14 @@ class LinearAttention(GateInit, MapAttention):
 
     def __init__(
         self,
-        embed_dims: int,
-        num_heads: int,
+        sizes: Sizes,
         *,
         dwc: int | None = None,
         dwc_shared: bool = False,
         map_size: tuple[int, int] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(embed_dims, num_heads, **kwargs)
+        super().__init__(sizes, **kwargs)
         if self.attn_drop:
             raise ValueError(
                 f'attn_drop={self.attn_drop}: {type(self).__name__} has no attention weights to drop; leave it at 0, '
@@ -95,7 +93,7 @@ class LinearAttention(GateInit, MapAttention):
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend, add the convolved values and gate the sum."""
         if self.position_encoding is not None:
-            k = k + self.behind_class_token(self._resized_encoding(hw_shape))
+            k = k + self.after_class_token(self._resized_encoding(hw_shape))
         out = self.attend(x, q, k, v, hw_shape)
         if self.dwc is not None:
             out = out + self.convolve(v, hw_shape)
@@ -108,11 +106,11 @@ class LinearAttention(GateInit, MapAttention):
         weight, bias = self.dwc.weight.repeat(repeats, 1, 1, 1), self.dwc.bias.repeat(repeats)
         values = v[:, self.class_tokens :].transpose(1, 2).unflatten(-1, hw_shape)  # (B, C, h, w), channels last
         out = F.conv2d(values, weight, bias, padding=self.dwc.padding, groups=self.embed_dims)
-        return self.behind_class_token(out.flatten(2).transpose(1, 2))
+        return self.after_class_token(out.flatten(2).transpose(1, 2))
 
-    def adopt(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+    def resize_loaded(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         """Resize a position encoding of another resolution, too."""
-        resized, key = super().adopt(state_dict, prefix), f'{prefix}position_encoding'
+        resized, key = super().resize_loaded(state_dict, prefix), f'{prefix}position_encoding'
         if self.map_size is not None and key in state_dict:
             before = state_dict[key]
             state_dict[key] = resize_grid(before, self.map_size)

@@ -7,14 +7,13 @@ from torch import Tensor
 from mmgate.ops.linear_attention import efficient_attention
 from mmgate.registry import MODELS
 
-from .base import LinearAttention
+from .base import LinearGate
 
 
-@MODELS.register_module()
-class EfficientAttention(LinearAttention):
+class EfficientGate(LinearGate):
     """Queries normalised over the channels, keys over the tokens: ``softmax_d(Q) (softmax_N(K)^T V)``.
 
-    Options as :class:`~mmgate.layers.linear.base.LinearAttention`; no convolution and no position encoding by default.
+    Options as :class:`~mmgate.layers.linear.base.LinearGate`; no convolution and no position encoding by default.
 
     Source: Efficient attention: attention with linear complexities (Shen et al., 2021).
     """
@@ -22,3 +21,10 @@ class EfficientAttention(LinearAttention):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head."""
         return self.merge_heads(efficient_attention(*(self.split_heads(t) for t in (q, k, v))))
+
+
+@MODELS.register_module()
+class EfficientAttention(GatedMapAttention):
+    """Projections with :class:`EfficientGate`, whose options it takes."""
+
+    gate_type = EfficientGate

@@ -7,15 +7,14 @@ from torch import Tensor
 from mmgate.ops.linear_attention import kernel_attention
 from mmgate.registry import MODELS
 
-from .base import LinearAttention
+from .base import LinearGate
 
 
-@MODELS.register_module()
-class EnhancedLinearAttention(LinearAttention):
+class EnhancedLinearGate(LinearGate):
     """Linear attention with ReLU, and a depthwise convolution: ``ReLU(Q) (ReLU(K)^T V)``, normalised, ``+ DWC(V)``.
 
     The convolution has C kernels of 5 x 5, which gives the papers' parameter count; with ``dwc=0`` it is the vanilla
-    linear attention of their ablations. Options as :class:`~mmgate.layers.linear.base.LinearAttention`.
+    linear attention of their ablations. Options as :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Source: EfficientViT: enhanced linear attention for high-resolution low-computation visual recognition (Cai et al.,
     2022).
@@ -27,3 +26,10 @@ class EnhancedLinearAttention(LinearAttention):
         """Attend in every head."""
         q, k, v = (self.split_heads(t) for t in (q.relu(), k.relu(), v))
         return self.merge_heads(kernel_attention(q, k, v))
+
+
+@MODELS.register_module()
+class EnhancedLinearAttention(GatedMapAttention):
+    """Projections with :class:`EnhancedLinearGate`, whose options it takes."""
+
+    gate_type = EnhancedLinearGate

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from mmgate.ops.linear_attention import EPS, focused_features, kernel_attention
 from mmgate.registry import MODELS
 
-from .base import LinearAttention
+from .base import LinearGate
 
 
-@MODELS.register_module()
-class FocusedLinearAttention(LinearAttention):
+class FocusedLinearGate(LinearGate):
     """Linear attention with sharpened features: ``phi(Q) (phi(K)^T V)``, normalised, ``+ DWC(V)``.
 
     ``phi(x) = ‖y‖ y^p / ‖y^p‖`` with ``y = ReLU(x) / softplus(s)``, lengths over all C channels, ``s`` learnt per
@@ -24,25 +23,23 @@ class FocusedLinearAttention(LinearAttention):
     Args:
         map_size: Height and width of the map in pre-training; None for no position encoding.
         power: The focusing factor p.
-        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearAttention`, as ``embed_dims`` and ``num_heads`` are.
+        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Source: FLatten transformer: vision transformer using focused linear attention (Han et al., 2023), Eq. 5 to 8.
     """
 
-    gate_parameters = (*LinearAttention.gate_parameters, 'focus_scale')
     default_dwc = 5
-    undecayed = (*LinearAttention.undecayed, 'focus_scale')
+    undecayed = (*LinearGate.undecayed, 'focus_scale')
 
     def __init__(
         self,
-        embed_dims: int,
-        num_heads: int,
+        sizes: Sizes,
         *,
         map_size: tuple[int, int] | None,
         power: float = 3.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(embed_dims, num_heads, map_size=map_size, dwc_shared=True, **kwargs)
+        super().__init__(sizes, map_size=map_size, dwc_shared=True, **kwargs)
         self.power = power
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, embed_dims))
 
@@ -56,3 +53,10 @@ class FocusedLinearAttention(LinearAttention):
         scale = F.softplus(self.focus_scale)
         q, k = (focused_features((t.relu() + EPS) / scale, self.power) for t in (q, k))
         return self.merge_heads(kernel_attention(*(self.split_heads(t) for t in (q, k, v))))
+
+
+@MODELS.register_module()
+class FocusedLinearAttention(GatedMapAttention):
+    """Projections with :class:`FocusedLinearGate`, whose options it takes."""
+
+    gate_type = FocusedLinearGate

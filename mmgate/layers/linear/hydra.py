@@ -7,14 +7,13 @@ from torch import Tensor
 from mmgate.ops.linear_attention import hydra_attention
 from mmgate.registry import MODELS
 
-from .base import LinearAttention
+from .base import LinearGate
 
 
-@MODELS.register_module()
-class HydraAttention(LinearAttention):
+class HydraGate(LinearGate):
     """Attention of as many heads as channels: ``q̂ * sum_N(k̂ * v)``; ``num_heads`` makes no difference.
 
-    Options as :class:`~mmgate.layers.linear.base.LinearAttention`; no convolution and no position encoding by default.
+    Options as :class:`~mmgate.layers.linear.base.LinearGate`; no convolution and no position encoding by default.
 
     Source: Hydra attention: efficient attention with many heads (Bolya et al., 2022).
     """
@@ -22,3 +21,10 @@ class HydraAttention(LinearAttention):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Mix the tokens by one vector an image."""
         return hydra_attention(q, k, v)
+
+
+@MODELS.register_module()
+class HydraAttention(GatedMapAttention):
+    """Projections with :class:`HydraGate`, whose options it takes."""
+
+    gate_type = HydraGate

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from mmgate.ops.linear_attention import inline_attention
 from mmgate.registry import MODELS
 
-from .base import LinearAttention
+from .base import LinearGate
 
 KERNEL = 3
 
 
-@MODELS.register_module()
-class InLineAttention(LinearAttention):
+class InLineGate(LinearGate):
     """Linear attention normalised by a difference, plus a 3 x 3 neighbourhood with weights made from the mean token.
 
     Two linear layers, one block a head, turn the mean token into 9 weights a channel, with which the values around a
@@ -24,20 +23,19 @@ class InLineAttention(LinearAttention):
 
     Args:
         local: Add the neighbourhood.
-        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearAttention`, as ``embed_dims`` and ``num_heads`` are.
+        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Source: Bridging the divide: reconsidering softmax and linear attention (Han et al., 2024), Eq. 5 and 7.
     """
 
-    gate_parameters = (*LinearAttention.gate_parameters, 'local')
 
-    def __init__(self, embed_dims: int, num_heads: int, *, local: bool = True, **kwargs: Any) -> None:
-        super().__init__(embed_dims, num_heads, **kwargs)
+    def __init__(self, sizes: Sizes, *, local: bool = True, **kwargs: Any) -> None:
+        super().__init__(sizes, **kwargs)
         self.local = (
             nn.Sequential(
-                nn.Conv1d(embed_dims, embed_dims, 1, groups=num_heads),
+                nn.Conv1d(self.embed_dims, self.embed_dims, 1, groups=self.num_heads),
                 nn.GELU(),
-                nn.Conv1d(embed_dims, KERNEL**2 * embed_dims, 1, groups=num_heads),
+                nn.Conv1d(self.embed_dims, KERNEL**2 * self.embed_dims, 1, groups=self.num_heads),
             )
             if local
             else None
@@ -61,4 +59,11 @@ class InLineAttention(LinearAttention):
         # a kernel an image and channel
         images = v[:, self.class_tokens :].transpose(1, 2).reshape(1, batch * self.embed_dims, *hw_shape)
         local = F.conv2d(images, weight.to(images.dtype), padding=KERNEL // 2, groups=batch * self.embed_dims)
-        return out + self.behind_class_token(local.view(batch, self.embed_dims, -1).transpose(1, 2))
+        return out + self.after_class_token(local.view(batch, self.embed_dims, -1).transpose(1, 2))
+
+
+@MODELS.register_module()
+class InLineAttention(GatedMapAttention):
+    """Projections with :class:`InLineGate`, whose options it takes."""
+
+    gate_type = InLineGate

@@ -10,11 +10,10 @@ from torch import Tensor
 from mmgate.ops.linear_attention import kernel_attention
 from mmgate.registry import MODELS
 
-from .base import LinearAttention
+from .base import LinearGate
 
 
-@MODELS.register_module()
-class MLLAAttention(LinearAttention):
+class MLLAGate(LinearGate):
     """Linear attention with ``ELU + 1``, rotary positions in the numerator, and a depthwise convolution (LePE).
 
     All C channels are rotated before the heads part: in the authors' code the first half of the heads turns by row, the
@@ -23,7 +22,7 @@ class MLLAAttention(LinearAttention):
     This is the paper's attention alone. Its block also gates and convolves around the attention, which a PVT or Swin
     block does not; value and output are projected, as in every attention here.
 
-    Options as :class:`~mmgate.layers.linear.base.LinearAttention`.
+    Options as :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Raises:
         ValueError: A number of channels that is no multiple of 4.
@@ -33,11 +32,11 @@ class MLLAAttention(LinearAttention):
 
     default_dwc = 3
 
-    def __init__(self, embed_dims: int, num_heads: int, **kwargs: Any) -> None:
-        super().__init__(embed_dims, num_heads, **kwargs)
-        if embed_dims % 4:
+    def __init__(self, sizes: Sizes, **kwargs: Any) -> None:
+        super().__init__(sizes, **kwargs)
+        if self.embed_dims % 4:
             raise ValueError(
-                f'embed_dims={embed_dims} must be a multiple of 4: half the pairs turn by row, half by column.'
+                f'embed_dims={self.embed_dims} must be a multiple of 4: half the pairs turn by row, half by column.'
             )
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
@@ -45,3 +44,10 @@ class MLLAAttention(LinearAttention):
         q, k = F.elu(q) + 1, F.elu(k) + 1
         tokens = (self.rotate(q, hw_shape), self.rotate(k, hw_shape), v, q, k)
         return self.merge_heads(kernel_attention(*(self.split_heads(t) for t in tokens)))
+
+
+@MODELS.register_module()
+class MLLAAttention(GatedMapAttention):
+    """Projections with :class:`MLLAGate`, whose options it takes."""
+
+    gate_type = MLLAGate

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from mmgate.ops.linear_attention import polarity_attention
 from mmgate.registry import MODELS
 
-from .base import LinearAttention
+from .base import LinearGate
 
 
-@MODELS.register_module()
-class PolaFormerAttention(LinearAttention):
+class PolaFormerGate(LinearGate):
     """Linear attention over positive and negative parts: ``([same V1; opposite V2] + DWC(V)) * G`` with ``G = x Wg``.
 
     Queries and keys, divided by ``softplus(s)``, part into what is positive and what is negative, both raised to a
@@ -25,28 +24,26 @@ class PolaFormerAttention(LinearAttention):
     Args:
         map_size: Height and width of the map in pre-training; None for no position encoding.
         alpha: How far the power exceeds 1.
-        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearAttention`, as ``embed_dims`` and ``num_heads`` are.
+        **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Source: PolaFormer: polarity-aware linear attention for vision transformers (Meng et al., 2025).
     """
 
-    gate_parameters = (*LinearAttention.gate_parameters, 'focus_scale', 'power', 'gate_out')
     gates = ('gate_out',)
     default_dwc = 5
     head_multiple = 2  # half for each polarity
-    undecayed = (*LinearAttention.undecayed, 'focus_scale', 'power')
+    undecayed = (*LinearGate.undecayed, 'focus_scale', 'power')
     gate_readings = {'gate_out': 'channels'}
 
     def __init__(
         self,
-        embed_dims: int,
-        num_heads: int,
+        sizes: Sizes,
         *,
         map_size: tuple[int, int] | None,
         alpha: float = 4.0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(embed_dims, num_heads, map_size=map_size, dwc_shared=True, **kwargs)
+        super().__init__(sizes, map_size=map_size, dwc_shared=True, **kwargs)
         self.alpha = alpha
         self.focus_scale = nn.Parameter(torch.zeros(1, 1, embed_dims))
         self.power = nn.Parameter(torch.zeros(1, num_heads, 1, self.head_dim))
@@ -62,3 +59,10 @@ class PolaFormerAttention(LinearAttention):
         scale = F.softplus(self.focus_scale)
         q, k, v = (self.split_heads(t) for t in (q / scale, k / scale, v))
         return self.merge_heads(polarity_attention(q, k, v, 1 + self.alpha * self.power.sigmoid()))
+
+
+@MODELS.register_module()
+class PolaFormerAttention(GatedMapAttention):
+    """Projections with :class:`PolaFormerGate`, whose options it takes."""
+
+    gate_type = PolaFormerGate

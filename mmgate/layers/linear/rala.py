@@ -8,22 +8,20 @@ from torch import Tensor
 from mmgate.ops.linear_attention import kernel_attention, rank_augmented_keys
 from mmgate.registry import MODELS
 
-from .base import LinearAttention
+from .base import LinearGate
 
 
-@MODELS.register_module()
-class RALAAttention(LinearAttention):
+class RALAGate(LinearGate):
     """Linear attention whose keys and outputs are weighted against a low rank: ``(Q (alpha K)^T V + DWC(V)) * (x Wo)``.
 
     Queries and keys are ``ELU + 1``; ``alpha`` is the attention that the mean query pays to a key, summing to N.
     Positions are rotary, in the numerator, in every head; the slowest pair turns by 1 / 10000 of the fastest.
 
-    Options as :class:`~mmgate.layers.linear.base.LinearAttention`.
+    Options as :class:`~mmgate.layers.linear.base.LinearGate`.
 
     Source: Breaking the low-rank dilemma of linear attention (Fan et al., 2024), section 3.
     """
 
-    gate_parameters = (*LinearAttention.gate_parameters, 'gate_out')
     gates = ('gate_out',)
     gate_readings = {'gate_out': 'channels'}
     default_dwc = 5
@@ -35,3 +33,10 @@ class RALAAttention(LinearAttention):
         k = rank_augmented_keys(q, k, scale=self.scale)
         turned_q, turned_k = (self.rotate(t, hw_shape, inclusive=True) for t in (q, k))
         return self.merge_heads(kernel_attention(turned_q, turned_k, v, q, k))
+
+
+@MODELS.register_module()
+class RALAAttention(GatedMapAttention):
+    """Projections with :class:`RALAGate`, whose options it takes."""
+
+    gate_type = RALAGate

@@ -56,9 +56,9 @@ class AgentBiases(MapAttention):
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if bias else None)
 
-    def adopt(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
+    def resize_loaded(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         """Resize rows and columns of another resolution, too."""
-        resized = super().adopt(state_dict, prefix)
+        resized = super().resize_loaded(state_dict, prefix)
         for name, axis in AXES.items():
             own, value = getattr(self, name), state_dict.get(prefix + name)
             if own is not None and value is not None and value.dim() == own.dim():

@@ -1,0 +1,205 @@
+"""Gates: the children that a host's attention receives, what their classes declare, and how they start.
+
+mmdet and mmseg initialise by the shape of a parameter: detectors and Mask2Former draw everything of two dimensions or
+more from xavier's distribution, PVT and Swin every ``nn.Linear`` from a narrow normal one. A gate in the model would
+be drawn by them and would shift the random numbers of all that follows, so that a gated model could not be compared
+with its vanilla partner. :func:`~mmgate.swap.swap_attention` therefore lets the host initialise without gates and
+then draws every :class:`Gate` from a random stream of the gate's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a host's attention, which its adapter reads off the host.
+
+    Attributes:
+        channels: Channels C of all heads together.
+        heads: Heads H.
+        inputs: Channels of the query, key and value inputs; C each by default.
+        output: Channels of the output; C by default.
+        dropout: Probability of dropping an attention weight.
+        scale: Factor of the logits; ``1 / sqrt(d)`` by default.
+        bias: Whether the host's projections of query, key and value have a bias.
+        levels: Feature levels L of deformable attention.
+        points: Sampling points P of a head and level, of deformable attention.
+        shifted: Whether the host shifts windows over its map.
+    """
+
+    channels: int
+    heads: int
+    inputs: tuple[int, int, int] | None = None
+    output: int | None = None
+    dropout: float = 0.0
+    scale: float | None = None
+    bias: bool = True
+    levels: int = 1
+    points: int = 1
+    shifted: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Channels d of a head."""
+        return self.channels // self.heads
+
+    @property
+    def input_widths(self) -> tuple[int, int, int]:
+        """Channels of the query, key and value inputs."""
+        return self.inputs or (self.channels, self.channels, self.channels)
+
+
+class Gate(nn.Module):
+    """Base of all gates, modules with the parameters that a host's attention gains and no others.
+
+    A subclass takes :class:`Sizes` and keyword-only options, which are what a rule may set. Its kind is the method
+    that it has: ``modulate`` (:class:`~mmgate.layers.base.deformable.DeformableGate`), ``attend``
+    (:class:`~mmgate.layers.base.dense.DenseGate`) or ``mix`` (:class:`~mmgate.layers.base.map.MapGate`).
+
+    Args:
+        sizes: Of the host's attention.
+
+    Raises:
+        ValueError: The channels are no multiple of the heads.
+
+    Attributes:
+        undecayed: Names of the parameters, or of the children with parameters, that weight decay would only pull to
+            zero: scalars, biases, positions, norms.
+        gate_readings: What figures and statistics show of the gate: by the name of a reading what its values belong
+            to, ``'pairs'`` of queries and keys, ``'levels'``, ``'heads'`` or ``'channels'``. :meth:`read_gate`
+            computes it.
+        identity_start: Whether, by default, the gated attention starts as the vanilla one.
+        loaded: Whether a state dict has filled any parameter of the gate; then no initialisation draws it anew.
+    """
+
+    undecayed: tuple[str, ...] = ()
+    gate_readings: Mapping[str, str] = {}
+    identity_start = False
+    loaded = False
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        if sizes.channels % sizes.heads:
+            raise ValueError(f'embed_dims={sizes.channels} is not a multiple of num_heads={sizes.heads}.')
+        self.embed_dims = sizes.channels
+        self.num_heads = sizes.heads
+        self.head_dim = sizes.head_dim
+        self.dropout = sizes.dropout
+
+    def reset_gate(self) -> None:
+        """Draw the gate's parameters anew."""
+        if any(True for _ in self.parameters()):
+            raise TypeError(f'{type(self).__name__} does not say how its gate starts.')
+
+    def init_weights(self) -> None:
+        """Draw the gate unless a state dict has filled it; mmengine calls this where a gate came without a swap."""
+        if not self.loaded:
+            self.reset_gate()
+
+    def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
+        """Return the gate called ``name`` in :attr:`gate_readings`.
+
+        Args:
+            name: Of the reading.
+            *inputs: What the gate is made from: query, key and value before their projection ``(B, N|M, C)``, of an
+                attention over a map its tokens, of a deformable one the query with its position.
+        """
+        raise TypeError(f'{type(self).__name__} does not say how its gate is read.')
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """Return ``(B, N, H * d)`` as ``(B, H, N, d)``."""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def merge_heads(self, x: Tensor) -> Tensor:
+        """Return ``(B, H, N, d)`` as ``(B, N, H * d)``."""
+        return x.transpose(1, 2).flatten(2)
+
+    @property
+    def drop_rate(self) -> float:
+        """Probability of dropping an attention weight in the present mode."""
+        return self.dropout if self.training else 0.0
+
+    def own_names(self) -> set[str]:
+        """Return the names of the gate's own parameters, buffers and children."""
+        return {*self._parameters, *self._buffers, *self._modules}
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        if any(key.startswith(prefix) for key in state_dict):
+            self.loaded = True
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield name and parameter of all that gates add to ``model``.
+
+    Args:
+        model: A gated model, or a part of one.
+        remove_duplicate: Whether a gate that several layers share comes once, under its first name.
+    """
+    seen: set[int] = set()
+    for prefix, module in model.named_modules(remove_duplicate=remove_duplicate):
+        if not isinstance(module, Gate):
+            continue
+        for name, parameter in module.named_parameters(remove_duplicate=remove_duplicate):
+            if remove_duplicate and id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            yield f'{prefix}.{name}'.lstrip('.'), parameter
+
+
+def undecayed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield name and parameter of what the classes of gates exempt from weight decay; gate projections decay."""
+    for prefix, module in model.named_modules():
+        spared = module.undecayed if isinstance(module, Gate) else ()
+        for name, parameter in module.named_parameters() if spared else ():
+            if name.partition('.')[0] in spared:
+                yield f'{prefix}.{name}'.lstrip('.'), parameter
+
+
+def draw_gate(name: str, gate: Gate) -> None:
+    """Draw the parameters of the gate called ``name`` from its own random stream, unless a state dict filled them."""
+    if not gate.loaded:
+        device = next((parameter.device for parameter in gate.parameters()), None)
+        with random_stream(name, device):
+            gate.reset_gate()
+
+
+def start_linear(*layers: nn.Linear | nn.Conv2d | None) -> None:
+    """Draw weights from a normal distribution of deviation 0.02, truncated at 2, and set biases to 0.
+
+    The public code of PVT, Swin and DeiT starts every linear layer so.
+    """
+    for layer in layers:
+        if layer is not None:
+            nn.init.trunc_normal_(layer.weight, std=0.02)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+
+
+@contextmanager
+def random_stream(name: str, device: torch.device | None = None) -> Iterator[None]:
+    """Draw, on the CPU and on ``device``, random numbers that the seed and ``name`` determine; the global ones stay."""
+    seed = (torch.initial_seed() + crc32(name.encode())) % 2**63
+    generators = [torch.default_generator]
+    if device is not None and device.type == 'cuda':
+        index = torch.cuda.current_device() if device.index is None else device.index
+        generators.append(torch.cuda.default_generators[index])
+    before = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
+
+

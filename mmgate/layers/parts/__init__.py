@@ -1,0 +1,1 @@
+"""Parts of layers: norms, feed-forward networks, biases, stripes of maps, resized positions."""
