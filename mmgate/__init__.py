@@ -13,7 +13,7 @@ if not torch_alone():
     check_environment()
 
 from . import layers  # noqa: F401
-from .gates import (
+from .finetune import (
     gate_parameters,
     gates_disabled,
     load_gates,
@@ -52,7 +52,7 @@ else:
 
     from . import backbones  # noqa: F401
     from .checkpoints.loading import register_safe_loader
-    from .gates import Gated
+    from .finetune import Gated
 
     # mmengine looks packages of 'package::config' up in this closed list, by the name of a distribution, whose folder
     # it takes for the package's (in an editable install it is not), or else by that of a module: then its folder.

@@ -1,4 +1,4 @@
-"""Swap the attention modules of any mm model, by path."""
+"""Gate the attention modules of any model, by path."""
 
 from __future__ import annotations
 
@@ -6,80 +6,102 @@ import difflib
 import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.hosts import adapter_for, gates_for, hosts_of
 from mmgate.hosts.map_size import map_options
-from mmgate.hosts.table import full_name, host_names, parameters_of, registered_gates
-from mmgate.layers.base.dense import DenseAttention
-from mmgate.layers.base.init import GateInit, random_stream
-from mmgate.layers.base.map import MapAttention
+from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, options_of, registered_gates
+from mmgate.layers.base.dense import DenseHost
+from mmgate.layers.base.gate import Gate, draw_gate, random_stream
+from mmgate.layers.base.gated import Record, gate_module, gated_modules, record_of
 from mmgate.registry import MODELS
-from mmgate.weight_init import Swap, init_gate, initialise_gates_last
+from mmgate.starts import initialise_gates_last
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+MOST_HOSTS = 6  # that a message lists
+
+
+@dataclass
+class Chosen:
+    """A module that a rule has chosen, with the gate made for it.
+
+    Attributes:
+        name: The module's name in the model.
+        host: The module.
+        adapter: Of the host's family.
+        gate: Made for the host, not yet in it.
+    """
+
+    name: str
+    host: nn.Module
+    adapter: Adapter
+    gate: nn.Module
 
 
 def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
-    """Replace attention modules of ``model`` in place, keeping their parameters (the very same tensors).
+    """Gate attention modules of ``model`` in place; they keep their parameters, hooks and names.
 
     Args:
-        model: Any module; weights, device, dtype, mode and plain attributes of the replaced modules are taken over.
+        model: Any module.
         rules: One rule or a list. A rule is a dict of ``path`` (a pattern or a list of patterns over dotted names;
             ``*`` stands for anything within one name, ``**`` for any number of names; a pattern that ends with ``**``
-            means every attention below that the gate can replace), ``type`` (a gate: its registered name or the
-            class itself) and the gate's options. A ``map_size`` that a gate needs and the rule leaves out is read off
-            the backbone, see :func:`.map_size.map_options`.
+            means every attention below that the gate fits), ``type`` (a registered name or a class) and the gate's
+            options. A ``map_size`` that a gate needs and the rule leaves out is read off the backbone, see
+            :func:`.map_size.map_options`.
 
     Returns:
-        The names of the replaced modules. Nothing is replaced if anything is wrong. The global random numbers stay
-        where they were, and from here on the model's ``init_weights`` gives what is shared the numbers that it has in
-        the vanilla model, see :func:`.weight_init.initialise_gates_last`.
+        The names of the modules that the rules chose. Nothing is changed if anything is wrong. The global random
+        numbers stay where they were, and from here on the model's ``init_weights`` gives what is shared the numbers
+        that it has in the vanilla model, see :func:`.starts.initialise_gates_last`.
 
     Raises:
-        OptionError: A rule is malformed, its type is no gate, or an option is unknown to the gate.
-        ConfigError: The gate's type is not registered, a pattern matches no module, a gate cannot replace what it met,
-            two rules claim one module, or one module and another inside it, or differ for a module of several names.
+        OptionError: A rule is malformed, its type has no gate, or an option is unknown to the gate.
+        ConfigError: The type is not registered, a pattern matches no module, a gate does not fit what it met, or that
+            is gated already, two rules claim one module, or one module and another inside it, or differ for a module
+            of several names.
     """
     listed = parse_rules(rules)
-    replacements: dict[str, nn.Module] = {}
-    built: dict[int, nn.Module] = {}  # a module shared by several layers stays shared
-    made_as: dict[int, tuple[type[nn.Module], dict[str, Any]]] = {}
+    chosen: dict[str, Chosen] = {}
+    built: dict[int, Chosen] = {}  # a module shared by several layers has one gate
+    made_as: dict[int, tuple[type[nn.Module], dict[str, Any], str]] = {}
+    claimed_by: dict[str, str] = {}
+    rule_of: dict[int, int] = {}
     for number, rule in enumerate(listed):
         where = f'attention[{number}]'
-        gate = _gate(rule['type'], where)
+        kind = _kind(rule['type'], where)
         options = {key: value for key, value in rule.items() if key not in ('type', 'path')}
-        _check_options(gate, options, where)
-        chosen: dict[str, nn.Module] = {}
+        _check_options(kind, options, where)
+        claim = f'{where} (path={rule["path"]!r}, type={kind.__name__!r})'
+        of_rule: dict[str, Chosen] = {}
         for pattern in [rule['path']] if isinstance(rule['path'], str) else rule['path']:
-            chosen.update(_matches(model, pattern, gate, options, where, built))
-        for name, made in chosen.items():
-            if name in replacements:
-                raise ConfigError(f'{where}: {name} is claimed by an earlier rule already; let each path match once.')
-            if made_as.setdefault(id(made), (gate, options)) != (gate, options):
-                raise ConfigError(f'{where}: {name} is shared, and an earlier rule gates it otherwise; let both agree.')
-        replacements.update(chosen)
-    for name in replacements:
-        outer = next((other for other in replacements if name.startswith(f'{other}.')), None)
-        if outer is not None:
-            raise ConfigError(
-                f'{name} lies inside {outer}, and both are to be replaced; let the paths match one of the two, most '
-                f'often the outer. {_inventory(model)}'
-            )
-    swaps = [Swap(name, model.get_submodule(name), gate) for name, gate in replacements.items()]
-    for swap in swaps:
-        swap.put(model, swap.gate)
+            of_rule.update(_matches(model, pattern, kind, options, where, built))
+        for name, made in of_rule.items():
+            if name in chosen:
+                raise ConfigError(f'{where}: {name} is claimed by {claimed_by[name]} already; let each path match once.')
+            *earlier, earlier_claim = made_as.setdefault(id(made.host), (kind, options, claim))
+            if earlier != [kind, options]:
+                raise ConfigError(f'{where}: {name} is shared, and {earlier_claim} gates it otherwise; let both agree.')
+            rule_of.setdefault(id(made.host), number)
+        chosen.update(of_rule)
+        claimed_by.update(dict.fromkeys(of_rule, claim))
+    _refuse_nested(model, chosen)
+    records = [record for _, module in gated_modules(model) if (record := record_of(module)) is not None]
+    first = max((record.number for record in records), default=-1) + 1
+    kept = [dict(rule) for rule in listed]
+    for made in {id(made.host): made for made in chosen.values()}.values():
+        number = rule_of[id(made.host)]
+        record = Record(made.adapter, type(made.host), made.name, kept[number], first + number)
+        gate_module(made.host, made.adapter, made.gate, record)
     for encoder in (module for module in model.modules() if isinstance(module, nn.TransformerEncoder)):
-        if any(isinstance(part, DenseAttention) for part in encoder.modules()):
+        if any(isinstance(part, DenseHost) for part in encoder.modules()):
             encoder.use_nested_tensor = False  # decided for its own attention, when it was built
-    initialise_gates_last(model, swaps)
-    vars(model).setdefault('attention_rules', []).extend(dict(rule) for rule in listed)
-    return list(replacements)
+    initialise_gates_last(model)
+    return list(chosen)
 
 
 def path_regex(pattern: str) -> re.Pattern[str]:
@@ -89,7 +111,7 @@ def path_regex(pattern: str) -> re.Pattern[str]:
 
 
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of every attention in ``model``: what a gate can replace, or what is called so."""
+    """Yield name and module of every attention in ``model``: what a gate fits, or what is called so."""
     for name, module in model.named_modules(remove_duplicate=False):
         if gates_for(module) or re.search(r'Attention$|Attn$|MSA$', type(module).__name__):
             yield name, module
@@ -110,29 +132,30 @@ def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
     return list(listed)
 
 
-def _gate(kind: str | type[nn.Module], where: str) -> type[nn.Module]:
-    gate = kind if inspect.isclass(kind) else MODELS.get(kind)
-    if gate is None:
-        names = [registered.__name__ for registered in registered_gates()]
-        near = difflib.get_close_matches(str(kind).rpartition('.')[2], names, n=1)
-        hint = f' Did you mean {near[0]!r}?' if near else ''
-        raise ConfigError(f'{where}: type={kind!r} is not registered.{hint} The gates are {", ".join(names)}.')
-    if not host_names(gate):
+def _kind(named: str | type[nn.Module], where: str) -> type[nn.Module]:
+    kind = named if inspect.isclass(named) else MODELS.get(named)
+    if kind is None:
+        ours_first = sorted(registered_gates(), key=lambda known: not known.__module__.startswith('mmgate.'))
+        names = [known.__name__ for known in ours_first]
+        near = difflib.get_close_matches(str(named).rpartition('.')[2], names, n=5)
+        offered = f'Did you mean{_listed(near)}' if near else f'The gates are{_listed(names)}'
+        raise ConfigError(f'{where}: type={named!r} is not registered. {offered}')
+    if gate_of_type(kind) is None or not host_names(kind):
         raise OptionError(
-            f'{where}: {full_name(gate)} is not a gate: no adapter says what it can replace; see mmgate.adapts.'
+            f'{where}: {full_name(kind)} is not a gate: no adapter says what it can replace; see mmgate.adapts.'
         )
-    return gate
+    return kind
 
 
 def _matches(
     model: nn.Module,
     pattern: str,
-    gate: type[nn.Module],
+    kind: type[nn.Module],
     options: Mapping[str, Any],
     where: str,
-    built: dict[int, nn.Module],
-) -> dict[str, nn.Module]:
-    """Return the gates by the names that ``pattern`` matches, built once for every host module."""
+    built: dict[int, Chosen],
+) -> dict[str, Chosen]:
+    """Return what ``pattern`` chooses, by name, with gates that are made once for every host."""
     modules = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -141,103 +164,130 @@ def _matches(
     if not modules:
         raise ConfigError(f'{where}: path {pattern!r} matches no module. {_inventory(model)}')
     whatever_fits = pattern.endswith('**')
-    gates: dict[str, nn.Module] = {}
+    adapters = {name: adapter_for(kind, module) for name, module in modules.items()}
+    gated = {name: inner for name, module in modules.items() if (inner := _gated_in(model, module)) is not None}
+    fitting = [name for name, adapter in adapters.items() if adapter and name not in gated]
+    derived, maps = map_options(model, fitting, kind, options)
+    found: dict[str, Chosen] = {}
     refusals = []
-    fitting = [name for name, module in modules.items() if adapter_for(gate, module) is not None]
-    derived, maps = map_options(model, fitting, gate, options)
     for name, module in modules.items():
-        adapter = adapter_for(gate, module)
-        if whatever_fits and (adapter is None or any(name.startswith(f'{outer}.') for outer in gates)):
+        if name in gated:
+            reason = f'{name} is gated already, by a {gated[name]}.'
+            if not whatever_fits:
+                raise ConfigError(
+                    f'{where}: {reason} Leave it out of the path, or take its gate off first: '
+                    'mmgate.restore_attention(model).'
+                )
+            if record_of(module) is not None:
+                refusals.append(reason)
+            continue
+        adapter = adapters[name]
+        if whatever_fits and (adapter is None or any(name.startswith(f'{outer}.') for outer in found)):
             continue
         if adapter is None:
-            fits = ', '.join(host_names(gate))
             raise ConfigError(
-                f'{where}: {full_name(gate)} replaces {fits}, but {name} is a {full_name(type(module))}.'
-                f'{_hint(gate, module)} {_inventory(model)}'
+                f'{where}: {name} is a {full_name(type(module))}, which {kind.__name__} does not replace.'
+                f'{_hint(kind, module)} It replaces{_near_hosts(kind, model, module)}\n{_inventory(model)}'
             )
         try:
-            if id(module) not in built:
-                with random_stream(name, next(module.parameters()).device):
-                    built[id(module)] = _take_over(
-                        module, adapter(gate, module, **derived.get(id(module), {}), **options)
-                    )
-                init_gate(name, built[id(module)])
-                made: Any = built[id(module)]
-                if getattr(made, 'map_size', ()) is None:  # hosts of a class token do not tell their map
-                    made.map_size = maps.get(id(module))
-            gates[name] = built[id(module)]
+            made = _made(name, module, adapter, kind, {**derived.get(id(module), {}), **options}, built)
         except TypeError as error:  # most often an option that the adapter fills
-            raise OptionError(f'{where}: {full_name(gate)} cannot be made from {name}: {error}') from error
+            raise OptionError(f'{where}: {full_name(kind)} cannot be made for {name}: {error}') from error
         except ValueError as error:
             if not whatever_fits:
-                raise ConfigError(f'{where}: {gate.__name__} does not replace {name}: {error}') from error
+                raise ConfigError(f'{where}: {kind.__name__} does not replace {name}: {error}') from error
             refusals.append(f'{name}: {error}')
-    if not gates:
+            continue
+        gate: Any = made.gate
+        if getattr(gate, 'map_size', ()) is None:  # hosts of a class token do not tell their map
+            gate.map_size = maps.get(id(module))
+        found[name] = made
+    if not found:
         listed = '\n  '.join(['', *refusals])
         raise ConfigError(
-            f'{where}: {gate.__name__} fits nothing that {pattern!r} matches.{listed} {_inventory(model)}'
+            f'{where}: {kind.__name__} fits nothing that {pattern!r} matches.{listed} {_inventory(model)}'
         )
     for refusal in refusals:
         log(f'mmgate: {where} leaves {refusal}')
-    return gates
+    return found
 
 
-def _hint(gate: type[nn.Module], module: nn.Module) -> str:
-    base = next((host for host in hosts_of(gate) if isinstance(module, host)), None)
+def _made(
+    name: str,
+    module: nn.Module,
+    found: tuple[Adapter, str],
+    kind: type[nn.Module],
+    options: Mapping[str, Any],
+    built: dict[int, Chosen],
+) -> Chosen:
+    """Return a host with its gate, which is drawn from a random stream of its name."""
+    adapter, child = found
+    host = module.get_submodule(child)
+    if id(host) not in built:
+        path = f'{name}.{child}'.rstrip('.')
+        gate_type = gate_of_type(kind)
+        device = next((parameter.device for parameter in host.parameters()), None)
+        if hasattr(host, 'gate'):
+            raise ValueError(f"this {full_name(type(host))} has an attribute 'gate' already.")
+        with random_stream(path, device):
+            gate = adapter.make_gate(host, gate_type, **options)  # type: ignore[arg-type]
+        for inner, part in gate.named_modules():
+            if isinstance(part, Gate):
+                draw_gate(f'{path}.{inner}', part)
+        built[id(host)] = Chosen(path, host, adapter, gate)
+    return built[id(host)]
+
+
+def _refuse_nested(model: nn.Module, chosen: Mapping[str, Chosen]) -> None:
+    for name in chosen:
+        outer = next((other for other in chosen if name.startswith(f'{other}.')), None)
+        if outer is not None:
+            raise ConfigError(
+                f'{name} lies inside {outer}, and both are to be gated; let the paths match one of the two, most '
+                f'often the outer. {_inventory(model)}'
+            )
+
+
+def _gated_in(model: nn.Module, module: nn.Module) -> str | None:
+    """Return the class of the gate that ``module``, a module around it or one inside it has; None if there is none."""
+    for _, gated in gated_modules(model):
+        inside = any(part is gated for part in module.modules())
+        if inside or any(part is module for part in gated.modules()):
+            gate: Any = gated
+            return next(type(one).__name__ for one in gate.gates())
+    return None
+
+
+def _near_hosts(kind: type[nn.Module], model: nn.Module, module: nn.Module) -> str:
+    """Return the hosts of a gate as lines: those that the model has, then those of the module's package, some."""
+    present = {full_name(type(part)) for part in model.modules()}
+    package = type(module).__module__.partition('.')[0]
+    hosts = sorted(host_names(kind), key=lambda host: (host not in present, host.partition('.')[0] != package))
+    further = len(hosts) - MOST_HOSTS
+    return _listed([*hosts[:MOST_HOSTS], *([f'and {further} others, see docs/gates.md'] if further > 0 else [])])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ''.join(f'\n  {name}' for name in names)
+
+
+def _hint(kind: type[nn.Module], module: nn.Module) -> str:
+    base = next((host for host in hosts_of(kind) if isinstance(module, host)), None)
     if base is None:
         return ''
-    ours, sub = gate.__name__, type(module).__name__
+    ours = kind.__name__
+    sub = type(module).__name__
     return f' If that computes what its base does, say so: mmgate.adapts({ours}, {sub}, like={base.__name__}).'
 
 
-def _check_options(gate: type, options: Mapping[str, Any], where: str) -> None:
-    allowed = _options(gate)
+def _check_options(kind: type, options: Mapping[str, Any], where: str) -> None:
+    allowed = set(options_of(kind))
     unknown = sorted(set(options) - allowed)
     if unknown:
         raise OptionError(
-            f'{where}: {full_name(gate)} has no option {", ".join(unknown)}; it has '
-            f'{", ".join(sorted(allowed)) or "none"} (sizes are taken over from the module that is replaced).'
+            f'{where}: {full_name(kind)} has no option {", ".join(unknown)}; it has '
+            f'{", ".join(sorted(allowed)) or "none"} (sizes are those of the module that is gated).'
         )
-
-
-def _options(gate: type) -> set[str]:
-    """Return what a rule may set: what the gate's constructor takes and its hosts' do not.
-
-    A keyword-only argument is an option under any name, but for the sizes that every attention over a map takes.
-    """
-    sizes = {name for host in (DenseAttention, *hosts_of(gate)) for name in inspect.signature(host).parameters}
-    of_maps = inspect.signature(MapAttention).parameters
-    return {
-        name
-        for name, parameter in parameters_of(gate).items()
-        if name not in sizes or (parameter.kind is parameter.KEYWORD_ONLY and name not in of_maps)
-    }
-
-
-@torch.no_grad()
-def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
-    """Give the host's parameters, device, dtype, mode and plain attributes to ``gate``."""
-    state = host.state_dict(keep_vars=True)
-    reference = next(host.parameters())
-    trainable = [(parameter, parameter.requires_grad) for parameter in host.parameters()]
-    parts = [module for module in gate.modules() if isinstance(module, GateInit)]
-    gate.to(device=reference.device, dtype=reference.dtype)
-    unexpected = gate.load_state_dict(state, strict=False, assign=True).unexpected_keys
-    if unexpected:
-        raise ConfigError(
-            f'{full_name(type(gate))} would lose parameters of {full_name(type(host))}: {", ".join(unexpected)}.'
-        )
-    for part in parts:  # a host's tensors fill no gate
-        part.gate_loaded = False
-    for parameter, required in trainable:  # the gate's own now; assigning reset the flag
-        parameter.requires_grad_(required)
-    left_out = getattr(gate, 'without', ())
-    for name, value in vars(host).items():  # code around an attention reads its sizes; what the gate has stays
-        plain = not (name.startswith('_') or callable(value) or isinstance(value, torch.Tensor))
-        if plain and name not in left_out and not hasattr(gate, name):
-            setattr(gate, name, value)
-    gate.train(host.training)  # some return nothing
-    return gate
 
 
 def _inventory(model: nn.Module) -> str:
@@ -245,8 +295,8 @@ def _inventory(model: nn.Module) -> str:
     outer = ''
     for name, module in attention_modules(model):
         if outer and name.startswith(f'{outer}.'):
-            continue  # mmcv's wrapper is to be replaced, not the module in it
-        fits = ', '.join(gate.__name__ for gate in gates_for(module))
+            continue  # mmcv's wrapper is to be named, not the module in it
+        fits = ', '.join(kind.__name__ for kind in gates_for(module))
         outer = name if fits else ''
         lines.append(f'  {name}: {full_name(type(module))}, fits: {fits or "none"}')
     if not lines:

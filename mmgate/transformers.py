@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from mmgate.layers.base.init import GateInit
+from mmgate.layers.base.gate import Gate
+from mmgate.starts import draw_gates, own_gated_modules
 from mmgate.swap import Rules, swap_attention
-from mmgate.weight_init import init_gate, standing_swaps
 
 
 def from_pretrained(model_class: type[nn.Module], path: str | os.PathLike[str], rules: Rules, **options: Any) -> Any:
@@ -51,7 +51,7 @@ def _start_gates(model: nn.Module, missing: set[str]) -> None:
     """Start the gates that a checkpoint left out, which a loaded model has as the memory was."""
     for name, module in model.named_modules():
         own = {f'{name}.{key}' for key, _ in module.named_parameters()}
-        if isinstance(module, GateInit):
-            module.gate_loaded = not missing & own
-    for swap in standing_swaps(model):
-        init_gate(swap.name, swap.gate)
+        if isinstance(module, Gate):
+            module.loaded = not missing & own
+    for module in own_gated_modules(model):
+        draw_gates(module.gating.name, module)

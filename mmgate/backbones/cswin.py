@@ -14,9 +14,8 @@ from mmgate.backbones.weights import PublishedWeights, cswin_layout
 from mmgate.checkpoints.tensors import State
 from mmgate.errors import ConfigError
 from mmgate.hosts import adapts
-from mmgate.hosts.core import attend_over_map
-from mmgate.layers.base.init import start_linear
-from mmgate.layers.base.map import MapAttention
+from mmgate.layers.base.gate import Sizes, start_linear
+from mmgate.layers.base.map import MapGate, MapHost, Size
 from mmgate.layers.cross_window import CrossWindowAttention
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
@@ -168,4 +167,18 @@ class AgentCSwin(PublishedWeights, BaseModule):
         return tuple(maps)
 
 
-adapts(MapAttention, CrossWindowAttention)(attend_over_map)
+@adapts(MapGate, CrossWindowAttention)
+class UncrossedAttention(MapHost):
+    """Adapter of the attention in cross-shaped windows, for gates that mix the whole map instead of stripes."""
+
+    leaves_out = ('lepe',)
+
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of a host."""
+        bias = host.qkv.bias is not None
+        return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop, scale=host.scale, bias=bias)
+
+    def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
+        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``."""
+        return self.attend(x, hw_shape)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from mmpretrain.models.backbones import VisionTransformer
 
 from mmgate.backbones.presets import preset
-from mmgate.layers.swiglu import SwiGLU
+from mmgate.hosts.table import options_of
+from mmgate.layers.parts.swiglu import SwiGLU
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 
@@ -79,6 +79,5 @@ class DGViT(VisionTransformer):
 def _rule(attention: Mapping[str, Any], number: int) -> dict[str, Any]:
     """Return the rule of one layer, with its depth where the type has such an option."""
     kind = MODELS.get(attention['type'])
-    core = getattr(kind, 'core', kind)
-    has_depth = core is not None and 'depth' in inspect.signature(core).parameters
+    has_depth = kind is not None and 'depth' in options_of(kind)
     return {'path': f'layers.{number}.attn', **(dict(depth=number + 1) if has_depth else {}), **attention}

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmgate.errors import ConfigError
 from mmgate.hosts.map_size import needs_map_size
-from mmgate.hosts.table import parameters_of
+from mmgate.hosts.table import options_of
 from mmgate.registry import MODELS
 
 Options = Mapping[str, Any]
@@ -98,7 +98,7 @@ def stage_rules(
         gate = MODELS.get(rule['type'])
         if gate is not None and needs_map_size(gate):
             rule.setdefault('map_size', size)
-        if agents is not None and gate is not None and 'pretrain_agent_num' in parameters_of(gate):
+        if agents is not None and gate is not None and 'pretrain_agent_num' in options_of(gate):
             rule.setdefault('agent_num', agents)
             rule.setdefault('pretrain_agent_num', agents)
     return rules

@@ -24,7 +24,7 @@ from mmgate.backbones.presets import (
 from mmgate.backbones.weights import PublishedWeights
 from mmgate.errors import ConfigError
 from mmgate.hosts import adapts
-from mmgate.layers.base.map import MapAttention
+from mmgate.layers.base.map import MapGate
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 
@@ -51,7 +51,7 @@ class UnshiftedWhole(ShiftWindowMSA):
         return 0 if max(hw_shape) <= self.window_size else self.shift_size
 
 
-adapts(MapAttention, UnshiftedWhole, like=ShiftWindowMSA)
+adapts(MapGate, UnshiftedWhole, like=ShiftWindowMSA)
 
 
 class GatedSwin(PublishedWeights, SwinTransformer):

@@ -10,9 +10,10 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
-from mmgate.layers.base.init import gate_parameters
-from mmgate.layers.resizing import resize_grid
-from mmgate.weight_init import gates_in_place
+from mmgate.layers.base.gate import gate_parameters
+from mmgate.layers.base.gated import gated_modules
+from mmgate.layers.parts.resizing import resize_grid
+from mmgate.starts import gates_in_place
 
 DERIVED = ('.relative_position_index', '.attn_mask')  # what a backbone computes itself
 OUTPUT_NORM = re.compile(r'norm\d\.(weight|bias)')  # Swin's; a classifier has none
@@ -149,8 +150,9 @@ def host_layout(state: State) -> State:
     if any(key.startswith('layers.0.blocks.') for key in state):
         renamed = {key.removeprefix('backbone.'): value for key, value in swin_converter(state).items()}
         swapped = tuple(key.removesuffix('an_bias') for key in renamed if key.endswith('.w_msa.an_bias'))
-        return {  # where there are agents, mmdet's window attention is gone
-            key.replace('.w_msa.', '.') if key.startswith(swapped) else key: value for key, value in renamed.items()
+        return {  # what belongs to agents lies in a gate beside the windows
+            key.replace('.w_msa.', '.gate.') if key.startswith(swapped) and not _projects(key) else key: value
+            for key, value in renamed.items()
         }
     if any(key.startswith(('layers.0.1.', 'stages.0.blocks.')) for key in state):
         return state

@@ -9,34 +9,46 @@ from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.backbones.swin import ShiftWindowMSA, WindowMSA
 from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmgate.hosts.core import attend_in_host, copy_as, holds_gates, refuse_finish, without_projections
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.dense import DenseGate, DenseHost, refuse_finish
+from mmgate.layers.base.gate import Gate, Sizes
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(SpatialReductionAttention)
 
 
-@holds_gates(
-    ConditionalAttention,
-    refuses=lambda host, core: (
-        'splits heads into two streams, but those of a conditional cross-attention are content and position already.'
-        if host.cross_attn and core.two_streams
-        else None
-    ),
-)
-class GatedConditionalAttention(ConditionalAttention):
-    """Drop-in for ``ConditionalAttention`` (Conditional DETR, DAB-DETR) that holds a gate.
+@adapts(DenseGate, ConditionalAttention)
+class GatedConditionalAttention(DenseHost):
+    """Adapter of ``ConditionalAttention`` (Conditional DETR, DAB-DETR).
 
     Content and position are projected apart there, and in cross-attention their heads stand side by side; the gate
     reads their sum, as it would in DETR.
     """
 
-    gate: Any
+    cross_attn: bool
+    keep_query_pos: bool
+    qcontent_proj: nn.Module
+    qpos_proj: nn.Module
+    qpos_sine_proj: nn.Module
+    kcontent_proj: nn.Module
+    kpos_proj: nn.Module
+    v_proj: nn.Module
+    out_proj: nn.Module
+    proj_drop: nn.Module
+
+    @classmethod
+    def refuses(cls, host: Any, gate: Any) -> str | None:
+        """Refuse two streams in cross-attention, where the halves of a head are content and position."""
+        if host.cross_attn and gate.two_streams:
+            return (
+                'the gate splits heads into two streams, but those of a conditional cross-attention are content and '
+                'position already'
+            )
+        return None
 
     def forward(
         self,
@@ -55,11 +67,14 @@ class GatedConditionalAttention(ConditionalAttention):
         elif key_pos is None or ref_sine_embed is None:
             raise ValueError('Conditional cross-attention needs key_pos and ref_sine_embed.')
         with_query_pos = is_first or self.keep_query_pos or not self.cross_attn
-        q, k, v = self.qcontent_proj(query), self.kcontent_proj(key), self.v_proj(key)
+        q = self.qcontent_proj(query)
+        k = self.kcontent_proj(key)
+        v = self.v_proj(key)
         k_pos = self.kpos_proj(key_pos)
         gate_query = query
         if with_query_pos:
-            q, k = q + self.qpos_proj(query_pos), k + k_pos
+            q = q + self.qpos_proj(query_pos)
+            k = k + k_pos
             gate_query = gate_query + query_pos
         split = self.gate.split_heads
         q, k, v = split(q), split(k), split(v)
@@ -68,21 +83,46 @@ class GatedConditionalAttention(ConditionalAttention):
             k = torch.cat([k, split(k_pos)], -1)
             gate_query = gate_query + ref_sine_embed
         inputs = (gate_query, key + key_pos, key)
-        out = attend_in_host(
-            self.gate, (q, k, v), inputs, self.out_proj, attn_mask=attn_mask, key_padding_mask=key_padding_mask
+        out = self.attend_gated(
+            (q, k, v), inputs, self.out_proj, attn_mask=attn_mask, key_padding_mask=key_padding_mask
         )
         return query + self.proj_drop(out)
 
 
-class GatedBiMultiHeadAttention(BiMultiHeadAttention):
-    """Drop-in for ``BiMultiHeadAttention`` (GLIP, Grounding DINO) that holds a gate for each direction.
+@adapts(DenseGate, BiMultiHeadAttention)
+class GatedBiMultiHeadAttention(DenseHost):
+    """Adapter of ``BiMultiHeadAttention`` (GLIP, Grounding DINO), with a gate for each direction.
 
     The host's two directions share their logits; with a gate each of its own, here they are computed for each. The
     host's clamp of logits to +-50000, which keeps half precision finite, is not needed: both are formed in float32.
     """
 
-    gate_v: Any  # of vision, which attends to language
-    gate_l: Any
+    old_names = {'gate_v.': 'gate.vision.', 'gate_l.': 'gate.language.'}
+
+    v_proj: nn.Module
+    l_proj: nn.Module
+    values_v_proj: nn.Module
+    values_l_proj: nn.Module
+    out_v_proj: nn.Module
+    out_l_proj: nn.Module
+
+    @classmethod
+    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
+        """Return the gates, ``vision``, which attends to language, and ``language``.
+
+        Raises:
+            ValueError: A gate that acts on the output, whose width is that of vision or language.
+        """
+
+        def make(own: int, other: int) -> Gate:
+            sizes = Sizes(host.embed_dim, host.num_heads, inputs=(own, other, other), dropout=host.dropout)
+            gate: Any = gate_type(sizes, **options)
+            refuse_finish(gate, own)
+            return gate
+
+        return nn.ModuleDict(
+            dict(vision=make(host.v_dim, host.l_dim), language=make(host.l_dim, host.v_dim))
+        )
 
     def forward(
         self,
@@ -103,41 +143,22 @@ class GatedBiMultiHeadAttention(BiMultiHeadAttention):
         Returns:
             What language adds to vision ``(B, N, Cv)``, and vision to language ``(B, M, Cl)``.
         """
-        split = self.gate_v.split_heads
+        gates = self.gate
+        split = gates['vision'].split_heads
         states_v, states_l = split(self.v_proj(vision)), split(self.l_proj(lang))  # (B, H, N|M, d)
         values_v, values_l = split(self.values_v_proj(vision)), split(self.values_l_proj(lang))
         bias = None
         if attention_mask_l is not None and attention_mask_l.dtype != torch.bool:
             masked = (attention_mask_l == 0)[:, None, None]
             bias = masked.to(states_v.dtype) * (torch.finfo(states_v.dtype).min / 2)
-        delta_v = attend_in_host(
-            self.gate_v, (states_v, states_l, values_l), (vision, lang, lang), self.out_v_proj, bias
+        delta_v = self.attend_gated(
+            (states_v, states_l, values_l), (vision, lang, lang), self.out_v_proj, bias, gate=gates['vision']
         )
-        delta_l = attend_in_host(
-            self.gate_l,
+        delta_l = self.attend_gated(
             (states_l, states_v, values_v),
             (lang, vision, vision),
             self.out_l_proj,
             key_padding_mask=attention_mask_v,
+            gate=gates['language'],
         )
         return delta_v, delta_l
-
-
-@adapts(GatedMultiheadAttention, BiMultiHeadAttention)
-def bidirectional(
-    gate: type[GatedMultiheadAttention], host: BiMultiHeadAttention, /, **options: Any
-) -> GatedBiMultiHeadAttention:
-    """Hold two gates beside the host's own parameters.
-
-    Raises:
-        ValueError: A gate that acts on the output, of which vision and language have widths of their own.
-    """
-
-    def make(own: int, other: int) -> DenseAttention:
-        sizes: dict[str, Any] = dict(qdim=own, kdim=other, vdim=other, batch_first=True)
-        core = gate.core(host.embed_dim, host.num_heads, host.dropout, **sizes, **options)
-        refuse_finish(gate, core, own)
-        return without_projections(core)
-
-    gates = dict(gate_v=make(host.v_dim, host.l_dim), gate_l=make(host.l_dim, host.v_dim))
-    return copy_as(GatedBiMultiHeadAttention, host, **gates)

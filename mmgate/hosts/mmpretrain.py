@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from mmpretrain.models.backbones.vit_sam import Attention
 from mmpretrain.models.backbones.xcit import XCA
-from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention, ShiftWindowMSA, WindowMSA, WindowMSAV2
+from mmpretrain.models.utils.attention import (
+    LeAttention,
+    MultiheadAttention,
+    ShiftWindowMSA,
+    WindowMSA,
+    WindowMSAV2,
+    scaled_dot_product_attention_pyimpl,
+)
 from torch import Tensor, nn
 
-from mmgate.hosts.core import attend_in_host, holds_gates
-from mmgate.hosts.relative_positions import adapt_relative
+from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts
-from mmgate.hosts.window import Renamed, adapt_swin
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
-from mmgate.layers.base.map import MapAttention
-from mmgate.layers.plug_dense import PLuGAttention
+from mmgate.hosts.window import OLD_NAMES, adapt_swin
+from mmgate.layers.base.dense import DenseGate, DenseHost
+from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.map import MapGate, MapHost
+from mmgate.layers.plug_dense import PLuGGate
+from mmgate.layers.sdpa_gate import SDPAGate
 
 LARGEST = math.log(100.0)  # of Swin v2's logit_scale
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
-adapt_relative(Attention)
+adapts(DenseGate, Attention)(GatedRelativeAttention)
 
 
-@holds_gates(
-    WindowMSAV2,
-    refuses=lambda host, core: (
-        'splits heads into two streams, but a WindowMSAV2 attends by the cosine of whole heads: halves of unit vectors '
-        'are none.'
-        if core.two_streams
-        else None
-    ),
-)
-class GatedWindowMSAV2(WindowMSAV2):
-    """Drop-in for ``WindowMSAV2`` (Swin v2) that holds a gate, for logits that are cosines.
+@adapts(DenseGate, WindowMSAV2)
+class GatedWindowMSAV2(DenseHost):
+    """Adapter of ``WindowMSAV2`` (Swin v2), whose logits are cosines.
 
     The logits are ``cos(q, k) / tau``: the gate gets unit queries and keys, ``1 / tau`` shared out evenly between
     them. A gate of queries or keys (G3, G4) therefore acts after they are normalised, before which it would be undone.
@@ -45,7 +46,22 @@ class GatedWindowMSAV2(WindowMSAV2):
     Source: Swin Transformer V2 (arXiv 2111.09883), Eq. 2 and section 3.3.
     """
 
-    gate: Any
+    qkv: nn.Linear
+    q_bias: Tensor | None
+    v_bias: Tensor
+    logit_scale: Tensor
+    cpb_mlp: nn.Module
+    relative_coords_table: Tensor
+    relative_position_index: Tensor
+    proj: nn.Module
+    proj_drop: nn.Module
+
+    @classmethod
+    def refuses(cls, host: Any, gate: Any) -> str | None:
+        """Refuse two streams: halves of unit vectors are none."""
+        if gate.two_streams:
+            return 'the gate splits heads into two streams, but a WindowMSAV2 attends by the cosine of whole heads'
+        return None
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within windows ``(B nW, N, C)``, those of an image next to each other."""
@@ -60,7 +76,7 @@ class GatedWindowMSAV2(WindowMSAV2):
         bias = self._position_bias()[None]
         if mask is not None:
             bias = (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
-        out = attend_in_host(self.gate, (query, key, value), (x, x, x), self.proj, bias.to(query.dtype))
+        out = self.attend_gated((query, key, value), (x, x, x), self.proj, bias.to(query.dtype))
         return self.proj_drop(out)
 
     def _position_bias(self) -> Tensor:
@@ -68,76 +84,134 @@ class GatedWindowMSAV2(WindowMSAV2):
         return 16 * table[self.relative_position_index].permute(2, 0, 1).sigmoid()  # (H, N, N)
 
 
-class GatedTokenAttention(Renamed):
-    """Self-attention over the tokens of a ViT around a gated attention.
+def logit_factor(host: Any) -> float:
+    """Return by how much the host's logits are larger than those of a scale of ``1 / sqrt(d)``.
 
-    Drop-in for mmpretrain's ``MultiheadAttention``, whose checkpoints it loads: the projections are renamed.
+    With any qk_scale mmpretrain divides by ``1 / sqrt(d)``, and so do all layers of its T2T-ViT.
+
+    Raises:
+        ValueError: The host's product is not mmpretrain's.
     """
+    product = host.scaled_dot_product_attention
+    if product in (F.scaled_dot_product_attention, scaled_dot_product_attention_pyimpl):
+        return 1.0
+    if isinstance(product, partial) and product.func is scaled_dot_product_attention_pyimpl:
+        if not product.args and set(product.keywords) == {'scale'}:
+            return host.head_dims**0.5 / product.keywords['scale']
+    raise ValueError("its scaled_dot_product_attention is not mmpretrain's.")
 
-    def __init__(self, attn: DenseAttention, host: Any) -> None:
-        super().__init__()
-        self.attn, self.proj_drop, self.gamma1, self.out_drop = attn, host.proj_drop, host.gamma1, host.out_drop
+
+def refuse_extras(host: Any) -> None:
+    """Raise ValueError for what a host has and a gated forward does not."""
+    extras = dict(v_shortcut=host.v_shortcut, input_dims=host.input_dims != host.embed_dims)
+    refused = [name for name, used in extras.items() if used]
+    if refused:
+        raise ValueError(f'this MultiheadAttention has {", ".join(refused)}.')
+
+
+@adapts(DenseGate, MultiheadAttention)
+class GatedTokenAttention(DenseHost):
+    """Adapter of mmpretrain's ``MultiheadAttention``, over the tokens of a ViT."""
+
+    old_names = OLD_NAMES
+
+    num_heads: int
+    qkv: nn.Module
+    proj: nn.Module
+    proj_drop: nn.Module
+    gamma1: nn.Module
+    out_drop: nn.Module
+
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of a host."""
+        return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop)
+
+    @classmethod
+    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
+        """Return the gate for a host.
+
+        Raises:
+            ValueError: The host has an extra that a gated forward lacks, or scales its logits by a number that the
+                gate would lose.
+        """
+        refuse_extras(host)
+        gate: Any = super().make_gate(host, gate_type, **options)
+        added = isinstance(gate, SDPAGate) and (gate.position, gate.form) == ('G4', 'additive')
+        if logit_factor(host) != 1 and added:
+            raise ValueError(
+                "it has a qk_scale, which the queries carry, and what position='G4' with form='additive' adds to them "
+                'would not.'
+            )
+        return gate
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over ``(B, N, C)`` tokens."""
-        out = self.attn(x, x, x)[0].contiguous()  # as the host's, for what is dropped to be the same
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, d)
+        out = self.attend_gated((query, key, value), (x, x, x), self.proj, logit_factor=logit_factor(self))
+        out = out.contiguous()  # as the host's, for what is dropped to be the same
         return self.out_drop(self.gamma1(self.proj_drop(out)))
 
 
-@adapts(GatedMultiheadAttention, MultiheadAttention)
-def tokens(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedTokenAttention:
-    """Take over sizes, dropouts and layer scale.
+@adapts(MapGate, MultiheadAttention)
+class MixedTokenAttention(MapHost):
+    """Adapter of the same class for gates over a map; the map's size comes from the rule, or from the backbone."""
 
-    Logits are scaled by ``1 / sqrt(d)``, as T2T-ViT's paper has it; a host with a qk_scale divides by that number.
+    proj: nn.Module
+    proj_drop: nn.Module
+    gamma1: nn.Module
+    out_drop: nn.Module
 
-    Raises:
-        ValueError: The host has an extra that the core lacks.
-    """
-    _refuse_extras(gate, host)
-    core = gate.core(host.embed_dims, host.num_heads, host.attn_drop, batch_first=True, **options)
-    if host.qkv.bias is None:  # T2T-ViT has one of the two
-        core.register_parameter('in_proj_bias', None)
-    if host.proj.bias is None:
-        core.out_proj.register_parameter('bias', None)
-    return GatedTokenAttention(core, host)
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of a host, its scale of the logits among them."""
+        scale = logit_factor(host) * host.head_dims**-0.5
+        bias = host.qkv.bias is not None
+        return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop, scale=scale, bias=bias)
 
+    @classmethod
+    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
+        """Return the gate for a host.
 
-@adapts(MapAttention, MultiheadAttention)
-def map_of_tokens(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:
-    """Take over sizes and dropouts; ``map_size`` and ``class_token`` come from the rule, or from the whole backbone.
+        Raises:
+            ValueError: The host has an extra that a gated forward lacks.
+        """
+        refuse_extras(host)
+        return super().make_gate(host, gate_type, **options)
 
-    Raises:
-        ValueError: The host has an extra that the gate lacks.
-    """
-    layer_scale = not isinstance(host.gamma1, nn.Identity)
-    _refuse_extras(gate, host, layer_scale=layer_scale, projection_without_bias=host.proj.bias is None)
-    drops = dict(attn_drop=host.attn_drop, proj_drop=host.proj_drop.p)
-    module = gate(host.embed_dims, host.num_heads, qkv_bias=host.qkv.bias is not None, **drops, **options)
-    module.dropout_layer = host.out_drop
-    return module
+    def finish(self, x: Tensor) -> Tensor:
+        """Project the output, scale it, and drop what the host drops."""
+        return self.out_drop(self.gamma1(self.proj_drop(self.proj(x))))
 
-
-def _refuse_extras(gate: type[nn.Module], host: Any, **further: bool) -> None:
-    extras = dict(v_shortcut=host.v_shortcut, input_dims=host.input_dims != host.embed_dims, **further)
-    refused = [name for name, used in extras.items() if used]
-    if refused:
-        raise ValueError(f'{gate.__name__} does not replace a MultiheadAttention with {", ".join(refused)}.')
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend over ``(B, N, C)`` tokens of the map of pre-training, or else of a square."""
+        return self.attend(x, None)
 
 
-@holds_gates(
-    LeAttention,
-    sizes=lambda host: (host.num_heads * host.key_dim, host.num_heads, 0.0),
-    width=lambda host: host.qkv.in_features,
-    refuses=lambda host, core: (
-        None
-        if host.d == host.key_dim  # not LeViT's
-        else f'gates heads of one width, but here are keys of {host.key_dim} and values of {host.d} channels.'
-    ),
-)
-class GatedLeAttention(LeAttention):
-    """Drop-in for ``LeAttention`` (TinyViT) that holds a gate; the bias of positions is added after it."""
+@adapts(DenseGate, LeAttention)
+class GatedLeAttention(DenseHost):
+    """Adapter of ``LeAttention`` (TinyViT); the bias of positions is added after the gate."""
 
-    gate: Any
+    num_heads: int
+    key_dim: int
+    norm: nn.Module
+    qkv: nn.Module
+    proj: nn.Module
+    attention_biases: Tensor
+    attention_bias_idxs: Tensor
+
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of a host, whose heads together may have another width than its tokens."""
+        width = host.qkv.in_features
+        return Sizes(host.num_heads * host.key_dim, host.num_heads, inputs=(width, width, width), output=width)
+
+    @classmethod
+    def refuses(cls, host: Any, gate: Any) -> str | None:
+        """Refuse values of another width, as LeViT has them."""
+        if host.d != host.key_dim:
+            return f'heads need one width, but here are keys of {host.key_dim} and values of {host.d} channels'
+        return None
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over ``(B, N, C)`` tokens."""
@@ -146,36 +220,45 @@ class GatedLeAttention(LeAttention):
         query, key, value = joint.permute(3, 0, 2, 1, 4)  # (B, H, N, d)
         # the host keeps the biases in evaluation and drops them for training
         bias = self.ab if hasattr(self, 'ab') else self.attention_biases[:, self.attention_bias_idxs]
-        return attend_in_host(self.gate, (query, key, value), (x, x, x), self.proj, bias[None].to(query.dtype))
+        return self.attend_gated((query, key, value), (x, x, x), self.proj, bias[None].to(query.dtype))
 
 
-def _not_of_channels(host: Any, core: Any) -> str | None:
-    if not isinstance(core, PLuGAttention):
-        return (
-            'gates tokens, but in a cross-covariance attention (XCA) the channels attend to each other; '
-            'PLuGMultiheadAttention gates their pairs.'
-        )
-    if core.gate_width != core.head_dim:
-        return (
-            f'makes a gate of {core.gate_width} x {core.gate_width} pairs of channels, but the heads of this XCA have '
-            f'{core.head_dim}; leave ratio at 1.'
-        )
-    return None
-
-
-@holds_gates(
-    XCA, sizes=lambda host: (host.proj.in_features, host.num_heads, host.attn_drop.p), refuses=_not_of_channels
-)
-class GatedXCA(XCA):
-    """Drop-in for XCiT's cross-covariance attention that holds a PLuG gate.
+@adapts(DenseGate, XCA)
+class GatedXCA(DenseHost):
+    """Adapter of XCiT's cross-covariance attention, for PLuG's gate.
 
     There the d channels of a head attend to each other, so that logits and gate are d x d maps. The gate is formed as
     the host forms its logits: from ``Wq x`` and ``Wk x``, d channels each, normalised over the tokens. The paper says
     that PLuG acts within this layer, but not how its products are scaled; normalised, they do not grow with the image.
     """
 
-    gate: PLuGAttention
     over_channels = True  # there is no map of tokens to look at
+
+    num_heads: int
+    qkv: nn.Module
+    temperature: Tensor
+    proj: nn.Module
+    proj_drop: nn.Module
+
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of a host."""
+        return Sizes(host.proj.in_features, host.num_heads, dropout=host.attn_drop.p)
+
+    @classmethod
+    def refuses(cls, host: Any, gate: Any) -> str | None:
+        """Refuse gates of tokens, and gates of more or fewer pairs than a head has of channels."""
+        if not isinstance(gate, PLuGGate):
+            return (
+                'the gate is of tokens, but in a cross-covariance attention (XCA) the channels attend to each other; '
+                'PLuGMultiheadAttention gates their pairs'
+            )
+        if gate.gate_width != gate.head_dim:
+            return (
+                f'the gate is of {gate.gate_width} x {gate.gate_width} pairs of channels, but the heads of this XCA '
+                f'have {gate.head_dim}; leave ratio at 1'
+            )
+        return None
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over the channels of ``(B, N, C)`` tokens."""
@@ -183,9 +266,9 @@ class GatedXCA(XCA):
         tokens = x.shape[1]
         # what attends here divides its products by the square root of their length
         query = F.normalize(query, dim=-1) * (self.temperature * tokens**0.5).to(query.dtype)
-        out = self.gate.attend_gated(query, F.normalize(key, dim=-1), value, self._gates(x), None)
+        out = self.gate.attend_gated(query, F.normalize(key, dim=-1), value, self._pairs(x), None)
         return self.proj_drop(self.proj(out.permute(0, 3, 1, 2).flatten(2)))
 
-    def _gates(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        query, key = (F.normalize(gate.transpose(-1, -2), dim=-1) for gate in self.gate.gates((x, x, x)))
+    def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = (F.normalize(gate.transpose(-1, -2), dim=-1) for gate in self.gate.factors((x, x, x)))
         return query * x.shape[1] ** 0.5, key  # (B, H|1, d, N)

@@ -11,23 +11,41 @@ from mmseg.models.backbones.mae import MAEAttention
 from mmseg.models.backbones.mit import EfficientMultiheadAttention
 from mmseg.models.backbones.swin import ShiftWindowMSA, WindowMSA
 from mmseg.models.backbones.twins import GlobalSubsampledAttention, LocallyGroupedSelfAttention
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmgate.hosts.core import attend_in_host, attend_over_map, holds_gates, own_scale
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.map import MapAttention
+from mmgate.layers.base.dense import DenseGate, DenseHost, refuse_scale
+from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.map import MapGate, MapHost
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
 
 
-@holds_gates(BEiTAttention, refuses=own_scale)
-class GatedBEiTAttention(BEiTAttention):
-    """Drop-in for ``BEiTAttention`` that holds a gate; the relative position bias is added after it."""
+class PlainScale(DenseHost):
+    """Base of the adapters of hosts that may have a ``qk_scale``."""
 
-    gate: Any
+    @classmethod
+    def refuses(cls, host: Any, gate: Any) -> str | None:
+        """Refuse another scale of the logits."""
+        return refuse_scale(host)
+
+
+@adapts(DenseGate, BEiTAttention, MAEAttention)
+class GatedBEiTAttention(PlainScale):
+    """Adapter of ``BEiTAttention`` and ``MAEAttention``; the relative position bias is added after the gate."""
+
+    num_heads: int
+    bias: Any
+    q_bias: Tensor
+    v_bias: Tensor
+    relative_position_bias_table: Tensor
+    relative_position_index: Tensor
+    qkv: nn.Linear
+    proj: nn.Module
+    proj_drop: nn.Module
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over ``(B, N, C)``, class token first."""
@@ -38,19 +56,18 @@ class GatedBEiTAttention(BEiTAttention):
         query, key, value = projected.unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, N, d)
         position = self.relative_position_bias_table[self.relative_position_index]  # (N, N, H)
         position = position.permute(2, 0, 1)[None].to(query.dtype)
-        return self.proj_drop(attend_in_host(self.gate, (query, key, value), (x, x, x), self.proj, position))
+        return self.proj_drop(self.attend_gated((query, key, value), (x, x, x), self.proj, position))
 
 
-@holds_gates(MAEAttention, refuses=own_scale)
-class GatedMAEAttention(GatedBEiTAttention, MAEAttention):
-    """Drop-in for ``MAEAttention`` that holds a gate."""
+@adapts(DenseGate, LocallyGroupedSelfAttention)
+class GatedLocallyGroupedSelfAttention(PlainScale):
+    """Adapter of Twins' ``LocallyGroupedSelfAttention``."""
 
-
-@holds_gates(LocallyGroupedSelfAttention, refuses=own_scale)
-class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
-    """Drop-in for Twins' ``LocallyGroupedSelfAttention`` that holds a gate."""
-
-    gate: Any
+    num_heads: int
+    window_size: int
+    qkv: nn.Module
+    proj: nn.Module
+    proj_drop: nn.Module
 
     def forward(self, x: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend within windows of a map of tokens ``(B, H W, C)``."""
@@ -68,7 +85,7 @@ class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
             padded = self._windows(padded, rows, columns)  # (nW, N, 1)
             bias = -1000.0 * (padded != padded.transpose(1, 2)).to(query.dtype)[:, None]
             bias = bias.repeat(x.shape[0], 1, 1, 1)
-        out = attend_in_host(self.gate, (query, key, value), (windows, windows, windows), self.proj, bias)
+        out = self.attend_gated((query, key, value), (windows, windows, windows), self.proj, bias)
         out = out.unflatten(0, (-1, rows, columns)).unflatten(3, (side, side)).transpose(2, 3)
         out = out.flatten(3, 4).flatten(1, 2)[:, :height, :width]  # (B, H, W, C)
         return self.proj_drop(out.flatten(1, 2))
@@ -79,4 +96,19 @@ class GatedLocallyGroupedSelfAttention(LocallyGroupedSelfAttention):
         return windows.flatten(3, 4).flatten(0, 2)  # (B nW, N, C)
 
 
-adapts(MapAttention, LocallyGroupedSelfAttention)(attend_over_map)  # the whole map in the place of windows, as in Swin
+@adapts(MapGate, LocallyGroupedSelfAttention)
+class UngroupedSelfAttention(MapHost):
+    """Adapter of the same class for gates that mix the whole map instead of windows."""
+
+    proj: nn.Module
+    proj_drop: nn.Module
+
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of a host."""
+        bias = host.qkv.bias is not None
+        return Sizes(host.embed_dims, host.num_heads, dropout=host.attn_drop.p, scale=host.scale, bias=bias)
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Project the output, and drop what the host drops."""
+        return self.proj_drop(self.proj(x))

@@ -7,54 +7,79 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmgate.hosts.relative_positions import adapt_relative
+from mmgate.hosts.relative_positions import GatedRelativeAttention
 from mmgate.hosts.table import adapts, full_name
-from mmgate.layers import MultiScaleDeformableAttention
+from mmgate.layers.base.deformable import DeformableGate, DeformableHost
+from mmgate.layers.base.dense import DenseGate
+from mmgate.layers.base.gate import Gate, Sizes
 
 VITDET = 'vitdet.vit.Attention'  # mmdet's projects/ViTDet
 MS_DEFORM_ATTN = 'ms_deform_attn.MSDeformAttn'  # Deformable DETR's own, which Mask DINO and ViT-Adapter carry, too
 SIZES = ('d_model', 'n_levels', 'n_heads', 'n_points', 'ratio', 'im2col_step')
 ARGUMENTS = ('query', 'reference_points', 'input_flatten', 'input_spatial_shapes', 'input_level_start_index')
 
-adapt_relative(VITDET)
+adapts(DenseGate, VITDET)(GatedRelativeAttention)
 
 
-@adapts(MultiScaleDeformableAttention, MS_DEFORM_ATTN)
-def ms_deform_attn(
-    gate: type[MultiScaleDeformableAttention], host: Any, /, **options: Any
-) -> MultiScaleDeformableAttention:
-    """Take over sizes, and the order of arguments: positional, and others than mmcv's.
+@adapts(DeformableGate, MS_DEFORM_ATTN)
+class GatedMSDeformAttn(DeformableHost):
+    """Adapter of ``MSDeformAttn`` of Deformable DETR's repository and of those that carry a copy."""
 
-    Raises:
-        ValueError: A class of this name that is called otherwise, or that has options of its own.
-    """
-    called = tuple(inspect.signature(host.forward).parameters)
-    own = [name for name in inspect.signature(type(host)).parameters if name not in SIZES]
-    if called[:5] != ARGUMENTS or own:
-        differs = f'takes {", ".join(own)}' if own else f'is called with {", ".join(called)}'
-        raise ValueError(
-            f'{gate.__name__} does not replace {full_name(type(host))}, which {differs} and may compute something '
-            'else; write its adapter with mmgate.adapts.'
-        )
-    ratio = host.value_proj.out_features / host.d_model  # below 1 in ViT-Adapter
-    sizes = (host.d_model, host.n_heads, host.n_levels, host.n_points)
-    module = gate(*sizes, dropout=0.0, batch_first=True, value_proj_ratio=ratio, **options)
-    module.register_forward_pre_hook(_as_mmcv_is_called, with_kwargs=True)
-    return module
+    n_heads: int
+    n_levels: int
+    n_points: int
+    value_proj: nn.Module
+    sampling_offsets: nn.Module
+    attention_weights: nn.Module
+    output_proj: nn.Module
 
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of a host."""
+        return Sizes(host.d_model, host.n_heads, levels=host.n_levels, points=host.n_points)
 
-def _as_mmcv_is_called(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Tensor], dict[str, Any]]:
-    """Name the arguments as mmcv does; the original adds no identity, its layer does."""
-    names = (*ARGUMENTS, 'input_padding_mask')
-    given = dict(zip(names, args, strict=False)) | kwargs
-    query = given['query']
-    return (query,), dict(
-        identity=query.new_zeros(()),
-        value=given['input_flatten'],
-        key_padding_mask=given.get('input_padding_mask'),
-        reference_points=given['reference_points'],
-        spatial_shapes=given['input_spatial_shapes'],
-        level_start_index=given['input_level_start_index'],
-    )
+    @classmethod
+    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
+        """Return the gate for a host.
+
+        Raises:
+            ValueError: A class of this name that is called otherwise, or that has further options.
+        """
+        called = tuple(inspect.signature(host.forward).parameters)
+        further = [name for name in inspect.signature(type(host)).parameters if name not in SIZES]
+        if called[:5] != ARGUMENTS or further:
+            differs = f'takes {", ".join(further)}' if further else f'is called with {", ".join(called)}'
+            raise ValueError(
+                f'this {full_name(type(host))} {differs} and may compute something else; write its adapter with '
+                'mmgate.adapts.'
+            )
+        return super().make_gate(host, gate_type, **options)
+
+    def forward(
+        self,
+        query: Tensor,
+        reference_points: Tensor,
+        input_flatten: Tensor,
+        input_spatial_shapes: Tensor,
+        input_level_start_index: Tensor,
+        input_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend from ``query (B, Q, C)`` to the levels in ``input_flatten (B, S, C)``.
+
+        Args:
+            query: The queries, with their position.
+            reference_points: ``(B, Q, L, 2)`` as (x, y), or ``(B, Q, L, 4)`` as (x, y, w, h), in 0 to 1.
+            input_flatten: The levels one after the other.
+            input_spatial_shapes: ``(L, 2)`` as (height, width), integer.
+            input_level_start_index: ``(L,)``, integer.
+            input_padding_mask: ``(B, S)``, True where there is padding.
+        """
+        value = self.value_proj(input_flatten)
+        if input_padding_mask is not None:
+            value = value.masked_fill(input_padding_mask[..., None], 0.0)
+        value = value.unflatten(-1, (self.n_heads, -1))  # (B, S, H, d)
+        sizes = (self.n_heads, self.n_levels, self.n_points)
+        offsets = self.sampling_offsets(query).unflatten(-1, (*sizes, 2))
+        logits = self.attention_weights(query).unflatten(-1, sizes)
+        levels = (input_spatial_shapes, input_level_start_index)
+        return self.output_proj(self.sample(query, value, *levels, offsets, logits, reference_points))

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.hosts.core import attend_in_host, without_projections
-from mmgate.hosts.table import Host, adapts
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
-from mmgate.layers.resizing import resize_axis
+from mmgate.layers.base.dense import DenseHost
+from mmgate.layers.base.gate import Sizes
+from mmgate.layers.parts.resizing import resize_axis
 
 
-class GatedRelativeAttention(nn.Module):
-    """Drop-in for ViTDet's ``Attention`` that holds a gate, with the host's own projections and tables.
+class GatedRelativeAttention(DenseHost):
+    """Adapter of ViTDet's ``Attention`` and of the classes with its attributes.
 
     A query's bias of a key is ``q Rh[y - y'] + q Rw[x - x']``, added to the logits after the gate. The tables, of
     distances down ``(2 H - 1, d)`` and to the right ``(2 W - 1, d)``, are interpolated where the map is not of their
@@ -23,11 +22,17 @@ class GatedRelativeAttention(nn.Module):
     Source: MViTv2 (arXiv 2112.01526), Eq. 4; ViTDet (arXiv 2203.16527), section 3.
     """
 
-    def __init__(self, gate: DenseAttention, host: Any) -> None:
-        super().__init__()
-        self.gate, self.qkv, self.proj = gate, host.qkv, host.proj
-        tables: Any = (host.rel_pos_h, host.rel_pos_w) if host.use_rel_pos else (None, None)
-        self.rel_pos_h, self.rel_pos_w = tables
+    num_heads: int
+    qkv: nn.Module
+    proj: nn.Module
+    use_rel_pos: bool
+    rel_pos_h: Tensor
+    rel_pos_w: Tensor
+
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of a host, whose constructor keeps its heads alone."""
+        return Sizes(host.qkv.in_features, host.num_heads)
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over a map, or windows of one, ``(B, H, W, C)``."""
@@ -35,12 +40,12 @@ class GatedRelativeAttention(nn.Module):
         tokens = x.flatten(1, 2)
         query, key, value = (self.gate.split_heads(part) for part in self.qkv(tokens).chunk(3, -1))  # (B, h, N, d)
         bias = None
-        if self.rel_pos_h is not None:
+        if self.use_rel_pos:
             map_ = query.unflatten(2, (height, width))  # (B, h, H, W, d)
             down = torch.einsum('bhyxd,ykd->bhyxk', map_, _distances(self.rel_pos_h, height))
             right = torch.einsum('bhyxd,xkd->bhyxk', map_, _distances(self.rel_pos_w, width))
             bias = (down[..., None] + right[..., None, :]).flatten(4).flatten(2, 3)  # (B, h, N, N)
-        out = attend_in_host(self.gate, (query, key, value), (tokens, tokens, tokens), self.proj, bias)
+        out = self.attend_gated((query, key, value), (tokens, tokens, tokens), self.proj, bias)
         return out.unflatten(1, (height, width))
 
 
@@ -49,13 +54,3 @@ def _distances(table: Tensor, size: int) -> Tensor:
     table = resize_axis(table, 0, 2 * size - 1)
     positions = torch.arange(size, device=table.device)
     return table[positions[:, None] - positions + size - 1]
-
-
-def adapt_relative(*hosts: Host) -> None:
-    """Let dense gates replace ``hosts``, which have the attributes of ViTDet's attention."""
-
-    @adapts(GatedMultiheadAttention, *hosts)
-    def relative_attention(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedRelativeAttention:
-        """Hold the gate's parameters beside the host's own."""
-        core = gate.core(host.qkv.in_features, host.num_heads, batch_first=True, **options)
-        return GatedRelativeAttention(without_projections(core), host)

@@ -1,32 +1,48 @@
-"""The table of pairs: a gate, the host class that it can replace, and how it takes over the host's sizes."""
+"""The table of pairs: a kind of gate, a host's class, and the adapter of the host's family."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from torch import nn
 
 from mmgate._environment import log, why_not
+from mmgate.layers.base.gate import Gate
+from mmgate.layers.base.gated import GatedModule
 from mmgate.registry import MODELS
 
-Adapter = Callable[..., nn.Module]
 Host = type[nn.Module] | str
+Adapter = type[GatedModule]
 LATE = ('timm', 'transformers')
-_ADAPTERS: dict[tuple[type, type | str], Adapter] = {}
+
+
+@dataclass(frozen=True)
+class Inside:
+    """An entry for a host whose attention is a child, which is gated instead.
+
+    Attributes:
+        child: Its name.
+    """
+
+    child: str
+
+
+_ADAPTERS: dict[tuple[type, type | str], Adapter | Inside] = {}
 
 
 def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = None) -> Callable[[Adapter], Adapter]:
-    """Say how ``gate`` replaces modules of the classes ``hosts``.
+    """Say how modules of the classes ``hosts`` are gated.
 
-    As a decorator it registers a function ``(gate class, host module, **options) -> gate module`` that takes over the
-    host's sizes. The gate has to keep the host's parameter names; the swap fills them with the host's values. With
-    ``like`` there is nothing to decorate: ``adapts(Gate, Sub, like=Base)`` says that ``Sub`` computes what ``Base``
-    does.
+    As a decorator it enters an adapter, a subclass of :class:`~mmgate.layers.base.gated.GatedModule` whose
+    ``forward`` has the host's signature and calls the gate. With ``like`` there is nothing to decorate:
+    ``adapts(Gate, Sub, like=Base)`` says that ``Sub`` computes what ``Base`` does.
 
     Args:
-        gate: The gate; its subclasses are served, too, unless one has an adapter of its own.
+        gate: The gate, or what a rule names; its subclasses are served, too, unless one has an adapter itself.
         hosts: Host classes. They match exactly: a subclass may compute something else. One that need not be
             importable here is given by its dotted name, of which leading packages may be left out: ``'vit.Attention'``
             is also ``projects.ViTDet.vitdet.vit.Attention``.
@@ -41,13 +57,14 @@ def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = N
             raise TypeError(f'adapts needs classes, got {cls!r}.')
         if isinstance(cls, str) and not all('.' in cls and part for part in cls.split('.')):
             raise TypeError(f'{cls!r} is no dotted name of a host class, such as vitdet.vit.Attention.')
+    kind = gate_of_type(gate) or gate
 
-    def register(adapter: Adapter) -> Adapter:
-        _ADAPTERS.update({(gate, host): adapter for host in hosts})
+    def register(adapter: Any) -> Any:
+        _ADAPTERS.update({(kind, host): adapter for host in hosts})
         return adapter
 
     if like is not None:
-        known = _adapter(gate, like)
+        known = _adapter(kind, like)
         if known is None:
             fits = ', '.join(host_names(gate)) or 'nothing'
             raise LookupError(f'{full_name(gate)} has no adapter for {full_name(like)}; it replaces {fits}.')
@@ -55,41 +72,55 @@ def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = N
     return register
 
 
-def adapter_for(gate: type, host: nn.Module) -> Adapter | None:
-    """Return the adapter that replaces ``host`` by a ``gate``, or None.
+def adapts_inside(gate: type[nn.Module], child: str, *hosts: Host) -> None:
+    """Say that modules of the classes ``hosts`` are gated in their child of that name."""
+    adapts(gate, *hosts)(Inside(child))  # type: ignore[arg-type]
 
-    The host's class has to match exactly: a subclass may compute something else, which a swap would lose in silence.
+
+def gate_of_type(kind: Any) -> type[Gate] | None:
+    """Return the gate's class that a rule's type names: itself, or that of the attention of that name; else None."""
+    found = getattr(kind, 'gate_type', kind)
+    return found if inspect.isclass(found) and issubclass(found, Gate) else None
+
+
+def adapter_for(kind: type, host: nn.Module) -> tuple[Adapter, str] | None:
+    """Return the adapter that lets a gate of ``kind`` into ``host``, and where: a child's name, or '' for the host.
+
+    The host's class has to match exactly: a subclass may compute something else, which a gate would lose in silence.
     """
     _import_late(type(host).__module__.partition('.')[0])
-    return _adapter(gate, type(host))
+    entry = _adapter(gate_of_type(kind) or kind, type(host))
+    if isinstance(entry, Inside):
+        inner = adapter_for(kind, host.get_submodule(entry.child))
+        return None if inner is None else (inner[0], f'{entry.child}.{inner[1]}'.rstrip('.'))
+    return None if entry is None else (entry, '')
 
 
 def gates_for(host: nn.Module) -> list[type]:
-    """Return the registered gates that can replace ``host``."""
-    _import_late(type(host).__module__.partition('.')[0])
-    return [gate for gate in registered_gates() if _adapter(gate, type(host))]
+    """Return what rules may name as ``type`` for ``host``."""
+    return [kind for kind in registered_gates() if adapter_for(kind, host) is not None]
 
 
-def hosts_of(gate: type) -> list[type]:
-    """Return the host classes that ``gate`` can replace, without those that are known by name only."""
-    return [host for host in _hosts(gate) if not isinstance(host, str)]
+def hosts_of(kind: type) -> list[type]:
+    """Return the host classes that a gate of ``kind`` has an adapter for, less those that are known by name."""
+    return [host for host in _hosts(kind) if not isinstance(host, str)]
 
 
-def host_names(gate: type) -> list[str]:
-    """Return the names of all host classes that ``gate`` can replace; empty if it is no gate."""
-    return [host if isinstance(host, str) else full_name(host) for host in _hosts(gate)]
+def host_names(kind: type) -> list[str]:
+    """Return the names of all host classes that a gate of ``kind`` has an adapter for; empty if it is no gate."""
+    return [host if isinstance(host, str) else full_name(host) for host in _hosts(kind)]
 
 
-def parameters_of(gate: type) -> dict[str, inspect.Parameter]:
-    """Return what a gate's constructor takes by name; behind ``**kwargs`` stand the arguments of the next class."""
+def options_of(kind: type) -> dict[str, inspect.Parameter]:
+    """Return the options of a gate, its keyword-only arguments, those of its bases after ``**kwargs`` among them."""
     found: dict[str, inspect.Parameter] = {}
-    for cls in getattr(gate, 'core', gate).__mro__:
+    for cls in (gate_of_type(kind) or kind).__mro__:
         if '__init__' in vars(cls):
             taken = inspect.signature(cls).parameters
-            found = {**taken, **found}
+            found = {**{name: one for name, one in taken.items() if one.kind is one.KEYWORD_ONLY}, **found}
             if all(one.kind is not one.VAR_KEYWORD for one in taken.values()):
                 break
-    return {name: one for name, one in found.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    return found
 
 
 def full_name(cls: type) -> str:
@@ -97,8 +128,16 @@ def full_name(cls: type) -> str:
     return f'{cls.__module__}.{cls.__qualname__}'
 
 
-def _hosts(gate: type) -> Iterator[type | str]:
-    yield from dict.fromkeys(host for base, host in _ADAPTERS if base in gate.__mro__)
+def registered_gates() -> Iterator[type]:
+    """Yield what rules may name: the registered classes with a gate."""
+    for registered in MODELS.module_dict.values():
+        if gate_of_type(registered) is not None:
+            yield registered
+
+
+def _hosts(kind: type) -> Iterator[type | str]:
+    bases = (gate_of_type(kind) or kind).__mro__
+    yield from dict.fromkeys(host for base, host in _ADAPTERS if base in bases)
 
 
 @cache
@@ -109,16 +148,9 @@ def _import_late(package: str) -> None:
         log(f'mmgate has no adapters for {package} here: {problem}')
 
 
-def _adapter(gate: type, host: type) -> Adapter | None:
+def _adapter(kind: type, host: type) -> Adapter | Inside | None:
     path = f'.{full_name(host)}'
     names = [name for _, name in _ADAPTERS if isinstance(name, str) and path.endswith(f'.{name}')]
     keys: list[type | str] = [host, *sorted(set(names), key=len, reverse=True)]
-    pairs = ((base, key) for base in gate.__mro__ for key in keys)
+    pairs = ((base, key) for base in kind.__mro__ for key in keys)
     return next((_ADAPTERS[pair] for pair in pairs if pair in _ADAPTERS), None)
-
-
-def registered_gates() -> Iterator[type]:
-    """Yield the gates that have a name in the registry."""
-    for registered in MODELS.module_dict.values():
-        if inspect.isclass(registered) and any(base in registered.__mro__ for base, _ in _ADAPTERS):
-            yield registered

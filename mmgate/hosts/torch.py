@@ -1,40 +1,50 @@
-"""torch's own MultiheadAttention as a host, and what several packages have: one over a reduced map."""
+"""torch's MultiheadAttention as a host, and modules of other packages that hold one over a reduced map."""
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
-from mmgate.layers.base.map import MapAttention
+from mmgate.hosts.table import adapts, adapts_inside
+from mmgate.layers.base.dense import DenseGate, GatedTorchAttention
+from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.map import MapGate, MapHost
+
+adapts(DenseGate, nn.MultiheadAttention)(GatedTorchAttention)
 
 
-@adapts(GatedMultiheadAttention, nn.MultiheadAttention)
-def multihead_attention(
-    gate: type[GatedMultiheadAttention], host: nn.MultiheadAttention, /, **options: Any
-) -> DenseAttention:
-    """Return the gate's core, which refuses what it lacks; the gate's one name serves torch's class and mmcv's."""
-    extras = dict(add_bias_kv=host.bias_k is not None, add_zero_attn=host.add_zero_attn)
-    sizes = dict(bias=host.in_proj_bias is not None, kdim=host.kdim, vdim=host.vdim, batch_first=host.batch_first)
-    return gate.core(host.embed_dim, host.num_heads, host.dropout, **extras, **sizes, **options)
+class GatedReducedAttention(MapHost):
+    """Adapter of PVT's, MiT's and Twins' attention over a reduced map, for gates that need no reduced one."""
+
+    leaves_out = ('sr', 'norm')
+    old_names = {
+        'qkv.weight': 'attn.in_proj_weight',
+        'qkv.bias': 'attn.in_proj_bias',
+        'proj.': 'attn.out_proj.',
+    }
+
+    attn: Any
+    proj_drop: nn.Module
+    dropout_layer: nn.Module
+
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of the module of torch's inside."""
+        bias = host.attn.in_proj_bias is not None
+        return Sizes(host.embed_dims, host.num_heads, dropout=host.attn.dropout, bias=bias)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project by the weights of the module of torch's inside."""
+        q, k, v = nn.functional.linear(x, self.attn.in_proj_weight, self.attn.in_proj_bias).chunk(3, -1)
+        return q, k, v
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Project the output, and drop what the host drops."""
+        return self.dropout_layer(self.proj_drop(self.attn.out_proj(x)))
 
 
 def adapt_reduced(*hosts: type[nn.Module]) -> None:
-    """Let dense gates replace ``hosts``, and attentions over the whole map, which need no reduced one."""
-
-    @adapts(GatedMultiheadAttention, *hosts)
-    def reduced_attention(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> nn.Module:
-        """Return the host's module with the attention in it gated; the spatial reduction stays."""
-        gated = deepcopy(host)
-        gated.attn = multihead_attention(gate, host.attn, **options)
-        return gated
-
-    @adapts(MapAttention, *hosts)
-    def unreduced_attention(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:
-        sizes = dict(qkv_bias=host.attn.in_proj_bias is not None, attn_drop=host.attn.dropout)
-        module = gate(host.embed_dims, host.num_heads, **sizes, proj_drop=host.proj_drop.p, **options)
-        module.dropout_layer = host.dropout_layer
-        return module
+    """Let dense gates into the attention that ``hosts`` hold, and gates over the whole map into ``hosts``."""
+    adapts_inside(DenseGate, 'attn', *hosts)
+    adapts(MapGate, *hosts)(GatedReducedAttention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from mmgate.hosts.core import attend_in_host, copy_as, refuse_finish, without_projections
-from mmgate.hosts.hosted import HostedDeformableAttention, Shell, subclass
+from mmgate.hosts.points import points_of, sampled
 from mmgate.hosts.table import adapts, full_name
-from mmgate.layers import MultiScaleDeformableAttention
-from mmgate.layers.base.dense import GatedMultiheadAttention, Inputs
+from mmgate.layers.base.deformable import DeformableGate, DeformableHost
+from mmgate.layers.base.dense import DenseGate, DenseHost, Inputs
+from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.ops.masks import merge_masks
+from mmgate.ops.ms_deform_attn import attention_weights
 
 NAME = 'mmgate'  # of the attention implementation
 READ = ('q_proj', 'k_proj', 'v_proj')
@@ -38,7 +40,6 @@ HOSTS = (
 )
 ROTATED = ('DINOv3ViTAttention',)  # halves of their heads belong together
 
-PROJECTIONS = ('sampling_offsets', 'attention_weights', 'value_proj', 'output_proj', 'dropout')
 DEFORMABLE = {
     'deformable_detr': 'DeformableDetr',
     'rt_detr': 'RTDetr',
@@ -55,13 +56,54 @@ DEFORMABLE = {
 DEFORMABLE_HOSTS = tuple(f'modeling_{model}.{name}MultiscaleDeformableAttention' for model, name in DEFORMABLE.items())
 
 
-class HostedInterfaceAttention(Shell):
-    """A host's module whose attention function is ours, with the gate that it calls held as ``gate``."""
+@adapts(DenseGate, *HOSTS)
+class GatedInterfaceAttention(DenseHost):
+    """Adapter of modules behind the attention interface, whose attention function becomes ours.
 
-    gate: Any
+    A gate reads what the projections of query, key and value have read, which they note while the host runs.
+    """
+
+    host_signature = True
     noted_query: Tensor | None = None  # projected
+    config: Any
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of a host, by its projections."""
+        query, key, value = (getattr(host, name).in_features for name in READ)
+        dropout = host.attention_dropout if hasattr(host, 'attention_dropout') else host.dropout
+        channels = host.q_proj.out_features
+        return Sizes(
+            channels,
+            channels // host.head_dim,
+            inputs=(query, key, value),
+            output=host.o_proj.out_features,
+            dropout=dropout,
+        )
+
+    @classmethod
+    def refuses(cls, host: Any, gate: Any) -> str | None:
+        """Refuse two streams where the halves of a head are rotated together."""
+        name = next((base.__name__ for base in type(host).__mro__ if base.__name__ in ROTATED), None)
+        if gate.two_streams and name:
+            return f'the gate splits heads into two streams, but {name} rotates their halves together'
+        return None
+
+    def switched_on(self) -> None:
+        """Let this module, and no other of its model, attend by our function, and let projections note their input."""
+        notes = self.gating.notes
+        notes['config'] = self.config
+        self.config = copy(self.config)
+        self.config._attn_implementation = NAME
+        notes['hooks'] = [getattr(self, name).register_forward_pre_hook(note_input) for name in READ]
+
+    def switched_off(self) -> None:
+        """Give the module its config back, and take the notes off."""
+        self.config = self.gating.notes.pop('config')
+        for hook in self.gating.notes.pop('hooks'):
+            hook.remove()
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         """Attend; the arguments are the host's. There are no weights to return, as with its fused functions."""
         try:
             output, weights = super().forward(*args, **kwargs)
@@ -71,7 +113,7 @@ class HostedInterfaceAttention(Shell):
             for name in READ:
                 getattr(self, name).noted_input = None
 
-    def noted_inputs(self: Any) -> Inputs:
+    def noted_inputs(self) -> Inputs:
         """Return what the projections of query, key and value have read in this call."""
         return self.q_proj.noted_input, self.k_proj.noted_input, self.v_proj.noted_input
 
@@ -100,7 +142,7 @@ def attention(
     Raises:
         ValueError: A mask of another implementation (flash or flex attention).
     """
-    if not isinstance(module, HostedInterfaceAttention):
+    if not isinstance(module, GatedInterfaceAttention):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
@@ -124,32 +166,24 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, sdpa_mask)  # without it a model of this implementation gets no masks
 
 
-@adapts(GatedMultiheadAttention, *HOSTS)
-def interface_attention(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> HostedInterfaceAttention:
-    """Return a copy of the host that holds a gate and has its attention computed by it."""
-    widths = dict(zip(('qdim', 'kdim', 'vdim'), (getattr(host, name).in_features for name in READ), strict=True))
-    dropout = host.attention_dropout if hasattr(host, 'attention_dropout') else host.dropout
-    channels = host.q_proj.out_features
-    core = gate.core(channels, channels // host.head_dim, dropout, batch_first=True, **widths, **options)
-    if core.two_streams and type(host).__name__ in ROTATED:
-        raise ValueError(
-            f'{gate.__name__} splits heads into two streams, but {type(host).__name__} rotates their halves together.'
-        )
-    refuse_finish(gate, core, host.o_proj.out_features)
-    gated = copy_as(subclass(HostedInterfaceAttention, type(host)), host, gate=without_projections(core))
-    gated.config._attn_implementation = NAME  # the module's own copy: the model's others attend as before
-    for name in READ:
-        getattr(gated, name).register_forward_pre_hook(note_input)
-    return gated
+@adapts(DenseGate, 'modeling_mask2former.Mask2FormerAttention')
+class GatedMask2FormerAttention(DenseHost):
+    """Adapter of Mask2Former's attention over its queries, which goes through no interface."""
 
+    host_signature = True
 
-class HostedMask2FormerAttention(Shell):
-    """Mask2Former's attention over its queries, which goes through no interface, with a gate held as ``gate``."""
+    q_proj: nn.Module
+    k_proj: nn.Module
+    v_proj: nn.Module
+    out_proj: nn.Module
 
-    gate: Any
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of a host."""
+        return Sizes(host.embed_dim, host.num_heads, dropout=host.dropout)
 
     def forward(
-        self: Any,
+        self,
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         position_embeddings: Tensor | None = None,
@@ -166,8 +200,9 @@ class HostedMask2FormerAttention(Shell):
         key = value if positions is None else value + positions
         query = hidden_states if position_embeddings is None else hidden_states + position_embeddings
         inputs = (query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1))  # (B, N|M, C)
-        q, k, v = (self.gate.split_heads(getattr(self, name)(x)) for name, x in zip(READ, inputs, strict=True))
-        output = attend_in_host(self.gate, (q, k, v), inputs, self.out_proj, attn_mask=attention_mask)
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (self.gate.split_heads(project(x)) for project, x in zip(projections, inputs, strict=True))
+        output = self.attend_gated((q, k, v), inputs, self.out_proj, attn_mask=attention_mask)
         weights = None
         if output_attentions:
             bias, _ = merge_masks(attention_mask, None, q.shape[0], q.shape[1], q.dtype)
@@ -175,35 +210,88 @@ class HostedMask2FormerAttention(Shell):
         return output.transpose(0, 1), weights
 
 
-@adapts(GatedMultiheadAttention, 'modeling_mask2former.Mask2FormerAttention')
-def mask2former_attention(
-    gate: type[GatedMultiheadAttention], host: Any, /, **options: Any
-) -> HostedMask2FormerAttention:
-    """Return a copy of the host that holds a gate."""
-    core = gate.core(host.embed_dim, host.num_heads, host.dropout, batch_first=True, **options)
-    return copy_as(subclass(HostedMask2FormerAttention, type(host)), host, gate=without_projections(core))
+@adapts(DeformableGate, *DEFORMABLE_HOSTS)
+class GatedMultiscaleDeformableAttention(DeformableHost):
+    """Adapter of transformers' multi-scale deformable attentions; a gate reads the query with its position."""
 
+    host_signature = True
 
-@adapts(MultiScaleDeformableAttention, *DEFORMABLE_HOSTS)
-def deformable_attention(
-    gate: type[MultiScaleDeformableAttention], host: Any, /, **options: Any
-) -> HostedDeformableAttention:
-    """Return a copy of the host that holds a gate."""
-    points = set(host.n_points) if isinstance(host.n_points, (list, tuple)) else {host.n_points}
-    if len(points) > 1:
-        raise ValueError(
-            f'{gate.__name__} has one number of points for all levels, but this {full_name(type(host))} has '
-            f'{list(host.n_points)} (decoder_n_points).'
-        )
-    method = getattr(host, 'method', getattr(host, 'decoder_method', 'default'))
-    if method != 'default':
-        raise ValueError(
-            f'{gate.__name__} samples bilinearly, but this {full_name(type(host))} has decoder_method={method!r}.'
-        )
-    core = gate(host.d_model, host.n_heads, host.n_levels, points.pop(), **options)
-    for name in PROJECTIONS:
-        delattr(core, name)
-    core.has_projections = False
-    gated = copy_as(subclass(HostedDeformableAttention, type(host)), host, gate=core)
-    gated.mask_is_padding = type(host).__name__.startswith(('Mask2Former', 'OneFormer'))
-    return gated
+    n_heads: int
+    n_levels: int
+    sampling_offsets: nn.Module
+    attention_weights: nn.Module
+
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of a host."""
+        return Sizes(host.d_model, host.n_heads, levels=host.n_levels, points=points_of(host))
+
+    @classmethod
+    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
+        """Return the gate for a host.
+
+        Raises:
+            ValueError: A host of uneven points, or one that does not sample bilinearly.
+        """
+        if isinstance(host.n_points, (list, tuple)) and len(set(host.n_points)) > 1:
+            raise ValueError(
+                f'it needs one number of points for all levels, but this {full_name(type(host))} has '
+                f'{list(host.n_points)} (decoder_n_points).'
+            )
+        method = getattr(host, 'method', getattr(host, 'decoder_method', 'default'))
+        if method != 'default':
+            raise ValueError(
+                f'it samples bilinearly, but this {full_name(type(host))} has decoder_method={method!r}.'
+            )
+        return super().make_gate(host, gate_type, **options)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor,
+        position_embeddings: Tensor | None = None,
+        reference_points: Tensor,
+        spatial_shapes: Tensor | None = None,
+        spatial_shapes_list: Any = None,
+        level_start_index: Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend from queries ``(B, Q, C)`` to the levels of ``encoder_hidden_states``, ``(B, S, C)`` side by side.
+
+        Args:
+            hidden_states: The queries.
+            attention_mask: ``(B, S)`` bool, False where there is padding; in Mask2Former and OneFormer True.
+            encoder_hidden_states: The levels.
+            position_embeddings: Added to the queries.
+            reference_points: ``(B, Q, L|1, 2)`` as (x, y), or ``(B, Q, L|1, 4)`` as (x, y, w, h), in 0 to 1.
+            spatial_shapes: ``(L, 2)`` as (height, width).
+            spatial_shapes_list: The same as a list, where there is no tensor.
+            level_start_index: ``(L,)``; of levels side by side by default.
+            **kwargs: What layers hand to every attention; not used, as in transformers.
+
+        Returns:
+            ``(B, Q, C)``, and the weights ``(B, Q, H, L, P)``, in RT-DETRv2, D-FINE and DEIMv2 ``(B, Q, H, L P)``.
+        """
+        query = hidden_states if position_embeddings is None else hidden_states + position_embeddings
+        value = self.value_proj(encoder_hidden_states) if hasattr(self, 'value_proj') else encoder_hidden_states
+        if attention_mask is not None:
+            padding = attention_mask if self.mask_is_padding else ~attention_mask
+            value = value.masked_fill(padding[..., None], 0.0)
+        value = value.unflatten(-1, (self.n_heads, -1))  # (B, S, H, d)
+        if spatial_shapes is None:
+            spatial_shapes = torch.tensor(spatial_shapes_list, device=value.device)
+        if level_start_index is None:
+            areas = spatial_shapes.prod(-1)
+            level_start_index = areas.cumsum(0) - areas
+        offsets, logits = sampled(self, query, reference_points)
+        output = self.sample(query, value, spatial_shapes, level_start_index, offsets, logits, reference_points)
+        output = self.output_proj(output) if hasattr(self, 'output_proj') else output
+        weights = attention_weights(logits, **self.gate.modulate(query))
+        return output, weights.flatten(3) if hasattr(self, 'offset_scale') else weights
+
+    @property
+    def mask_is_padding(self) -> bool:
+        """Whether True in a mask means padding."""
+        return any(base.__name__.startswith(('Mask2Former', 'OneFormer')) for base in type(self).__mro__)

@@ -1,90 +1,108 @@
-"""Swin's windows as hosts: gated attention inside them, and attention over the whole map in their place."""
+"""Swin's windows as hosts: gated attention inside them, and attention over the whole map instead of them."""
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from mmgate.hosts.core import attend_over_map, own_scale
 from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
-from mmgate.layers.base.map import MapAttention
+from mmgate.layers.base.dense import DenseGate, DenseHost, refuse_scale
+from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.map import MapGate, MapHost, Size
 
-RENAMED = {
-    'qkv.weight': 'attn.in_proj_weight',
-    'qkv.bias': 'attn.in_proj_bias',
-    'proj.weight': 'attn.out_proj.weight',
-    'proj.bias': 'attn.out_proj.bias',
+OLD_NAMES = {  # of mmgate 0.1, which held a module of torch's
+    'attn.in_proj_weight': 'qkv.weight',
+    'attn.in_proj_bias': 'qkv.bias',
+    'attn.out_proj.': 'proj.',
+    'attn.': '',
 }
+WINDOWS: dict[type[nn.Module], type[nn.Module]] = {}  # by package, the class that shifts and that of its windows
 
 
-class Renamed(nn.Module):
-    """Base of what stands for a host around a gated attention ``attn``, which takes over the host's projections."""
-
-    def _load_from_state_dict(
-        self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        for old, new in RENAMED.items():
-            if prefix + old in state_dict:
-                state_dict[prefix + new] = state_dict.pop(prefix + old)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
-
-
-class GatedWindowMSA(Renamed):
-    """Drop-in for mmdet's, mmseg's and mmpretrain's ``WindowMSA`` around a gated attention.
+class GatedWindowMSA(DenseHost):
+    """Adapter of mmdet's, mmseg's and mmpretrain's ``WindowMSA``.
 
     The relative position bias and the mask ``(nW, N, N)`` of shifted windows are added to the logits after the gate.
-
-    Args:
-        attn: The gated attention, ``batch_first``; takes over the host's projections.
-        host: The ``WindowMSA``, for its window's size, positions and dropout.
     """
 
+    old_names = OLD_NAMES
+
+    num_heads: int
+    qkv: nn.Module
+    proj: nn.Module
+    proj_drop: nn.Module
+    relative_position_bias_table: Tensor
     relative_position_index: Tensor
 
-    def __init__(self, attn: DenseAttention, host: Any) -> None:
-        super().__init__()
-        self.attn, self.proj_drop = attn, host.proj_drop
-        self.window_size, self.tokens = host.window_size, host.window_size[0] * host.window_size[1]
-        self.relative_position_bias_table = nn.Parameter(torch.zeros_like(host.relative_position_bias_table))
-        self.register_buffer('relative_position_index', host.relative_position_index.clone())
+    @classmethod
+    def refuses(cls, host: Any, gate: Any) -> str | None:
+        """Refuse another scale of the logits."""
+        return refuse_scale(host)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within windows ``(B nW, N, C)``, those of an image next to each other."""
-        table, index = self.relative_position_bias_table, self.relative_position_index
-        bias = table[index.flatten()].view(self.tokens, self.tokens, -1).permute(2, 0, 1)[None]  # (1, H, N, N)
+        query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)  # (B nW, H, N, d)
+        tokens = x.shape[1]
+        table = self.relative_position_bias_table[self.relative_position_index.flatten()]
+        bias = table.view(tokens, tokens, -1).permute(2, 0, 1)[None]  # (1, H, N, N)
         if mask is not None:
             bias = (bias + mask[:, None]).repeat(x.shape[0] // mask.shape[0], 1, 1, 1)
-        inputs = (x, x, x)
-        q, k, v = self.attn.project(inputs)
-        heads = self.attn.attend(q, k, v, inputs, bias.to(q.dtype))
-        return self.proj_drop(self.attn.merge(heads, q, inputs))
+        out = self.attend_gated((query, key, value), (x, x, x), self.proj, bias.to(query.dtype))
+        return self.proj_drop(out)
+
+
+class GatedShiftWindowMSA(MapHost):
+    """Adapter of ``ShiftWindowMSA``, for gates that mix the whole map instead of windows."""
+
+    leaves_out = ('w_msa.relative_position_bias_table', 'w_msa.relative_position_index')
+    old_names = {'qkv.': 'w_msa.qkv.', 'proj.': 'w_msa.proj.'}
+
+    w_msa: Any
+    drop: nn.Module
+
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        """Return the sizes of the windows' attention."""
+        windows = host.w_msa
+        return Sizes(
+            windows.embed_dims,
+            windows.num_heads,
+            dropout=windows.attn_drop.p,
+            scale=windows.scale,
+            bias=windows.qkv.bias is not None,
+            shifted=host.shift_size > 0,
+        )
+
+    @classmethod
+    def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
+        """Return the gate for a host around the plain windows of its package.
+
+        Raises:
+            ValueError: Other windows, or the gate does not fit.
+        """
+        kind = type(host.w_msa)
+        plain = next(window for shifted, window in WINDOWS.items() if isinstance(host, shifted))
+        if kind is not plain:
+            raise ValueError(f'it would lose what the {kind.__name__} in it computes beyond a {plain.__name__}.')
+        return super().make_gate(host, gate_type, **options)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Project by the windows' layer."""
+        q, k, v = self.w_msa.qkv(x).chunk(3, -1)
+        return q, k, v
+
+    def finish(self, x: Tensor) -> Tensor:
+        """Project the output, and drop what the host drops."""
+        return self.drop(self.w_msa.proj_drop(self.w_msa.proj(x)))
+
+    def forward(self, query: Tensor, hw_shape: Size) -> Tensor:
+        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``."""
+        return self.attend(query, hw_shape)
 
 
 def adapt_swin(window_msa: type[nn.Module], shift_window_msa: type[nn.Module]) -> None:
-    """Let dense gates replace ``window_msa``, and attentions over the whole map ``shift_window_msa``."""
-
-    @adapts(GatedMultiheadAttention, window_msa)
-    def windows(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedWindowMSA:
-        if reason := own_scale(host):
-            raise ValueError(f'{gate.__name__} {reason}')
-        core = gate.core(host.embed_dims, host.num_heads, host.attn_drop.p, batch_first=True, **options)
-        if host.qkv.bias is None:  # torch's class has both biases or none
-            core.register_parameter('in_proj_bias', None)
-        return GatedWindowMSA(core, host)
-
-    @adapts(MapAttention, shift_window_msa)
-    def whole_map(gate: type[MapAttention], host: Any, /, **options: Any) -> MapAttention:
-        windows: Any = host.w_msa
-        kind = type(windows)
-        if kind is not window_msa:
-            raise ValueError(
-                f'{gate.__name__} does not replace a {type(host).__name__} around a {kind.__name__}: it would '
-                f'lose what that computes beyond a {window_msa.__name__}.'
-            )
-        module = attend_over_map(gate, windows, **options)
-        module.dropout_layer, module.shifted = host.drop, host.shift_size > 0
-        return module
+    """Let dense gates into ``window_msa``, and gates over the whole map into ``shift_window_msa``."""
+    adapts(DenseGate, window_msa)(GatedWindowMSA)
+    adapts(MapGate, shift_window_msa)(GatedShiftWindowMSA)
+    WINDOWS[shift_window_msa] = window_msa

@@ -4,8 +4,8 @@ from mmgate.layers.base.deformable import MultiScaleDeformableAttention
 
 from .agent import AgentAttention
 from .cross_window import CrossWindowAttention
-from .dgsa import DifferentialGatedAttention, DifferentialGatedMultiheadAttention
-from .differential import DifferentialAttention, DifferentialMultiheadAttention
+from .dgsa import DGSAGate, DifferentialGatedMultiheadAttention
+from .differential import DifferentialGate, DifferentialMultiheadAttention
 from .gml import GatingModulation
 from .linear.angular import LinearAngularAttention
 from .linear.efficient import EfficientAttention
@@ -16,17 +16,17 @@ from .linear.inline import InLineAttention
 from .linear.mlla import MLLAAttention
 from .linear.polaformer import PolaFormerAttention
 from .linear.rala import RALAAttention
-from .plug import PLuGMultiScaleDeformableAttention
-from .plug_dense import PLuGAttention, PLuGMultiheadAttention
+from .plug import PLuGDeformableGate, PLuGMultiScaleDeformableAttention
+from .plug_dense import PLuGGate, PLuGMultiheadAttention
 from .saga import SAGAAttention
-from .sdpa_gate import SDPAGatedAttention, SDPAGatedMultiheadAttention
+from .sdpa_gate import SDPAGate, SDPAGatedMultiheadAttention
 from .softmax import SoftmaxAttention
 
 __all__ = [
     'AgentAttention',
     'CrossWindowAttention',
-    'DifferentialAttention',
-    'DifferentialGatedAttention',
+    'DGSAGate',
+    'DifferentialGate',
     'DifferentialGatedMultiheadAttention',
     'DifferentialMultiheadAttention',
     'EfficientAttention',
@@ -38,13 +38,14 @@ __all__ = [
     'LinearAngularAttention',
     'MLLAAttention',
     'MultiScaleDeformableAttention',
-    'PLuGAttention',
+    'PLuGDeformableGate',
+    'PLuGGate',
     'PLuGMultiScaleDeformableAttention',
     'PLuGMultiheadAttention',
     'PolaFormerAttention',
     'RALAAttention',
     'SAGAAttention',
-    'SDPAGatedAttention',
+    'SDPAGate',
     'SDPAGatedMultiheadAttention',
     'SoftmaxAttention',
 ]

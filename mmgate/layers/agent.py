@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.map import GatedMapAttention
 from mmgate.ops.agent_attention import agent_attention
 from mmgate.registry import MODELS
 
-from .parts.agent_bias import BIASES, CLASS_BIASES, AgentBiases
 from .gml import check_option
+from .parts.agent_bias import BIASES, CLASS_BIASES, AgentBiases
 from .parts.stripes import merge_stripes, split_stripes
 
 
@@ -40,7 +42,7 @@ class AgentGate(AgentBiases):
             shifted windows these are shifted as well, by half of one: the map is rolled, so that a window at its border
             holds tokens of both sides. They see each other, as in the authors' code, whose agent attention is given a
             mask and leaves it out.
-        **kwargs: Those of :class:`~mmgate.layers.base.map.MapAttention`. A
+        **kwargs: Those of :class:`~mmgate.layers.base.map.MapGate`. A
             class token takes part in both attentions with biases of its own, ``ac_bias`` and ``ca_bias``, but neither
             in the pooling nor in the convolution.
 
@@ -78,17 +80,18 @@ class AgentGate(AgentBiases):
         for name, number in (('agent_num', agent_num), ('pretrain_agent_num', pretrain_agent_num)):
             if number < 1 or isqrt(number) ** 2 != number:
                 raise ValueError(f'{name}={number} must be a square number: agents lie on a square grid.')
-        self.grid, self.pretrain_grid = isqrt(agent_num), isqrt(pretrain_agent_num)
+        self.grid = isqrt(agent_num)
+        self.pretrain_grid = isqrt(pretrain_agent_num)
         height, width = int(map_size[0]), int(map_size[1])
-        if window is not None:
-            height, width = min(window, height), min(window, width)
         self.map_size = (height, width)
-        self.window, self.value_factor, self.broadcast_scale = window, value_factor, broadcast_scale
-        self.dwc = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims) if dwc else None
-        static = torch.empty(1, pretrain_agent_num, embed_dims)
+        self.bias_size = self.map_size if window is None else (min(window, height), min(window, width))
+        self.window = window
+        self.value_factor = value_factor
+        self.broadcast_scale = broadcast_scale
+        self.dwc = nn.Conv2d(self.embed_dims, self.embed_dims, 3, padding=1, groups=self.embed_dims) if dwc else None
+        static = torch.empty(1, pretrain_agent_num, self.embed_dims)
         self.agent_tokens = nn.Parameter(static) if agents == 'static' else None
         self.make_biases(bias)
-        self.reset_gate()
 
     def reset_gate(self) -> None:
         """Draw the biases from a normal distribution of deviation 0.02, truncated at 2, and the convolution anew."""

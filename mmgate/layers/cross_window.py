@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.init import GateInit
 from mmgate.layers.base.map import MapAttention
 from mmgate.registry import MODELS
 
@@ -16,7 +15,7 @@ from .parts.stripes import merge_stripes, split_stripes
 
 
 @MODELS.register_module()
-class CrossWindowAttention(GateInit, MapAttention):
+class CrossWindowAttention(MapAttention):
     """Half of the heads attend in vertical stripes, half in horizontal ones, with convolved values added (LePE).
 
     Args:
@@ -25,30 +24,21 @@ class CrossWindowAttention(GateInit, MapAttention):
         **kwargs: Those of :class:`~mmgate.layers.base.map.MapAttention`.
 
     Raises:
-        ValueError: An odd number of heads in stripes, or a class token.
+        ValueError: An odd number of heads in stripes.
 
     Source: CSWin transformer (Dong et al., 2022), Eq. 1 to 6.
     """
 
-    is_vanilla = True
-
     def __init__(self, embed_dims: int, num_heads: int, *, split: int | None = 7, **kwargs: Any) -> None:
-        super().__init__(sizes, **kwargs)
+        super().__init__(embed_dims, num_heads, **kwargs)
         if split is not None and num_heads % 2:
             raise ValueError(f'num_heads={num_heads} must be even, half for each direction of the stripes.')
-        if self.class_tokens:
-            raise ValueError('CrossWindowAttention has no class_token: it would lie in no stripe.')
-        self.split, self.branches = split, 1 if split is None else 2
+        self.split = split
+        self.branches = 1 if split is None else 2
         channels = embed_dims // self.branches
         self.lepe = nn.ModuleList(
             nn.Conv2d(channels, channels, 3, padding=1, groups=channels) for _ in range(self.branches)
         )
-
-    def reset_gate(self) -> None:
-        """Start the convolutions as torch does."""
-        convolutions: Any = self.lepe
-        for convolution in convolutions:
-            convolution.reset_parameters()
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every branch, on its share of the channels."""
@@ -64,5 +54,7 @@ class CrossWindowAttention(GateInit, MapAttention):
         q, k, v = (split_stripes(t, hw_shape, stripe) for t in (q, k, v))
         local = lepe(v.transpose(1, 2).unflatten(-1, stripe)).flatten(2).transpose(1, 2)  # within the stripe
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, v))  # (B n, H / branches, N, d)
-        out = F.scaled_dot_product_attention(q, k, v, dropout_p=self.drop_rate, scale=self.scale)
+        out = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=self.attn_drop if self.training else 0.0, scale=self.scale
+        )
         return merge_stripes(out.transpose(1, 2).flatten(2) + local, hw_shape, stripe)

@@ -79,7 +79,7 @@ class PLuGGate(DenseGate):
         xavier_(self.gate_k_proj)
         self.gml.reset_parameters()
 
-    def gates(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    def factors(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return what gates are products of, ``(B, H|1, N|M, g)``, from query and key before projection."""
         pairs = zip((self.gate_q_proj, self.gate_k_proj), inputs[:2], strict=True)
         gate_q, gate_k = (proj(x).unflatten(-1, (self.gate_heads, -1)).transpose(1, 2) for proj, x in pairs)
@@ -87,17 +87,17 @@ class PLuGGate(DenseGate):
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
         """Return the gate of every query and key, ``(B, H|1, N, M)``."""
-        query, key = self.gates((inputs[0], inputs[1], inputs[1]))
+        query, key = self.factors((inputs[0], inputs[1], inputs[1]))
         return self.gml(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads (Eq. 5 to 7)."""
-        return self.attend_gated(query, key, value, self.gates(inputs), bias)
+        return self.attend_gated(query, key, value, self.factors(inputs), bias)
 
     def attend_gated(
         self, query: Tensor, key: Tensor, value: Tensor, gates: tuple[Tensor, Tensor], bias: Tensor | None
     ) -> Tensor:
-        """Return the heads with the pairs gated by the products of ``gates``, see :meth:`gates`."""
+        """Return the heads with the pairs gated by the products of ``gates``, see :meth:`factors`."""
         options: dict[str, Any] = dict(residual=self.residual, position=self.position)
         options.update(dropout=self.drop_rate, backend=self.backend)
         return plug_attention(query, key, value, *gates, self.gml, bias, **options)
@@ -105,7 +105,7 @@ class PLuGGate(DenseGate):
     def attention_map(self, query: Tensor, key: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the gated attention weights."""
         return attention_map(
-            query, key, *self.gates(inputs), self.gml, bias, residual=self.residual, position=self.position
+            query, key, *self.factors(inputs), self.gml, bias, residual=self.residual, position=self.position
         )
 
 

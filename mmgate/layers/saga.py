@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.map import GatedMapAttention
 from mmgate.ops.gated_linear_attention import gated_linear_attention
 from mmgate.registry import MODELS
 

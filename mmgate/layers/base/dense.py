@@ -102,6 +102,7 @@ class DenseHost(GatedModule):
         attn_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         gate: DenseGate | None = None,
+        logit_factor: float = 1.0,
     ) -> Tensor:
         """Attend with the gate between the host's projections.
 
@@ -113,6 +114,7 @@ class DenseHost(GatedModule):
             attn_mask: See :func:`~mmgate.ops.masks.merge_masks`.
             key_padding_mask: ``(B, M)``; see there.
             gate: The gate, by default the child of that name.
+            logit_factor: The host's scale of the logits over ``1 / sqrt(d)``.
 
         Returns:
             ``(B, N, C)``. A row whose keys are all masked gets zeros from the heads.
@@ -122,7 +124,8 @@ class DenseHost(GatedModule):
         masks, dead = merge_masks(attn_mask, key_padding_mask, query.shape[0], query.shape[1], query.dtype)
         if masks is not None:
             bias = masks if bias is None else bias + masks
-        heads = gate.attend(query, key, value, inputs, bias)
+        scaled = query if logit_factor == 1 else query * logit_factor
+        heads = gate.attend(scaled, key, value, inputs, bias)
         if dead is not None:
             heads = heads.masked_fill(dead, 0.0)
         return gate.finish(out_proj(gate.merge_heads(heads)), query, inputs)

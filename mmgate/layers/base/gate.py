@@ -201,5 +201,3 @@ def random_stream(name: str, device: torch.device | None = None) -> Iterator[Non
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
-
-

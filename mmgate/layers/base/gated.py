@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, wraps
 from typing import Any, ClassVar
 
 import torch
@@ -31,11 +31,14 @@ class GatedModule(nn.Module):
         leaves_out: Dotted names of the host's parameters, buffers and children that a gated forward does not use.
             They are out of the module while it is gated.
         old_names: How checkpoints of mmgate 0.1 call what has the host's name now: beginnings of keys.
+        host_signature: Whether a gated class keeps the signature of the host's ``forward``, of a family whose
+            signatures differ.
     """
 
     gate: Any
     leaves_out: ClassVar[tuple[str, ...]] = ()
     old_names: ClassVar[Mapping[str, str]] = {}
+    host_signature: ClassVar[bool] = False
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
@@ -149,7 +152,15 @@ class Part:
 @cache
 def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
     """Return the class of a gated ``host``: a subclass of both, pickled by them, as it has no name in any module."""
-    return type(f'Gated{host.__name__}', (adapter, host), dict(__module__=adapter.__module__, made_of=(adapter, host)))
+    members: dict[str, Any] = dict(__module__=adapter.__module__, made_of=(adapter, host))
+    if adapter.host_signature:
+
+        @wraps(host.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return adapter.forward(self, *args, **kwargs)
+
+        members['forward'] = forward
+    return type(f'Gated{host.__name__}', (adapter, host), members)
 
 
 def _empty(adapter: type[GatedModule], host: type[nn.Module]) -> Any:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.map import GatedMapAttention
 from mmgate.ops.linear_attention import linear_angular_attention
 from mmgate.registry import MODELS
 
@@ -30,9 +32,7 @@ class LinearAngularGate(LinearGate):
     Source: Castling-ViT (You et al., 2023), and its public code.
     """
 
-    def __init__(
-        self, sizes: Sizes, *, convolution: str = 'tokens', dwc: int | None = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, sizes: Sizes, *, convolution: str = 'tokens', dwc: int | None = None, **kwargs: Any) -> None:
         check_option('convolution', convolution, ('tokens', 'map'))
         self.along_tokens = convolution == 'tokens'
         length = (9 if self.along_tokens else 3) if dwc is None else dwc

@@ -8,30 +8,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.init import GateInit, start_linear
-from mmgate.layers.base.map import MapAttention
+from mmgate.layers.base.gate import Sizes, start_linear
+from mmgate.layers.base.map import MapGate
 from mmgate.ops.linear_attention import rotate
 
 from ..parts.resizing import resize_grid
 
 
-class LinearAttention(GateInit, MapAttention):
+class LinearGate(MapGate):
     """Linear attention over an H x W map; a subclass mixes the tokens in :meth:`attend`.
 
     Args:
-        embed_dims: Channels C, a multiple of ``num_heads``.
-        num_heads: Heads H.
+        sizes: Of the host's attention.
         dwc: Side of the depthwise convolution's kernel, whose output is added to the heads; 0 for none, the paper's,
             which is the class's ``default_dwc``, by default.
         dwc_shared: Whether the heads share d kernels; else there are C.
         map_size: Height and width of the map in pre-training, of which the position encoding of the keys has its
             shape; None for no encoding. It is resized bilinearly to another map, in a forward pass and on loading.
-        **kwargs: ``qkv_bias``, ``qk_scale``, ``proj_drop``, ``dropout_layer`` and ``class_token`` of
-            :class:`~mmgate.layers.base.map.MapAttention`. There are no attention weights to drop. A class token
-            attends, but is neither convolved nor given a position.
+        **kwargs: ``class_token`` of :class:`~mmgate.layers.base.map.MapGate`: it attends, but is neither convolved nor
+            given a position.
 
     Raises:
-        ValueError: Sizes that do not divide, or an ``attn_drop``.
+        ValueError: Sizes that do not divide, or attention weights to be dropped, of which there are none.
 
     The convolution starts as torch's, the position encoding at 0 and the gates as PVT's linear layers.
 
@@ -55,9 +53,9 @@ class LinearAttention(GateInit, MapAttention):
         **kwargs: Any,
     ) -> None:
         super().__init__(sizes, **kwargs)
-        if self.attn_drop:
+        if self.dropout:
             raise ValueError(
-                f'attn_drop={self.attn_drop}: {type(self).__name__} has no attention weights to drop; leave it at 0, '
+                f'attn_drop={self.dropout}: {type(self).__name__} has no attention weights to drop; leave it at 0, '
                 "in a backbone attn_drop_rate, and use proj_drop, a backbone's drop_rate."
             )
         if self.head_dim % self.head_multiple:
@@ -65,14 +63,14 @@ class LinearAttention(GateInit, MapAttention):
         dwc = self.default_dwc if dwc is None else dwc
         if dwc < 0 or (dwc and dwc % 2 == 0):
             raise ValueError(f'dwc={dwc} must be the odd side of a kernel, or 0 for no convolution.')
-        channels = self.head_dim if dwc_shared else embed_dims
+        channels = self.head_dim if dwc_shared else self.embed_dims
         self.dwc: Any = nn.Conv2d(channels, channels, dwc, padding=dwc // 2, groups=channels) if dwc else None
         self.map_size = None if map_size is None else (int(map_size[0]), int(map_size[1]))
         self.position_encoding: Any = None
         if self.map_size is not None:
-            self.position_encoding = nn.Parameter(torch.zeros(1, self.map_size[0] * self.map_size[1], embed_dims))
+            self.position_encoding = nn.Parameter(torch.zeros(1, self.map_size[0] * self.map_size[1], self.embed_dims))
         for name in self.gates:
-            self.add_module(name, nn.Linear(embed_dims, embed_dims, bias=self.qkv.bias is not None))
+            self.add_module(name, nn.Linear(self.embed_dims, self.embed_dims, bias=sizes.bias))
 
     def reset_gate(self) -> None:
         """Start the convolution, the position encoding and the gates anew."""
@@ -110,7 +108,8 @@ class LinearAttention(GateInit, MapAttention):
 
     def resize_loaded(self, state_dict: dict[str, Any], prefix: str) -> list[str]:
         """Resize a position encoding of another resolution, too."""
-        resized, key = super().resize_loaded(state_dict, prefix), f'{prefix}position_encoding'
+        resized = super().resize_loaded(state_dict, prefix)
+        key = f'{prefix}position_encoding'
         if self.map_size is not None and key in state_dict:
             before = state_dict[key]
             state_dict[key] = resize_grid(before, self.map_size)
@@ -121,10 +120,6 @@ class LinearAttention(GateInit, MapAttention):
         """Return ``(..., N, d)`` with rotary positions; the class token stays as it is."""
         of_class, of_map = x[..., : self.class_tokens, :], x[..., self.class_tokens :, :]
         return torch.cat([of_class, rotate(of_map, hw_shape, inclusive=inclusive)], -2)
-
-    def merge_heads(self, x: Tensor) -> Tensor:
-        """Return ``(B, H, N, d)`` as ``(B, N, C)``."""
-        return x.transpose(1, 2).flatten(2)
 
     def _resized_encoding(self, hw_shape: tuple[int, int]) -> Tensor:
         if hw_shape == self.map_size:

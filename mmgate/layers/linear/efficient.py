@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from mmgate.layers.base.map import GatedMapAttention
 from mmgate.ops.linear_attention import efficient_attention
 from mmgate.registry import MODELS
 

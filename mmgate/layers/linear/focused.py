@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.map import GatedMapAttention
 from mmgate.ops.linear_attention import EPS, focused_features, kernel_attention
 from mmgate.registry import MODELS
 
@@ -41,7 +43,7 @@ class FocusedLinearGate(LinearGate):
     ) -> None:
         super().__init__(sizes, map_size=map_size, dwc_shared=True, **kwargs)
         self.power = power
-        self.focus_scale = nn.Parameter(torch.zeros(1, 1, embed_dims))
+        self.focus_scale = nn.Parameter(torch.zeros(1, 1, self.embed_dims))
 
     def reset_gate(self) -> None:
         """Start the convolution, the position encoding and the scale anew."""

@@ -7,6 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.map import GatedMapAttention
 from mmgate.ops.linear_attention import inline_attention
 from mmgate.registry import MODELS
 
@@ -27,7 +29,6 @@ class InLineGate(LinearGate):
 
     Source: Bridging the divide: reconsidering softmax and linear attention (Han et al., 2024), Eq. 5 and 7.
     """
-
 
     def __init__(self, sizes: Sizes, *, local: bool = True, **kwargs: Any) -> None:
         super().__init__(sizes, **kwargs)

@@ -7,6 +7,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.map import GatedMapAttention
 from mmgate.ops.linear_attention import kernel_attention
 from mmgate.registry import MODELS
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.map import GatedMapAttention
 from mmgate.ops.linear_attention import polarity_attention
 from mmgate.registry import MODELS
 
@@ -45,8 +47,8 @@ class PolaFormerGate(LinearGate):
     ) -> None:
         super().__init__(sizes, map_size=map_size, dwc_shared=True, **kwargs)
         self.alpha = alpha
-        self.focus_scale = nn.Parameter(torch.zeros(1, 1, embed_dims))
-        self.power = nn.Parameter(torch.zeros(1, num_heads, 1, self.head_dim))
+        self.focus_scale = nn.Parameter(torch.zeros(1, 1, self.embed_dims))
+        self.power = nn.Parameter(torch.zeros(1, self.num_heads, 1, self.head_dim))
 
     def reset_gate(self) -> None:
         """Start the convolution, the position encoding, the scale, the power and the gate anew."""

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.layers.base.map import MapAttention
+from mmgate.layers.base.map import MapGate
+from mmgate.layers.parts.resizing import resize_axis
 from mmgate.ops.agent_attention import interpolation_matrix
 from mmgate.ops.library import without_autocast
-
-from .resizing import resize_axis
 
 BLOCK = 7  # side of the maps in an_bias and na_bias
 BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')
@@ -19,18 +18,20 @@ CLASS_BIASES = ('ac_bias', 'ca_bias')
 AXES = {'ah_bias': 3, 'aw_bias': 4, 'ha_bias': 2, 'wa_bias': 3}  # which runs along the map
 
 
-class AgentBiases(MapAttention):
-    """Base of :class:`~mmgate.layers.agent.AgentAttention` that holds its biases.
+class AgentBiases(MapGate):
+    """Base of :class:`~mmgate.layers.agent.AgentGate` that holds its biases.
 
     Attributes:
         grid: Side of the grid of agents in use.
         pretrain_grid: Side of the grid of agents in the biases' shapes.
-        map_size: Height and width of the map in pre-training, likewise.
+        map_size: Height and width of the map in pre-training.
+        bias_size: Those in the biases' shapes: of the map, or of a window.
     """
 
     grid: int
     pretrain_grid: int
     map_size: tuple[int, int]
+    bias_size: tuple[int, int]
     an_bias: nn.Parameter
     na_bias: nn.Parameter
     ah_bias: nn.Parameter
@@ -42,7 +43,9 @@ class AgentBiases(MapAttention):
 
     def make_biases(self, bias: bool) -> None:
         """Create the parameters, or None in their places without ``bias``."""
-        heads, n, (height, width) = self.num_heads, self.pretrain_grid**2, self.map_size
+        heads = self.num_heads
+        n = self.pretrain_grid**2
+        height, width = self.bias_size
         shapes: dict[str, tuple[int, ...]] = dict(
             an_bias=(heads, n, BLOCK, BLOCK),
             na_bias=(heads, n, BLOCK, BLOCK),
@@ -96,7 +99,7 @@ class AgentBiases(MapAttention):
         axis stays so. The rows are an eighth term of the product, which spares a pass over the large result.
         """
         height, width = (interpolation_matrix(BLOCK, size, block) for size in hw_shape)
-        down, along = (interpolation_matrix(*sides, block) for sides in zip(self.map_size, hw_shape, strict=True))
+        down, along = (interpolation_matrix(*sides, block) for sides in zip(self.bias_size, hw_shape, strict=True))
         block = height @ self._resize_agents(block.flatten(2)).unflatten(-1, (BLOCK, BLOCK))  # (H, n, h, 7)
         rows, columns = self._resize_agents(rows) @ down.t(), self._resize_agents(columns) @ along.t()
         ones = width.new_ones(1, width.shape[0])

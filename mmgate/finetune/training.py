@@ -10,12 +10,21 @@ from torch import nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError
-from mmgate.layers.base.init import GateInit
+from mmgate.layers.base.gate import Gate
+from mmgate.layers.base.gate import gate_parameters as named_gate_parameters
+from mmgate.layers.base.gated import GatedModule, gated_modules
 from mmgate.paths import own_model
 
-from .parts import gate_parameters, swaps_by_path
-
 TRAINS = ('gates', 'attention', 'all')
+
+
+def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return by name the parameters that gates add to their hosts.
+
+    Args:
+        model: With gates, by whatever way they came in; a wrapper around it (DDP, EMA) adds its prefix to the names.
+    """
+    return dict(named_gate_parameters(model))
 
 
 def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
@@ -28,7 +37,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     Args:
         model: With gates.
         train: ``'gates'``: their own parameters, in a backbone's frozen stages, too; ``'attention'``: all of the
-            modules that gates replaced; ``'all'``: everything that was trainable before.
+            gated modules; ``'all'``: everything that was trainable before.
 
     Returns:
         The names of the parameters that train.
@@ -49,7 +58,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     if train != 'all':
         chosen = {id(parameter) for parameter in gates.values()}
         if train == 'attention':
-            chosen |= {id(parameter) for swap in swaps_by_path(model).values() for parameter in swap.gate.parameters()}
+            chosen |= {id(parameter) for _, module in gated_modules(model) for parameter in module.parameters()}
         frozen = [name for name, p in model.named_parameters() if id(p) not in chosen and p.requires_grad]
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
@@ -76,16 +85,13 @@ def _set_mode(model: Any, mode: bool = True) -> nn.Module:
     for parameter in gate_parameters(model).values():  # backbones freeze stages, gates included, with every mode
         parameter.requires_grad_(True)
     if mode:
-        swaps = list(swaps_by_path(model).values())
-        gates: list[Any] = [swap.gate for swap in swaps]
-        gates += [module for module in model.modules() if isinstance(module, GateInit) and not module.is_vanilla]
+        gates = [module for module in model.modules() if isinstance(module, (Gate, GatedModule))]
         gated = {id(part) for gate in gates for part in gate.modules()}
-        counted = {id(buffer) for swap in swaps for buffer in swap.vanilla.buffers()}  # by norms of the host
         for module in model.modules():
             # heads and detectors ask for the mode to know whether they train; what drops and what counts are leaves,
             # and attention that drops by a function
             drops = not any(True for _ in module.children())
             drops = drops or re.search(r'Attention$|Attn$|MSA$', type(module).__name__) is not None
-            if (drops and id(module) not in gated) or id(getattr(module, 'running_mean', None)) in counted:
+            if (drops and id(module) not in gated) or getattr(module, 'running_mean', None) is not None:
                 module.training = False  # its own, not that of a gate inside
     return model

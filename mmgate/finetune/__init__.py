@@ -14,9 +14,8 @@ from mmgate.registry import MODELS
 from mmgate.swap import Rules, swap_attention
 
 from .files import gates_content, load_gates, put_gates, save_gates
-from .parts import gate_parameters
 from .removal import gates_disabled, restore_attention
-from .training import TRAINS, train_only_gates
+from .training import TRAINS, gate_parameters, train_only_gates
 
 __all__ = [
     'TRAINS',
@@ -40,7 +39,7 @@ def Gated(
     train: str = 'all',
     **host_cfg: Any,
 ) -> nn.Module:
-    """Build the model ``host`` with some of its attention modules replaced.
+    """Build the model ``host`` with gates in some of its attention modules.
 
     In a config that inherits an mm config, ``type='mmgate.Gated'``, ``host`` and ``attention`` are all that is added.
 
@@ -71,7 +70,7 @@ def Gated(
     keep_image_size(model, host_cfg)
     if attention is not None:
         names = swap_attention(model, attention)
-        log(f'mmgate: replaced {len(names)} attention modules of {type(model).__name__}')
+        log(f'mmgate: gated {len(names)} attention modules of {type(model).__name__}')
     if gates is not None:
         content = put_gates(model, gates)
         log(f'mmgate: loaded {len(content.tensors)} tensors of gates from {gates}')

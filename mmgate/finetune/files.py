@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 from mmgate._environment import log
 from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write_gates
 from mmgate.errors import ConfigError
+from mmgate.layers.base.gated import gated_modules
 from mmgate.paths import SHARDED, own_model
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
-from mmgate.weight_init import initialise_gates_last
+from mmgate.starts import initialise_gates_last
 
-from .parts import gate_parameters, swaps_by_path
 from .removal import forget_trained, gates_disabled, restore
+from .training import gate_parameters
 
 Rule = dict[str, Any]
 
@@ -111,6 +113,7 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
         for prefix, module in added.items():
             for rule in wanted[prefix]:  # one by one: a later call of swap_attention may have met gates of an earlier
                 swap_attention(module, rule)
+        content = _by_current_names(model, content)
         _fill(model, content.tensors)
     except (RuntimeError, TypeError, ValueError) as error:
         restore(added)
@@ -118,14 +121,20 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     hook = model._register_load_state_dict_pre_hook(partial(_meet_checkpoint, path, content))
     vars(model).update(gates_file=os.fspath(path), gates_file_hook=hook)
     if content.also:
-        initialise_gates_last(model, ())
+        initialise_gates_last(model)
         vars(model)['after_init_weights'] = partial(_fill, model, content.also)
     return content
 
 
 def _rules(model: nn.Module) -> dict[str, list[Rule]]:
-    found = {prefix: vars(module).get('attention_rules') for prefix, module in model.named_modules()}
-    return {prefix: list(map(_described, rules)) for prefix, rules in found.items() if rules}
+    """Return the rules that gated a model and the models inside it, in their order, by the names of those models."""
+    found: dict[str, dict[int, Rule]] = {}
+    for name, module in gated_modules(model):
+        record = module.gating
+        if name == record.name or name.endswith(f'.{record.name}'):
+            prefix = name[: len(name) - len(record.name)].rstrip('.')
+            found.setdefault(prefix, {})[record.number] = _described(record.rule)
+    return {prefix: [rule for _, rule in sorted(rules.items())] for prefix, rules in found.items()}
 
 
 def _described(rule: Mapping[str, Any]) -> Rule:
@@ -153,14 +162,21 @@ def _named(kind: str | type[nn.Module]) -> str:
     )
 
 
+def _by_current_names(model: nn.Module, content: GatesFile) -> GatesFile:
+    """Return the content of a file with the names that the gates have now: once they lay beside the projections."""
+    gated = dict(gated_modules(model))
+
+    def current(key: str) -> str:
+        found = next((name for name in gated if key.startswith(f'{name}.')), None)
+        return key if found is None else f'{found}.{gated[found].current_name(key[len(found) + 1 :])}'
+
+    tensors = {current(key) if key in content.gates else key: tensor for key, tensor in content.tensors.items()}
+    return replace(content, tensors=tensors, gates=[current(key) for key in content.gates])
+
+
 @torch.no_grad()
 def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    left, unknown = dict(tensors), []
-    for path, swap in swaps_by_path(model).items():
-        inside = {name.removeprefix(f'{path}.'): left.pop(name) for name in list(left) if name.startswith(f'{path}.')}
-        unknown += [f'{path}.{name}' for name in swap.gate.load_state_dict(inside, strict=False).unexpected_keys]
-    if left:  # trained beside the gates, or gates of a backbone that has them without a host's
-        unknown += model.load_state_dict(left, strict=False).unexpected_keys
+    unknown = model.load_state_dict(dict(tensors), strict=False).unexpected_keys
     if unknown:
         raise ConfigError(f'the model has no {", ".join(unknown[:3])}')
 
