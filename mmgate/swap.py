@@ -82,7 +82,9 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
             of_rule.update(_matches(model, pattern, kind, options, where, built))
         for name, made in of_rule.items():
             if name in chosen:
-                raise ConfigError(f'{where}: {name} is claimed by {claimed_by[name]} already; let each path match once.')
+                raise ConfigError(
+                    f'{where}: {name} is claimed by {claimed_by[name]} already; let each path match once.'
+                )
             *earlier, earlier_claim = made_as.setdefault(id(made.host), (kind, options, claim))
             if earlier != [kind, options]:
                 raise ConfigError(f'{where}: {name} is shared, and {earlier_claim} gates it otherwise; let both agree.')

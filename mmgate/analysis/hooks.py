@@ -12,7 +12,7 @@ from torch import Tensor
 from mmgate.analysis.probes.attention import GATES
 from mmgate.analysis.probes.recording import Recording, readable, record
 from mmgate.analysis.probes.statistics import RunningStatistics
-from mmgate.layers.base.init import gate_parameters
+from mmgate.layers.base.gate import gate_parameters
 from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 

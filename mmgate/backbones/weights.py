@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
 from mmgate.layers.base.gate import gate_parameters
-from mmgate.layers.base.gated import gated_modules
 from mmgate.layers.parts.resizing import resize_grid
 from mmgate.starts import gates_in_place
 
 DERIVED = ('.relative_position_index', '.attn_mask')  # what a backbone computes itself
 OUTPUT_NORM = re.compile(r'norm\d\.(weight|bias)')  # Swin's; a classifier has none
+PROJECTION = re.compile(r'\.(qkv|proj)\.')
 LAST = 3  # the stage whose map is classified
 _TABLE = 'relative_position_bias_table'
 _OF_CLASSIFIERS = ('head.', 'norm.', 'head_dist.', 'cls_token')  # what a backbone for dense prediction does not need
@@ -151,7 +151,7 @@ def host_layout(state: State) -> State:
         renamed = {key.removeprefix('backbone.'): value for key, value in swin_converter(state).items()}
         swapped = tuple(key.removesuffix('an_bias') for key in renamed if key.endswith('.w_msa.an_bias'))
         return {  # what belongs to agents lies in a gate beside the windows
-            key.replace('.w_msa.', '.gate.') if key.startswith(swapped) and not _projects(key) else key: value
+            key.replace('.w_msa.', '.gate.') if key.startswith(swapped) and not PROJECTION.search(key) else key: value
             for key, value in renamed.items()
         }
     if any(key.startswith(('layers.0.1.', 'stages.0.blocks.')) for key in state):

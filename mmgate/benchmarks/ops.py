@@ -96,15 +96,16 @@ def benchmark_ms_deform_attn_on_cpu(repetitions: int = 7) -> Iterator[Row]:
 
 def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
     """Measure the SDPA gate and M-DGSA as layers beside a layer of plain fused attention (256 channels, 8 heads)."""
-    from mmgate.layers import DifferentialGatedAttention, SDPAGatedAttention
+    from mmgate.layers import DGSAGate, SDPAGate
+    from mmgate.layers.base.dense import make_gated
 
     def run(layer: nn.Module) -> Callable[[Tensor], Tensor]:
         return lambda x: layer(x, x, x, need_weights=False)[0]
 
     providers = {
         'plain SDPA': run(nn.MultiheadAttention(256, 8, batch_first=True)),
-        'SDPA gate': run(SDPAGatedAttention(256, 8, batch_first=True)),
-        'M-DGSA': run(DifferentialGatedAttention(256, 8, batch_first=True)),
+        'SDPA gate': run(make_gated(nn.MultiheadAttention(256, 8, batch_first=True), SDPAGate)),
+        'M-DGSA': run(make_gated(nn.MultiheadAttention(256, 8, batch_first=True), DGSAGate)),
     }
     for tokens in TOKENS['cpu']:
         x = torch.randn(2, tokens, 256)

@@ -19,8 +19,8 @@ from mmgate.errors import ConfigError
 from mmgate.layers.base.gated import gated_modules
 from mmgate.paths import SHARDED, own_model
 from mmgate.registry import MODELS
-from mmgate.swap import swap_attention
 from mmgate.starts import initialise_gates_last
+from mmgate.swap import swap_attention
 
 from .removal import forget_trained, gates_disabled, restore
 from .training import gate_parameters

@@ -120,9 +120,7 @@ class GatedBiMultiHeadAttention(DenseHost):
             refuse_finish(gate, own)
             return gate
 
-        return nn.ModuleDict(
-            dict(vision=make(host.v_dim, host.l_dim), language=make(host.l_dim, host.v_dim))
-        )
+        return nn.ModuleDict(dict(vision=make(host.v_dim, host.l_dim), language=make(host.l_dim, host.v_dim)))
 
     def forward(
         self,

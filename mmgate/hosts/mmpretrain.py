@@ -95,9 +95,9 @@ def logit_factor(host: Any) -> float:
     product = host.scaled_dot_product_attention
     if product in (F.scaled_dot_product_attention, scaled_dot_product_attention_pyimpl):
         return 1.0
-    if isinstance(product, partial) and product.func is scaled_dot_product_attention_pyimpl:
-        if not product.args and set(product.keywords) == {'scale'}:
-            return host.head_dims**0.5 / product.keywords['scale']
+    scaled = isinstance(product, partial) and product.func is scaled_dot_product_attention_pyimpl
+    if scaled and not product.args and set(product.keywords) == {'scale'}:
+        return host.head_dims**0.5 / product.keywords['scale']
     raise ValueError("its scaled_dot_product_attention is not mmpretrain's.")
 
 

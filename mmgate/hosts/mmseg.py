@@ -18,7 +18,7 @@ from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
 from mmgate.layers.base.dense import DenseGate, DenseHost, refuse_scale
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import MapGate, MapHost
+from mmgate.layers.base.map import MapGate, MapHost, Size
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
 adapt_reduced(EfficientMultiheadAttention, GlobalSubsampledAttention)
@@ -49,7 +49,7 @@ class GatedBEiTAttention(PlainScale):
 
     def forward(self, x: Tensor) -> Tensor:
         """Attend over ``(B, N, C)``, class token first."""
-        bias = self.qkv.bias
+        bias: Any = self.qkv.bias
         if self.bias == 'qv_bias':
             bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
         projected = F.linear(x, self.qkv.weight, bias)
@@ -112,3 +112,7 @@ class UngroupedSelfAttention(MapHost):
     def finish(self, x: Tensor) -> Tensor:
         """Project the output, and drop what the host drops."""
         return self.proj_drop(self.proj(x))
+
+    def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
+        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``."""
+        return self.attend(x, hw_shape)

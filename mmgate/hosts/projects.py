@@ -36,7 +36,9 @@ class GatedMSDeformAttn(DeformableHost):
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
         """Return the sizes of a host."""
-        return Sizes(host.d_model, host.n_heads, levels=host.n_levels, points=host.n_points)
+        inputs = (host.d_model, host.d_model, host.d_model)
+        channels = host.value_proj.out_features  # fewer in ViT-Adapter
+        return Sizes(channels, host.n_heads, inputs=inputs, levels=host.n_levels, points=host.n_points)
 
     @classmethod
     def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:

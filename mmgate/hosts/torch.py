@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from mmgate.hosts.table import adapts, adapts_inside
 from mmgate.layers.base.dense import DenseGate, GatedTorchAttention
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import MapGate, MapHost
+from mmgate.layers.base.map import MapGate, MapHost, Size
 
 adapts(DenseGate, nn.MultiheadAttention)(GatedTorchAttention)
 
@@ -42,6 +42,10 @@ class GatedReducedAttention(MapHost):
     def finish(self, x: Tensor) -> Tensor:
         """Project the output, and drop what the host drops."""
         return self.dropout_layer(self.proj_drop(self.attn.out_proj(x)))
+
+    def forward(self, x: Tensor, hw_shape: Size, identity: Tensor | None = None) -> Tensor:
+        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``, and add ``identity`` if it is given."""
+        return self.attend(x, hw_shape, identity)
 
 
 def adapt_reduced(*hosts: type[nn.Module]) -> None:

@@ -240,9 +240,7 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
             )
         method = getattr(host, 'method', getattr(host, 'decoder_method', 'default'))
         if method != 'default':
-            raise ValueError(
-                f'it samples bilinearly, but this {full_name(type(host))} has decoder_method={method!r}.'
-            )
+            raise ValueError(f'it samples bilinearly, but this {full_name(type(host))} has decoder_method={method!r}.')
         return super().make_gate(host, gate_type, **options)
 
     def forward(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention
+from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.agent_attention import agent_attention
 from mmgate.registry import MODELS
 
@@ -103,12 +103,58 @@ class AgentGate(AgentBiases):
 
     def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend through the agents and add the convolved values, in each window if there are windows."""
-        window = (min(self.window or hw_shape[0], hw_shape[0]), min(self.window or hw_shape[1], hw_shape[1]))
+        window, shift = self.window_of(hw_shape)
         if window == hw_shape:
             return self._mix(q, k, v, hw_shape)
-        shift = (window[0] // 2, window[1] // 2) if self.shifted else (0, 0)
-        q, k, v = (split_stripes(_roll(t, hw_shape, (-shift[0], -shift[1])), hw_shape, window) for t in (q, k, v))
+        q, k, v = (self._cut(t, hw_shape) for t in (q, k, v))
         return _roll(merge_stripes(self._mix(q, k, v, window), hw_shape, window), hw_shape, shift)
+
+    def window_of(self, hw_shape: Size) -> tuple[Size, Size]:
+        """Return height and width of the windows of a map, which may be the map, and by how much they are shifted."""
+        window = (min(self.window or hw_shape[0], hw_shape[0]), min(self.window or hw_shape[1], hw_shape[1]))
+        shifts = self.shifted and window != hw_shape
+        return window, (window[0] // 2, window[1] // 2) if shifts else (0, 0)
+
+    def map_readings(self) -> tuple[str, ...]:
+        """Return what can be read; a class token lies nowhere."""
+        return ('attention', 'agents') if self.class_tokens else ('attention', 'agents', 'geometry')
+
+    def read_map(self, name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+        """Return a reading.
+
+        Args:
+            name: ``'attention'``, the product of the two softmaxes, ``(B, H, N, N)``, or ``(B nW, H, N, N)`` in
+                windows; ``'agents'``, what agents attend to, ``(B, H, n, h, w)``, in windows those of one number
+                together; ``'geometry'``, ``(height, width, 1)`` or ``(height, width, window height, window width,
+                shift)``.
+            x: As in :meth:`mix`, and so the others.
+            q: See there.
+            k: See there.
+            v: See there.
+            hw_shape: See there.
+        """
+        window, shift = self.window_of(hw_shape)
+        if name == 'geometry':
+            return torch.tensor([*hw_shape, 1] if window == hw_shape else [*hw_shape, *window, shift[0]])
+        if window != hw_shape:
+            q, k = (self._cut(t, hw_shape) for t in (q, k))
+        bias1, bias2 = (0.0, 0.0) if self.an_bias is None else self.biases(window)
+        q, k, agents = (self.split_heads(t) for t in (q, k, self._agents(q, window)))
+        first = (agents @ k.transpose(-1, -2) * self.scale + bias1).softmax(-1)  # (B nW, H, n, N)
+        if name == 'attention':
+            second = q @ agents.transpose(-1, -2) * (self.broadcast_scale or self.scale) + bias2
+            return second.softmax(-1) @ first
+        first = first[..., self.class_tokens :]
+        if window == hw_shape:
+            return first.unflatten(-1, hw_shape)
+        merged = merge_stripes(first.flatten(1, 2).transpose(1, 2), hw_shape, window)  # (B, h w, H n)
+        on_map = merged.transpose(1, 2).unflatten(-1, hw_shape).unflatten(1, first.shape[1:3])
+        return on_map.roll(shift, (-2, -1))
+
+    def _cut(self, x: Tensor, hw_shape: Size) -> Tensor:
+        """Return the tokens of a map in their windows, ``(B nW, N, C)``."""
+        window, (down, right) = self.window_of(hw_shape)
+        return split_stripes(_roll(x, hw_shape, (-down, -right)), hw_shape, window)
 
     def _mix(self, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         agents = self._agents(q, hw_shape)

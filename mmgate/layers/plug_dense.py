@@ -39,6 +39,7 @@ class PLuGGate(DenseGate):
     """
 
     identity_start = True
+    operator = 'plug_attention'
     undecayed = ('gml',)
     gate_readings = {'gate': 'pairs'}
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention
+from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.gated_linear_attention import gated_linear_attention
 from mmgate.registry import MODELS
 
@@ -68,6 +68,10 @@ class SAGAGate(LinearGate):
         gate_v = None if self.gate_v is None else self.split_heads(self.gate_v(x).sigmoid())
         q, k, v = (self.split_heads(t) for t in (q, k, v))
         return self.merge_heads(gated_linear_attention(q, k, v, gate_k, gate_v, scale=self.scale))
+
+    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
+        """Return the features of the keys ``(B, H, N, d)``."""
+        return self.split_heads(k)
 
 
 @MODELS.register_module()

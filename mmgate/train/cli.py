@@ -23,8 +23,7 @@ from torch import distributed, nn
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.datasets.data_check_hook import DataCheckHook, refuse_foreign_classes
 from mmgate.errors import ConfigError
-from mmgate.layers.base.deformable import MultiScaleDeformableAttention
-from mmgate.layers.plug_dense import PLuGAttention
+from mmgate.layers.base.gate import Gate
 from mmgate.ops.backend import OPERATORS, candidates
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
@@ -171,15 +170,11 @@ def check_backends(model: nn.Module) -> None:
         ConfigError: With the attention's name and the reason.
     """
     for name, module in model.named_modules():
-        if isinstance(module, MultiScaleDeformableAttention):
-            operator, width = 'ms_deform_attn', module.value_proj.out_features
-        elif isinstance(module, PLuGAttention):
-            operator, width = 'plug_attention', module.embed_dim
-        else:
+        if not isinstance(module, Gate) or module.operator is None:
             continue
-        heads = torch.empty(1, 1, module.num_heads, width // module.num_heads, device=get_device())
+        heads = torch.empty(1, 1, module.num_heads, module.head_dim, device=get_device())
         try:
-            candidates(operator, OPERATORS[operator], heads, module.backend)
+            candidates(module.operator, OPERATORS[module.operator], heads, module.backend)
         except ConfigError as error:
             raise ConfigError(f'{name}: {error}') from error
 

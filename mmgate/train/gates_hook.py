@@ -10,7 +10,7 @@ from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.runner import IterBasedTrainLoop
 
 from mmgate.errors import ConfigError
-from mmgate.gates import gates_content, save_gates
+from mmgate.finetune import gates_content, save_gates
 from mmgate.registry import HOOKS
 
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError
-from mmgate.layers.base.init import gate_names, gate_parameters
+from mmgate.layers.base.gate import gate_parameters, is_gate_key
 from mmgate.paths import own_model
 
 COUNTERS = 'num_batches_tracked'  # batch norms', often left out of checkpoints
@@ -100,9 +100,9 @@ class LoadReportHook(Hook):
         if not found:
             return
         log(f'{found}.', logging.INFO if fits else logging.WARNING)
-        own, names = own_model(runner.model), gate_names()
+        own = own_model(runner.model)
         keys = own.state_dict().keys()
-        dropped = [key for key in self._given if key not in keys and not names.isdisjoint(key.split('.'))]
+        dropped = [key for key in self._given if key not in keys and is_gate_key(key)]
         if dropped:
             log(
                 f'{self.checkpoint} holds gates for which {type(own).__name__} has no place; their {len(dropped)} '

@@ -12,8 +12,8 @@ from mmengine.registry import OPTIMIZERS
 from torch import nn
 from torch.optim import Optimizer
 
-from mmgate.gates import gate_parameters
-from mmgate.layers.base.init import undecayed_parameters
+from mmgate.finetune import gate_parameters
+from mmgate.layers.base.gate import undecayed_parameters
 from mmgate.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 GATES = 'mmgate.gates'  # in custom_keys

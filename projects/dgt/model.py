@@ -8,16 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmgate.layers.dgsa import DifferentialGatedAttention
-from mmgate.layers.differential import DifferentialAttention
-from mmgate.layers.rms_norm import RMSNorm
-from mmgate.layers.swiglu import SwiGLU
+from mmgate.layers.base.dense import make_gated
+from mmgate.layers.dgsa import DGSAGate
+from mmgate.layers.differential import DifferentialGate
+from mmgate.layers.parts.rms_norm import RMSNorm
+from mmgate.layers.parts.swiglu import SwiGLU
 
 PAD, UNKNOWN = 0, 1
 ATTENTIONS: dict[str, Callable[..., nn.Module]] = {
     'vanilla': lambda *args, depth, **kwargs: nn.MultiheadAttention(*args, **kwargs),
-    'differential': DifferentialAttention,
-    'm_dgsa': lambda *args, depth, **kwargs: DifferentialGatedAttention(*args, residual='none', **kwargs),
+    'differential': lambda *args, depth, **kwargs: make_gated(
+        nn.MultiheadAttention(*args, **kwargs), DifferentialGate, depth=depth
+    ),
+    'm_dgsa': lambda *args, depth, **kwargs: make_gated(
+        nn.MultiheadAttention(*args, **kwargs), DGSAGate, residual='none'
+    ),
 }
 
 

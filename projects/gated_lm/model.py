@@ -6,12 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.layers.base.init import random_stream
-from mmgate.layers.rms_norm import RMSNorm
-from mmgate.layers.sdpa_gate import SDPAGatedAttention
-from mmgate.layers.swiglu import SwiGLU
+from mmgate.layers.base.gate import Sizes, random_stream
+from mmgate.layers.parts.rms_norm import RMSNorm
+from mmgate.layers.parts.swiglu import SwiGLU
+from mmgate.layers.sdpa_gate import SDPAGate
 
-# By the name of a row the options of SDPAGatedAttention; None: no gate.
+# By the name of a row the options of SDPAGate; None: no gate.
 VARIANTS: dict[str, dict[str, Any] | None] = {
     'none': None,
     'wide-ffn': None,  # the parameters of g1-elementwise, in the feed-forward networks
@@ -32,7 +32,7 @@ Look = tuple[Tensor, Tensor | None]  # attention (B, H, N, N); the gate's scores
 class CausalAttention(nn.Module):
     """Causal attention with grouped keys and rotary positions, gated.
 
-    The layer of mmgate holds the gate and computes its scores. What is around it is here: queries and keys are gated
+    mmgate's gate computes its scores. What is around it is here: queries and keys are gated
     before they are rotated, and keys and values (G2, G3) have as many gates as heads, fewer than queries.
 
     Args:
@@ -40,7 +40,7 @@ class CausalAttention(nn.Module):
         heads: Query heads H.
         kv_heads: Key and value heads Hk, of which H is a multiple.
         head_dim: Channels d of a head; at G5 H * d has to be C.
-        gate: Options of :class:`~mmgate.layers.sdpa_gate.SDPAGatedAttention`, or None.
+        gate: Options of :class:`~mmgate.layers.sdpa_gate.SDPAGate`, or None.
         norm_eps: Of an RMSNorm of each head's query and key; None: no such norm.
         bias: Whether the projections have a bias.
         rotated: Share of a head's channels that are rotated.
@@ -64,10 +64,8 @@ class CausalAttention(nn.Module):
         self.gate = None
         if gate is not None:  # last, so that what all variants have starts alike
             n = kv_heads if gate.get('position') in ('G2', 'G3') else heads
-            self.gate = SDPAGatedAttention(n * head_dim, n, bias=False, qdim=width, kdim=width, vdim=width, **gate)
-            for name in ('in_proj_weight', 'q_proj_weight', 'k_proj_weight', 'v_proj_weight'):
-                self.gate.register_parameter(name, None)
-            self.gate.out_proj = nn.Identity()
+            self.gate = SDPAGate(Sizes(n * head_dim, n, inputs=(width, width, width)), **gate)
+            self.gate.reset_gate()
 
     def forward(self, x: Tensor, look: bool = False) -> tuple[Tensor, Look | None]:
         """Return the output ``(B, N, C)`` for tokens ``(B, N, C)``, and with ``look`` what the attention did."""

@@ -9,7 +9,7 @@ from mmengine.logging import MMLogger
 
 from mmgate.benchmarks.measure import told, write_csv
 from mmgate.benchmarks.training import SPEEDUPS, benchmark_training
-from mmgate.gates import TRAINS
+from mmgate.finetune import TRAINS
 from mmgate.train import cli
 
 CONFIGS = Path(__file__).parents[2] / 'configs'

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mmgate.gates import gates_disabled
+from mmgate.finetune import gates_disabled
 from mmgate.swap import swap_attention
 
 BEGIN, END = '<!-- transformers_table begins -->\n', '<!-- transformers_table ends -->\n'

@@ -1,8 +1,8 @@
-"""What can be read off an attention module's inputs: gates, attention weights, sampling locations, maps.
+"""Readings of attention modules: gates, attention weights, sampling locations, maps, from a module's inputs.
 
 They are computed anew from what the module was called with, so that no forward code knows of it and nothing is
-computed that is not asked for. Classes are found by package and name, so that no mm package has to be imported.
-whole_maps.py and hosts.py have those of attentions over whole maps and of hosts that attend by themselves.
+computed that is not asked for. What is read of a gated module, its gate says. Vanilla classes are found by package and
+name, so that no mm package has to be imported; hosts.py has those that attend by themselves.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmgate.hosts.hosted import HostedDeformableAttention, sampled
-from mmgate.hosts.window import GatedWindowMSA
+from mmgate.hosts.points import sampled
+from mmgate.layers.base.deformable import DeformableGate
+from mmgate.layers.base.dense import DenseGate
+from mmgate.layers.base.gate import Gate
+from mmgate.layers.base.gated import GatedModule
+from mmgate.layers.base.map import MapGate
 from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
 
 Given = dict[str, Any]  # the arguments of a call, by their names
@@ -38,12 +43,41 @@ def reads(*classes: str, **how: Read) -> None:
 
 
 def reads_of(module: nn.Module) -> dict[str, Read]:
-    """Return what can be read of a module, as its class or the nearest of its bases says."""
+    """Return what can be read of a vanilla module, as its class or the nearest of its bases says."""
     for base in type(module).__mro__:
         found = _READS.get(f'{base.__module__.split(".")[0]}.{base.__name__}')
         if found is not None:
-            return {name: how for name, how in found.items() if _has(module, name)}
+            return found
     return {}
+
+
+def gated_reads(module: Any) -> dict[str, dict[str, Read]]:
+    """Return what can be read of a gated module, by the name of each gate in it; '' is its only one."""
+    gates = {name: gate for name, gate in module.gate.named_modules() if isinstance(gate, Gate)}
+    if isinstance(module.gate, Gate):
+        gates = {'': module.gate}
+    return {name: _gate_reads(module, gate) for name, gate in gates.items()}
+
+
+def _gate_reads(module: Any, gate: Gate) -> dict[str, Read]:
+    if isinstance(gate, DeformableGate):
+        reads = _deformable(lambda module, given: _handed_samples(module, given), gate)
+        return reads if gate.gate_readings else {name: how for name, how in reads.items() if name != 'gate'}
+    if isinstance(gate, MapGate):
+        of_gate: dict[str, Read] = {name: partial(_map_gate, gate, name) for name in gate.gate_readings}
+        return {**{name: partial(_map_reading, gate, name) for name in gate.map_readings()}, **of_gate}
+    if isinstance(gate, DenseGate):
+        reads = {name: how for name, how in reads_of(module).items() if name in PLACES}
+        if not getattr(module, 'over_channels', False):  # XCiT has no map of tokens to look at
+            reads['attention'] = partial(_dense_attention, gate)
+            reads.update({name: partial(_dense_gate, gate, name) for name in gate.gate_readings})
+        return reads
+    return {}
+
+
+def gate_at(module: Any) -> Any:
+    """Return the gate that a module is or has."""
+    return module.gates()[0] if isinstance(module, GatedModule) else module
 
 
 def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,29 +85,6 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     bound.apply_defaults()
     return {**bound.arguments.pop('kwargs', {}), **bound.arguments}
-
-
-def is_alone(module: nn.Module) -> bool:
-    """Whether a module is a gate without projections, which its host never calls as a module."""
-    return not getattr(module, 'has_projections', True)
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    """Whether this module has what its class may have."""
-    if name in GATES:
-        return name in getattr(gate_of(module), 'gate_readings', ())
-    if name == 'attention':  # read at the gate, where the host holds one
-        return not any(is_alone(child) for child in module.children())
-    if name == 'geometry':  # a class token lies nowhere
-        return not getattr(module, 'class_tokens', 0)
-    return True
-
-
-def gate_of(module: Any) -> Any:
-    """Return the gate that a module is, or that Swin's windows and deformable attention of transformers' hold."""
-    if isinstance(module, HostedDeformableAttention):
-        return module.gate
-    return module.attn if isinstance(module, GatedWindowMSA) else module
 
 
 @contextmanager
@@ -112,12 +123,18 @@ def handed(module: Any, method: str, host: Any, given: Mapping[str, Any]) -> tup
 Sampled = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # query, offsets, logits, reference points, shapes of levels
 
 
+def _handed_samples(module: Any, given: Given) -> Sampled:
+    query, _, shapes, _, offsets, logits, points = handed(module, 'sample', module, given)
+    return query, offsets, logits, points.expand(-1, -1, logits.shape[3], -1), shapes
+
+
 def _of_mmcv(module: Any, given: Given) -> Sampled:
     query, position = given['query'], given.get('query_pos')
     query = query if position is None else query + position
     query = query if module.batch_first else query.transpose(0, 1)
     sizes = (module.num_heads, module.num_levels, module.num_points)
-    offsets, logits = module.sampling_offsets(query), module.attention_weights(query)
+    offsets = module.sampling_offsets(query)
+    logits = module.attention_weights(query)
     places = (given['reference_points'], given['spatial_shapes'])
     return query, offsets.unflatten(-1, (*sizes, 2)), logits.unflatten(-1, sizes), *places
 
@@ -127,32 +144,33 @@ def _of_transformers(module: Any, given: Given) -> Sampled:
     query = query if position is None else query + position
     shapes = given.get('spatial_shapes')
     shapes = torch.tensor(given['spatial_shapes_list']) if shapes is None else shapes
-    number = module.n_points[0] if isinstance(module.n_points, (list, tuple)) else module.n_points
     points = given['reference_points'].expand(-1, -1, module.n_levels, -1)  # which are those of all levels
-    return query, *sampled(module, query, number, points), points, shapes
+    return query, *sampled(module, query, points), points, shapes
 
 
-def _deformable(sample: Callable[[Any, Given], Sampled]) -> dict[str, Read]:
+def _deformable(sample: Callable[[Any, Given], Sampled], gate: Any = None) -> dict[str, Read]:
     """Return how locations ``(B, Q, H, L, P, 2)``, weights ``(B, Q, H, L, P)`` and a gate that broadcasts are read.
 
     Locations are (x, y), 0 to 1 over a level, padding included.
     """
 
     def weights(module: Any, given: Given) -> Tensor:
-        (query, _, logits, *_), gate = sample(module, given), gate_of(module)
-        return attention_weights(logits, **(gate.gating(query) if hasattr(gate, 'gating') else {}))
+        query, _, logits, *_ = sample(module, given)
+        return attention_weights(logits, **({} if gate is None else gate.modulate(query)))
 
     def locations(module: Any, given: Given) -> Tensor:
         _, offsets, _, points, shapes = sample(module, given)
         return offset_locations(offsets, points, shapes)
 
-    return dict(
+    reads: dict[str, Read] = dict(
         locations=locations,
         weights=weights,
         reference_points=lambda module, given: sample(module, given)[3],
         spatial_shapes=lambda module, given: sample(module, given)[4],
-        gate=lambda module, given: gate_of(module).read_gate('gate', sample(module, given)[0]),
     )
+    if gate is not None:
+        reads['gate'] = lambda module, given: gate.read_gate('gate', sample(module, given)[0])
+    return reads
 
 
 def _torch_attention(module: Any, given: Given) -> Tensor:
@@ -161,16 +179,28 @@ def _torch_attention(module: Any, given: Given) -> Tensor:
         return module.forward(**{**given, 'need_weights': True, 'average_attn_weights': False})[1]
 
 
-def _dense_gate(module: Any, given: Given) -> Tensor:
-    inputs = [given[name] for name in ('query', 'key', 'value')]
-    return module.read_gate('gate', *(inputs if module.batch_first else [x.transpose(0, 1) for x in inputs]))
+def _dense_attention(gate: DenseGate, module: Any, given: Given) -> Tensor:
+    """Return the weights ``(B, H, N, M)``; a row of masked keys alone is uniform, or in torch's module 0."""
+    if 'need_weights' in given:
+        return _torch_attention(module, given)
+    query, key, _, inputs, bias = handed(gate, 'attend', module, given)
+    return gate.attention_map(query, key, inputs, bias)
 
 
-reads('mmcv.MultiScaleDeformableAttention', 'mmgate.MultiScaleDeformableAttention', **_deformable(_of_mmcv))
+def _dense_gate(gate: DenseGate, name: str, module: Any, given: Given) -> Tensor:
+    return gate.read_gate(name, *handed(gate, 'attend', module, given)[3])
+
+
+def _map_reading(gate: MapGate, name: str, module: Any, given: Given) -> Tensor:
+    return gate.read_map(name, *handed(gate, 'mix', module, given))
+
+
+def _map_gate(gate: MapGate, name: str, module: Any, given: Given) -> Tensor:
+    return gate.read_gate(name, handed(gate, 'mix', module, given)[0])  # (B, N, C)
+
+
+reads('mmcv.MultiScaleDeformableAttention', **_deformable(_of_mmcv))
 reads(
-    'mmgate.HostedDeformableAttention',
-    *(f'transformers.{name}MultiscaleDeformableAttention' for name in OF_TRANSFORMERS),
-    **_deformable(_of_transformers),
+    *(f'transformers.{name}MultiscaleDeformableAttention' for name in OF_TRANSFORMERS), **_deformable(_of_transformers)
 )
 reads('torch.MultiheadAttention', attention=_torch_attention)
-reads('mmgate.DenseAttention', attention=_torch_attention, gate=_dense_gate)

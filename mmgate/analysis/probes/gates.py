@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import GATES, gate_of
+from mmgate.analysis.probes.attention import GATES, gate_at
 from mmgate.analysis.probes.recording import predict, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 
@@ -64,8 +64,8 @@ class LayerGate:
 
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
     """Run a model over batches and return every gate that it has, in the order of the layers."""
-    gates: dict[str, Any] = {path: gate_of(module) for path, module in model.named_modules()}
-    with record(model, GATES, accumulate=lambda path, name: LayerGate(path, name, gates[path])) as recording:
+    gates: dict[str, Any] = dict(model.named_modules())
+    with record(model, GATES, accumulate=lambda path, name: LayerGate(path, name, gate_at(gates[path]))) as recording:
         for batch in batches:
             predict(model, batch)
     return [gate for path in sorted(recording, key=list(gates).index) for gate in recording[path].values()]

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmgate.analysis.probes.attention import Given, Read, handed, reads
-
-
-def attention_in(name: str, host: Any, given: Given) -> Tensor:
-    """Return the weights ``(B, H, N, M)`` of a gate that ``host`` holds; a row of masked keys alone is uniform."""
-    gate = getattr(host, name)
-    query, key, _, inputs, bias = handed(gate, 'attend', host, given)
-    return gate.attention_map(query, key, inputs, bias)
-
-
-def gate_in(name: str, host: Any, given: Given) -> Tensor:
-    """Return the gate without projections that ``host`` holds."""
-    gate = getattr(host, name)
-    return gate.read_gate('gate', *handed(gate, 'attend', host, given)[3])
 
 
 def _before_dropout(module: Any, given: Given) -> Tensor:
@@ -60,7 +46,6 @@ def _numbers(read: Callable[[Any, Given], list[int]]) -> Read:
     return lambda module, given: torch.tensor(read(module, given))
 
 
-reads('mmgate.GatedWindowMSA', attention=partial(attention_in, 'attn'), gate=partial(gate_in, 'attn'))
 reads(
     *('mmdet.WindowMSA', 'mmseg.WindowMSA', 'mmpretrain.WindowMSA', 'mmpretrain.WindowMSAV2'),
     *('mmseg.BEiTAttention', 'timm.WindowAttentionGlobal'),

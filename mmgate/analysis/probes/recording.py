@@ -16,14 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmgate.analysis.probes.attention import GATES, NAMES, PLACES, Read, bind, is_alone, reads_of
-from mmgate.analysis.probes.hosts import attention_in, gate_in
+from mmgate.analysis.probes.attention import GATES, NAMES, PLACES, Read, bind, gated_reads, reads_of
 from mmgate.analysis.probes.statistics import Kept
 from mmgate.errors import ConfigError
-from mmgate.hosts.hosted import HostedDeformableAttention
-from mmgate.hosts.window import GatedWindowMSA
+from mmgate.layers.base.gated import GatedModule
 
-from . import whole_maps  # noqa: F401  (registers)
+from . import hosts  # noqa: F401  (registers)
 
 ACTIVATION, PREDICTIONS = 'activation', 'predictions'
 HEADS = ('panoptic_head', 'decode_head', 'bbox_head')  # that say what each query predicts
@@ -190,16 +188,11 @@ def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
 def _readable(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Read]]]:
     """Yield the path of what can be read, that of the module whose call shows it, and how it is read."""
     for path, module in model.named_modules():
-        found = reads_of(module)
-        host_path, _, name = path.rpartition('.')
-        host: Any = model.get_submodule(host_path) if path else None
-        # read where its windows or its points are; XCiT has no map of tokens to look at
-        by_host = isinstance(host, (GatedWindowMSA, HostedDeformableAttention)) or getattr(host, 'over_channels', False)
-        if not found or by_host:
-            continue
-        if is_alone(module):
-            yield path, host_path, dict(attention=partial(attention_in, name), gate=partial(gate_in, name))
-        else:
+        if isinstance(module, GatedModule):
+            for name, found in gated_reads(module).items():
+                if found:
+                    yield f'{path}.gate.{name}' if name else path, path, found
+        elif found := reads_of(module):
             yield path, path, found
 
 

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from mmgate.analysis.report.structure import build_structure
-from mmgate.layers import AgentAttention, PLuGMultiScaleDeformableAttention
+from mmgate.layers.base.deformable import DeformableGate
+from mmgate.layers.base.gate import Gate
 from mmgate.ops.library import CAN_REGISTER
 
 PROPOSALS = 1000  # what a two-stage detector's box heads see, as mmdet's own count has it
@@ -69,14 +70,16 @@ def _count_host(model: Any, image: Tensor) -> Complexity:
 
 def count_model(model: nn.Module, *inputs: Any) -> Complexity:
     """Count ``model(*inputs)`` in evaluation mode and without gradients, which is how the model is left."""
-    if not CAN_REGISTER and any(isinstance(module, PLuGMultiScaleDeformableAttention) for module in model.modules()):
+    if not CAN_REGISTER and any(
+        isinstance(module, DeformableGate) and module.gate_readings for module in model.modules()
+    ):
         print_log('below torch 2.4 the sampling of gated deformable attention is not counted', 'current', WARNING)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     model.eval()
     model.requires_grad_(False)  # the counter hooks what requires a gradient, even where none is taken
-    for layer in model.modules():
-        if isinstance(layer, AgentAttention) and layer.an_bias is not None:
-            layer.biases = partial(_unresized_biases, layer)  # type: ignore[method-assign]
+    for layer in list(model.modules()):
+        if isinstance(layer, Gate):
+            layer.prepare_count()
     counter = FlopCounterMode(display=False, custom_mapping=RULES)
     # under a mode of torch's functions its attention leaves out the fused operator, which hides the products
     with torch.no_grad(), torch.device('cpu'), counter:
@@ -103,13 +106,6 @@ def empty_sample(segments: bool, size: tuple[int, int]) -> Any:
         from mmdet.structures import DetDataSample as Sample
     meta = dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size, scale_factor=(1.0, 1.0))
     return Sample(metainfo=meta)
-
-
-def _unresized_biases(layer: Any, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Return agent attention's biases without the resize, an interpolation that our layer does as a product."""
-    tokens = layer.class_tokens + hw_shape[0] * hw_shape[1]
-    bias = layer.an_bias.new_zeros(1, layer.num_heads, layer.grid**2, tokens)
-    return bias, bias.transpose(2, 3)
 
 
 def _fix_proposals(model: Any, image: Tensor) -> None:

@@ -26,6 +26,8 @@ class DeformableGate(Gate):
         ValueError: An unknown backend.
     """
 
+    operator = 'ms_deform_attn'
+
     def __init__(self, sizes: Sizes, *, backend: str = 'auto') -> None:
         check_backend(backend)
         super().__init__(sizes)
@@ -91,7 +93,9 @@ class GatedDeformableAttention(DeformableHost):
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
         """Return the sizes of mmcv's module."""
-        return Sizes(host.embed_dims, host.num_heads, levels=host.num_levels, points=host.num_points)
+        inputs = (host.embed_dims, host.embed_dims, host.embed_dims)
+        channels = host.value_proj.out_features
+        return Sizes(channels, host.num_heads, inputs=inputs, levels=host.num_levels, points=host.num_points)
 
     def forward(
         self,
@@ -213,7 +217,9 @@ class MultiScaleDeformableAttention(GatedDeformableAttention, MMCVMultiScaleDefo
         **options: Any,
     ) -> None:
         # the gate first, as mmcv's constructor calls init_weights
-        sizes = Sizes(embed_dims, num_heads, levels=num_levels, points=num_points)
+        inputs = (embed_dims, embed_dims, embed_dims)
+        channels = int(embed_dims * value_proj_ratio)
+        sizes = Sizes(channels, num_heads, inputs=inputs, levels=num_levels, points=num_points)
         gate = self.gate_type(sizes, **options)
         super().__init__(
             embed_dims,

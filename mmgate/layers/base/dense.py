@@ -183,8 +183,8 @@ class GatedTorchAttention(DenseHost):
         vars(self)['_qkv_same_embed_dim'] = value
 
     def _reset_parameters(self) -> None:
-        joint = self.in_proj_weight is not None
-        weights = [self.in_proj_weight] if joint else [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
+        apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
+        weights = apart if self.in_proj_weight is None else (self.in_proj_weight,)
         for weight in weights:
             nn.init.xavier_uniform_(weight)
         if self.in_proj_bias is not None:
@@ -242,10 +242,8 @@ class GatedTorchAttention(DenseHost):
 
     def project(self, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         """Return query, key and value ``(B, H, N|M, d)``."""
-        if self.in_proj_weight is None:  # kdim or vdim
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
-        else:
-            weights = self.in_proj_weight.chunk(3)
+        apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)  # of kdim or vdim
+        weights = apart if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         projected = (F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
         query, key, value = (self.gate.split_heads(x) for x in projected)
@@ -324,7 +322,7 @@ def make_gated(host: nn.MultiheadAttention, gate_type: type[DenseGate], **option
     Raises:
         ValueError: The gate does not fit.
     """
-    gate = GatedTorchAttention.make_gate(host, gate_type, **options)
+    gate: Any = GatedTorchAttention.make_gate(host, gate_type, **options)
     gate.to(device=host.out_proj.weight.device, dtype=host.out_proj.weight.dtype)
     gate.reset_gate()
     host.__class__ = gated_class(GatedTorchAttention, type(host))

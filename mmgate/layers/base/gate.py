@@ -18,6 +18,28 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
+OF_GATES = frozenset(
+    (
+        'gate',
+        # where they lay beside the projections
+        *('gate_proj', 'gml', 'gate_q_proj', 'gate_k_proj', 'gate_weight', 'gate_bias', 'gate_hidden', 'head_norm'),
+        *('lambda_init', 'lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2'),
+        *(
+            'an_bias',
+            'na_bias',
+            'ah_bias',
+            'aw_bias',
+            'ha_bias',
+            'wa_bias',
+            'ac_bias',
+            'ca_bias',
+            'agent_tokens',
+            'dwc',
+        ),
+        *('position_encoding', 'focus_scale', 'power', 'gate_k', 'gate_v', 'gate_out', 'local'),
+    )
+)
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -78,12 +100,16 @@ class Gate(nn.Module):
             to, ``'pairs'`` of queries and keys, ``'levels'``, ``'heads'`` or ``'channels'``. :meth:`read_gate`
             computes it.
         identity_start: Whether, by default, the gated attention starts as the vanilla one.
+        operator: The operator that computes with the gate, of :data:`mmgate.ops.backend.OPERATORS`, or None.
+        backend: The operator's backend that is asked for.
         loaded: Whether a state dict has filled any parameter of the gate; then no initialisation draws it anew.
     """
 
     undecayed: tuple[str, ...] = ()
     gate_readings: Mapping[str, str] = {}
     identity_start = False
+    operator: str | None = None
+    backend = 'auto'
     loaded = False
 
     def __init__(self, sizes: Sizes) -> None:
@@ -114,6 +140,9 @@ class Gate(nn.Module):
                 attention over a map its tokens, of a deformable one the query with its position.
         """
         raise TypeError(f'{type(self).__name__} does not say how its gate is read.')
+
+    def prepare_count(self) -> None:
+        """Leave out, for good, what a count of multiply-accumulates leaves out; a copy of a model is counted."""
 
     def split_heads(self, x: Tensor) -> Tensor:
         """Return ``(B, N, H * d)`` as ``(B, H, N, d)``."""
@@ -154,6 +183,11 @@ def gate_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Itera
                 continue
             seen.add(id(parameter))
             yield f'{prefix}.{name}'.lstrip('.'), parameter
+
+
+def is_gate_key(key: str) -> bool:
+    """Return whether a checkpoint's key is that of a gate, by its name now or in mmgate 0.1."""
+    return not OF_GATES.isdisjoint(key.split('.'))
 
 
 def undecayed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

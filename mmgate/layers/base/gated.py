@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, wraps
-from typing import Any, ClassVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,11 @@ class GatedModule(nn.Module):
     leaves_out: ClassVar[tuple[str, ...]] = ()
     old_names: ClassVar[Mapping[str, str]] = {}
     host_signature: ClassVar[bool] = False
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return an attribute of the host, whose class follows in a gated class."""
 
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
@@ -149,9 +154,13 @@ class Part:
     order: tuple[str, ...]
 
 
-@cache
+_CLASSES: dict[tuple[type[GatedModule], type[nn.Module]], Any] = {}
+
+
 def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
     """Return the class of a gated ``host``: a subclass of both, pickled by them, as it has no name in any module."""
+    if (adapter, host) in _CLASSES:
+        return _CLASSES[adapter, host]
     members: dict[str, Any] = dict(__module__=adapter.__module__, made_of=(adapter, host))
     if adapter.host_signature:
 
@@ -160,7 +169,8 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
             return adapter.forward(self, *args, **kwargs)
 
         members['forward'] = forward
-    return type(f'Gated{host.__name__}', (adapter, host), members)
+    bases: Any = (adapter, host)
+    return _CLASSES.setdefault((adapter, host), type(f'Gated{host.__name__}', bases, members))
 
 
 def _empty(adapter: type[GatedModule], host: type[nn.Module]) -> Any:

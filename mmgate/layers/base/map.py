@@ -119,10 +119,6 @@ class MapHost(GatedModule):
         out = self.finish(gate.mix(x, q, k, v, (height, width)))
         return out if identity is None else identity + out
 
-    def forward(self, x: Tensor, hw_shape: Size | None = None, identity: Tensor | float | None = None) -> Tensor:
-        """Attend, see :meth:`attend`; without ``hw_shape`` (ViT) the map is that of pre-training, or else a square."""
-        return self.attend(x, hw_shape, identity)
-
 
 class MapAttention(nn.Module):
     """Projections of an attention over a map; a subclass mixes the tokens in :meth:`mix`, or is gated.
@@ -237,3 +233,7 @@ class GatedMapAttention(MapHost, MapAttention):
         sizes = Sizes(embed_dims, num_heads, dropout=attn_drop, scale=self.scale, bias=qkv_bias)
         self.gate = self.gate_type(sizes, **options)
         self.gate.reset_gate()
+
+    def forward(self, x: Tensor, hw_shape: Size | None = None, identity: Tensor | float | None = None) -> Tensor:
+        """Attend, see :meth:`attend`; without ``hw_shape`` (ViT) the map is that of pre-training, or else a square."""
+        return self.attend(x, hw_shape, identity)

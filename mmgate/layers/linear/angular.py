@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention
+from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.linear_attention import linear_angular_attention
 from mmgate.registry import MODELS
 
@@ -48,6 +49,10 @@ class LinearAngularGate(LinearGate):
     def convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Return the values convolved along the tokens, or over the map."""
         return self.merge_heads(self.dwc(self.split_heads(v))) if self.along_tokens else super().convolve(v, hw_shape)
+
+    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
+        """Return the features of the keys ``(B, H, N, d)``."""
+        return F.normalize(self.split_heads(k), dim=-1)
 
 
 @MODELS.register_module()

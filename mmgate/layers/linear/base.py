@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes, start_linear
-from mmgate.layers.base.map import MapGate
-from mmgate.ops.linear_attention import rotate
+from mmgate.layers.base.map import MapGate, Size
+from mmgate.ops.linear_attention import key_value_map, rotate
 
 from ..parts.resizing import resize_grid
 
@@ -97,6 +97,27 @@ class LinearGate(MapGate):
             out = out + self.convolve(v, hw_shape)
         gate_out = getattr(self, 'gate_out', None)
         return out if gate_out is None else out * gate_out(x)
+
+    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
+        """Return the features of the keys ``(B, H, N, d)`` of an attention by a map ``K^T V``, for analysis."""
+        raise TypeError(f'{type(self).__name__} has no map K^T V.')
+
+    def map_readings(self) -> tuple[str, ...]:
+        """Return what can be read: the map ``K^T V`` of a class that has features of keys."""
+        return ('kv',) if type(self).key_features is not LinearGate.key_features else ()
+
+    def read_map(self, name: str, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+        """Return the map ``K^T V / N``; the arguments are those of :meth:`mix`."""
+        if self.position_encoding is not None:
+            k = k + self.after_class_token(self._resized_encoding(hw_shape))
+        return self.key_value_map(x, q, k, v, hw_shape)
+
+    def key_value_map(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+        """Return the map ``K^T V / N`` ``(B, H, d, d)``, gates of keys and values in it."""
+        k = k * self.read_gate('gate_k', x) if 'gate_k' in self.gate_readings else k
+        v = v * self.read_gate('gate_v', x) if 'gate_v' in self.gate_readings else v
+        keys = self.key_features(q, k, hw_shape)
+        return key_value_map(keys, self.split_heads(v).to(keys.dtype))  # powers of 16 bits are in 32
 
     def convolve(self, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Return the convolved values ``(B, N, C)``, zeros for the class token."""

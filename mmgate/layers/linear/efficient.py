@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mmgate.layers.base.map import GatedMapAttention
+from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.linear_attention import efficient_attention
 from mmgate.registry import MODELS
 
@@ -22,6 +22,10 @@ class EfficientGate(LinearGate):
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Attend in every head."""
         return self.merge_heads(efficient_attention(*(self.split_heads(t) for t in (q, k, v))))
+
+    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
+        """Return the features of the keys ``(B, H, N, d)``."""
+        return self.split_heads(k).softmax(-2) * k.shape[-2]
 
 
 @MODELS.register_module()

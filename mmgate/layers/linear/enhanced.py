@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mmgate.layers.base.map import GatedMapAttention
+from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.linear_attention import kernel_attention
 from mmgate.registry import MODELS
 
@@ -27,6 +27,10 @@ class EnhancedLinearGate(LinearGate):
         """Attend in every head."""
         q, k, v = (self.split_heads(t) for t in (q.relu(), k.relu(), v))
         return self.merge_heads(kernel_attention(q, k, v))
+
+    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
+        """Return the features of the keys ``(B, H, N, d)``."""
+        return self.split_heads(k.relu())
 
 
 @MODELS.register_module()

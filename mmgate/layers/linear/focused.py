@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention
+from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.linear_attention import EPS, focused_features, kernel_attention
 from mmgate.registry import MODELS
 
@@ -55,6 +55,10 @@ class FocusedLinearGate(LinearGate):
         scale = F.softplus(self.focus_scale)
         q, k = (focused_features((t.relu() + EPS) / scale, self.power) for t in (q, k))
         return self.merge_heads(kernel_attention(*(self.split_heads(t) for t in (q, k, v))))
+
+    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
+        """Return the features of the keys ``(B, H, N, d)``."""
+        return self.split_heads(focused_features((k.relu() + EPS) / F.softplus(self.focus_scale), self.power))
 
 
 @MODELS.register_module()

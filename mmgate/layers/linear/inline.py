@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention
+from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.linear_attention import inline_attention
 from mmgate.registry import MODELS
 
@@ -61,6 +61,10 @@ class InLineGate(LinearGate):
         images = v[:, self.class_tokens :].transpose(1, 2).reshape(1, batch * self.embed_dims, *hw_shape)
         local = F.conv2d(images, weight.to(images.dtype), padding=KERNEL // 2, groups=batch * self.embed_dims)
         return out + self.after_class_token(local.view(batch, self.embed_dims, -1).transpose(1, 2))
+
+    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
+        """Return the features of the keys ``(B, H, N, d)``."""
+        return self.split_heads(k - k.mean(-2, keepdim=True))
 
 
 @MODELS.register_module()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention
+from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.linear_attention import kernel_attention
 from mmgate.registry import MODELS
 
@@ -46,6 +46,10 @@ class MLLAGate(LinearGate):
         q, k = F.elu(q) + 1, F.elu(k) + 1
         tokens = (self.rotate(q, hw_shape), self.rotate(k, hw_shape), v, q, k)
         return self.merge_heads(kernel_attention(*(self.split_heads(t) for t in tokens)))
+
+    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
+        """Return the features of the keys ``(B, H, N, d)``."""
+        return self.split_heads(self.rotate(F.elu(k) + 1, hw_shape))
 
 
 @MODELS.register_module()

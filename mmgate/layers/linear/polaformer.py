@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.base.map import GatedMapAttention
-from mmgate.ops.linear_attention import polarity_attention
+from mmgate.layers.base.map import GatedMapAttention, Size
+from mmgate.ops.linear_attention import key_value_map, polarity_attention, polarity_features
 from mmgate.registry import MODELS
 
 from .base import LinearGate
@@ -61,6 +61,18 @@ class PolaFormerGate(LinearGate):
         scale = F.softplus(self.focus_scale)
         q, k, v = (self.split_heads(t) for t in (q / scale, k / scale, v))
         return self.merge_heads(polarity_attention(q, k, v, 1 + self.alpha * self.power.sigmoid()))
+
+    def key_value_map(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
+        """Return the map ``(B, H, 2 d, d)`` from the queries' two polarities to the values."""
+        key = self.split_heads(k / F.softplus(self.focus_scale))
+        keys = polarity_features(key, 1 + self.alpha * self.power.sigmoid())
+        same, opposite = self.split_heads(v).to(keys[0].dtype).chunk(2, -1)
+        maps = [key_value_map(torch.cat(pair, -1), half) for pair, half in ((keys, same), (keys[::-1], opposite))]
+        return torch.cat(maps, -1)
+
+    def map_readings(self) -> tuple[str, ...]:
+        """Return what can be read."""
+        return ('kv',)
 
 
 @MODELS.register_module()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmgate.layers.base.map import GatedMapAttention
+from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.linear_attention import kernel_attention, rank_augmented_keys
 from mmgate.registry import MODELS
 
@@ -34,6 +34,11 @@ class RALAGate(LinearGate):
         k = rank_augmented_keys(q, k, scale=self.scale)
         turned_q, turned_k = (self.rotate(t, hw_shape, inclusive=True) for t in (q, k))
         return self.merge_heads(kernel_attention(turned_q, turned_k, v, q, k))
+
+    def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
+        """Return the features of the keys ``(B, H, N, d)``."""
+        query, key = (F.elu(self.split_heads(t)) + 1 for t in (q, k))
+        return self.rotate(rank_augmented_keys(query, key, scale=self.scale), hw_shape, inclusive=True)
 
 
 @MODELS.register_module()

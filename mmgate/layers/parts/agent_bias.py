@@ -69,6 +69,16 @@ class AgentBiases(MapGate):
                 resized += [name] * (state_dict[prefix + name] is not value)
         return resized
 
+    def prepare_count(self) -> None:
+        """Leave out the resizing of the biases, an interpolation that our layer does as a product."""
+        if self.an_bias is not None:
+            self.biases = self._unresized  # type: ignore[method-assign]
+
+    def _unresized(self, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        tokens = self.class_tokens + hw_shape[0] * hw_shape[1]
+        bias = self.an_bias.new_zeros(1, self.num_heads, self.grid**2, tokens)
+        return bias, bias.transpose(2, 3)
+
     def biases(self, hw_shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return B1 ``(1, H, n, N)`` and B2 ``(1, H, N, n)`` for a map of ``hw_shape``, the class token first."""
         heads, agents = self.num_heads, self.grid**2

@@ -86,10 +86,13 @@ class MatchedOnceHead(DETRHead):
 
     def _host_losses(self, layer: Layer, matched: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
         known = iter(matched)
-        assigner, self.assigner = self.assigner, SimpleNamespace(
-            assign=lambda pred_instances, gt_instances, **_: as_result(
-                next(known), len(pred_instances), gt_instances.labels
-            )
+        assigner, self.assigner = (
+            self.assigner,
+            SimpleNamespace(
+                assign=lambda pred_instances, gt_instances, **_: as_result(
+                    next(known), len(pred_instances), gt_instances.labels
+                )
+            ),
         )
         try:
             return super().loss_by_feat_single(*layer)
