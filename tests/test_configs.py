@@ -21,7 +21,7 @@ from test_metafiles import MODELS
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate._environment import available
 from mmgate.analysis.report.structure import build_structure
-from mmgate.layers.base.init import gate_parameters, undecayed_parameters
+from mmgate.layers.base.gate import gate_parameters, undecayed_parameters
 
 NAMES = [str(path.relative_to(ROOT / 'configs')) for path in CONFIGS]
 PARAMETERS = {model['Config'].removeprefix('configs/'): model['Metadata']['Parameters'] for model in MODELS}

@@ -25,7 +25,7 @@ from mmgate.analysis.probes.layers import effective_rank
 from mmgate.analysis.probes.recording import readable, record
 from mmgate.analysis.probes.whole_maps import _KEYS
 from mmgate.layers.linear.base import LinearAttention
-from mmgate.layers.stripes import merge_stripes, split_stripes
+from mmgate.layers.parts.stripes import merge_stripes, split_stripes
 
 C, HEADS = 16, 2
 GATES: dict[str, dict[str, Any]] = {

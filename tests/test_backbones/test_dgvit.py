@@ -14,7 +14,7 @@ from mmengine.config import Config
 from torch import nn
 
 from mmgate.layers import DifferentialAttention, DifferentialGatedAttention
-from mmgate.layers.swiglu import SwiGLU
+from mmgate.layers.parts.swiglu import SwiGLU
 from mmgate.registry import DATASETS, MODELS
 
 FOLDERS = [ROOT / f'configs/{method}/classification' for method in ('dgsa', 'vanilla')]

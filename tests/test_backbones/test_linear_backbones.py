@@ -11,7 +11,7 @@ from torch import nn
 
 from mmgate.layers import AgentAttention
 from mmgate.layers.base.map import MapAttention
-from mmgate.layers.stripes import merge_stripes, split_stripes
+from mmgate.layers.parts.stripes import merge_stripes, split_stripes
 from mmgate.registry import MODELS
 
 TYPES = sorted({kind.__name__ for kind, _ in MAP.values()} - {'CrossWindowAttention'})

@@ -17,7 +17,7 @@ from test_classification import vit
 from torch import nn
 
 from mmgate.backbones.convert import convert_classifier
-from mmgate.layers.resizing import resize_axis, resize_grid
+from mmgate.layers.parts.resizing import resize_axis, resize_grid
 from mmgate.ops.agent_attention import interpolation_matrix
 
 PVT: dict[str, Any] = dict(num_layers=(1, 1, 1, 1), num_heads=(1, 2, 2, 2), embed_dims=16)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import mmgate.registry
 from mmgate import swap_attention
 from mmgate.analysis.probes.recording import record
-from mmgate.layers.base.init import gate_parameters
+from mmgate.layers.base.gate import gate_parameters
 
 SIDE = 64
 HOSTS = [  # one of each family of hosts, with both attentions and backbones

@@ -19,7 +19,7 @@ from mmgate._environment import available
 from mmgate.hosts import gates_for
 from mmgate.hosts.table import _ADAPTERS, full_name
 from mmgate.layers import MultiScaleDeformableAttention
-from mmgate.layers.base.init import gate_parameters
+from mmgate.layers.base.gate import gate_parameters
 from mmgate.swap import path_regex
 
 C, H, MAP = 32, 4, (8, 8)

@@ -19,7 +19,7 @@ from mmgate.layers import (
     SDPAGatedMultiheadAttention,
 )
 from mmgate.layers.base.dense import DenseAttention
-from mmgate.layers.rms_norm import _RMSNorm
+from mmgate.layers.parts.rms_norm import _RMSNorm
 
 C, H, N, M, B = 16, 4, 5, 7, 2
 PLUG = {

@@ -14,7 +14,7 @@ from torch import nn
 
 import mmgate
 from mmgate.layers import PLuGMultiheadAttention
-from mmgate.layers.base.init import undecayed_parameters
+from mmgate.layers.base.gate import undecayed_parameters
 from mmgate.registry import MODELS
 from mmgate.train.parameter_groups import TORCH, GateOptimWrapperConstructor, _can_fuse
 
