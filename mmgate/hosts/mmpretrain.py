@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from mmpretrain.models.backbones.vit_sam import Attention
 from mmpretrain.models.backbones.xcit import XCA
-from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention, ShiftWindowMSA, WindowMSA, WindowMSAV2
+from mmpretrain.models.utils.attention import (
+    LeAttention,
+    MultiheadAttention,
+    ShiftWindowMSA,
+    WindowMSA,
+    WindowMSAV2,
+    scaled_dot_product_attention_pyimpl,
+)
 from torch import Tensor, nn
 
 from mmgate.hosts.core import attend_in_host, holds_gates
@@ -19,6 +27,7 @@ from mmgate.hosts.window import Renamed, adapt_swin
 from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
 from mmgate.layers.base.map import MapAttention
 from mmgate.layers.plug_dense import PLuGAttention
+from mmgate.layers.sdpa_gate import SDPAGatedAttention
 
 LARGEST = math.log(100.0)  # of Swin v2's logit_scale
 
@@ -86,15 +95,20 @@ class GatedTokenAttention(Renamed):
 
 @adapts(GatedMultiheadAttention, MultiheadAttention)
 def tokens(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) -> GatedTokenAttention:
-    """Take over sizes, dropouts and layer scale.
-
-    Logits are scaled by ``1 / sqrt(d)``, as T2T-ViT's paper has it; a host with a qk_scale divides by that number.
+    """Take over sizes, dropouts, layer scale and the scale of the logits.
 
     Raises:
-        ValueError: The host has an extra that the core lacks.
+        ValueError: The host has an extra that the core lacks, or scales its logits by a number that the gate would lose.
     """
     _refuse_extras(gate, host)
     core = gate.core(host.embed_dims, host.num_heads, host.attn_drop, batch_first=True, **options)
+    core.logit_factor = _logit_factor(gate, host)
+    added = isinstance(core, SDPAGatedAttention) and (core.position, core.form) == ('G4', 'additive')
+    if core.logit_factor != 1 and added:
+        raise ValueError(
+            f"{gate.__name__} does not replace a MultiheadAttention with a qk_scale by position='G4' and "
+            "form='additive': the queries carry the scale, and what is added to them would not."
+        )
     if host.qkv.bias is None:  # T2T-ViT has one of the two
         core.register_parameter('in_proj_bias', None)
     if host.proj.bias is None:
@@ -111,10 +125,27 @@ def map_of_tokens(gate: type[MapAttention], host: Any, /, **options: Any) -> Map
     """
     layer_scale = not isinstance(host.gamma1, nn.Identity)
     _refuse_extras(gate, host, layer_scale=layer_scale, projection_without_bias=host.proj.bias is None)
-    drops = dict(attn_drop=host.attn_drop, proj_drop=host.proj_drop.p)
-    module = gate(host.embed_dims, host.num_heads, qkv_bias=host.qkv.bias is not None, **drops, **options)
+    taken = dict(attn_drop=host.attn_drop, proj_drop=host.proj_drop.p, qkv_bias=host.qkv.bias is not None)
+    scale = _logit_factor(gate, host) * host.head_dims**-0.5
+    module = gate(host.embed_dims, host.num_heads, qk_scale=scale, **taken, **options)
     module.dropout_layer = host.out_drop
     return module
+
+
+def _logit_factor(gate: type[nn.Module], host: Any) -> float:
+    """Return by how much the host's logits are larger than those of a scale of ``1 / sqrt(d)``.
+
+    With any qk_scale mmpretrain divides by ``1 / sqrt(d)``, and so do all layers of its T2T-ViT.
+    """
+    product = host.scaled_dot_product_attention
+    if product in (F.scaled_dot_product_attention, scaled_dot_product_attention_pyimpl):
+        return 1.0
+    if isinstance(product, partial) and product.func is scaled_dot_product_attention_pyimpl:
+        if not product.args and set(product.keywords) == {'scale'}:
+            return host.head_dims**0.5 / product.keywords['scale']
+    raise ValueError(
+        f'{gate.__name__} does not replace a MultiheadAttention whose scaled_dot_product_attention is not mmpretrain\'s.'
+    )
 
 
 def _refuse_extras(gate: type[nn.Module], host: Any, **further: bool) -> None:

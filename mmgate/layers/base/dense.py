@@ -49,9 +49,11 @@ class DenseAttention(nn.MultiheadAttention):
         two_streams: Whether the halves of a head attend separately.
         has_projections: Whether it projects by itself; else a host does, and calls :meth:`attend` alone.
         beyond_weights: Whether the heads are more than the weights of :meth:`attention_map` times the projected values.
+        logit_factor: A host's own scale of the logits over ``1 / sqrt(d)``; the projected queries are multiplied by it.
     """
 
     two_streams = False
+    logit_factor = 1.0
     beyond_weights = False
     has_projections = True
 
@@ -162,13 +164,14 @@ class DenseAttention(nn.MultiheadAttention):
                 f'attn_mask and key_padding_mask must fit (B, H, N, M) = {tuple(full)}, got '
                 f'{" and ".join(str(tuple(m.shape)) for m in (attn_mask, key_padding_mask) if m is not None)}.'
             )
-        heads = self.attend(q, k, v, inputs, bias)
+        scaled = q if self.logit_factor == 1 else q * self.logit_factor
+        heads = self.attend(scaled, k, v, inputs, bias)
         if dead is not None:
             heads = heads.masked_fill(dead, 0.0)
         output = self.merge(heads, q, inputs)
         weights = None
         if need_weights:
-            weights = self.attention_map(q, k, inputs, bias)
+            weights = self.attention_map(scaled, k, inputs, bias)
             weights = weights if dead is None else weights.masked_fill(dead, 0.0)
             weights = weights.mean(1) if average_attn_weights else weights
         output = output.transpose(0, 1)
