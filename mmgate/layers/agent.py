@@ -84,9 +84,9 @@ class AgentAttention(GateInit, AgentBiases):
                 raise ValueError(f'{name}={number} must be a square number: agents lie on a square grid.')
         self.grid, self.pretrain_grid = isqrt(agent_num), isqrt(pretrain_agent_num)
         height, width = int(map_size[0]), int(map_size[1])
+        self.map_size = self.bias_size = (height, width)
         if window is not None:
-            height, width = min(window, height), min(window, width)
-        self.map_size = (height, width)
+            self.bias_size = (min(window, height), min(window, width))
         self.window, self.value_factor, self.broadcast_scale = window, value_factor, broadcast_scale
         self.dwc = nn.Conv2d(embed_dims, embed_dims, 3, padding=1, groups=embed_dims) if dwc else None
         static = torch.empty(1, pretrain_agent_num, embed_dims)

@@ -25,12 +25,12 @@ class AgentBiases(MapAttention):
     Attributes:
         grid: Side of the grid of agents in use.
         pretrain_grid: Side of the grid of agents in the biases' shapes.
-        map_size: Height and width of the map in pre-training, likewise.
+        bias_size: Height and width of the map in pre-training in the biases' shapes, or of a window of it.
     """
 
     grid: int
     pretrain_grid: int
-    map_size: tuple[int, int]
+    bias_size: tuple[int, int]
     an_bias: nn.Parameter
     na_bias: nn.Parameter
     ah_bias: nn.Parameter
@@ -42,7 +42,7 @@ class AgentBiases(MapAttention):
 
     def make_biases(self, bias: bool) -> None:
         """Create the parameters, or None in their places without ``bias``."""
-        heads, n, (height, width) = self.num_heads, self.pretrain_grid**2, self.map_size
+        heads, n, (height, width) = self.num_heads, self.pretrain_grid**2, self.bias_size
         shapes: dict[str, tuple[int, ...]] = dict(
             an_bias=(heads, n, BLOCK, BLOCK),
             na_bias=(heads, n, BLOCK, BLOCK),
@@ -96,7 +96,7 @@ class AgentBiases(MapAttention):
         axis stays so. The rows are an eighth term of the product, which spares a pass over the large result.
         """
         height, width = (interpolation_matrix(BLOCK, size, block) for size in hw_shape)
-        down, along = (interpolation_matrix(*sides, block) for sides in zip(self.map_size, hw_shape, strict=True))
+        down, along = (interpolation_matrix(*sides, block) for sides in zip(self.bias_size, hw_shape, strict=True))
         block = height @ self._resize_agents(block.flatten(2)).unflatten(-1, (BLOCK, BLOCK))  # (H, n, h, 7)
         rows, columns = self._resize_agents(rows) @ down.t(), self._resize_agents(columns) @ along.t()
         ones = width.new_ones(1, width.shape[0])

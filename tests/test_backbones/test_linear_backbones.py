@@ -68,6 +68,15 @@ def test_agent_windows_attend_each_by_itself() -> None:
     assert windowed(x[:, :7, :5].flatten(1, 2), (7, 5)).isfinite().all()
 
 
+@pytest.mark.parametrize('size, window', [((7, 14), 7), ((4, 16), 4), ((8, 8), 4)], ids=str)
+def test_agent_windows_of_a_vit(size: tuple[int, int], window: int) -> None:
+    """Its map is that of pre-training, which need not be square, and not that of a window."""
+    attention = AgentAttention(8, 2, map_size=size, agent_num=4, window=window).double()
+    x = torch.randn(2, size[0] * size[1], 8, dtype=torch.float64)
+    assert torch.equal(attention(x), attention(x, size))
+    assert attention.ah_bias.shape[3] == attention.aw_bias.shape[4] == window
+
+
 def test_windows_of_odd_blocks_shift() -> None:
     """Two blocks carry a token beyond its window, as in the authors' code; Swin's even blocks stay where they are."""
     sizes: dict[str, Any] = dict(depths=(2, 2, 2, 2), blocks=(2, 0, 0, 0), pretrain_img_size=64, pad_small_map=False)
