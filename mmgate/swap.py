@@ -222,15 +222,17 @@ def _take_over(host: nn.Module, gate: nn.Module) -> nn.Module:
     trainable = [(parameter, parameter.requires_grad) for parameter in host.parameters()]
     parts = [module for module in gate.modules() if isinstance(module, GateInit)]
     gate.to(device=reference.device, dtype=reference.dtype)
-    unexpected = gate.load_state_dict(state, strict=False, assign=True).unexpected_keys
+    try:
+        unexpected = gate.load_state_dict(state, strict=False, assign=True).unexpected_keys
+    finally:
+        for parameter, required in trainable:  # the gate's own now; assigning reset the flag
+            parameter.requires_grad_(required)
     if unexpected:
         raise ConfigError(
             f'{full_name(type(gate))} would lose parameters of {full_name(type(host))}: {", ".join(unexpected)}.'
         )
     for part in parts:  # a host's tensors fill no gate
         part.gate_loaded = False
-    for parameter, required in trainable:  # the gate's own now; assigning reset the flag
-        parameter.requires_grad_(required)
     left_out = getattr(gate, 'without', ())
     for name, value in vars(host).items():  # code around an attention reads its sizes; what the gate has stays
         plain = not (name.startswith('_') or callable(value) or isinstance(value, torch.Tensor))

@@ -175,6 +175,24 @@ def test_pattern_that_ends_with_two_stars_means_what_fits() -> None:
     assert swap_attention(model, rule) == ['wrapped', 'plain']
 
 
+@pytest.mark.usefixtures('_own_pair')
+@pytest.mark.parametrize('damage', ['unknown', 'size'])
+def test_a_refused_swap_leaves_frozen_parameters_frozen(damage: str) -> None:
+    """The host's own tensors are tried in the gate."""
+    model: Any = nn.ModuleDict(dict(odd=Wrapped(16), plain=Wrapped(16)))
+    if damage == 'unknown':
+        model['odd'].extra = nn.Parameter(torch.zeros(1))
+    else:
+        model['odd'].attn.out_proj = nn.Linear(16, 8)
+    model.requires_grad_(False)
+    with pytest.raises((ValueError, RuntimeError)):
+        swap_attention(model, dict(path='odd', type=Halved))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    if damage == 'unknown':
+        assert swap_attention(model, dict(path='**', type=Halved)) == ['plain']
+        assert not any(parameter.requires_grad for parameter in model['odd'].parameters())
+
+
 def test_a_host_and_what_lies_inside_it_are_not_both_replaced() -> None:
     model = nn.ModuleDict(dict(attn=mmcv_attention(16, 4)))
     with pytest.raises(ValueError, match='attn.attn lies inside attn'):
