@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from math import isqrt
@@ -12,11 +13,20 @@ import torch
 from torch import nn
 
 from mmgate._environment import log
+from mmgate.errors import ConfigError
 from mmgate.hosts.table import parameters_of
 
 BACKBONES = ('backbone', 'image_encoder')  # what a model calls the part that takes images
 IMAGE_SIZES = ('pretrain_img_size', 'img_size')  # what backbones call the size of images in pre-training
 IMAGE = 224  # side in pixels, of a backbone that does not keep its own
+# what a rule may have to say, and what it means
+MEANS = dict(
+    map_size='the height and width of the map in pre-training',
+    class_token='whether a class token comes before the tokens of the map',
+)
+EXAMPLES = dict(
+    map_size='map_size=(14, 14) for images of 224 pixels and a stride of 16', class_token='class_token=False'
+)
 
 
 def map_options(
@@ -26,15 +36,16 @@ def map_options(
 
     The size is that of the map for images of the backbone's ``pretrain_img_size`` or ``img_size``, see
     :func:`keep_image_size`, or of 224 x 224 pixels. A copy of the backbone on the device ``meta`` runs once. What the
-    rule sets stands.
+    rule sets stands; a warning says if that is one ``map_size`` for stages whose maps differ.
 
     Raises:
-        ValueError: The size cannot be derived; the message says what to write.
+        ConfigError: They cannot be derived, and the message says what to write; or more tokens than one precede a map.
     """
     told = all('hw_shape' in inspect.signature(model.get_submodule(name).forward).parameters for name in names)
     wanted = dict(map_size=needs_map_size(gate), class_token=not told and 'class_token' in parameters_of(gate))
-    needed = {option for option, is_wanted in wanted.items() if is_wanted} - set(options)
-    if not needed or not names:
+    needed = [option for option, is_wanted in wanted.items() if is_wanted and option not in options]
+    one_size = wanted['map_size'] and options.get('map_size') is not None and _of_several_stages(model, names)
+    if not names or not (needed or one_size):
         return {}, {}
     parts = next(iter(names)).split('.')
     prefix = next(('.'.join(parts[: i + 1]) for i, part in enumerate(parts) if part in BACKBONES), '')
@@ -51,13 +62,25 @@ def map_options(
             copied(torch.empty(1, 3, *_image_size(owner), device='meta'))
         missing = ', '.join(name for name in names if id(model.get_submodule(name)) not in found)
         reason = f'{missing} did not run' if missing else ''
+    except ConfigError as error:
+        raise ConfigError(f'{gate.__name__}: {error}') from error
     except Exception as error:  # whatever a host may raise on images of this size or on this device
         reason = f'{type(error).__name__}: {error}'
-    if reason and 'map_size' in needed:
-        raise ValueError(
-            f'{gate.__name__} needs map_size=(height, width), that of the map in pre-training, which a pass of '
-            f'{type(owner).__name__} does not tell ({reason}). Write it into the rule, such as map_size=(14, 14) for '
-            'images of 224 pixels and a stride of 16.'
+    if reason and needed:
+        lacking = ' and '.join(f'{option}, {MEANS[option]},' for option in needed)
+        examples = ', '.join(EXAMPLES[option] for option in needed)
+        raise ConfigError(
+            f'{gate.__name__} needs {lacking} which a pass of {type(owner).__name__} does not tell ({reason}). '
+            f'Write it into the rule, such as {examples}.'
+        )
+    sizes = sorted({read['map_size'] for read in found.values()}, reverse=True)
+    if one_size and len(sizes) > 1:
+        maps = ', '.join(f'{height} x {width}' for height, width in sizes)
+        log(
+            f'mmgate: map_size={tuple(options["map_size"])} is one for all of {gate.__name__}\'s maps in '
+            f'{type(owner).__name__}, which are of {maps} at the image size of pre-training. Leave it out for each to '
+            'have its own, or write a rule for each stage.',
+            logging.WARNING,
         )
     options_of = {key: {name: read[name] for name in needed} for key, read in found.items()}
     return options_of, {key: read['map_size'] for key, read in found.items()}
@@ -79,13 +102,22 @@ def needs_map_size(gate: Any) -> bool:
     return parameter is not None and parameter.default is parameter.empty
 
 
+def _of_several_stages(model: nn.Module, names: Collection[str]) -> bool:
+    """Return whether attentions differ in width, as those of stages of different maps do."""
+    return len({next(model.get_submodule(name).parameters()).shape for name in names}) > 1
+
+
 def _image_size(owner: Any) -> tuple[int, int]:
     embedding = getattr(owner, 'patch_embed', None)
     kept = [*(getattr(owner, name, None) for name in IMAGE_SIZES), getattr(embedding, 'init_input_size', None)]
     size = next((size for size in kept if size), IMAGE)
     if not any(kept):
         name = type(owner).__name__
-        log(f'mmgate: {name} keeps no pretrain_img_size; if it is not {IMAGE}, set that attribute before the swap.')
+        log(
+            f'mmgate: {name} keeps no pretrain_img_size, so that maps are taken as those of images of {IMAGE} pixels. If '
+            'it was pre-trained on others, write pretrain_img_size into its config where it takes one, or '
+            'map_size=(height, width) into a rule for each stage.'
+        )
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
 
 
@@ -93,8 +125,14 @@ def _noting(found: dict[int, dict[str, Any]], key: int, name: str, owner: Any) -
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         tokens = next(iter(given.values())).shape[1]
-        sides = given.get('hw_shape') or getattr(owner, 'patch_resolution', None) or (isqrt(tokens),) * 2
+        told = given.get('hw_shape') or getattr(owner, 'patch_resolution', None)
+        sides = told or (isqrt(tokens),) * 2
         before = tokens - sides[0] * sides[1]
+        if told and before > 1:
+            raise ConfigError(
+                f'{before} tokens come before the map of {name}, and an attention over a map takes one at most, the '
+                'class token. Leave it out of the path, or take a gate of queries and keys.'
+            )
         if before not in (0, 1):
             raise ValueError(f'{before} tokens of {name} lie on no map')
         found[key] = dict(map_size=(int(sides[0]), int(sides[1])), class_token=bool(before))

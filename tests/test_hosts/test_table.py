@@ -20,6 +20,7 @@ from mmgate.hosts import gates_for
 from mmgate.hosts.table import _ADAPTERS, full_name
 from mmgate.layers import MultiScaleDeformableAttention
 from mmgate.layers.base.init import gate_parameters
+from mmgate.layers.base.map import MapAttention
 from mmgate.swap import path_regex
 
 C, H, MAP = 32, 4, (8, 8)
@@ -205,7 +206,8 @@ def outputs(module: nn.Module, block: Block) -> list[Tensor]:
 
 
 def options_of(gate: type) -> dict[str, Any]:
-    options = dict(agent_num=4) if gate.__name__ == 'AgentAttention' else {}
+    options: dict[str, Any] = dict(agent_num=4) if gate.__name__ == 'AgentAttention' else {}
+    options |= dict(class_token=False) if issubclass(gate, MapAttention) else {}
     return options | (dict(map_size=MAP) if 'map_size' in inspect.signature(gate).parameters else {})
 
 
