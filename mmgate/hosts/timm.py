@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from timm.models.gcvit import WindowAttentionGlobal
@@ -35,11 +36,23 @@ class GatedVisformerAttention(VisformerAttention):
         return self.proj_drop(out.transpose(1, 2).unflatten(-1, size))
 
 
+def shares_by_image(forward: Callable[..., Any]) -> bool:
+    """Return whether a host gives an image's global queries to the windows of that image.
+
+    timm up to 1.0.29 repeats the batch instead, which mixes images where there are several.
+    """
+    return 'repeat_interleave' in forward.__code__.co_names
+
+
+BY_IMAGE = shares_by_image(WindowAttentionGlobal.forward)
+
+
 @holds_gates(WindowAttentionGlobal, sizes=_sizes)
 class GatedWindowAttentionGlobal(WindowAttentionGlobal):
     """Drop-in for GCViT's attention in windows that holds a gate; the bias of positions is added after it.
 
-    Where the queries are the image's own, shared by its windows and not projected, they are the gate's query input.
+    Where the queries are the image's own, shared by windows as the host does and not projected, they are the gate's
+    query input.
     """
 
     gate: Any
@@ -47,7 +60,9 @@ class GatedWindowAttentionGlobal(WindowAttentionGlobal):
     def forward(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
         """Attend within windows ``(B nW, N, C)``, by the queries of ``q_global`` ``(B, ..., C)`` if they are given."""
         if self.use_global and q_global is not None:
-            asked = q_global.repeat_interleave(len(x) // len(q_global), 0).reshape(x.shape)
+            windows = len(x) // len(q_global)
+            asked = q_global.repeat_interleave(windows, 0) if BY_IMAGE else q_global.repeat(windows, 1, 1, 1)
+            asked = asked.reshape(x.shape)
             key, value = self.qkv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
             query = self.gate.split_heads(asked).to(key.dtype)  # not projected, which autocast would have narrowed
         else:
