@@ -36,7 +36,7 @@ def ms_deform_attn(
             f'{gate.__name__} does not replace {full_name(type(host))}, which {differs} and may compute something '
             'else; write its adapter with mmgate.adapts.'
         )
-    ratio = host.value_proj.out_features / host.d_model  # below 1 in ViT-Adapter
+    ratio = (host.value_proj.out_features + 0.5) / host.d_model  # below 1 in ViT-Adapter; mmcv rounds down
     sizes = (host.d_model, host.n_heads, host.n_levels, host.n_points)
     module = gate(*sizes, dropout=0.0, batch_first=True, value_proj_ratio=ratio, **options)
     module.register_forward_pre_hook(_as_mmcv_is_called, with_kwargs=True)
