@@ -20,9 +20,10 @@ from mmgate.layers.base.dense import DenseAttention
 from mmgate.layers.base.init import GateInit, random_stream
 from mmgate.layers.base.map import MapAttention
 from mmgate.registry import MODELS
-from mmgate.weight_init import Swap, init_gate, initialise_gates_last
+from mmgate.weight_init import Swap, init_gate, initialise_gates_last, standing_swaps
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+MOST_HOSTS = 6  # that a message lists
 
 
 def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
@@ -44,26 +45,33 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     Raises:
         OptionError: A rule is malformed, its type is no gate, or an option is unknown to the gate.
         ConfigError: The gate's type is not registered, a pattern matches no module, a gate cannot replace what it met,
-            two rules claim one module, or one module and another inside it, or differ for a module of several names.
+            or that is gated already, two rules claim one module, or one module and another inside it, or differ for a
+            module of several names.
     """
     listed = parse_rules(rules)
     replacements: dict[str, nn.Module] = {}
     built: dict[int, nn.Module] = {}  # a module shared by several layers stays shared
-    made_as: dict[int, tuple[type[nn.Module], dict[str, Any]]] = {}
+    made_as: dict[int, tuple[type[nn.Module], dict[str, Any], str]] = {}
+    claimed_by: dict[str, str] = {}
     for number, rule in enumerate(listed):
         where = f'attention[{number}]'
         gate = _gate(rule['type'], where)
         options = {key: value for key, value in rule.items() if key not in ('type', 'path')}
         _check_options(gate, options, where)
+        claim = f'{where} (path={rule["path"]!r}, type={gate.__name__!r})'
         chosen: dict[str, nn.Module] = {}
         for pattern in [rule['path']] if isinstance(rule['path'], str) else rule['path']:
             chosen.update(_matches(model, pattern, gate, options, where, built))
         for name, made in chosen.items():
             if name in replacements:
-                raise ConfigError(f'{where}: {name} is claimed by an earlier rule already; let each path match once.')
-            if made_as.setdefault(id(made), (gate, options)) != (gate, options):
-                raise ConfigError(f'{where}: {name} is shared, and an earlier rule gates it otherwise; let both agree.')
+                raise ConfigError(
+                    f'{where}: {name} is claimed by {claimed_by[name]} already; let each path match once.'
+                )
+            *earlier, earlier_claim = made_as.setdefault(id(made), (gate, options, claim))
+            if earlier != [gate, options]:
+                raise ConfigError(f'{where}: {name} is shared, and {earlier_claim} gates it otherwise; let both agree.')
         replacements.update(chosen)
+        claimed_by.update(dict.fromkeys(chosen, claim))
     for name in replacements:
         outer = next((other for other in replacements if name.startswith(f'{other}.')), None)
         if outer is not None:
@@ -113,10 +121,11 @@ def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
 def _gate(kind: str | type[nn.Module], where: str) -> type[nn.Module]:
     gate = kind if inspect.isclass(kind) else MODELS.get(kind)
     if gate is None:
-        names = [registered.__name__ for registered in registered_gates()]
-        near = difflib.get_close_matches(str(kind).rpartition('.')[2], names, n=1)
-        hint = f' Did you mean {near[0]!r}?' if near else ''
-        raise ConfigError(f'{where}: type={kind!r} is not registered.{hint} The gates are {", ".join(names)}.')
+        ours_first = sorted(registered_gates(), key=lambda known: not known.__module__.startswith('mmgate.'))
+        names = [known.__name__ for known in ours_first]
+        near = difflib.get_close_matches(str(kind).rpartition('.')[2], names, n=5)
+        offered = f'Did you mean{_listed(near)}' if near else f'The gates are{_listed(names)}'
+        raise ConfigError(f'{where}: type={kind!r} is not registered. {offered}')
     if not host_names(gate):
         raise OptionError(
             f'{where}: {full_name(gate)} is not a gate: no adapter says what it can replace; see mmgate.adapts.'
@@ -143,17 +152,28 @@ def _matches(
     whatever_fits = pattern.endswith('**')
     gates: dict[str, nn.Module] = {}
     refusals = []
-    fitting = [name for name, module in modules.items() if adapter_for(gate, module) is not None]
+    gates_before = _gated(model)
+    gated = {name: gates_before[id(module)] for name, module in modules.items() if id(module) in gates_before}
+    fitting = [name for name, module in modules.items() if name not in gated and adapter_for(gate, module)]
     derived, maps = map_options(model, fitting, gate, options)
     for name, module in modules.items():
+        if name in gated:
+            reason = f'{name} is gated already, by a {full_name(type(gated[name]))}.'
+            if not whatever_fits:
+                raise ConfigError(
+                    f'{where}: {reason} Leave it out of the path, or take its gate off first: '
+                    'mmgate.restore_attention(model).'
+                )
+            if gated[name] is module:
+                refusals.append(reason)
+            continue
         adapter = adapter_for(gate, module)
         if whatever_fits and (adapter is None or any(name.startswith(f'{outer}.') for outer in gates)):
             continue
         if adapter is None:
-            fits = ', '.join(host_names(gate))
             raise ConfigError(
-                f'{where}: {full_name(gate)} replaces {fits}, but {name} is a {full_name(type(module))}.'
-                f'{_hint(gate, module)} {_inventory(model)}'
+                f'{where}: {name} is a {full_name(type(module))}, which {gate.__name__} does not replace.'
+                f'{_hint(gate, module)} It replaces{_near_hosts(gate, model, module)}\n{_inventory(model)}'
             )
         try:
             if id(module) not in built:
@@ -180,6 +200,25 @@ def _matches(
     for refusal in refusals:
         log(f'mmgate: {where} leaves {refusal}')
     return gates
+
+
+def _gated(model: nn.Module) -> dict[int, nn.Module]:
+    """Return the gates that a swap has put into ``model``, by the ids of all their parts."""
+    swaps = [swap for holder in model.modules() for swap in standing_swaps(holder)]
+    return {id(part): swap.gate for swap in swaps for part in swap.gate.modules()}
+
+
+def _near_hosts(gate: type[nn.Module], model: nn.Module, module: nn.Module) -> str:
+    """Return the hosts of ``gate`` as lines: those that the model has, then those of the module's package, some."""
+    present = {full_name(type(part)) for part in model.modules()}
+    package = type(module).__module__.partition('.')[0]
+    hosts = sorted(host_names(gate), key=lambda host: (host not in present, host.partition('.')[0] != package))
+    further = len(hosts) - MOST_HOSTS
+    return _listed([*hosts[:MOST_HOSTS], *([f'and {further} others, see docs/gates.md'] if further > 0 else [])])
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ''.join(f'\n  {name}' for name in names)
 
 
 def _hint(gate: type[nn.Module], module: nn.Module) -> str:

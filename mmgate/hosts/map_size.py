@@ -77,7 +77,7 @@ def map_options(
     if one_size and len(sizes) > 1:
         maps = ', '.join(f'{height} x {width}' for height, width in sizes)
         log(
-            f'mmgate: map_size={tuple(options["map_size"])} is one for all of {gate.__name__}\'s maps in '
+            f"mmgate: map_size={tuple(options['map_size'])} is one for all of {gate.__name__}'s maps in "
             f'{type(owner).__name__}, which are of {maps} at the image size of pre-training. Leave it out for each to '
             'have its own, or write a rule for each stage.',
             logging.WARNING,
@@ -114,8 +114,8 @@ def _image_size(owner: Any) -> tuple[int, int]:
     if not any(kept):
         name = type(owner).__name__
         log(
-            f'mmgate: {name} keeps no pretrain_img_size, so that maps are taken as those of images of {IMAGE} pixels. If '
-            'it was pre-trained on others, write pretrain_img_size into its config where it takes one, or '
+            f'mmgate: {name} keeps no pretrain_img_size, so that maps are taken as those of images of {IMAGE} pixels. '
+            'If it was pre-trained on others, write pretrain_img_size into its config where it takes one, or '
             'map_size=(height, width) into a rule for each stage.'
         )
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))

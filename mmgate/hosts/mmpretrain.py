@@ -98,7 +98,7 @@ def tokens(gate: type[GatedMultiheadAttention], host: Any, /, **options: Any) ->
     """Take over sizes, dropouts, layer scale and the scale of the logits.
 
     Raises:
-        ValueError: The host has an extra that the core lacks, or scales its logits by a number that the gate would lose.
+        ValueError: The host has an extra that the core lacks, or scales its logits as the gate cannot.
     """
     _refuse_extras(gate, host)
     core = gate.core(host.embed_dims, host.num_heads, host.attn_drop, batch_first=True, **options)
@@ -140,11 +140,11 @@ def _logit_factor(gate: type[nn.Module], host: Any) -> float:
     product = host.scaled_dot_product_attention
     if product in (F.scaled_dot_product_attention, scaled_dot_product_attention_pyimpl):
         return 1.0
-    if isinstance(product, partial) and product.func is scaled_dot_product_attention_pyimpl:
-        if not product.args and set(product.keywords) == {'scale'}:
-            return host.head_dims**0.5 / product.keywords['scale']
+    divides = isinstance(product, partial) and product.func is scaled_dot_product_attention_pyimpl
+    if divides and not product.args and set(product.keywords) == {'scale'}:
+        return host.head_dims**0.5 / product.keywords['scale']
     raise ValueError(
-        f'{gate.__name__} does not replace a MultiheadAttention whose scaled_dot_product_attention is not mmpretrain\'s.'
+        f"{gate.__name__} does not replace a MultiheadAttention whose scaled_dot_product_attention is not mmpretrain's."
     )
 
 

@@ -72,7 +72,9 @@ def test_a_size_that_the_host_forgets_is_the_configs(host: dict[str, Any], monke
     swap_attention(told, rule)
     assert not said
     swap_attention(forgetful, rule)
-    assert len(said) == 1 and 'keeps no pretrain_img_size' in said[0] and 'map_size=(height, width) into a rule' in said[0]
+    assert (
+        len(said) == 1 and 'keeps no pretrain_img_size' in said[0] and 'map_size=(height, width) into a rule' in said[0]
+    )
     for model, sizes in ((gated, LARGE), (told, LARGE), (forgetful, PYRAMID)):
         assert [part.map_size for part in model.modules() if isinstance(part, SAGAAttention)] == sizes
 

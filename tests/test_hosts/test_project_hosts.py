@@ -164,7 +164,9 @@ def test_a_host_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_names(Gate) == ['layers.Pooling']
     assert adapter_for(Gate, Pooling(1)) is fit
     assert adapter_for(Gate, nn.AdaptiveAvgPool1d(1)) is None
-    with pytest.raises(ValueError, match='Gate replaces layers.Pooling, but other is a torch'):
+    with pytest.raises(
+        ValueError, match='other is a torch.*Linear, which Gate does not replace. It replaces\n  layers.Pooling'
+    ):
         swap_attention(nn.ModuleDict(dict(other=nn.Linear(2, 2))), dict(type=Gate, path='other'))
 
 

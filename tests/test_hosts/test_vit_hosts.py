@@ -17,10 +17,10 @@ from mmgate._environment import available
 
 if not available('mmpretrain') or not available('timm'):  # an import may fail in other ways than by absence
     pytest.skip('needs mmpretrain and timm: the extra "pretrain"', allow_module_level=True)
+import timm
 from mmpretrain.models.backbones.t2t_vit import T2TTransformerLayer
 from mmpretrain.models.backbones.xcit import XCA
 from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention, ShiftWindowMSA, WindowMSAV2
-import timm
 from timm.models.gcvit import WindowAttentionGlobal
 from timm.models.visformer import Attention as VisformerAttention
 
@@ -114,7 +114,7 @@ def test_global_queries_are_shared_as_the_host_does(forward: Callable[..., Tenso
 
 def test_this_timm_is_told_apart() -> None:
     known = [int(part) for part in timm.__version__.split('.')[:3]]
-    assert known[0] != 1 or known == [1, 0, 30] or BY_IMAGE == (known > [1, 0, 29])
+    assert known[0] != 1 or known == [1, 0, 30] or (known > [1, 0, 29]) == BY_IMAGE
 
 
 def scaled_by_someone() -> nn.Module:
@@ -164,7 +164,17 @@ def test_cross_covariance_gates_pairs_of_channels() -> None:
             'around a WindowMSAV2: it would lose',
         ),
     ],
-    ids=['xcit other gate', 'xcit ratio', 'levit', 'visformer G5', 'tokens-to-token', 'own product', 'scale and G4', 'cosines', 'cosines in windows'],
+    ids=[
+        'xcit other gate',
+        'xcit ratio',
+        'levit',
+        'visformer G5',
+        'tokens-to-token',
+        'own product',
+        'scale and G4',
+        'cosines',
+        'cosines in windows',
+    ],
 )
 def test_what_does_not_fit_says_why(host: Callable[[], nn.Module], rule: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
