@@ -23,12 +23,13 @@ from torch import distributed, nn
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.datasets.data_check_hook import DataCheckHook, refuse_foreign_classes
 from mmgate.errors import ConfigError
+from mmgate.gates.training import frozen_parts_without_weights
 from mmgate.layers.base.deformable import MultiScaleDeformableAttention
 from mmgate.layers.plug_dense import PLuGAttention
 from mmgate.ops.backend import OPERATORS, candidates
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
-from .config_file import add_trust_option, check_files, config_parser, load_config, type_name
+from .config_file import add_trust_option, check_files, config_parser, load_config, mappings, type_name
 from .load_report import LoadReportHook
 from .processes import prepare_processes
 
@@ -78,6 +79,7 @@ def train(argv: list[str]) -> None:
     note = ''
     if args.amp:
         enable_amp(cfg)
+    check_amp(cfg)
     if args.auto_accumulate:
         note = enable_auto_accumulate(cfg)
     if args.auto_scale_lr:
@@ -87,6 +89,13 @@ def train(argv: list[str]) -> None:
         cfg.resume, cfg.load_from = last is not None, last or cfg.get('load_from')  # a first start is no resume
     check_files(cfg, ('train', 'val'))
     runner = build_runner(cfg)
+    untrained = () if starts_from_checkpoint(cfg) else frozen_parts_without_weights(runner.model)
+    if untrained:
+        runner.logger.warning(
+            f'The gates train beside frozen weights that are drawn at random: neither load_from nor init_cfg fills '
+            f'{", ".join(untrained)}. Give the checkpoint of the trained vanilla model: '
+            '--cfg-options load_from=vanilla.pth.'
+        )
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
     if note:
@@ -198,6 +207,25 @@ def enable_amp(cfg: Config) -> None:
         raise ConfigError(f'--amp: optim_wrapper.type={kind!r} cannot be converted; only OptimWrapper can.')
     cfg.optim_wrapper.type = 'AmpOptimWrapper'
     cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
+
+
+def check_amp(cfg: Config) -> None:
+    """Refuse mixed precision, by the flag or the config, on a device for which mmengine has none.
+
+    Raises:
+        ConfigError: With the device.
+    """
+    wrappers = [one for _, one in mappings(cfg.get('optim_wrapper')) if type_name(one) == 'AmpOptimWrapper']
+    if wrappers and get_device() in ('cpu', 'mps'):
+        raise ConfigError(
+            f"AmpOptimWrapper, which --amp sets, is mmengine's for GPUs, and this run is on {get_device()}. Leave "
+            "--amp away; in a config write optim_wrapper type='OptimWrapper', without loss_scale and dtype."
+        )
+
+
+def starts_from_checkpoint(cfg: Config) -> bool:
+    """Return whether the run begins with the weights of a checkpoint."""
+    return bool(cfg.get('load_from') or (cfg.get('resume') and find_latest_checkpoint(cfg.work_dir)))
 
 
 def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_time: float) -> None:

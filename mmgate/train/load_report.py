@@ -17,6 +17,8 @@ from mmgate.errors import ConfigError
 from mmgate.layers.base.init import gate_names, gate_parameters
 from mmgate.paths import own_model
 
+from .resuming import refuse_other_run
+
 COUNTERS = 'num_batches_tracked'  # batch norms', often left out of checkpoints
 OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
 
@@ -36,7 +38,7 @@ class LoadReportHook(Hook):
 
     Raises:
         ConfigError: Too few keys were filled (from :meth:`before_test` and :meth:`before_train`), or a run is to be
-            resumed from weights alone (from :meth:`after_load_checkpoint`).
+            resumed from weights alone or with other gates (from :meth:`after_load_checkpoint`).
     """
 
     def __init__(self, checkpoint: str, *, allow_mismatch: bool = False) -> None:
@@ -52,8 +54,10 @@ class LoadReportHook(Hook):
                 f'{self.checkpoint} holds weights alone, no run that could be resumed. '
                 f'--cfg-options load_from={self.checkpoint} starts a new run from them.'
             )
-        self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
         self._before = _versions(runner.model)
+        if getattr(runner, '_resume', False) and self._before:
+            refuse_other_run(runner, checkpoint, self.checkpoint)
+        self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
 
     def before_train(self, runner: Any) -> None:
         """Report, refuse a checkpoint of which nothing fits, warn of one of which little does."""

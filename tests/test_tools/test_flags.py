@@ -62,6 +62,7 @@ def test_without_flags_nothing_changes(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_amp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, 'get_device', lambda: 'cuda')
     cfg = config_of(monkeypatch, 'train', '--amp')
     wrapper = cfg.optim_wrapper
     assert (wrapper.type, wrapper.loss_scale) == ('AmpOptimWrapper', 'dynamic')
