@@ -133,8 +133,7 @@ def test(argv: list[str]) -> None:
     cfg.load_from = args.checkpoint
     if args.show or args.show_dir:
         enable_visualization(cfg, show=args.show, show_dir=args.show_dir, wait_time=args.wait_time)
-    if args.gates:
-        enable_gates(cfg, args.gates)
+    note = enable_gates(cfg, args.gates) if args.gates else ''
     if args.tta:  # wraps the model, gates and all
         enable_tta(cfg)
     if args.out and not pickled:
@@ -142,7 +141,9 @@ def test(argv: list[str]) -> None:
             evaluator.update(output_dir=args.out, keep_results=True)
     check_files(cfg, ('test',))
     runner = build_runner(cfg)
-    runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch))
+    if note:
+        runner.logger.warning(note)
+    runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch, gates=args.gates))
     if pickled:
         if scope == 'mmpretrain':
             from mmengine.evaluator import DumpResults as Dump
@@ -246,8 +247,11 @@ def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_
         hook['out_dir' if scope == 'mmpretrain' else 'test_out_dir'] = show_dir
 
 
-def enable_gates(cfg: Config, path: str) -> None:
+def enable_gates(cfg: Config, path: str) -> str:
     """Put the gates of a file on the config's model, vanilla or gated.
+
+    Returns:
+        A warning that names the gates of the config which they replace; empty if it has none.
 
     Raises:
         ConfigError: The file is none of gates.
@@ -256,7 +260,17 @@ def enable_gates(cfg: Config, path: str) -> None:
     cfg.setdefault('custom_imports', dict(imports=['mmgate'], allow_failed_imports=False))
     if type_name(cfg.model) != 'Gated':
         cfg.model = dict(cfg.model, type='mmgate.Gated', host=cfg.model.type)
+    replaced = [f'model.gates={cfg.model.gates}'] if cfg.model.get('gates') else []
+    rules = cfg.model.get('attention') or ()
+    for rule in [rules] if isinstance(rules, dict) else rules:
+        replaced.append(f'{type_name(rule)} at {rule.get("path")} by model.attention')
     cfg.model.gates = path
+    if not replaced:
+        return ''
+    return (
+        f"--gates {path} replaces the config's own gates, {'; '.join(replaced)}. The vanilla config leaves no doubt "
+        'which gates are tested.'
+    )
 
 
 def enable_tta(cfg: Config) -> None:

@@ -35,14 +35,15 @@ class LoadReportHook(Hook):
     Args:
         checkpoint: What the message calls it.
         allow_mismatch: Whether to test with less than half.
+        gates: File of gates that are to be tested; a checkpoint that has gates, too, is warned of.
 
     Raises:
         ConfigError: Too few keys were filled (from :meth:`before_test` and :meth:`before_train`), or a run is to be
             resumed from weights alone or with other gates (from :meth:`after_load_checkpoint`).
     """
 
-    def __init__(self, checkpoint: str, *, allow_mismatch: bool = False) -> None:
-        self.checkpoint, self.allow_mismatch = checkpoint, allow_mismatch
+    def __init__(self, checkpoint: str, *, allow_mismatch: bool = False, gates: str | None = None) -> None:
+        self.checkpoint, self.allow_mismatch, self.gates = checkpoint, allow_mismatch, gates
         self._before: dict[str, tuple[int, int]] = {}
         self._given: list[str] = []
 
@@ -75,6 +76,13 @@ class LoadReportHook(Hook):
                 'own config, or give --allow-mismatch.'
             )
         self.say(runner, found, share == 1)
+        own = dict(gate_parameters(own_model(runner.model)))
+        if self.gates and not own.keys().isdisjoint(self._given):
+            log(
+                f'{self.checkpoint} has gates, which replaced those of --gates {self.gates}: the test is of the '
+                "checkpoint's. Give the vanilla checkpoint to test the file's.",
+                logging.WARNING,
+            )
 
     def report(self, runner: Any) -> tuple[str, float]:
         """Return what was loaded, in words and as a share of the keys; no words where nothing can be said.
