@@ -129,7 +129,7 @@ def test_the_converter_takes_out_and_puts_in(project: Path, monkeypatch: pytest.
         ('extract', 'gates.py vanilla/epoch_1.pth x', 'lacks .* parameters of the gates of gates.py, such as'),
         ('extract', 'gates.py nothing.pth x', 'nothing.pth is no file'),
         ('test', 'vanilla.py vanilla/epoch_1.pth --gates x', 'no such file of gates'),
-        ('test', 'vanilla.py vanilla/epoch_1.pth --gates vanilla/epoch_1.pth', 'cannot be read as a file of gates'),
+        ('test', 'vanilla.py vanilla/epoch_1.pth --gates vanilla/epoch_1.pth', r'gates\.py extract CONFIG vanilla/ep'),
     ],
 )
 def test_errors_come_before_any_work(
