@@ -84,9 +84,9 @@ def _changed(runner: Any, checkpoint: Mapping[str, Any]) -> list[str]:
         return []
     found: list[str] = []
     for name in ('model', 'optim_wrapper'):
-        pair = [literal_setting(text, name) for text in (before, runner.cfg.pretty_text)]
-        if None not in pair:
-            found += differences(*pair, name)
+        there, here = (literal_setting(text, name) for text in (before, runner.cfg.pretty_text))
+        if there is not None and here is not None:
+            found += differences(there, here, name)
     return [one for one in found if not one.partition(':')[0].endswith('.backend')]  # of the machine, not of the run
 
 

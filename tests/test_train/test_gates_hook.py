@@ -76,6 +76,7 @@ def test_a_vanilla_config_and_checkpoint_with_a_file(project: Path, monkeypatch:
         said = max((project / 'with').glob('2*/*.log'), key=lambda path: path.stat().st_mtime).read_text()
         assert 'of gates are from gates/epoch_3.gates.safetensors' in said and 'not loaded' not in said
         assert 'other values' not in said
+        assert ("replaces the config's own gates" in said) == (config == 'gated')
     run(cli.test, 'vanilla.py', 'vanilla/epoch_1.pth', '--work-dir', 'without', '--out', 'without.pkl')
     assert any(not torch.equal(one, other) for one, other in zip(boxes('without.pkl'), boxes('whole.pkl'), strict=True))
 
