@@ -106,8 +106,8 @@ def _leave_multimodal_models_out() -> None:
         return
     sys.modules[MULTIMODAL].WITH_MULTIMODAL = False  # type: ignore[attr-defined]
     log(
-        f"mmgate goes on without mmpretrain's multimodal models (BLIP, CLIP, OFA, ...): they need transformers below 5, "
-        f'and transformers {found} is installed. All else of mmpretrain works.',
+        f"mmgate goes on without mmpretrain's multimodal models (BLIP, CLIP, OFA, ...): they need transformers below "
+        f'5, and transformers {found} is installed. All else of mmpretrain works.',
         logging.WARNING,
     )
 

@@ -82,8 +82,8 @@ def export(
     net = build_network(model)
     largest = max(batches, key=lambda batch: math.prod(batch['inputs'][0].shape))
     inputs, problem = net.preprocess(largest), None
-    tried = (1, DIVISOR, 0) if not any(side % DIVISOR for side in inputs[0].shape[-2:]) else (1, 0)
-    tried = (0,) if fixed_size else tried
+    divided = not any(side % DIVISOR for side in inputs[0].shape[-2:])
+    tried = [0] if fixed_size else [1, DIVISOR, 0] if divided else [1, 0]
     with tempfile.TemporaryDirectory(dir=path.parent, prefix='.export-') as folder:
         check_finds_something(model, batches, threshold)
         new = Path(folder) / path.name

@@ -1,6 +1,6 @@
 """Run diffusers' own Dreambooth script with agents in the UNet that it trains (appendix B.4).
 
-``accelerate launch -m projects.agent_sd.dreambooth train_dreambooth.py ...``, with the script's arguments after its name.
+``accelerate launch -m projects.agent_sd.dreambooth train_dreambooth.py ...``; the script's arguments follow its name.
 """
 
 from __future__ import annotations
@@ -53,8 +53,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument('--ratio', type=float, default=0.4, help='share of the tokens that are merged (default 0.4)')
     parser.add_argument('--value-factor', type=float, default=0.075, help='k of Eq. 9 (default 0.075)')
-    parser.add_argument('--power', type=float, default=0.3, help='the second scale is d ** (-0.5 * power) (default 0.3)')
-    parser.add_argument('script', help="diffusers' examples/dreambooth/train_dreambooth.py, or another that trains a UNet")
+    parser.add_argument(
+        '--power', type=float, default=0.3, help='the second scale is d ** (-0.5 * power) (default 0.3)'
+    )
+    parser.add_argument(
+        'script', help="diffusers' examples/dreambooth/train_dreambooth.py, or another that trains a UNet"
+    )
     parser.add_argument('arguments', nargs=argparse.REMAINDER, help="the script's own")
     args = parser.parse_args(argv)
     own = sys.argv

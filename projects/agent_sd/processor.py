@@ -117,7 +117,9 @@ class AgentSD:
         if not all(0 <= share < 1 for share in (ratio, *agent_ratio)):
             raise ValueError(f'ratio={ratio} and agent_ratio={agent_ratio} must be from 0 to below 1.')
         if not 0 <= early <= 1:
-            raise ValueError(f'early={early} is a share of the schedule and must be from 0 to 1: 0.4 is 20 of 50 steps.')
+            raise ValueError(
+                f'early={early} is a share of the schedule and must be from 0 to 1: 0.4 is 20 of 50 steps.'
+            )
         if min(stride) < 2 or max_downsample < 1:
             raise ValueError(f'stride={stride} must be at least 2, max_downsample={max_downsample} 1.')
         self.ratio, self.stride, self.agent_ratio = ratio, stride, agent_ratio

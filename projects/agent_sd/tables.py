@@ -1,6 +1,6 @@
 """Make the images of the paper's Tables 10 to 13 with a Stable Diffusion, and measure their FID, time and memory.
 
-``python -m projects.agent_sd.tables --model FOLDER --reference IMAGENET_VAL``; images that are there are not made again.
+``python -m projects.agent_sd.tables --model FOLDER --reference IMAGENET_VAL``; only missing images are made.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import csv
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
@@ -188,10 +188,16 @@ def read_classes(path: str | None) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the images, measure them and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument('--model', required=True, help="folder or name of a Stable Diffusion for diffusers; the paper's is 1.5")
-    parser.add_argument('--reference', type=Path, help="ImageNet's validation images, or their .npz of pytorch-fid; no FID without")
+    parser.add_argument(
+        '--model', required=True, help="folder or name of a Stable Diffusion for diffusers; the paper's is 1.5"
+    )
+    parser.add_argument(
+        '--reference', type=Path, help="ImageNet's validation images, or their .npz of pytorch-fid; no FID without"
+    )
     parser.add_argument('--tables', type=int, nargs='+', choices=TABLES, default=list(TABLES))
-    parser.add_argument('--classes', help="file of class names, one a line (default: ImageNet's, as torchvision has them)")
+    parser.add_argument(
+        '--classes', help="file of class names, one a line (default: ImageNet's, as torchvision has them)"
+    )
     parser.add_argument('--per-class', type=int, default=2, help='images of a class (default 2)')
     parser.add_argument('--steps', type=int, default=50, help='of PLMS (default 50)')
     parser.add_argument('--guidance', type=float, default=7.5, help='classifier-free guidance (default 7.5)')
@@ -207,9 +213,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     prompts = [PROMPT.format(name) for name in read_classes(args.classes) for _ in range(args.per_class)]
     options = dict(num_inference_steps=args.steps, guidance_scale=args.guidance, height=args.size, width=args.size)
     args.out.mkdir(parents=True, exist_ok=True)
-    keep_settings(args.out / 'settings.json', dict(model=args.model, prompts=prompts, seed=args.seed, dtype=args.dtype, **options))
-    cache = args.out / f'reference-{args.dims}.npz'
-    fid = FID(args.reference, cache, device, args.dims) if args.reference else None
+    keep_settings(
+        args.out / 'settings.json', dict(model=args.model, prompts=prompts, seed=args.seed, dtype=args.dtype, **options)
+    )
+    fid = None
+    if args.reference:
+        fid = FID(args.reference, args.out / f'reference-{args.reference.stem}-{args.dims}.npz', device, args.dims)
     pipe = DiffusionPipeline.from_pretrained(args.model, torch_dtype=getattr(torch, args.dtype)).to(device)
     pipe.scheduler = PNDMScheduler.from_config(pipe.scheduler.config, skip_prk_steps=True)  # PLMS
     pipe.safety_checker = None  # it would hand out black images
@@ -242,7 +251,9 @@ def write(found: dict[Row, list[str]], tables: Sequence[int], path: Path) -> Non
     """Write what was found of each row to a CSV file, and print it table by table beside the paper's FID."""
     names = [field.name for field in fields(Row)]
     with path.open('w', newline='') as file:
-        csv.writer(file).writerows([[*names, 'fid', 's/img', 'GB/img'], *([*astuple(row), *found[row]] for row in found)])
+        csv.writer(file).writerows(
+            [[*names, 'fid', 's/img', 'GB/img'], *([*astuple(row), *found[row]] for row in found)]
+        )
     head = ['method', 'r', 'k', 'power', 'early', 'FID', 's/img', 'GB/img', "paper's FID"]
     for table in tables:
         print(f'\nTable {table}\n', line(head), line(['---'] * len(head)), sep='\n')

@@ -367,7 +367,14 @@ def test_removal_in_a_pipeline(pipe):
 
 @pytest.mark.parametrize(
     'options',
-    [dict(ratio=1), dict(ratio=-0.1), dict(agent_ratio=(0.9, 1)), dict(stride=(1, 2)), dict(early=-0.1), dict(early=20)],
+    [
+        dict(ratio=1),
+        dict(ratio=-0.1),
+        dict(agent_ratio=(0.9, 1)),
+        dict(stride=(1, 2)),
+        dict(early=-0.1),
+        dict(early=20),
+    ],
     ids=str,
 )
 def test_options_out_of_range(unet, options):

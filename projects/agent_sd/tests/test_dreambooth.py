@@ -7,8 +7,10 @@ import pytest
 pytest.importorskip('diffusers', reason='AgentSD is a processor for diffusers, which is not installed')
 pytest.importorskip('tomesd', reason='AgentSD merges tokens with tomesd, which is not installed')
 pytest.importorskip('transformers', reason="diffusers' Stable Diffusion pipeline needs transformers")
-accelerate = pytest.importorskip('accelerate', reason="diffusers' scripts train by accelerate")
+pytest.importorskip('accelerate', reason="diffusers' scripts train by accelerate")
 
+from accelerate import Accelerator
+from diffusers import StableDiffusionPipeline
 from tiny_model import save_tiny_model
 
 from projects.agent_sd.dreambooth import main
@@ -42,18 +44,18 @@ StableDiffusionPipeline.from_pretrained(model, unet=accelerator.unwrap_model(une
 
 
 def test_the_trained_unet_has_agents_in_all_steps(tmp_path, capsys):
-    from diffusers import StableDiffusionPipeline
-
     model = save_tiny_model(tmp_path)
     (tmp_path / 'train.py').write_text(SCRIPT)
-    prepare, arguments = accelerate.Accelerator.prepare, list(sys.argv)
+    prepare, arguments = Accelerator.prepare, list(sys.argv)
     main(['--ratio', '0.25', str(tmp_path / 'train.py'), str(model), str(tmp_path / 'out')])
     assert 'counts (64, 48, 4) 0.25 0.075 0.3' in capsys.readouterr().out
-    assert accelerate.Accelerator.prepare is prepare and sys.argv == arguments
+    assert Accelerator.prepare is prepare and sys.argv == arguments
     StableDiffusionPipeline.from_pretrained(tmp_path / 'out')
 
 
 def test_a_script_without_a_unet_says_so(tmp_path):
-    (tmp_path / 'train.py').write_text('import torch; from accelerate import Accelerator; Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1))')
+    (tmp_path / 'train.py').write_text(
+        'import torch; from accelerate import Accelerator; Accelerator(cpu=True).prepare(torch.nn.Linear(1, 1))'
+    )
     with pytest.raises(SystemExit, match='gave accelerate no UNet2DConditionModel'):
         main([str(tmp_path / 'train.py')])

@@ -151,7 +151,9 @@ def test_tables_from_the_command_line(model, inception, tmp_path, capsys):
     assert '| AgentSD | 0.5 | 0.075 | 1 | 0.4 | - |' in capsys.readouterr().out
     images = tmp_path / 'out/AgentSD-0.5-0.075-0.3-0.4'
     assert [path.name for path in sorted(images.glob('*.png'))] == [f'{number:05}.png' for number in range(4)]
-    assert json.loads((tmp_path / 'out/settings.json').read_text())['prompts'][2] == 'A high quality photograph of a bird.'
+    assert (
+        json.loads((tmp_path / 'out/settings.json').read_text())['prompts'][2] == 'A high quality photograph of a bird.'
+    )
     main([*command, '--reference', str(images)])
     rows = list(csv.DictReader((tmp_path / 'out/results.csv').open()))
     assert len(rows) == 7  # one stands in both tables
