@@ -218,13 +218,14 @@ def _labels_of_tokens(data_samples: Sequence[Any], scores: Tensor) -> Tensor:
     """Return a label, or the scores of all classes, for each token of ``scores`` ``(B, N, num_classes)``."""
     number = scores.shape[1]
     if 'gt_token_score' in data_samples[0]:
-        for sample in data_samples:
-            if sample.gt_token_score.shape != scores.shape[1:]:
+        labels = [torch.as_tensor(sample.gt_token_score, device=scores.device) for sample in data_samples]
+        for of_image in labels:
+            if of_image.shape != scores.shape[1:]:
                 raise ValueError(
                     f'gt_token_score must be (tokens, classes) = {tuple(scores.shape[1:])}, row by row of the map, got '
-                    f'{tuple(sample.gt_token_score.shape)}.'
+                    f'{tuple(of_image.shape)}.'
                 )
-        return torch.cat([sample.gt_token_score for sample in data_samples])
+        return torch.cat(labels)
     if 'gt_score' in data_samples[0]:
         return torch.stack([sample.gt_score for sample in data_samples]).repeat_interleave(number, 0)
     return torch.cat([sample.gt_label for sample in data_samples]).repeat_interleave(number, 0)

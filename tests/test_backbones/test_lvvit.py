@@ -18,6 +18,7 @@ from mmgate.registry import MODELS
 
 if not available('mmpretrain'):
     pytest.skip('needs mmpretrain: the extra "pretrain"', allow_module_level=True)
+from mmpretrain.registry import TRANSFORMS
 from mmpretrain.structures import DataSample
 
 C, CLASSES = 24, 5
@@ -152,6 +153,18 @@ def test_loss_is_its_formula(kind: str, share: float) -> None:
     every = entropy(model.token_head(tokens[:, 1:]), of_tokens)
     torch.testing.assert_close(losses['loss_token'], 0.5 * every.mean())
     assert set(losses) == {'loss_cls', 'loss_token'}
+
+
+def test_config_lets_labels_of_tokens_pass() -> None:
+    """From the results of a pipeline, arrays as well, to the loss."""
+    cfg = Config.fromfile(ROOT / 'configs/vanilla/classification/lvvit-t_8xb128-300e_in1k.py')
+    pack = TRANSFORMS.build(cfg.train_dataloader.dataset.pipeline[-1])
+    scores, image = np.random.rand(6, CLASSES).astype('float32'), np.zeros((32, 48, 3), dtype='uint8')
+    packed = [pack.transform(dict(img=image, gt_label=1, gt_token_score=scores)) for _ in range(2)]
+    samples = [result['data_samples'] for result in packed]
+    model, tokens = head(), torch.randn(2, 1 + 6, C)
+    expected = entropy(model.token_head(tokens[:, 1:]), torch.from_numpy(scores)).mean()
+    torch.testing.assert_close(model.loss((tokens,), samples)['loss_token'], expected)
 
 
 def test_prediction_asks_every_token() -> None:
