@@ -6,6 +6,9 @@ import functools
 import importlib
 import logging
 import os
+import sys
+import traceback
+from importlib.metadata import PackageNotFoundError, version
 
 INSTALL = (
     'mmgate plugs into mmengine, mmcv (with compiled operators) and mmdet or mmseg. Where there are none of '
@@ -16,24 +19,31 @@ INSTALL = (
 HOSTS = ('mmdet', 'mmseg')
 EXTRAS = ('mmpretrain',)  # hosts that nothing else needs
 MM = ('mmengine', 'mmcv', *HOSTS, *EXTRAS)
+MULTIMODAL = 'mmpretrain.utils.dependency'  # says whether mmpretrain imports its multimodal models
 
 
 def check_environment() -> None:
     """Raise ImportError, once and with everything that is wrong, if mmgate cannot work here.
 
-    One host of the two is enough; one that is there and broken is left out with a warning.
+    One host of the two is enough; one that is there and broken is left out with a warning, and so is mmpretrain.
 
     Raises:
         ImportError: mmengine or mmcv's operators cannot be imported, or neither mmdet nor mmseg can.
     """
     found = [problem for problem in map(why_not, ('mmengine', 'mmcv', 'mmcv.ops')) if problem]
-    hosts = {name: why_not(name) for name in (*HOSTS, *EXTRAS)}
+    _leave_multimodal_models_out()
+    hosts = {}
+    for name in (*EXTRAS, *HOSTS):  # the hosts import the extras
+        hosts[name] = why_not(name)
+        if name in EXTRAS and _is_broken(name, hosts[name]):
+            # hosts go on where it is not there; by any other error than an ImportError they would fail with it
+            sys.modules.setdefault(f'{name}.models', None)  # type: ignore[arg-type]
     if all(hosts[name] for name in HOSTS):
         found += filter(None, (hosts[name] for name in HOSTS))
     if found:
         raise ImportError('\n'.join(['mmgate cannot be used here:', *(f'  - {line}' for line in found), INSTALL]))
     for name, problem in hosts.items():
-        if problem and not problem.endswith(_not_installed(name)):
+        if _is_broken(name, problem):
             log(f'mmgate goes on without {problem}', logging.WARNING)
 
 
@@ -77,7 +87,33 @@ def why_not(package: str) -> str | None:
     # most often operators compiled against another torch; versions asserted at import; a torchvision of another torch
     except (ImportError, AssertionError, RuntimeError) as error:
         return f'{module}: {error}'
+    except Exception as error:  # of a class whose base was to be imported and is None, say
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return f'{module}: {type(error).__name__}: {error} ({place.filename}, line {place.lineno})'
     return None
+
+
+def _leave_multimodal_models_out() -> None:
+    """Keep mmpretrain from importing its multimodal models beside a transformers that is too new for them.
+
+    The import would end in a TypeError, and with it that of mmpretrain, mmdet and mmseg.
+    """
+    try:
+        found = version('transformers')
+    except PackageNotFoundError:
+        return
+    if int(found.split('.')[0]) < 5 or 'mmpretrain.models' in sys.modules or why_not(MULTIMODAL):
+        return
+    sys.modules[MULTIMODAL].WITH_MULTIMODAL = False  # type: ignore[attr-defined]
+    log(
+        f"mmgate goes on without mmpretrain's multimodal models (BLIP, CLIP, OFA, ...): they need transformers below "
+        f'5, and transformers {found} is installed. All else of mmpretrain works.',
+        logging.WARNING,
+    )
+
+
+def _is_broken(package: str, problem: str | None) -> bool:
+    return problem is not None and not problem.endswith(_not_installed(package))
 
 
 def _not_installed(module: str) -> str:

@@ -206,13 +206,32 @@ def _described(path: Path, **changes: Any) -> None:
         (Path.unlink, 'no such file'),
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), 'cannot be read as a file of gates'),
         (lambda path: save_file({'a': torch.zeros(1)}, path), 'no file of gates'),
+        (
+            lambda path: torch.save({}, path),
+            r'whole checkpoint.*gates\.py extract CONFIG .*bad\.safetensors gates\.saf',
+        ),
+        (
+            lambda path: torch.save({}, path, _use_new_zipfile_serialization=False),
+            'whole checkpoint, no file of gates',
+        ),
         (lambda path: _described(path, version=7, more=1), 'of version 7, not 1'),
         (lambda path: _described(path, rules='x', more=1), 'damaged'),
         (lambda path: _described(path, gates=['x.gml.weight']), 'tensors are missing'),
         (lambda path: _described(path, rules={'': [dict(PLUG, path='*.mlp')]}), 'do not fit'),
         (lambda path: _described(path, rules={'': [dict(PLUG, ratio=0.5)]}), 'do not fit'),
     ],
-    ids=['missing', 'cut', 'foreign', 'version', 'description', 'tensors', 'path', 'option'],
+    ids=[
+        'missing',
+        'cut',
+        'foreign',
+        'checkpoint',
+        'old checkpoint',
+        'version',
+        'description',
+        'tensors',
+        'path',
+        'option',
+    ],
 )
 def test_a_bad_file_is_one_message(tmp_path: Path, spoil: Any, message: str) -> None:
     """And the model is as it was."""

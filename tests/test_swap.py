@@ -12,12 +12,13 @@ import zoo
 from mmcv.cnn.bricks.transformer import MultiheadAttention as mmcv_attention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models import SwinTransformer
+from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmengine.config import Config
 from mmengine.hub import get_config
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
-from mmgate import adapts, gate_parameters, swap_attention
+from mmgate import adapts, gate_parameters, restore_attention, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers import PLuGMultiScaleDeformableAttention
@@ -123,7 +124,9 @@ def test_unset_options_are_the_papers() -> None:
 
 
 INVENTORY = 'other.attn: mmcv.ops.multi_scale_deform_attn.MultiScaleDeformableAttention'
-TYPE = "is not registered. Did you mean 'PLuGMultiheadAttention'.* The gates are .*PLuG"
+TYPE = r'is not registered. Did you mean\n  PLuGMultiheadAttention\n  (\w+\n  ){,3}\w+$'
+GATES = r'is not registered. The gates are(\n  \w+){15,}$'
+EARLIER = r"claimed by attention\[0\] \(path='other.attn', type='PLuGMultiScaleDeformableAttention'\) already"
 
 
 @pytest.mark.parametrize(
@@ -136,16 +139,17 @@ TYPE = "is not registered. Did you mean 'PLuGMultiheadAttention'.* The gates are
         (dict(RULE, path='other.attn', embed_dims=8), TypeError, 'sizes are taken over'),
         (dict(RULE, path='other.attn', granularity='x'), ValueError, 'choose one of'),
         (dict(path='other.mha', type='mmgate.PLuGMultiHeadAttention'), ValueError, TYPE),
+        (dict(path='other.mha', type='X'), ValueError, GATES),
         (dict(RULE, path='other.mha.**'), ValueError, r"fits nothing that 'other.mha.\*\*' matches"),
         (dict(RULE, type='mmdet.ResNet'), TypeError, 'backbones.resnet.ResNet is not a gate.*mmgate.adapts'),
         (dict(RULE, type=nn.Linear), TypeError, 'torch.nn.modules.linear.Linear is not a gate'),
-        ([dict(RULE, path='other.attn'), dict(RULE, path='*.attn')], ValueError, 'claimed by an earlier rule'),
+        ([dict(RULE, path='other.attn'), dict(RULE, path='*.attn')], ValueError, EARLIER),
         (
             [FIRST, dict(SECOND, granularity='head')],
             ValueError,
-            'layers.1.attn is shared, and',
+            r'layers.1.attn is shared, and attention\[0\] .* gates it otherwise',
         ),
-        ([FIRST, dict(SECOND, type='MultiScaleDeformableAttention')], ValueError, 'an earlier rule gates it otherwise'),
+        ([FIRST, dict(SECOND, type='MultiScaleDeformableAttention')], ValueError, 'gates it otherwise'),
         (dict(path='other.attn'), TypeError, "needs the keys 'path' and 'type'"),
         (dict(RULE, path=[]), TypeError, r'attention\[0\].path must be a pattern'),
         (dict(RULE, path=None), TypeError, r'attention\[0\].path must be a pattern'),
@@ -175,6 +179,24 @@ def test_pattern_that_ends_with_two_stars_means_what_fits() -> None:
     assert swap_attention(model, rule) == ['wrapped', 'plain']
 
 
+@pytest.mark.usefixtures('_own_pair')
+@pytest.mark.parametrize('damage', ['unknown', 'size'])
+def test_a_refused_swap_leaves_frozen_parameters_frozen(damage: str) -> None:
+    """The host's own tensors are tried in the gate."""
+    model: Any = nn.ModuleDict(dict(odd=Wrapped(16), plain=Wrapped(16)))
+    if damage == 'unknown':
+        model['odd'].extra = nn.Parameter(torch.zeros(1))
+    else:
+        model['odd'].attn.out_proj = nn.Linear(16, 8)
+    model.requires_grad_(False)
+    with pytest.raises((ValueError, RuntimeError)):
+        swap_attention(model, dict(path='odd', type=Halved))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    if damage == 'unknown':
+        assert swap_attention(model, dict(path='**', type=Halved)) == ['plain']
+        assert not any(parameter.requires_grad for parameter in model['odd'].parameters())
+
+
 def test_a_host_and_what_lies_inside_it_are_not_both_replaced() -> None:
     model = nn.ModuleDict(dict(attn=mmcv_attention(16, 4)))
     with pytest.raises(ValueError, match='attn.attn lies inside attn'):
@@ -189,6 +211,50 @@ def test_whatever_fits_leaves_out_what_the_gate_refuses() -> None:
         swap_attention(model, dict(type='SDPAGatedMultiheadAttention', path='odd**'))
 
 
+TWICE = r'other.attn is gated already, by a mmgate.*\.PLuG.* mmgate.restore_attention\(model\)'
+
+
+@pytest.mark.parametrize('gate', ['PLuGMultiScaleDeformableAttention', 'MultiScaleDeformableAttention'])
+def test_what_is_gated_already_is_not_gated_again(gate: str) -> None:
+    model = Host()
+    swap_attention(model, dict(RULE, path='other.attn'))
+    first = model.other.attn
+    with pytest.raises(ConfigError, match=TWICE):
+        swap_attention(model, dict(type=gate, path='other.attn'))
+    with pytest.raises(ConfigError, match='fits nothing .*\n  other.attn is gated already'):
+        swap_attention(model, dict(type=gate, path='other.**'))
+    assert swap_attention(model, dict(type=gate, path='**')) == ['layers.0.attn', 'layers.1.attn']
+    assert model.other.attn is first
+    restore_attention(model)
+    assert swap_attention(model, dict(type=gate, path='other.attn')) == ['other.attn']
+
+
+def test_a_host_with_a_gate_in_it_is_gated_already() -> None:
+    model = nn.ModuleDict(dict(attn=SpatialReductionAttention(16, 4, sr_ratio=2)))
+    rule = dict(type='PLuGMultiheadAttention', path='attn')
+    swap_attention(model, rule)
+    for path in ('attn', 'attn.attn'):
+        with pytest.raises(ConfigError, match=f'{path} is gated already'):
+            swap_attention(model, dict(rule, path=path))
+
+
+def test_the_hosts_of_a_gate_are_lines_and_few() -> None:
+    model = nn.ModuleDict(dict(mine=mmcv_attention(16, 4), other=nn.Linear(2, 2)))
+    with pytest.raises(ConfigError) as info:
+        swap_attention(model, dict(type='PLuGMultiheadAttention', path='other'))
+    lines = str(info.value).splitlines()
+    first = 'attention[0]: other is a torch.nn.modules.linear.Linear, which PLuGMultiheadAttention does not replace.'
+    assert lines[0].startswith(first)
+    assert '  mmcv.cnn.bricks.transformer.MultiheadAttention' in lines[1:3]  # the model has it
+    assert lines[7].endswith('others, see docs/gates.md') and lines[8].startswith('The attention modules of')
+    assert max(map(len, lines)) < 250
+
+
+def test_a_gated_model_needs_its_host() -> None:
+    with pytest.raises(ConfigError, match=r"mmgate.Gated needs host, .* such as host='mmdet.DeformableDETR'"):
+        MODELS.build(dict(type='mmgate.Gated', attention=RULE))
+
+
 def test_unknown_host_and_downstream_adapter() -> None:
     for host in ('mmdet.DeformablDETR', 'DeformablDETR', 'mmdet.OwnSwin'):
         with pytest.raises(ConfigError, match='Give the name with its scope'):
@@ -199,7 +265,7 @@ def test_unknown_host_and_downstream_adapter() -> None:
 
     model = Host()
     model.other['attn'] = Mine(16, 4, 2, 3)
-    with pytest.raises(ValueError, match=r'other.attn is a .*\.Mine\..*adapts\(PLuG.*, Mine, like=MultiScale'):
+    with pytest.raises(ValueError, match=r'other.attn is a .*\.Mine, which .*adapts\(PLuG.*, Mine, like=MultiScale'):
         swap_attention(model, dict(RULE, path='other.attn'))
     adapts(PLuGMultiScaleDeformableAttention, Mine, like=MultiScaleDeformableAttention)
     assert swap_attention(model, dict(RULE, path='other.attn')) == ['other.attn']

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zoo import ZOO
 
 from mmgate import gate_parameters, restore_attention, swap_attention
-from mmgate.gates.parts import swaps_by_path
+from mmgate.finetune.parts import swaps_by_path
 from mmgate.hosts import adapter_for, gates_for
 from mmgate.layers.base.map import MapAttention
 from mmgate.swap import attention_modules
@@ -107,6 +107,10 @@ PLUG = 'PLuGMultiheadAttention'
 DGVIT = dict(type='mmgate.DGViT', num_layers=2, embed_dims=32, num_heads=2)
 
 
+LV_VIT = dict(num_layers=2, embed_dims=32, num_heads=2, img_size=64, residual_scale=2)
+VITAE = dict(depths=(1, 0, 1), conv_dims=(16, 16, 32), embed_dims=(32, 32, 64), groups=16)
+
+
 def gated_vit(gate: str = PLUG, **options: Any) -> dict[str, Any]:
     attention = dict(path='layers.*.attn', type=gate)
     return dict(type='mmgate.Gated', host='mmpretrain.VisionTransformer', attention=attention, **VIT, **options)
@@ -131,6 +135,19 @@ PARTNERS: dict[str, tuple[dict, dict]] = {
     'DGViT-differential': (
         dict(attention=None, **DGVIT),
         dict(attention=dict(type='DifferentialMultiheadAttention'), **DGVIT),
+    ),
+    'LVViT': (
+        dict(type='mmgate.LVViT', **LV_VIT),
+        dict(
+            type='mmgate.Gated',
+            host='mmgate.LVViT',
+            attention=dict(path='layers.*.attn', type=PLUG),
+            **LV_VIT,
+        ),
+    ),
+    'ViTAE': (
+        dict(type='mmgate.ViTAE', **VITAE),
+        dict(type='mmgate.Gated', host='mmgate.ViTAE', attention=dict(path='**', type=PLUG), **VITAE),
     ),
     **{
         f'DeiT-{gate}': (dict(type='mmpretrain.VisionTransformer', **VIT), gated_vit(gate))

@@ -13,8 +13,10 @@ from mmgate.registry import MODELS
 FILES = {
     'cswin': ('mmengine', ['AgentCSwin']),
     'dgvit': ('mmpretrain', ['DGViT']),
+    'lvvit': ('mmpretrain', ['LVViT', 'TokenLabelHead']),
     'pvt': ('mmdet', ['AgentPVT', 'LinearPVT', 'LinearPVTv2', 'SAGAPVT', 'SAGAPVTv2']),
     'swin': ('mmdet', ['AgentSwin', 'LinearSwin', 'SAGASwin']),
+    'vitae': ('mmpretrain', ['ViTAE']),
 }
 __all__: list[str] = []
 

@@ -30,9 +30,10 @@ from mmgate.swap import swap_attention
 
 
 class UnshiftedWhole(ShiftWindowMSA):
-    """Shifted windows that do not shift where one of them holds the map, as in Swin's classifiers.
+    """Shifted windows that do not shift where one of them is as long as the map's smaller side, as in classifiers.
 
-    mmdet shifts there, too, which cuts the one window into four parts that do not see each other.
+    Those of Swin and of mmpretrain (``pad_small_map=False``). mmdet shifts there, too, which cuts a window into parts
+    that do not see each other.
     """
 
     shift_size: int
@@ -48,7 +49,7 @@ class UnshiftedWhole(ShiftWindowMSA):
 
     def shift_at(self, hw_shape: tuple[int, int]) -> int:
         """Return by how much the windows of a map of ``hw_shape`` are shifted."""
-        return 0 if max(hw_shape) <= self.window_size else self.shift_size
+        return 0 if min(hw_shape) <= self.window_size else self.shift_size
 
 
 adapts(MapGate, UnshiftedWhole, like=ShiftWindowMSA)
@@ -64,8 +65,9 @@ class GatedSwin(PublishedWeights, SwinTransformer):
         pretrain_agent_nums: Agent tokens of each stage in pre-training.
         blocks: How many blocks of each stage, from its first on, have the attention; by default as many as in the
             preset, or all where ``depths`` has fewer.
-        pad_small_map: Whether windows shift where one of them holds the whole map, as mmdet's do; Swin's classifiers do
-            not (mmpretrain's name for it).
+        pad_small_map: Whether windows shift where one of them is as long as the smaller side of the map, as mmdet's do;
+            Swin's classifiers do not (mmpretrain's name for it). A side that is smaller than a window is padded in
+            both, where mmpretrain's classifiers refuse the map.
         init_cfg: ``dict(type='Pretrained', checkpoint=...)`` or None, see :func:`.weights.load_pretrained`.
         **overrides: Arguments of mmdet's ``SwinTransformer`` in the place of the preset's: ``with_cp``,
             ``frozen_stages``, ``drop_path_rate``, ``out_indices``, ...; ``convert_weights`` makes no difference.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zipfile
 from contextlib import suppress
 from http.client import HTTPException
@@ -26,7 +27,7 @@ def download(url: str) -> Path:
     # a cloud drive's address ends in a slash: the name is the folder's, which torch and mmengine take for no name
     name = PurePosixPath(path).name + ('.pth' if path.endswith('/') else '')
     file = Path(torch.hub.get_dir()) / 'checkpoints' / name
-    if get_dist_info()[0] == 0:
+    if _local_rank() == 0:
         with suppress(OSError, HTTPException):  # raised below, once the others wait no more
             _fetch(url, file)
     barrier()
@@ -38,6 +39,13 @@ def download(url: str) -> Path:
             'init_cfg.checkpoint or load_from.'
         ) from error
     return file
+
+
+def _local_rank() -> int:
+    """Return this process's number on its machine, as launchers tell it; mmengine's needs a process group."""
+    rank, _ = get_dist_info()
+    told = (os.environ.get(name) for name in ('LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_RANK'))
+    return int(next((one for one in told if one is not None), rank))
 
 
 def _fetch(url: str, file: Path) -> None:

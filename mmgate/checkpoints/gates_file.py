@@ -121,6 +121,12 @@ def read_gates(path: str | os.PathLike[str]) -> GatesFile:
     try:
         tensors, metadata = read_safetensors(path)
     except ValueError as error:
+        if _is_of_torch(path):
+            raise ConfigError(
+                f'{path} is a whole checkpoint, no file of gates. Write its gates into one: python '
+                f'tools/model_converters/gates.py extract CONFIG {path} gates.safetensors, with the config of its '
+                'training.'
+            ) from error
         raise ConfigError(f'{path} cannot be read as a file of gates ({error}); write or copy it again.') from error
     if KEY not in metadata:
         raise ConfigError(
@@ -140,3 +146,10 @@ def read_gates(path: str | os.PathLike[str]) -> GatesFile:
     if missing:
         raise ConfigError(f'{path} is damaged: tensors are missing.')
     return content
+
+
+def _is_of_torch(path: str | os.PathLike[str]) -> bool:
+    """Return whether a file that is not in the safetensors format begins as torch's: a zip, or a pickle before it."""
+    with open(path, 'rb') as file:
+        head = file.read(2)
+    return head == b'PK' or head == b'\x80\x02'

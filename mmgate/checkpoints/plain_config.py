@@ -38,6 +38,28 @@ def running_part(text: str) -> str | None:
     return running and f'line {running.lineno}, {ast.unparse(running)[:40]}'
 
 
+def literal_setting(text: str, name: str) -> Any:
+    """Return what a config's text sets ``name`` to, read and not run; None if it does not, or not to values alone."""
+    try:
+        given = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
+        values = [node.value for node in given if isinstance(node.targets[0], ast.Name) and node.targets[0].id == name]
+        return ast.literal_eval(_AsLiterals().visit(values[-1])) if values else None
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+class _AsLiterals(ast.NodeTransformer):
+    """Writes ``dict(a=1)`` as ``{'a': 1}``."""
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.func, ast.Name) or node.func.id != 'dict':
+            return node  # which is no literal
+        if node.args:  # mmengine writes dict({'a.b': 1}) for keys that are no names
+            return node.args[0]
+        return ast.Dict([ast.Constant(one.arg) for one in node.keywords], [one.value for one in node.keywords])
+
+
 def _is_value(node: ast.AST) -> bool:
     """Return whether a node itself runs nothing, whatever lies in it."""
     if isinstance(node, ast.Name):

@@ -45,9 +45,18 @@ class DataCheckHook(Hook):
         self._left = 0
         self._said: set[str] = set()
 
+    def before_train(self, runner: Any) -> None:
+        """Look at the data sets of training and validation, so that nothing is said after an epoch alone."""
+        self._look(runner, 'train')
+        if runner.val_loop is not None:
+            self._look(runner, 'val')
+
     def _before_epoch(self, runner: Any, mode: str = 'train') -> None:
         """Look at the data sets and the heads; mmengine calls this at the start of any loop."""
         self._left = self.maps
+        self._look(runner, mode)
+
+    def _look(self, runner: Any, mode: str) -> None:
         for one in innermost(getattr(runner, f'{mode}_dataloader').dataset):
             lacking, lacks_all = lacking_categories(one)
             if lacks_all and mode == 'train':
@@ -116,7 +125,8 @@ def lacking_categories(dataset: Any) -> tuple[str, bool]:
     return (
         f'{dataset.ann_file} has {len(labels)} of the {len(classes)} classes as categories'
         + (f'; it lacks {_listed(lacking)}' if lacking else '')
-        + '. mmdet numbers those that are there, in the order of the file.'
+        + '. mmdet numbers those that are there, in the order of the file, and its evaluation ends with an IndexError '
+        'where a head predicts more.'
     ), False
 
 
@@ -143,10 +153,17 @@ def other_numbers(model: nn.Module, dataset: Any) -> Iterator[str]:
             dropped = getattr(dataset, 'reduce_zero_label', False) and predicted == len(known) - 1
             binary = getattr(head, 'out_channels', None) == 1 and len(known) <= 2
             if predicted != len(known) and not (dropped or binary or getattr(head, 'class_agnostic', False)):
+                # mmdet looks up the category of a label in the file
+                ends = predicted > len(known) and _labels(dataset) is not None
                 yield (
                     f'{name} ({type(head).__name__}) predicts {predicted} classes, and {type(dataset).__name__} has '
                     f'{len(known)}: {_listed(known)}. Set model.{name}.{setting}={len(known)}, or '
-                    'metainfo=dict(classes=(...)) of the data, if that is not meant.'
+                    'metainfo=dict(classes=(...)) of the data'
+                    + (
+                        ': the evaluation ends with an IndexError at a prediction beyond.'
+                        if ends
+                        else ', if not meant.'
+                    )
                 )
 
 

@@ -22,11 +22,13 @@ from .compare import Differences, check_finds_something, compare
 from .graph import MAX_BATCH, write
 from .network import Network
 from .runtime import Exported
+from .time_limit import time_limit
 
 SUFFIXES = {'onnx': '.onnx', 'torch-export': '.pt2'}
 NEEDED = ('onnx', 'onnxscript', 'onnxruntime')
 OLDEST = (2, 9)  # torch whose export is up to whole detectors
 DIVISOR = 32  # of sides, where a backbone wants one
+TIME_LIMIT = 300.0  # seconds that writing one graph may take
 
 
 def check_format(format: str) -> None:
@@ -54,6 +56,7 @@ def export(
     msda: str = 'gather',
     fixed_size: bool = False,
     threshold: float = 0.05,
+    seconds: float = TIME_LIMIT,
 ) -> Differences:
     """Write a model to a file that finds what it finds; what differs is not kept, and what ``path`` held then stays.
 
@@ -66,6 +69,7 @@ def export(
         msda: One of :data:`mmgate.deploy.sampling.SAMPLERS`.
         fixed_size: Whether not to try for images of any size.
         threshold: Detections are compared above this score.
+        seconds: Writing a graph is given up after it, for the next kind of sizes; 0 never.
 
     Returns:
         How far the file's results were from the model's.
@@ -78,17 +82,24 @@ def export(
     net = build_network(model)
     largest = max(batches, key=lambda batch: math.prod(batch['inputs'][0].shape))
     inputs, problem = net.preprocess(largest), None
-    tried = (1, DIVISOR, 0) if not any(side % DIVISOR for side in inputs[0].shape[-2:]) else (1, 0)
+    divided = not any(side % DIVISOR for side in inputs[0].shape[-2:])
+    tried = [0] if fixed_size else [1, DIVISOR, 0] if divided else [1, 0]
     with tempfile.TemporaryDirectory(dir=path.parent, prefix='.export-') as folder:
         check_finds_something(model, batches, threshold)
         new = Path(folder) / path.name
-        for divisor in (0,) if fixed_size else tried:
+        for number, divisor in enumerate(tried, 1):
+            sides = {0: 'one size', 1: 'any size'}.get(divisor, f'sides that {divisor} divides')
+            longest = f', for {seconds:g} s at the most' if seconds else ''
+            hint = ' (--fixed-size asks for one size at once, which is quickest)' if divisor else ''
+            print_log(f'attempt {number} of {len(tried)}: images of {sides}{longest}{hint}', logger='current')
             try:
-                takes = write(net, inputs, new, format=format, msda=msda, divisor=divisor)
+                with time_limit(seconds):
+                    takes = write(net, inputs, new, format=format, msda=msda, divisor=divisor)
                 found = _compared(model, batches, new, threshold)
             except Exception as error:  # whatever exporters and runtimes stumble over
                 problem, said = error, f'{type(error).__name__}: {error}'.split('\n')[0]
-                sides = {0: 'one size', 1: 'any size'}.get(divisor, f'sides that {divisor} divides')
+                if isinstance(error, TimeoutError):
+                    said += '; --time-limit gives it more'
                 print_log(f'not to be written for images of {sides}: {said}', logger='current')
                 continue
             print_log(f'{path.name} takes {takes}, up to {MAX_BATCH} at a time', logger='current')

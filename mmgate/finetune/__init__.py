@@ -33,7 +33,7 @@ __all__ = [
 @MODELS.register_module()
 def Gated(
     *,
-    host: str | Callable[..., nn.Module],
+    host: str | Callable[..., nn.Module] | None = None,
     attention: Rules | None = None,
     gates: str | None = None,
     train: str = 'all',
@@ -54,10 +54,14 @@ def Gated(
         An instance of the host's own class: no wrapper, no prefix in the state dict.
 
     Raises:
-        OptionError: Neither rules nor a file, or a rule is malformed, see :func:`swap_attention`.
+        OptionError: No host, neither rules nor a file, or a rule is malformed, see :func:`swap_attention`.
         ConfigError: ``host`` is not registered, a pattern matches nothing, a gate or a file of gates does not fit, see
             :func:`swap_attention` and :func:`load_gates`; ``train`` is unknown.
     """
+    if host is None:
+        raise OptionError(
+            "mmgate.Gated needs host, the type that the model had without gates, such as host='mmdet.DeformableDETR'."
+        )
     if attention is None and gates is None:
         raise OptionError('mmgate.Gated needs attention (a rule or a list of rules) or gates (a file of gates).')
     with MODELS.switch_scope_and_registry(None) as models:  # of the default scope, as mmengine looks up a type

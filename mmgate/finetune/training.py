@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -68,6 +69,32 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     total = sum(parameter.numel() for parameter in model.parameters())
     log(f'mmgate: trains {sum(trained.values()):,} of {total:,} parameters ({train})')
     return list(trained)
+
+
+def frozen_parts_without_weights(model: nn.Module) -> list[str]:
+    """Return the parts of a model that :func:`train_only_gates` froze and that no ``init_cfg`` fills from a checkpoint.
+
+    Args:
+        model: Before its ``init_weights``; a wrapper around it is looked through.
+
+    Returns:
+        Names of children of the model, such as ``'backbone'``; none if everything trains.
+    """
+    model = own_model(model)
+    filled = tuple(f'{name}.' if name else '' for name, module in model.named_modules() if _is_pretrained(module))
+    frozen = [
+        f'{prefix}.{name}'.lstrip('.')
+        for prefix, module in model.named_modules()
+        for name in vars(module).get('frozen_by_gates', ())
+    ]
+    return list(dict.fromkeys(name.partition('.')[0] for name in frozen if not name.startswith(filled)))
+
+
+def _is_pretrained(module: nn.Module) -> bool:
+    given = getattr(module, 'init_cfg', None)
+    listed = given if isinstance(given, (list, tuple)) else [given]
+    kinds = [one.get('type') for one in listed if isinstance(one, Mapping)]
+    return any(str(getattr(kind, '__name__', kind)).endswith(('Pretrained', 'PretrainedInit')) for kind in kinds)
 
 
 def unfreeze(model: nn.Module) -> None:

@@ -152,6 +152,10 @@ class _Float32(nn.Module):
         with without_autocast(next(self.parameters(), torch.empty(0)).device.type):
             return super().forward(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by the module's class: the one that is made of it has no name in any module."""
+        return _empty, (type(self).__bases__[1],), vars(self)
+
 
 def _wide(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
@@ -160,3 +164,8 @@ def _wide(x: Any) -> Any:
 @functools.cache
 def _in_float32(kind: Any) -> type[nn.Module]:
     return type(kind.__name__, (_Float32, kind), {})
+
+
+def _empty(kind: type[nn.Module]) -> nn.Module:
+    made: Any = _in_float32(kind)  # type: ignore[arg-type]
+    return made.__new__(made)

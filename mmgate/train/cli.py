@@ -23,11 +23,12 @@ from torch import distributed, nn
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.datasets.data_check_hook import DataCheckHook, refuse_foreign_classes
 from mmgate.errors import ConfigError
+from mmgate.finetune.training import frozen_parts_without_weights
 from mmgate.layers.base.gate import Gate
 from mmgate.ops.backend import OPERATORS, candidates
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
-from .config_file import add_trust_option, check_files, config_parser, load_config, type_name
+from .config_file import add_trust_option, check_files, config_parser, load_config, mappings, type_name
 from .load_report import LoadReportHook
 from .processes import prepare_processes
 
@@ -77,6 +78,7 @@ def train(argv: list[str]) -> None:
     note = ''
     if args.amp:
         enable_amp(cfg)
+    check_amp(cfg)
     if args.auto_accumulate:
         note = enable_auto_accumulate(cfg)
     if args.auto_scale_lr:
@@ -86,6 +88,13 @@ def train(argv: list[str]) -> None:
         cfg.resume, cfg.load_from = last is not None, last or cfg.get('load_from')  # a first start is no resume
     check_files(cfg, ('train', 'val'))
     runner = build_runner(cfg)
+    untrained = () if starts_from_checkpoint(cfg) else frozen_parts_without_weights(runner.model)
+    if untrained:
+        runner.logger.warning(
+            f'The gates train beside frozen weights that are drawn at random: neither load_from nor init_cfg fills '
+            f'{", ".join(untrained)}. Give the checkpoint of the trained vanilla model: '
+            '--cfg-options load_from=vanilla.pth.'
+        )
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
     if note:
@@ -123,8 +132,7 @@ def test(argv: list[str]) -> None:
     cfg.load_from = args.checkpoint
     if args.show or args.show_dir:
         enable_visualization(cfg, show=args.show, show_dir=args.show_dir, wait_time=args.wait_time)
-    if args.gates:
-        enable_gates(cfg, args.gates)
+    note = enable_gates(cfg, args.gates) if args.gates else ''
     if args.tta:  # wraps the model, gates and all
         enable_tta(cfg)
     if args.out and not pickled:
@@ -132,7 +140,9 @@ def test(argv: list[str]) -> None:
             evaluator.update(output_dir=args.out, keep_results=True)
     check_files(cfg, ('test',))
     runner = build_runner(cfg)
-    runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch))
+    if note:
+        runner.logger.warning(note)
+    runner.register_hook(LoadReportHook(args.checkpoint, allow_mismatch=args.allow_mismatch, gates=args.gates))
     if pickled:
         if scope == 'mmpretrain':
             from mmengine.evaluator import DumpResults as Dump
@@ -195,6 +205,25 @@ def enable_amp(cfg: Config) -> None:
     cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
 
 
+def check_amp(cfg: Config) -> None:
+    """Refuse mixed precision, by the flag or the config, on a device for which mmengine has none.
+
+    Raises:
+        ConfigError: With the device.
+    """
+    wrappers = [one for _, one in mappings(cfg.get('optim_wrapper')) if type_name(one) == 'AmpOptimWrapper']
+    if wrappers and get_device() in ('cpu', 'mps'):
+        raise ConfigError(
+            f"AmpOptimWrapper, which --amp sets, is mmengine's for GPUs, and this run is on {get_device()}. Leave "
+            "--amp away; in a config write optim_wrapper type='OptimWrapper', without loss_scale and dtype."
+        )
+
+
+def starts_from_checkpoint(cfg: Config) -> bool:
+    """Return whether the run begins with the weights of a checkpoint."""
+    return bool(cfg.get('load_from') or (cfg.get('resume') and find_latest_checkpoint(cfg.work_dir)))
+
+
 def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_time: float) -> None:
     """Draw predictions during testing.
 
@@ -213,8 +242,11 @@ def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_
         hook['out_dir' if scope == 'mmpretrain' else 'test_out_dir'] = show_dir
 
 
-def enable_gates(cfg: Config, path: str) -> None:
+def enable_gates(cfg: Config, path: str) -> str:
     """Put the gates of a file on the config's model, vanilla or gated.
+
+    Returns:
+        A warning that names the gates of the config which they replace; empty if it has none.
 
     Raises:
         ConfigError: The file is none of gates.
@@ -223,7 +255,17 @@ def enable_gates(cfg: Config, path: str) -> None:
     cfg.setdefault('custom_imports', dict(imports=['mmgate'], allow_failed_imports=False))
     if type_name(cfg.model) != 'Gated':
         cfg.model = dict(cfg.model, type='mmgate.Gated', host=cfg.model.type)
+    replaced = [f'model.gates={cfg.model.gates}'] if cfg.model.get('gates') else []
+    rules = cfg.model.get('attention') or ()
+    for rule in [rules] if isinstance(rules, dict) else rules:
+        replaced.append(f'{type_name(rule)} at {rule.get("path")} by model.attention')
     cfg.model.gates = path
+    if not replaced:
+        return ''
+    return (
+        f"--gates {path} replaces the config's own gates, {'; '.join(replaced)}. The vanilla config leaves no doubt "
+        'which gates are tested.'
+    )
 
 
 def enable_tta(cfg: Config) -> None:

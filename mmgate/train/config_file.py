@@ -11,6 +11,7 @@ import os.path as osp
 import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from mmengine.config import Config, DictAction
@@ -97,6 +98,32 @@ def mappings(node: Any, where: str = '') -> Iterator[tuple[str, Any]]:
     elif isinstance(node, (list, tuple)):
         for number, value in enumerate(node):
             yield from mappings(value, f'{where}.{number}')
+
+
+def differences(before: Any, now: Any, where: str) -> Iterator[str]:
+    """Yield which values of nested dicts and lists differ, as ``model.attention.gml: 'sum' -> 'product'``.
+
+    Args:
+        before: The older value.
+        now: The newer value.
+        where: Path of both.
+    """
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys([*before, *now]):
+            yield from differences(before.get(key, _NOTHING), now.get(key, _NOTHING), f'{where}.{key}'.lstrip('.'))
+    elif isinstance(before, (list, tuple)) and isinstance(now, (list, tuple)):
+        for number, (one, other) in enumerate(zip_longest(before, now, fillvalue=_NOTHING)):
+            yield from differences(one, other, f'{where}.{number}')
+    elif before != now:
+        yield f'{where}: {before!r} -> {now!r}'
+
+
+class _Nothing:
+    def __repr__(self) -> str:
+        return 'not set'
+
+
+_NOTHING = _Nothing()
 
 
 def type_name(entry: Mapping[str, Any]) -> str:

@@ -17,6 +17,8 @@ from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import gate_parameters, is_gate_key
 from mmgate.paths import own_model
 
+from .resuming import refuse_other_run
+
 COUNTERS = 'num_batches_tracked'  # batch norms', often left out of checkpoints
 OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
 
@@ -33,14 +35,15 @@ class LoadReportHook(Hook):
     Args:
         checkpoint: What the message calls it.
         allow_mismatch: Whether to test with less than half.
+        gates: File of gates that are to be tested; a checkpoint that has gates, too, is warned of.
 
     Raises:
         ConfigError: Too few keys were filled (from :meth:`before_test` and :meth:`before_train`), or a run is to be
-            resumed from weights alone (from :meth:`after_load_checkpoint`).
+            resumed from weights alone or with other gates (from :meth:`after_load_checkpoint`).
     """
 
-    def __init__(self, checkpoint: str, *, allow_mismatch: bool = False) -> None:
-        self.checkpoint, self.allow_mismatch = checkpoint, allow_mismatch
+    def __init__(self, checkpoint: str, *, allow_mismatch: bool = False, gates: str | None = None) -> None:
+        self.checkpoint, self.allow_mismatch, self.gates = checkpoint, allow_mismatch, gates
         self._before: dict[str, tuple[int, int]] = {}
         self._given: list[str] = []
 
@@ -52,8 +55,10 @@ class LoadReportHook(Hook):
                 f'{self.checkpoint} holds weights alone, no run that could be resumed. '
                 f'--cfg-options load_from={self.checkpoint} starts a new run from them.'
             )
-        self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
         self._before = _versions(runner.model)
+        if getattr(runner, '_resume', False) and self._before:
+            refuse_other_run(runner, checkpoint, self.checkpoint)
+        self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
 
     def before_train(self, runner: Any) -> None:
         """Report, refuse a checkpoint of which nothing fits, warn of one of which little does."""
@@ -71,6 +76,13 @@ class LoadReportHook(Hook):
                 'own config, or give --allow-mismatch.'
             )
         self.say(runner, found, share == 1)
+        own = dict(gate_parameters(own_model(runner.model)))
+        if self.gates and not own.keys().isdisjoint(self._given):
+            log(
+                f'{self.checkpoint} has gates, which replaced those of --gates {self.gates}: the test is of the '
+                "checkpoint's. Give the vanilla checkpoint to test the file's.",
+                logging.WARNING,
+            )
 
     def report(self, runner: Any) -> tuple[str, float]:
         """Return what was loaded, in words and as a share of the keys; no words where nothing can be said.

@@ -31,7 +31,7 @@ ATTENTIONS: dict[str, Callable[[Any], Any] | None] = {
     f'tomesd, r = {RATIO}': lambda unet: tomesd.apply_patch(unet, ratio=RATIO),
     'AgentSD, r = 0, steps 1 to 20': lambda unet: apply_agent_sd(unet, ratio=0),
     f'AgentSD, r = {RATIO}, steps 1 to 20': lambda unet: apply_agent_sd(unet, ratio=RATIO),
-    f'AgentSD, r = {RATIO}, from step 21 on': lambda unet: apply_agent_sd(unet, ratio=RATIO, early_steps=0),
+    f'AgentSD, r = {RATIO}, from step 21 on': lambda unet: apply_agent_sd(unet, ratio=RATIO, early=0),
 }
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from diffusers.models.attention import BasicTransformerBlock
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from mmgate.ops import agent_attention
 
 EARLY, LATE = 0, 1
-_applied: WeakKeyDictionary[nn.Module, AgentSD] = WeakKeyDictionary()
+ATTRIBUTE = '_agent_sd'  # of the UNet, so that a copy of it has a copy
+logger = logging.getLogger('mmgate')
 
 
 def apply_agent_sd(pipe_or_unet: Any, **options: Any) -> AgentSD:
-    """Let the full-resolution self-attention of a UNet attend through agents, in the place of any former AgentSD.
+    """Let the full-resolution self-attention of a UNet attend through agents, instead of by any former AgentSD.
 
     Args:
         pipe_or_unet: A diffusers pipeline with a ``unet``, or a UNet of :class:`BasicTransformerBlock`.
@@ -29,21 +30,23 @@ def apply_agent_sd(pipe_or_unet: Any, **options: Any) -> AgentSD:
         What is at work; hand its ``on_step_end`` to the pipeline as ``callback_on_step_end``.
 
     Raises:
-        ValueError: Not such a UNet, or an option out of its range.
+        ValueError: Not such a UNet, one that tomesd has patched, or an option out of its range.
     """
     agent_sd = AgentSD(**options)
-    remove_agent_sd(pipe_or_unet)
     unet = _unet(pipe_or_unet)
+    remove_agent_sd(unet)
     agent_sd.attach(unet)
-    _applied[unet] = agent_sd
+    setattr(unet, ATTRIBUTE, agent_sd)
     return agent_sd
 
 
 def remove_agent_sd(pipe_or_unet: Any) -> None:
-    """Give the UNet the attention back that it had; one without AgentSD stays as it is."""
-    agent_sd = _applied.pop(_unet(pipe_or_unet), None)
+    """Give the UNet, or a copy of it, the attention back that it had; one without AgentSD stays as it is."""
+    unet = _unet(pipe_or_unet)
+    agent_sd = getattr(unet, ATTRIBUTE, None)
     if agent_sd is not None:
         agent_sd.detach()
+        delattr(unet, ATTRIBUTE)
 
 
 def _unet(pipe_or_unet: Any) -> nn.Module:
@@ -51,6 +54,14 @@ def _unet(pipe_or_unet: Any) -> nn.Module:
     if not isinstance(unet, nn.Module):
         raise ValueError(f'{type(pipe_or_unet).__name__} is no UNet and has none.')
     return unet
+
+
+def _refuse_tomesd(block: nn.Module) -> None:
+    if type(block).__name__ == 'ToMeBlock':
+        raise ValueError(
+            'tomesd has patched this UNet, so its tokens are merged before AgentSD can rank them. AgentSD merges them '
+            'itself, by the same ratio: call tomesd.remove_patch(pipe).'
+        )
 
 
 @dataclass
@@ -74,7 +85,8 @@ class AgentSD:
         ratio: Share of the tokens that are merged, r of Table 10, in both stages.
         stride: Of the squares, in the early and in the late stage.
         agent_ratio: Share of the tokens that are merged when agents are made, early and late.
-        early_steps: Steps of the early stage, 20 of the paper's 50; Table 13 has 10, 20, 30 and 40.
+        early: Share of the schedule that is the early stage (Table 13 has 0.2, 0.4, 0.6 and 0.8). It is counted in
+            timesteps, as schedulers of second order call the UNet twice at some.
         value_factor: k of Eq. 9 (Table 11).
         power: The second softmax's factor is ``(d ** -0.5) ** power`` (Table 12 has 1, 0.5, 0.3 and 0.1).
         max_downsample: Blocks this much coarser than the latents, or less, take part.
@@ -95,7 +107,7 @@ class AgentSD:
         ratio: float = 0.4,
         stride: tuple[int, int] = (4, 2),
         agent_ratio: tuple[float, float] = (0.95, 0.5),
-        early_steps: int = 20,
+        early: float = 0.4,
         value_factor: float = 0.075,
         power: float = 0.3,
         max_downsample: int = 1,
@@ -104,30 +116,36 @@ class AgentSD:
     ) -> None:
         if not all(0 <= share < 1 for share in (ratio, *agent_ratio)):
             raise ValueError(f'ratio={ratio} and agent_ratio={agent_ratio} must be from 0 to below 1.')
-        if min(stride) < 2 or max_downsample < 1 or early_steps < 0:
+        if not 0 <= early <= 1:
             raise ValueError(
-                f'stride={stride} must be at least 2, max_downsample={max_downsample} 1, early_steps={early_steps} 0.'
+                f'early={early} is a share of the schedule and must be from 0 to 1: 0.4 is 20 of 50 steps.'
             )
+        if min(stride) < 2 or max_downsample < 1:
+            raise ValueError(f'stride={stride} must be at least 2, max_downsample={max_downsample} 1.')
         self.ratio, self.stride, self.agent_ratio = ratio, stride, agent_ratio
-        self.early_steps, self.max_downsample = early_steps, max_downsample
+        self.early, self.max_downsample = early, max_downsample
         self.value_factor, self.power = value_factor, power
         self.random, self.seed = random, seed
         self.processors: list[AgentSDProcessor] = []
         self._hooks: list[Any] = []
-        self._generator = torch.Generator()
         self._size: tuple[int, int] = (0, 0)  # of the latents of the UNet's present call
         self.restart()
 
     def restart(self) -> None:
         """Go back to the first step; needed by hand only where a pipeline was stopped before its last one."""
-        self.stage, self._calls = EARLY if self.early_steps else LATE, 0
+        self.stage = EARLY if self.early else LATE
+        self._calls = 0
+        self._last_early: float | None = None  # the least timestep of the early stage, known after the first step
 
     def on_step_end(self, pipe: Any, step: int, timestep: Any, callback_kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Switch the stage for the step that comes next; the signature is that of ``callback_on_step_end``."""
+        """Read the schedule for the steps that come next; the signature is that of ``callback_on_step_end``."""
         if step + 1 >= pipe.num_timesteps:
             self.restart()
-        else:
-            self.stage = EARLY if step + 1 < self.early_steps else LATE
+        elif self._last_early is None:
+            schedule = pipe.scheduler.timesteps
+            steps = schedule[schedule <= timestep].unique()  # ascending; an image-to-image pipeline begins later
+            count = max(round(self.early * len(steps)), 1) if self.early else 0  # the first is early already
+            self._last_early = float(steps[-count]) if count else float('inf')
         return callback_kwargs
 
     def attach(self, unet: nn.Module) -> None:
@@ -135,7 +153,9 @@ class AgentSD:
         blocks = [m for m in unet.modules() if isinstance(m, BasicTransformerBlock) and not m.only_cross_attention]
         if not blocks:
             raise ValueError(f'{type(unet).__name__} has no BasicTransformerBlock that attends to itself.')
-        self._hooks = [unet.register_forward_pre_hook(self._see_latents, with_kwargs=True)]
+        for block in blocks:
+            _refuse_tomesd(block)
+        self._hooks = [unet.register_forward_pre_hook(self._begin_call, with_kwargs=True)]
         for number, block in enumerate(blocks):
             processor = AgentSDProcessor(self, block.attn1, number)
             self.processors.append(processor)
@@ -150,10 +170,26 @@ class AgentSD:
                 processor.attention.set_processor(processor.former)
         self._hooks, self.processors = [], []
 
-    def _see_latents(self, unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin_call(self, unet: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         sample = args[0] if args else kwargs['sample']
         self._size = (sample.shape[-2], sample.shape[-1])
         self._calls += 1
+        if self._last_early is not None:
+            timestep = torch.as_tensor(args[1] if len(args) > 1 else kwargs['timestep'])
+            self.stage = EARLY if timestep.max() >= self._last_early else LATE
+        self._return()
+
+    def _return(self) -> None:
+        """Put processors back that attention slicing, for one, has replaced; what replaced them is theirs to call."""
+        replaced = [processor for processor in self.processors if processor.attention.processor is not processor]
+        for processor in replaced:
+            processor.wrap()
+        if replaced:
+            names = ', '.join(sorted({type(processor.former).__name__ for processor in replaced}))
+            logger.warning(
+                f'AgentSD stays, although the attention was set to {names}, which computes what goes without agents. '
+                'remove_agent_sd(pipe) takes AgentSD off.'
+            )
 
     def merging(self, x: Tensor, block: int) -> Merging | None:
         """Rank the tokens ``(B, N, C)`` that enter a block, and return how they merge; None where they do not.
@@ -174,9 +210,10 @@ class AgentSD:
         draw = self.random and x.shape[0] % 2 == 0
 
         def matching(number: int) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-            self._generator.manual_seed(((self.seed * 1_000_003 + self._calls) * 1_000_003 + block) % 2**63)
+            generator = torch.Generator()
+            generator.manual_seed(((self.seed * 1_000_003 + self._calls) * 1_000_003 + block) % 2**63)
             return bipartite_soft_matching_random2d(
-                x, width, height, stride, stride, number, no_rand=not draw, generator=self._generator
+                x, width, height, stride, stride, number, no_rand=not draw, generator=generator
             )
 
         fewer = 2 * (tokens - min(agents, most)) < tokens - min(merged, most)
@@ -194,13 +231,18 @@ class AgentSDProcessor:
 
     def __init__(self, agent_sd: AgentSD, attention: Any, number: int) -> None:
         self.agent_sd, self.attention, self.number = agent_sd, attention, number
-        self.former = attention.processor
         self.counts: tuple[int, int, int | None] | None = None  # tokens, merged tokens and agents of the last call
         self._merging: Merging | None = None
-        attention.set_processor(self)
+        self.wrap()
+
+    def wrap(self) -> None:
+        """Become the processor of the attention, around the one that it has."""
+        self.former = self.attention.processor
+        self.attention.set_processor(self)
 
     def rank(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Rank the input of the block, before its norm; the hook of the block."""
+        _refuse_tomesd(block)
         self._merging = self.agent_sd.merging(args[0] if args else kwargs['hidden_states'], self.number)
 
     def __call__(
@@ -210,19 +252,20 @@ class AgentSDProcessor:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         temb: Tensor | None = None,
-        *args: Any,
         **kwargs: Any,
     ) -> Tensor:
         """Return ``softmax(Q A^T s^power) softmax(A K^T s) V + k V`` of the merged tokens, projected and unmerged."""
         merging, self._merging = self._merging, None
+        if temb is not None:  # not every processor knows it
+            kwargs['temb'] = temb
         if merging is None:
-            return self.former(attn, hidden_states, encoder_hidden_states, attention_mask, temb, *args, **kwargs)
+            return self.former(attn, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
         if attention_mask is not None:
             raise ValueError('AgentSD merges tokens, so it cannot be masked; remove it or the mask.')
         x = merging.merge(hidden_states)  # (B, M, C)
         self.counts = (hidden_states.shape[1], x.shape[1], None)
         if merging.agents is None:
-            return merging.unmerge(self.former(attn, x, None, None, temb, *args, **kwargs))
+            return merging.unmerge(self.former(attn, x, None, None, **kwargs))
         agents = merging.agents(hidden_states)  # (B, n, C)
         self.counts = (hidden_states.shape[1], x.shape[1], agents.shape[1])
         projected = (attn.to_q(x), attn.to_k(x), attn.to_v(x), attn.to_q(agents))

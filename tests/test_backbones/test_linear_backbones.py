@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_mmpretrain
 from families import MAP
 from torch import nn
 
+from mmgate.backbones.swin import UnshiftedWhole
 from mmgate.layers import AgentAttention
 from mmgate.layers.base.map import MapAttention
 from mmgate.layers.parts.stripes import merge_stripes, split_stripes
@@ -66,6 +68,28 @@ def test_agent_windows_attend_each_by_itself() -> None:
     torch.testing.assert_close(out[:, :4, 4:], expected)
     torch.testing.assert_close(windowed(x[:, :3, :2].flatten(1, 2), (3, 2)), whole(x[:, :3, :2].flatten(1, 2), (3, 2)))
     assert windowed(x[:, :7, :5].flatten(1, 2), (7, 5)).isfinite().all()
+
+
+@pytest.mark.parametrize('size, window', [((7, 14), 7), ((4, 16), 4), ((8, 8), 4)], ids=str)
+def test_agent_windows_of_a_vit(size: tuple[int, int], window: int) -> None:
+    """Its map is that of pre-training, which need not be square, and not that of a window."""
+    attention = AgentAttention(8, 2, map_size=size, agent_num=4, window=window).double()
+    x = torch.randn(2, size[0] * size[1], 8, dtype=torch.float64)
+    assert torch.equal(attention(x), attention(x, size))
+    assert attention.ah_bias.shape[3] == attention.aw_bias.shape[4] == window
+
+
+@needs_mmpretrain
+@pytest.mark.parametrize('size', [(7, 7), (7, 12), (12, 7), (14, 9)], ids=str)
+def test_windows_of_small_maps_shift_as_mmpretrains(size: tuple[int, int]) -> None:
+    """Not, where one is as long as the smaller side, as in the last stage at 224 x 384 pixels."""
+    from mmpretrain.models.utils import ShiftWindowMSA as Host
+
+    options = dict(embed_dims=8, num_heads=2, window_size=7, shift_size=3)
+    ours, host = UnshiftedWhole(**options), Host(**options, pad_small_map=False)
+    host.load_state_dict(ours.state_dict())
+    x = torch.randn(2, size[0] * size[1], 8)
+    torch.testing.assert_close(ours(x, size), host(x, size))
 
 
 def test_windows_of_odd_blocks_shift() -> None:

@@ -182,7 +182,7 @@ WRONG = [
         r'attention must be a dict\(type=..., ...\) or one for each of the 4',
     ),
     (dict(type='LinearPVT', attention=[dict(type='HydraAttention')] * 3), 'one for each of the 4 stages'),
-    (dict(type='LinearPVT', attention=dict(type='HydroAttention')), "Did you mean 'HydraAttention'"),
+    (dict(type='LinearPVT', attention=dict(type='HydroAttention')), r'Did you mean\n  HydraAttention'),
     (dict(type='LinearPVT', attention=dict(type='HydraAttention', power=3)), 'HydraAttention has no option power'),
     (dict(type='LinearPVT', agent_nums=(9, 16, 49, 49)), 'attention must be a dict'),
     (dict(type='AgentCSwin', depths=(1, 1)), 'depths=.* needs one value for each of the 4 stages'),

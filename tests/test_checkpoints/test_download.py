@@ -65,15 +65,26 @@ def test_a_download_that_ends_early_is_not_kept(drive: str, monkeypatch: pytest.
     assert read_checkpoint(f'{drive}/f/model.pth')['model']['weight'].sum() == 3
 
 
-@pytest.mark.parametrize('rank', [0, 1])
-def test_the_first_process_downloads_while_the_others_wait(
-    rank: int, drive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+LOCAL, OPEN_MPI = 'LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_RANK'
+
+
+@pytest.mark.parametrize(
+    'rank, told, downloads',
+    [(0, {}, True), (1, {}, False), (1, {LOCAL: '1'}, False), (2, {LOCAL: '0'}, True), (2, {OPEN_MPI: '0'}, True)],
+    ids=['first', 'second', 'second of a machine', 'first of another machine', 'by Open MPI'],
+)
+def test_the_first_process_of_a_machine_downloads_while_the_others_wait(
+    rank: int, told: dict[str, str], downloads: bool, drive: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in (LOCAL, OPEN_MPI):
+        monkeypatch.delenv(name, raising=False)
+    for name, number in told.items():
+        monkeypatch.setenv(name, number)
     there: list[bool] = []
-    monkeypatch.setattr(download, 'get_dist_info', lambda: (rank, 2))
+    monkeypatch.setattr(download, 'get_dist_info', lambda: (rank, 4))
     monkeypatch.setattr(download, 'barrier', lambda: there.append((tmp_path / 'hub/checkpoints/model.pth').is_file()))
     assert read_checkpoint(f'{drive}/f/model.pth')['model']['weight'].sum() == 3
-    assert there == [rank == 0]
+    assert there == [downloads]
 
 
 def test_one_message_for_a_checkpoint_that_cannot_be_had(drive: str) -> None:

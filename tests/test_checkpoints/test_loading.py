@@ -22,7 +22,7 @@ from torch import nn
 
 import mmgate  # noqa: F401
 from mmgate.checkpoints.loading import TRUST, UntrustedCheckpoint
-from mmgate.checkpoints.plain_config import running_part
+from mmgate.checkpoints.plain_config import literal_setting, running_part
 from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.errors import ConfigError
 
@@ -122,6 +122,22 @@ def test_a_config_may_only_hold_values(text: str, runs: bool, place: str, tmp_pa
             CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
     else:
         CheckpointLoader.load_checkpoint(str(tmp_path / 'a.pth'))
+
+
+@pytest.mark.parametrize(
+    ('text', 'value'),
+    [
+        ("model = dict(type='M', layers=[dict(width=1)])", dict(type='M', layers=[dict(width=1)])),
+        ("model = dict(keys=dict({'a.b': (1, None)}))", dict(keys={'a.b': (1, None)})),
+        ('model = 1\nmodel = -2.5', -2.5),
+        ('other = 1', None),
+        ("model = dict(type=open('x'))", None),
+        ('model = dict(', None),
+    ],
+    ids=['nested', 'keys that are no names', 'the last', 'absent', 'a call', 'no Python'],
+)
+def test_a_setting_is_read_and_not_run(text: str, value: Any) -> None:
+    assert literal_setting(text, 'model') == value
 
 
 def test_a_project_with_registries_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,7 @@ class Run:
     def __init__(self, model: nn.Module, data: Any) -> None:
         self.model, self.rank, self.said = model, 0, []
         self.train_dataloader = self.val_dataloader = self.test_dataloader = SimpleNamespace(dataset=data)
+        self.val_loop: Any = SimpleNamespace(dataloader=self.val_dataloader)
         self.logger = SimpleNamespace(warning=self.said.append)
 
 
@@ -126,6 +127,28 @@ def test_classes_that_are_no_category_are_refused(tmp_path: Path) -> None:
     hook.before_val_epoch(run)
     hook.before_test_epoch(run)
     assert [text.partition(':')[0] for text in run.said] == ['val_dataloader']  # once
+
+
+@pytest.mark.parametrize('validates', [True, False])
+def test_what_the_validation_will_meet_is_said_at_the_start(tmp_path: Path, validates: bool) -> None:
+    """Its evaluation looks up the category of each label, and comes after an epoch."""
+    train = coco(tmp_path, ('cat', 'dog', 'cow'), found=('cat', 'dog', 'cow'))
+    run, hook = Run(model_of(bbox_head=3), DATASETS.build(train)), DataCheckHook()
+    run.val_dataloader = SimpleNamespace(dataset=DATASETS.build(coco(tmp_path, ('cat', 'dog', 'cow'))))
+    run.val_loop = SimpleNamespace(dataloader=run.val_dataloader) if validates else None
+    hook.before_train(run)
+    assert len(run.said) == validates
+    assert all('val_dataloader: ' in text and 'it lacks cow' in text and 'IndexError' in text for text in run.said)
+    hook.before_train_epoch(run)
+    hook.before_val_epoch(run)
+    assert len(run.said) == 1
+
+
+@pytest.mark.parametrize(('predicted', 'ends'), [(80, True), (1, False)], ids=['more', 'fewer'])
+def test_more_classes_than_the_file_end_the_evaluation(tmp_path: Path, predicted: int, ends: bool) -> None:
+    data = DATASETS.build(coco(tmp_path, ('cat', 'dog')))
+    (found,) = other_numbers(model_of(bbox_head=predicted), data)
+    assert f'predicts {predicted} classes' in found and ('IndexError at a prediction beyond' in found) == ends
 
 
 def test_a_data_set_of_ones_own_may_read_its_file_otherwise(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from test_adapters import PRETRAIN, SVT, SWIN
 from torch import nn
 
 from mmgate import swap_attention
+from mmgate.errors import ConfigError
 from mmgate.hosts.table import registered_gates
 from mmgate.layers import AgentAttention, CrossWindowAttention, SAGAAttention, SoftmaxAttention
 from mmgate.layers.base.map import MapAttention
@@ -70,7 +72,9 @@ def test_a_size_that_the_host_forgets_is_the_configs(host: dict[str, Any], monke
     swap_attention(told, rule)
     assert not said
     swap_attention(forgetful, rule)
-    assert len(said) == 1 and 'keeps no pretrain_img_size; if it is not 224, set that attribute' in said[0]
+    assert (
+        len(said) == 1 and 'keeps no pretrain_img_size' in said[0] and 'map_size=(height, width) into a rule' in said[0]
+    )
     for model, sizes in ((gated, LARGE), (told, LARGE), (forgetful, PYRAMID)):
         assert [part.map_size for part in model.modules() if isinstance(part, SAGAAttention)] == sizes
 
@@ -113,11 +117,37 @@ def test_in_a_model_it_is_that_of_the_backbone_or_what_the_rule_says(options: di
 
 
 @needs_mmpretrain
-def test_where_the_host_does_not_tell_the_message_says_what_to_write() -> None:
-    """A distillation token beside the class token; an attention outside of any backbone."""
+@pytest.mark.parametrize('gate', ['SAGAAttention', 'SoftmaxAttention'])
+def test_a_distillation_token_is_refused(gate: str) -> None:
     distilled = MODELS.build(dict(VIT, type='mmpretrain.DistilledVisionTransformer'))
-    with pytest.raises(ValueError, match=r'2 tokens of layers.0.attn lie on no map.*such as map_size=\(14, 14\)'):
-        swap_attention(distilled, dict(type='SAGAAttention', path='layers.*.attn'))
-    alone = MODELS.build(PVT).layers[0]
-    with pytest.raises(ValueError, match=r'AgentAttention needs map_size=\(height, width\).*Write it into the rule'):
-        swap_attention(alone, dict(type='AgentAttention', path='1.*.attn'))
+    with pytest.raises(ConfigError, match=f'{gate}: 2 tokens come before the map of layers.0.attn'):
+        swap_attention(distilled, dict(type=gate, path='layers.*.attn'))
+
+
+@needs_mmpretrain
+def test_where_the_host_does_not_tell_the_message_says_what_to_write() -> None:
+    """In an attention outside of any backbone."""
+    stage = MODELS.build(PVT).layers[0]
+    with pytest.raises(ConfigError, match=r'AgentAttention needs map_size, the height .*such as map_size=\(14, 14\)'):
+        swap_attention(stage, dict(type='AgentAttention', path='1.*.attn'))
+    layers: Any = MODELS.build(VIT).layers
+    rule = dict(type='SoftmaxAttention', path='0.attn')
+    with pytest.raises(ConfigError, match='SoftmaxAttention needs class_token, .*such as class_token=False'):
+        swap_attention(layers, rule)
+    assert swap_attention(layers, dict(rule, class_token=True)) == ['0.attn']
+
+
+@pytest.mark.parametrize('path, warns', [('layers.**', True), ('layers.1.**', False)], ids=['all stages', 'one'])
+def test_one_size_for_stages_of_other_maps_is_said(path: str, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr('mmgate.hosts.map_size.log', lambda line, *level: said.append(line))
+    sizes = dict(embed_dims=8, num_layers=[1, 2, 1, 1], num_heads=[1, 2, 5, 8], mlp_ratio=1)
+    segformer = MODELS.build(dict(sizes, type='mmseg.MixVisionTransformer'))
+    swap_attention(segformer, dict(type='AgentAttention', path=path, agent_num=4, map_size=(28, 28)))
+    expected = r'map_size=\(28, 28\) is one .*56 x 56, 28 x 28, 14 x 14, 7 x 7 at .*Leave it out'
+    assert any(re.search(expected, line) for line in said) == warns
+
+
+def test_no_size_is_one_for_all_stages() -> None:
+    model = MODELS.build(PVT)
+    assert len(swap_attention(model, dict(type='FocusedLinearAttention', path='**', map_size=None))) == 4

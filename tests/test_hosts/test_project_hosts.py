@@ -109,6 +109,15 @@ def test_the_call_of_the_original_deformable_attention(ratio: float, columns: in
     assert not torch.allclose(gated['attn'](*inputs[:-1]), expected)
 
 
+@pytest.mark.parametrize('width', [60, 88, 44])
+def test_the_width_of_values_is_kept(width: int) -> None:
+    """60 of 88 channels are a ratio whose product is a little below 60."""
+    host = MSDeformAttn(88, 2, 4, 3, (width + 0.5) / 88)
+    model: Any = nn.ModuleDict(dict(attn=host))
+    swap_attention(model, dict(type=DEFORMABLE[0], path='attn'))
+    assert model['attn'].value_proj.out_features == width
+
+
 class CalledOtherwise(MSDeformAttn):
     __module__, __qualname__ = 'their.ms_deform_attn', 'MSDeformAttn'
 
@@ -155,7 +164,9 @@ def test_a_host_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert host_names(Gate) == ['layers.Pooling']
     assert adapter_for(Gate, Pooling(1)) is fit
     assert adapter_for(Gate, nn.AdaptiveAvgPool1d(1)) is None
-    with pytest.raises(ValueError, match='Gate replaces layers.Pooling, but other is a torch'):
+    with pytest.raises(
+        ValueError, match='other is a torch.*Linear, which Gate does not replace. It replaces\n  layers.Pooling'
+    ):
         swap_attention(nn.ModuleDict(dict(other=nn.Linear(2, 2))), dict(type=Gate, path='other'))
 
 

@@ -76,7 +76,8 @@ def over_the_map(case: str, kind: str = '', scale: float | None = None) -> Agent
         return None
     if scale:
         getattr(host, 'w_msa', host).scale = scale
-    swap_attention(model, dict(path=name, type='AgentAttention', map_size=MAP, agent_num=4, dwc=False))
+    rule = dict(path=name, type='AgentAttention', map_size=MAP, class_token=False, agent_num=4, dwc=False)
+    swap_attention(model, rule)
     return randomised(model).get_submodule(name)
 
 

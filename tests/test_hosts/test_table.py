@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 from mmgate import swap_attention
 from mmgate._environment import available
 from mmgate.hosts import gates_for
-from mmgate.hosts.table import _ADAPTERS, full_name
-from mmgate.layers import MultiScaleDeformableAttention
+from mmgate.hosts.table import _ADAPTERS, full_name, gate_of_type, options_of
 from mmgate.layers.base.gate import gate_parameters
+from mmgate.layers.base.map import MapGate
 from mmgate.swap import path_regex
 
 C, H, MAP = 32, 4, (8, 8)
@@ -204,9 +203,10 @@ def outputs(module: nn.Module, block: Block) -> list[Tensor]:
     return found
 
 
-def options_of(gate: type) -> dict[str, Any]:
-    options = dict(agent_num=4) if gate.__name__ == 'AgentAttention' else {}
-    return options | (dict(map_size=MAP) if 'map_size' in inspect.signature(gate).parameters else {})
+def some_options(gate: type) -> dict[str, Any]:
+    options: dict[str, Any] = dict(agent_num=4) if gate.__name__ == 'AgentAttention' else {}
+    options |= dict(class_token=False) if issubclass(gate_of_type(gate), MapGate) else {}
+    return options | (dict(map_size=MAP) if 'map_size' in options_of(gate) else {})
 
 
 def test_every_host_has_its_block() -> None:
@@ -236,7 +236,7 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
     for gate in fitting:
         model = copy.deepcopy(vanilla)
         try:
-            swap_attention(model, dict(type=gate, path=path, **options_of(gate)))
+            swap_attention(model, dict(type=gate, path=path, **some_options(gate)))
         except ValueError as error:  # this host's widths or scales rule the gate out, and it says so
             assert gate.__name__ in str(error)
             continue
@@ -245,7 +245,7 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
         actual = outputs(copy.deepcopy(model), block)
         for one, other in zip(actual, expected, strict=True):
             assert one.shape == other.shape and one.isfinite().all(), gate
-            if getattr(getattr(gate, 'core', gate), 'identity_start', gate is MultiScaleDeformableAttention):
+            if gate_of_type(gate).identity_start:
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
         with torch.autocast('cpu', torch.bfloat16):
             assert called(model, block).isfinite().all(), gate
@@ -256,7 +256,7 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
         gated = model.get_submodule(name)
         plain = {key: value for key, value in vars(module).items() if not isinstance(value, Tensor | Callable)}
         for attribute, value in plain.items():
-            if attribute.startswith('_') or attribute == 'training' or attribute in getattr(gated, 'without', ()):
+            if attribute.startswith('_') or attribute == 'training':
                 continue
             assert hasattr(gated, attribute), f'{gate.__name__} lacks {attribute} of {host}'
             if isinstance(value, int | float | tuple) and attribute not in OWN.get(gate.__name__, set()):

@@ -4,42 +4,123 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from mmengine.registry import MODELS
+from torch import Tensor, nn
 
 from mmgate._environment import available
 
 if not available('mmpretrain') or not available('timm'):  # an import may fail in other ways than by absence
     pytest.skip('needs mmpretrain and timm: the extra "pretrain"', allow_module_level=True)
+import timm
 from mmpretrain.models.backbones.t2t_vit import T2TTransformerLayer
 from mmpretrain.models.backbones.xcit import XCA
 from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention, ShiftWindowMSA, WindowMSAV2
+from timm.models.gcvit import WindowAttentionGlobal
 from timm.models.visformer import Attention as VisformerAttention
 
 from mmgate import swap_attention
+from mmgate.analysis.probes.recording import record
+from mmgate.hosts.timm import BY_IMAGE, shares_by_image
 
 C, HEADS = 32, 4
 PLUG = dict(type='PLuGMultiheadAttention')
 
 
-def t2t_layer() -> nn.Module:
-    """With the scale of T2T-ViT's paper; mmpretrain's multiplies logits by sqrt(d) in the place of dividing them."""
-    layer = T2TTransformerLayer(C, HEADS, 64)
-    layer.attn.scaled_dot_product_attention = F.scaled_dot_product_attention
-    return layer
-
-
-@pytest.mark.parametrize('make', [t2t_layer, lambda: MultiheadAttention(C, HEADS, qkv_bias=False, proj_bias=False)])
-def test_projections_without_biases(make: Callable[[], nn.Module]) -> None:
-    model = make().eval()
+@pytest.mark.parametrize('rule', [PLUG, dict(type='SoftmaxAttention', class_token=False)], ids=['PLuG', 'softmax'])
+@pytest.mark.parametrize(
+    'make',
+    [
+        lambda: T2TTransformerLayer(C, HEADS, 64),
+        lambda: MultiheadAttention(C, HEADS, qk_scale=0.3),
+        lambda: MultiheadAttention(C, HEADS),
+    ],
+    ids=['T2T', 'qk_scale', 'plain'],
+)
+def test_the_hosts_scale_is_taken_over(make: Callable[[], nn.Module], rule: dict[str, Any]) -> None:
+    """Whatever it is: mmpretrain's T2T-ViT multiplies logits by sqrt(d), where its paper divides them."""
+    model = make().double().eval()
     gated = copy.deepcopy(nn.ModuleDict(dict(host=model)))
-    assert len(swap_attention(gated, dict(PLUG, path='**'))) == 1
+    assert len(swap_attention(gated, dict(rule, path='**'))) == 1
+    x = torch.randn(2, 49, C, dtype=torch.float64)
+    torch.testing.assert_close(gated['host'](x), model(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_gated_t2t_vit_starts_as_the_vanilla_one() -> None:
+    sizes = dict(img_size=64, embed_dims=C, num_layers=2, layer_cfgs=dict(num_heads=HEADS, feedforward_channels=64))
+    config = dict(sizes, t2t_cfg=dict(token_dims=16, use_performer=False))
+    vanilla: Any = MODELS.build(dict(config, type='mmpretrain.T2T_ViT'))
+    rule = dict(type='mmgate.PLuGMultiheadAttention', path='encoder.*.attn')
+    gated: Any = MODELS.build(dict(config, type='mmgate.Gated', host='mmpretrain.T2T_ViT', attention=rule))
+    for model in (vanilla, gated):
+        model.init_weights()
+        model.double().eval()  # returns nothing
+    assert not gated.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys
+    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    torch.testing.assert_close(gated(x), vanilla(x), rtol=1e-10, atol=1e-10)
+
+
+def test_projections_without_biases() -> None:
+    model = MultiheadAttention(C, HEADS, qkv_bias=False, proj_bias=False).eval()
+    gated = copy.deepcopy(nn.ModuleDict(dict(host=model)))
+    assert swap_attention(gated, dict(PLUG, path='host')) == ['host']
     x = torch.randn(2, 49, C)
     torch.testing.assert_close(gated['host'](x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_maps_are_read_with_the_hosts_scale() -> None:
+    model: Any = nn.ModuleDict(dict(host=MultiheadAttention(C, HEADS, qk_scale=0.3))).double().eval()
+    x = torch.randn(1, 9, C, dtype=torch.float64)
+    read = []
+    for _ in range(2):
+        with record(model, ['attention']) as recording:
+            model['host'](x)
+        ((readings),) = recording.values()
+        read.append(readings['attention'].tensors[0])
+        if len(read) == 1:
+            swap_attention(model, dict(PLUG, path='host'))
+    torch.testing.assert_close(read[1], read[0], rtol=1e-10, atol=1e-10)
+
+
+def by_batch(self: Any, x: Tensor, q_global: Tensor) -> Tensor:
+    """Attend as timm up to 1.0.29, which hands the global queries out by batch."""
+    key, value = self.qkv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    query = q_global.repeat(len(x) // len(q_global), 1, 1, 1).reshape(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
+    weights = self.rel_pos(query * self.scale @ key.transpose(-1, -2)).softmax(-1)
+    return self.proj((weights @ value).transpose(1, 2).flatten(2))
+
+
+def by_image(self: Any, x: Tensor, q_global: Tensor) -> Tensor:
+    """Attend as timm since."""
+    return by_batch(self, x, q_global.repeat_interleave(len(x) // len(q_global), dim=0))
+
+
+@pytest.mark.parametrize('forward', [by_batch, by_image])
+def test_global_queries_are_shared_as_the_host_does(forward: Callable[..., Tensor], monkeypatch: Any) -> None:
+    """Of two images in three windows each."""
+    monkeypatch.setattr(WindowAttentionGlobal, 'forward', forward)
+    monkeypatch.setattr('mmgate.hosts.timm.BY_IMAGE', shares_by_image(forward))
+    model: Any = nn.ModuleDict(dict(attn=WindowAttentionGlobal(C, HEADS, (2, 2)))).double()
+    x, queries = torch.randn(6, 4, C, dtype=torch.float64), torch.randn(2, 2, 2, C, dtype=torch.float64)
+    expected = model['attn'](x, queries)
+    swap_attention(model, dict(PLUG, path='attn'))
+    torch.testing.assert_close(model['attn'](x, queries), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_this_timm_is_told_apart() -> None:
+    known = [int(part) for part in timm.__version__.split('.')[:3]]
+    assert known[0] != 1 or known == [1, 0, 30] or (known > [1, 0, 29]) == BY_IMAGE
+
+
+def scaled_by_someone() -> nn.Module:
+    host = MultiheadAttention(C, HEADS)
+    host.scaled_dot_product_attention = partial(F.scaled_dot_product_attention, scale=0.1)
+    return host
 
 
 def test_cross_covariance_gates_pairs_of_channels() -> None:
@@ -70,6 +151,12 @@ def test_cross_covariance_gates_pairs_of_channels() -> None:
             'goes from 16 to 32 channels',
         ),
         (lambda: T2TTransformerLayer(C, HEADS, 64, input_dims=C // 2).attn, PLUG, 'v_shortcut, input_dims'),
+        (scaled_by_someone, PLUG, "whose scaled_dot_product_attention is not mmpretrain's"),
+        (
+            lambda: MultiheadAttention(C, HEADS, qk_scale=0.3),
+            dict(type='SDPAGatedMultiheadAttention', position='G4', form='additive', act='silu'),
+            'what is added to them would not',
+        ),
         (lambda: WindowMSAV2(C, (4, 4), HEADS), dict(type='DifferentialMultiheadAttention'), 'halves of unit'),
         (
             lambda: ShiftWindowMSA(C, HEADS, 4, window_msa=WindowMSAV2),
@@ -77,7 +164,17 @@ def test_cross_covariance_gates_pairs_of_channels() -> None:
             'around a WindowMSAV2: it would lose',
         ),
     ],
-    ids=['xcit other gate', 'xcit ratio', 'levit', 'visformer G5', 'tokens-to-token', 'cosines', 'cosines in windows'],
+    ids=[
+        'xcit other gate',
+        'xcit ratio',
+        'levit',
+        'visformer G5',
+        'tokens-to-token',
+        'own product',
+        'scale and G4',
+        'cosines',
+        'cosines in windows',
+    ],
 )
 def test_what_does_not_fit_says_why(host: Callable[[], nn.Module], rule: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

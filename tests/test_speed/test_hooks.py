@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -178,6 +179,18 @@ def test_float32_changes_nothing_without_autocast() -> None:
     for _ in range(2):  # a second run of the same model
         Float32Hook().before_run(SimpleNamespace(model=model))
     torch.testing.assert_close(losses(deepcopy(model), None), expected, rtol=0, atol=0)
+
+
+def test_float32_survives_a_pickle() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    keep_float32(model[0])
+    loaded = pickle.loads(pickle.dumps(model))
+    keep_float32(loaded[0])
+    assert type(loaded[0]) is type(model[0]) and list(loaded.state_dict()) == ['0.weight', '0.bias']
+    with torch.autocast('cpu', torch.bfloat16):
+        given = torch.randn(1, 3)
+        assert loaded(given).dtype == torch.float32
+    assert torch.equal(loaded(given), model(given))
 
 
 def test_float32_hands_on_what_is_no_tensor() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_python
+from conftest import ROOT, needs_mmpretrain, run_python
 from shapes import write_shapes
 from small_demo import CONFIG
 
@@ -26,6 +27,40 @@ def test_without_a_host_the_import_says_what_to_do() -> None:
 def test_a_broken_host_is_left_out_with_a_warning() -> None:
     done = imported_without('pycocotools', 'pycocotools.coco')
     assert 'goes on without mmdet' in done.stdout + done.stderr and 'on' in done.stdout
+
+
+def write_package(folder: Path, name: str, version: str, **modules: str) -> str:
+    """Write a package and its metadata, and return the PYTHONPATH on which it is found."""
+    (folder / name).mkdir()
+    for module, text in modules.items():
+        (folder / name / f'{module}.py').write_text(text)
+    metadata = folder / f'{name}-{version}.dist-info'
+    metadata.mkdir()
+    (metadata / 'METADATA').write_text(f'Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n')
+    return os.pathsep.join([str(folder), os.environ.get('PYTHONPATH', '')])
+
+
+@needs_mmpretrain
+def test_beside_a_transformers_that_mmpretrain_does_not_know(tmp_path: Path) -> None:
+    paths = write_package(tmp_path, 'transformers', '5.24.0', __init__='', pytorch_utils='')
+    code = """if True:
+        import mmgate
+        from mmgate._environment import HOSTS, why_not
+        from mmpretrain.registry import MODELS
+        print('usable', why_not('mmpretrain'), *map(why_not, HOSTS), MODELS.get('VisionTransformer').__name__)
+    """
+    done = run_python('-c', code, PYTHONPATH=paths)
+    said = "goes on without mmpretrain's multimodal models.*need transformers below 5, and transformers 5.24.0 is"
+    assert re.search(said, done.stdout + done.stderr)
+    assert 'usable None None None VisionTransformer' in done.stdout
+
+
+def test_a_broken_mmpretrain_is_left_out_and_the_hosts_are_not(tmp_path: Path) -> None:
+    paths = write_package(tmp_path, 'mmpretrain', '1.3.6', __init__='', models='class Broken(None): ...')
+    code = "import mmgate; from mmgate._environment import HOSTS, why_not; print('usable', *map(why_not, HOSTS))"
+    done = run_python('-c', code, PYTHONPATH=paths)
+    assert 'goes on without mmpretrain.models: TypeError: NoneType takes no arguments' in done.stdout + done.stderr
+    assert 'usable None None' in done.stdout
 
 
 SEGMENTOR = """

@@ -62,6 +62,7 @@ def test_without_flags_nothing_changes(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_amp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, 'get_device', lambda: 'cuda')
     cfg = config_of(monkeypatch, 'train', '--amp')
     wrapper = cfg.optim_wrapper
     assert (wrapper.type, wrapper.loss_scale) == ('AmpOptimWrapper', 'dynamic')
@@ -119,8 +120,26 @@ def test_gates_are_put_on_the_model_as_it_is_named(folder: Path, monkeypatch: py
     gated = cfg.model.module if tta else cfg.model
     assert (gated.type, gated.host, gated.gates) == ('mmgate.Gated', 'M', 'gates.safetensors')
     cfg = Config(dict(model=dict(type=nn.Identity)))
-    cli.enable_gates(cfg, 'gates.safetensors')
+    assert cli.enable_gates(cfg, 'gates.safetensors') == ''
     assert cfg.model.host is nn.Identity
+
+
+@pytest.mark.parametrize(
+    ('model', 'said'),
+    [
+        (dict(gates='a.safetensors'), 'model.gates=a.safetensors'),
+        (dict(attention=dict(type='mmgate.G', path='x.*')), 'G at x.* by model.attention'),
+        (dict(attention=[dict(type='G', path=['x', 'y'])]), "G at ['x', 'y'] by model.attention"),
+    ],
+    ids=['file', 'rule', 'rules'],
+)
+def test_gates_that_replace_those_of_the_config(tmp_path: Path, model: dict, said: str) -> None:
+    gated, file = nn.ModuleDict(dict(attn=nn.MultiheadAttention(16, 4))), str(tmp_path / 'b.safetensors')
+    mmgate.swap_attention(gated, dict(type='PLuGMultiheadAttention', path='attn'))
+    mmgate.save_gates(gated, file)
+    cfg = Config(dict(model=dict(type='mmgate.Gated', host='M', **model)))
+    assert cli.enable_gates(cfg, file).startswith(f"--gates {file} replaces the config's own gates, {said}.")
+    assert cfg.model.gates == file
 
 
 @pytest.mark.parametrize('evaluator', [METRIC, f'[{METRIC}, {METRIC}]'], ids=['one', 'list'])

@@ -56,8 +56,11 @@ def dataset(text: str) -> str:
 FOREIGN = 'train_dataloader: none of the classes .circle.* is a category of .*, which has CIRCLE'
 MISTAKES = {
     'gate_misspelt': Mistake(
-        'Did you mean .*PLuGMultiScaleDeformableAttention',
+        r'Did you mean\n  PLuGMultiScaleDeformableAttention',
         "model = dict(attention=dict(type='PLuGMultiScaleDeformableAtention'))",
+    ),
+    'host_missing': Mistake(
+        'mmgate.Gated needs host', "model = dict(_delete_=True, type='mmgate.Gated', attention=[])"
     ),
     'host_misspelt': Mistake('DeformableDERT', "model = dict(host='mmdet.DeformableDERT')"),
     'path_of_nothing': Mistake(

@@ -13,6 +13,8 @@ import torch
 from conftest import ROOT
 from mmengine.logging import MMLogger
 
+import mmgate
+
 NOTEBOOKS = sorted((ROOT / 'tools/notebooks').glob('*.ipynb'))
 
 
@@ -38,6 +40,7 @@ def test_gate_your_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert 'encoder.layers.0.self_attn\nencoder.layers.1.self_attn\ndecoder.layers.0.cross_attn' in printed
     assert "path 'encoder.layers.*.self_atn' matches no module" in printed
     assert 'the vanilla predictions: True' in printed
+    assert namespace['restored'] == namespace['gated'] and not mmgate.gate_parameters(namespace['model'])
     assert (tmp_path / 'pictures/gates.png').stat().st_size > 10_000
     same, vanilla = (namespace[name].pred_instances.scores for name in ('same', 'vanilla'))
     torch.testing.assert_close(same, vanilla, rtol=1e-4, atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def test_refuses_what_is_no_study_and_results_of_other_settings(study: Any, tmp_
     with pytest.raises(ConfigError, match='stopped'):
         studies.run_study(study, tmp_path, execute=Tools(fails=1), budget='gpu')
     tools = Tools()
-    with pytest.raises(ConfigError, match=r'settings\.json is of other settings than the study has now'):
+    with pytest.raises(ConfigError, match=r'1 of 1 runs in .* are of other settings than the study has now'):
         studies.run_study(study, tmp_path, execute=tools)
     assert not tools.commands
     with pytest.raises(ConfigError, match='budget tpu is unknown; s.py has gpu'):
@@ -97,8 +98,33 @@ def test_refuses_what_is_no_study_and_results_of_other_settings(study: Any, tmp_
     with pytest.raises(ConfigError, match='has no seed yet that every run'):
         studies.report_study(study, tmp_path, budget='gpu')
     studies.run_study(study, tmp_path, execute=tools, most=1, budget='gpu')
-    with pytest.raises(ConfigError, match='is of other settings'):
+    with pytest.raises(ConfigError, match='are of other settings'):
         studies.report_study(study, tmp_path)
+
+
+CHANGED = {
+    'an option': (dict(options={'a.b': 2, 'scale': (2, 2)}), 4, r'options\.a\.b: 1 -> 2'),
+    'one more': (dict(options={'a.b': 1, 'scale': (2, 2), 'c': 'x'}), 4, r"options\.c: not set -> 'x'"),
+    'a config': (dict(runs=dict(vanilla='v.py', plug='p2.py')), 2, "config: 'p.py' -> 'p2.py'"),
+    'a tuple for a list': (dict(options={'a.b': 1, 'scale': [2, 2]}), 0, ''),
+}
+
+
+@pytest.mark.parametrize(('change', 'runs', 'differs'), list(CHANGED.values()), ids=list(CHANGED))
+def test_settings_that_changed_are_named(study: Any, tmp_path: Path, change: dict, runs: int, differs: str) -> None:
+    """And the line that drops the old runs drops them alone."""
+    out = tmp_path / 'my runs'
+    studies.run_study(study, out, execute=Tools())
+    changed = replace(study, **change)
+    if not runs:
+        studies.run_study(changed, out, execute=Tools())
+        return
+    with pytest.raises(
+        ConfigError, match=f'{runs} of 4 runs in .*has now: {differs}\\. To keep .*--out .*runs-2'
+    ) as error:
+        studies.run_study(changed, out, execute=Tools())
+    folders = shlex.split(str(error.value).partition('rm -r ')[2])
+    assert folders == [str(out)] if runs == 4 else [str(out / 'plug' / name) for name in ('seed0', 'seed1')]
 
 
 @pytest.mark.parametrize('path', sorted((ROOT / 'configs/studies').glob('*.py')), ids=lambda path: path.stem)

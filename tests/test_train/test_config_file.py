@@ -51,6 +51,20 @@ def test_without_mmpretrain_one_line_says_what_to_type(tmp_path: Path, monkeypat
         config_file.read_config(str(tmp_path / 'config.py'))
 
 
+@pytest.mark.parametrize(
+    ('before', 'now', 'said'),
+    [
+        (dict(a=[dict(b=(1, 2))]), dict(a=(dict(b=[1, 2]),)), []),
+        (dict(a=[dict(b='x')]), dict(a=[dict(b='y')]), ["m.a.0.b: 'x' -> 'y'"]),
+        (dict(a=[1, 2]), dict(a=[1], c=None), ['m.a.1: 2 -> not set', 'm.c: not set -> None']),
+        (dict(a=dict(b=1)), dict(a=3), ["m.a: {'b': 1} -> 3"]),
+    ],
+    ids=['the same', 'inside a list', 'more and less', 'another kind'],
+)
+def test_which_settings_differ(before: Any, now: Any, said: list[str]) -> None:
+    assert list(config_file.differences(before, now, 'm')) == said
+
+
 @pytest.mark.parametrize('key', ['neck.1.a', 'neck.first', 'hooks.0.type', 'lr.x', 'clip.norm', 'scale.0', 'neck.0'])
 def test_options_that_cannot_be_merged(key: str) -> None:
     cfg = Config(dict(neck=[dict(a=1)], hooks=[], lr=0.1, clip=None, scale=(3, 4)))

@@ -76,6 +76,7 @@ def test_a_vanilla_config_and_checkpoint_with_a_file(project: Path, monkeypatch:
         said = max((project / 'with').glob('2*/*.log'), key=lambda path: path.stat().st_mtime).read_text()
         assert 'of gates are from gates/epoch_3.gates.safetensors' in said and 'not loaded' not in said
         assert 'other values' not in said
+        assert ("replaces the config's own gates" in said) == (config == 'gated')
     run(cli.test, 'vanilla.py', 'vanilla/epoch_1.pth', '--work-dir', 'without', '--out', 'without.pkl')
     assert any(not torch.equal(one, other) for one, other in zip(boxes('without.pkl'), boxes('whole.pkl'), strict=True))
 
@@ -129,7 +130,7 @@ def test_the_converter_takes_out_and_puts_in(project: Path, monkeypatch: pytest.
         ('extract', 'gates.py vanilla/epoch_1.pth x', 'lacks .* parameters of the gates of gates.py, such as'),
         ('extract', 'gates.py nothing.pth x', 'nothing.pth is no file'),
         ('test', 'vanilla.py vanilla/epoch_1.pth --gates x', 'no such file of gates'),
-        ('test', 'vanilla.py vanilla/epoch_1.pth --gates vanilla/epoch_1.pth', 'cannot be read as a file of gates'),
+        ('test', 'vanilla.py vanilla/epoch_1.pth --gates vanilla/epoch_1.pth', r'gates\.py extract CONFIG vanilla/ep'),
     ],
 )
 def test_errors_come_before_any_work(

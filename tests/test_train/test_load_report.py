@@ -101,6 +101,17 @@ def test_gates_that_come_or_go(
     assert any(found == level and re.search(said, text) for found, text in lines)
 
 
+@pytest.mark.parametrize(('trained', 'warned'), [((), False), (('first',), True)], ids=['vanilla', 'gated'])
+def test_a_checkpoint_that_has_the_gates_of_a_file_too(trained: tuple, warned: bool, lines: list) -> None:
+    model, checkpoint = gated('first'), dict(state_dict=gated(*trained).state_dict())
+    hook, runner = LoadReportHook('x.pth', gates='g.safetensors'), SimpleNamespace(model=model)
+    hook.after_load_checkpoint(runner, checkpoint)
+    _load_checkpoint_to_model(model, checkpoint)
+    hook.before_test(runner)
+    found = [text for level, text in lines if level == 'WARNING']
+    assert len(found) == warned and all('x.pth has gates, which replaced those of --gates g.saf' in t for t in found)
+
+
 def test_less_than_half_is_refused(lines: list) -> None:
     other = {f'{key}.x': value for key, value in NORM.items()} | LINEAR
     with pytest.raises(ConfigError, match=r'2 of 6 keys.*of another model.*--allow-mismatch') as error:

@@ -107,7 +107,7 @@ def test_every_layer_runs(tmp_path: Path, prelude: str) -> None:
 
 def test_swaps_and_gates_as_adapters(tmp_path: Path) -> None:
     said = run(SWAP, tmp_path)
-    assert "Did you mean 'PLuGMultiheadAttention'?" in said
+    assert 'Did you mean\n  PLuGMultiheadAttention\n' in said
     assert 'INFO:mmgate:mmgate: trains' in said
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,9 +16,10 @@ import mmgate  # noqa: F401
 from mmgate.analysis.loading import write_csv
 from mmgate.errors import ConfigError
 from mmgate.train import cli
-from mmgate.train.config_file import read_config
+from mmgate.train.config_file import differences, read_config
 
 RESULT, SETTINGS = 'result.json', 'settings.json'
+MOST = 4  # changed settings in one message
 KEYS = {'runs', 'seeds', 'metric', 'options', 'budgets', 'baselines', 'interactions'}
 Execute = Callable[[list[str]], None]
 
@@ -92,7 +94,8 @@ def run_study(
     """
     execute = execute or _execute
     planned = list(_planned(study, out, budget))
-    todo = [run for run in planned if not _done(*run)]
+    _refuse_other_settings(planned, out)
+    todo = [run for run in planned if not _done(run[0])]
     for folder, settings in todo[:most]:
         _train_and_test(folder, settings, study.metric, execute)
     return len(todo[most:]) if most is not None else 0
@@ -104,11 +107,13 @@ def report_study(study: Study, out: Path, *, budget: str | None = None) -> str:
     Below the table stands how far the widest interval reaches: what is less cannot be told from no difference.
 
     Raises:
-        ConfigError: No seed is done by every run.
+        ConfigError: No seed is done by every run, or some are of other settings.
     """
     values: dict[str, dict[int, float]] = {name: {} for name in study.runs}
-    for folder, settings in _planned(study, out, budget):
-        if _done(folder, settings):
+    planned = list(_planned(study, out, budget))
+    _refuse_other_settings(planned, out)
+    for folder, settings in planned:
+        if _done(folder):
             result = json.loads((folder / RESULT).read_text())
             values[settings['name']][settings['seed']] = result['metrics'][study.metric]
     seeds = [seed for seed in study.seeds if all(seed in found for found in values.values())]
@@ -158,14 +163,45 @@ def _planned(study: Study, out: Path, budget: str | None) -> Iterator[tuple[Path
             yield out / name / f'seed{seed}', dict(name=name, config=config, seed=seed, options=options)
 
 
-def _done(folder: Path, settings: dict[str, Any]) -> bool:
-    result, begun = folder / RESULT, folder / SETTINGS
-    wanted = json.loads(json.dumps(settings))  # as a file has it: a tuple is a list there
-    for path in (result, begun):
-        kept = json.loads(path.read_text()) if path.is_file() else wanted
-        if kept.get('settings', kept) != wanted:
-            raise ConfigError(f'{path} is of other settings than the study has now; choose another --out or remove it.')
-    return result.is_file()
+def _refuse_other_settings(planned: Sequence[tuple[Path, dict[str, Any]]], out: Path) -> None:
+    """Refuse runs, begun or done, of other settings than the study has now.
+
+    Raises:
+        ConfigError: With the settings that differ, and what keeps the runs or drops them.
+    """
+    begun = [(folder, _kept(folder), settings) for folder, settings in planned if _kept(folder) is not None]
+    changed = {folder: list(differences(kept, _as_json(now), '')) for folder, kept, now in begun}
+    other = [folder for folder, found in changed.items() if found]
+    if not other:
+        return
+    every = list(dict.fromkeys(one for found in changed.values() for one in found))
+    listed = '; '.join(every[:MOST]) + (f' and {len(every) - MOST} more' if len(every) > MOST else '')
+    there = {path.parent for name in (RESULT, SETTINGS) for path in out.glob(f'*/*/{name}')}
+    dropped = [out] if there == set(other) else other
+    beside = shlex.quote(f'{out}-2')
+    raise ConfigError(
+        f'{len(other)} of {len(begun)} runs in {out} are of other settings than the study has now: {listed}. To keep '
+        f'them, give the new ones another folder, --out {beside}, or set the study back. To drop them: '
+        f'rm -r {" ".join(shlex.quote(str(folder)) for folder in dropped)}'
+    )
+
+
+def _kept(folder: Path) -> dict[str, Any] | None:
+    """Return the settings of the run in a folder, None where none has begun."""
+    for name in (RESULT, SETTINGS):
+        if (folder / name).is_file():
+            kept = json.loads((folder / name).read_text())
+            return kept.get('settings', kept)
+    return None
+
+
+def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings as a file has them: a tuple is a list there."""
+    return json.loads(json.dumps(settings))
+
+
+def _done(folder: Path) -> bool:
+    return (folder / RESULT).is_file()
 
 
 def _train_and_test(folder: Path, settings: dict[str, Any], metric: str, execute: Execute) -> None:

@@ -1,5 +1,6 @@
 """Write a detector or a segmentor as a file that runs without it, and compare the file with PyTorch on real images."""
 
+import signal
 import sys
 from pathlib import Path
 
@@ -7,7 +8,7 @@ from mmengine.logging import print_log
 
 import mmgate  # noqa: F401
 from mmgate.analysis.loading import check_folder
-from mmgate.deploy.export import SUFFIXES, check_format, export
+from mmgate.deploy.export import SUFFIXES, TIME_LIMIT, check_format, export
 from mmgate.deploy.inputs import FOLDER, add_images, load_with_images
 from mmgate.deploy.sampling import SAMPLERS
 from mmgate.errors import ConfigError
@@ -32,9 +33,18 @@ def main(argv: list[str]) -> None:
         '--fixed-size', action='store_true', help="take images of the first one's size alone, without trying others"
     )
     parser.add_argument(
+        '--time-limit',
+        type=float,
+        default=TIME_LIMIT,
+        metavar='SECONDS',
+        help=f'that writing a graph may take, before the next kind of sizes is tried (default {TIME_LIMIT:g}; 0: none)',
+    )
+    parser.add_argument(
         '--allow-mismatch', action='store_true', help='export although the checkpoint lacks some of the parameters'
     )
     args = parser.parse_args(argv)
+    if not 0 <= args.time_limit < float('inf'):
+        raise ConfigError(f'--time-limit {args.time_limit:g}: give seconds above 0, or 0 for no limit.')
     check_format(args.format)
     suffix = SUFFIXES[args.format]
     path = Path(args.out or f'{FOLDER}/{Path(args.config).stem}{suffix}')
@@ -43,9 +53,10 @@ def main(argv: list[str]) -> None:
     check_folder(path.parent)
     loaded, batches = load_with_images(args, whole=not args.allow_mismatch)
     options = dict(format=args.format, msda=args.msda, fixed_size=args.fixed_size, threshold=args.score_thr)
-    found = export(loaded.model, batches, path, **options)
+    found = export(loaded.model, batches, path, seconds=args.time_limit, **options)
     print_log(f'{path} is as PyTorch: {found}', logger='current')
 
 
 if __name__ == '__main__':
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which leaves no half file
     sys.exit(cli.main(main))

@@ -37,7 +37,8 @@ case $SET in
     TORCH=${TORCH:-2.13.0} VENV=${VENV:-.venv-transformers}
     MMCV=
     BUILD=("setuptools>=80,<81")
-    PACKAGES=('.[transformers]' diffusers==0.42.1 tomesd==0.1.3 "pytest>=8" scipy matplotlib)
+    PACKAGES=('.[transformers]' diffusers==0.42.1 tomesd==0.1.3 "accelerate>=1" pytorch-fid==0.3.0 torchvision
+      "pytest>=8" scipy matplotlib)
     ;;
   *) echo "usage: $0 [forks|originals|transformers]" >&2; exit 2 ;;
 esac
@@ -61,9 +62,18 @@ fi
 say "installing torch $TORCH (1 to 3 minutes)"
 run_pip install -q "torch==$TORCH" "${BUILD[@]}"
 
+mend_torchvision() {
+  if ! "$VENV/bin/python" -W ignore -c 'import torchvision' 2>/dev/null; then # built for CUDA, beside a CPU torch
+    site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+    cp tools/dev/torchvision_on_cpu.py "$site/"
+    echo 'import torchvision_on_cpu' >"$site/torchvision_on_cpu.pth"
+  fi
+}
+
 if [ -z "$MMCV" ]; then
   say "installing mmgate and what its models come from"
   run_pip install -q --no-build-isolation "torch==$TORCH" -e "${PACKAGES[@]}"
+  mend_torchvision
   echo "$fingerprint" >"$STAMP"
   say "ready in ${SECONDS} s"
   exit 0
@@ -117,10 +127,6 @@ say "installing the mm packages and mmgate"
 # The wheel itself first: pip's cache may hold one of the same name that was built for another torch.
 run_pip install -q --no-deps "$(find_wheel)"
 run_pip install -q --no-build-isolation "torch==$TORCH" -e "${PACKAGES[@]}"
-if ! "$VENV/bin/python" -W ignore -c 'import torchvision' 2>/dev/null; then # built for CUDA, beside a CPU torch
-  site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-  cp tools/dev/torchvision_on_cpu.py "$site/"
-  echo 'import torchvision_on_cpu' >"$site/torchvision_on_cpu.pth"
-fi
+mend_torchvision
 echo "$fingerprint" >"$STAMP"
 say "ready in ${SECONDS} s"

@@ -1,4 +1,5 @@
-# mmpretrain's tokens-to-token module attends by softmax, the paper's by Performer, which mmpretrain has not.
+# mmpretrain's tokens-to-token module attends by softmax, the paper's by Performer, which mmpretrain has not. All its
+# attentions multiply logits by sqrt(d), which the paper's divide by it.
 _base_ = '../../_base_/classification/imagenet_deit_8xb128-300e.py'
 
 model = dict(

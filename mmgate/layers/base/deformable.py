@@ -26,6 +26,7 @@ class DeformableGate(Gate):
         ValueError: An unknown backend.
     """
 
+    identity_start = True
     operator = 'ms_deform_attn'
 
     def __init__(self, sizes: Sizes, *, backend: str = 'auto') -> None:

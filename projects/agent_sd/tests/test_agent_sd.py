@@ -9,8 +9,8 @@ pytest.importorskip('diffusers', reason='AgentSD is a processor for diffusers, w
 pytest.importorskip('tomesd', reason='AgentSD merges tokens with tomesd, which is not installed')
 
 import tomesd
-from diffusers import AutoencoderKL, DDIMScheduler, PNDMScheduler, UNet2DConditionModel
-from diffusers.models.attention_processor import AttnProcessor
+from diffusers import AutoencoderKL, DDIMScheduler, HeunDiscreteScheduler, PNDMScheduler, UNet2DConditionModel
+from diffusers.models.attention_processor import AttnProcessor, SlicedAttnProcessor
 
 from projects.agent_sd import AgentSDProcessor, apply_agent_sd, benchmark, remove_agent_sd
 
@@ -99,8 +99,8 @@ def written_out(attention, entering, normed, size, *, stride, ratio, agent_ratio
         *(dict(value_factor=k) for k in (0, 0.025, 0.15)),
         *(dict(power=power) for power in (1, 0.5, 0.1)),
         *(dict(ratio=r) for r in (0, 0.1, 0.5)),
-        dict(early_steps=0),
-        dict(early_steps=0, ratio=0),
+        dict(early=0),
+        dict(early=0, ratio=0),
         dict(stride=(2, 2), agent_ratio=(0.8, 0.8)),
     ],
     ids=str,
@@ -140,7 +140,7 @@ def test_without_merging_there_are_agents(unet):
 
 def test_late_stage_is_tomesd(unet):
     sample, text = latents(2, 16, 24)
-    apply_agent_sd(unet, early_steps=0, random=False)
+    apply_agent_sd(unet, early=0, random=False)
     ours = predict(unet, sample, text)
     remove_agent_sd(unet)
     tomesd.apply_patch(unet, ratio=0.4, use_rand=False)
@@ -151,7 +151,7 @@ def test_early_stage_differs_from_tomesd(unet):
     sample, text = latents(2, 16, 24)
     plain = predict(unet, sample, text)
     early = predict(apply_agent_sd(unet, random=False) and unet, sample, text)
-    apply_agent_sd(unet, random=False, early_steps=0)
+    apply_agent_sd(unet, random=False, early=0)
     late = predict(unet, sample, text)
     assert (early - plain).abs().max() > 1e-4
     assert (early - late).abs().max() > 1e-4
@@ -162,7 +162,7 @@ def test_removal_is_bit_for_bit(unet):
     before, processors = predict(unet, sample, text), dict(unet.attn_processors)
     keys = list(unet.state_dict())
     apply_agent_sd(unet)
-    apply_agent_sd(unet, ratio=0.2)  # in the place of the first
+    apply_agent_sd(unet, ratio=0.2)  # instead of the first
     assert list(unet.state_dict()) == keys
     assert not torch.equal(predict(unet, sample, text), before)
     remove_agent_sd(unet)
@@ -181,12 +181,62 @@ def test_removal_leaves_what_came_after(unet):
     assert all(processor is later for processor in unet.attn_processors.values())
 
 
+@pytest.mark.parametrize('early', [0, 0.4])
+def test_attention_slicing_before_and_after(unet, early, caplog):
+    sample, text = latents(2, 16, 16)
+    expected = predict(apply_agent_sd(unet, early=early) and unet, sample, text)
+    agent_sd = apply_agent_sd(unet, early=early)
+    unet.set_attention_slice(1)
+    torch.testing.assert_close(predict(unet, sample, text), expected, atol=1e-12, rtol=0)
+    assert 'AgentSD stays, although the attention was set to SlicedAttnProcessor' in caplog.text
+    assert all(isinstance(processor.former, SlicedAttnProcessor) for processor in agent_sd.processors)
+    caplog.clear()
+    predict(unet, sample, text)
+    assert not caplog.text
+    remove_agent_sd(unet)
+    assert {type(processor) for processor in unet.attn_processors.values()} == {SlicedAttnProcessor}
+    apply_agent_sd(unet, early=early)  # slicing is on already
+    torch.testing.assert_close(predict(unet, sample, text), expected, atol=1e-12, rtol=0)
+    assert not caplog.text
+
+
+def test_a_copy_is_cleaned_alone(unet):
+    sample, text = latents()
+    before = predict(unet, sample, text)
+    apply_agent_sd(unet)
+    with_agents = predict(unet, sample, text)
+    apply_agent_sd(unet)
+    twin = copy.deepcopy(unet)
+    assert torch.equal(predict(twin, sample, text), with_agents)
+    remove_agent_sd(twin)
+    assert torch.equal(predict(twin, sample, text), before)
+    assert not any(module._forward_pre_hooks for module in twin.modules())
+    assert torch.equal(predict(unet, sample, text), with_agents)
+
+
+@pytest.mark.parametrize('patched_first', [True, False])
+def test_tomesd_beside_is_refused(unet, patched_first):
+    sample, text = latents()
+    if patched_first:
+        tomesd.apply_patch(unet)
+        with pytest.raises(ValueError, match=r'tomesd has patched this UNet.*tomesd\.remove_patch'):
+            apply_agent_sd(unet)
+        assert not any(isinstance(processor, AgentSDProcessor) for processor in unet.attn_processors.values())
+    else:
+        apply_agent_sd(unet)
+        tomesd.apply_patch(unet)
+        with pytest.raises(ValueError, match=r'tomesd has patched this UNet.*tomesd\.remove_patch'):
+            predict(unet, sample, text)
+    tomesd.remove_patch(unet)
+    predict(apply_agent_sd(unet) and unet, sample, text)
+
+
 def test_other_processors_stay_and_compute_what_has_no_agents(unet):
     sample, text = latents(2, 16, 16)
-    expected = predict(apply_agent_sd(unet, early_steps=0) and unet, sample, text)
+    expected = predict(apply_agent_sd(unet, early=0) and unet, sample, text)
     remove_agent_sd(unet)
     unet.set_attn_processor(AttnProcessor())
-    agent_sd = apply_agent_sd(unet, early_steps=0)
+    agent_sd = apply_agent_sd(unet, early=0)
     torch.testing.assert_close(predict(unet, sample, text), expected, atol=1e-12, rtol=0)
     assert all(isinstance(processor.former, AttnProcessor) for processor in agent_sd.processors)
     assert not any(isinstance(m.processor, AgentSDProcessor) for n, m in unet.named_modules() if n.endswith('attn2'))
@@ -273,22 +323,41 @@ def generate(pipe, agent_sd, steps, **kwargs):
     ).images
 
 
-@pytest.mark.parametrize('scheduler', [DDIMScheduler, PNDMScheduler])
-@pytest.mark.parametrize('early', [0, 1, 3, 9])
-def test_schedule_in_a_pipeline(pipe, scheduler, early):
-    pipe.scheduler = scheduler(beta_schedule='scaled_linear')
-    agent_sd = apply_agent_sd(pipe, early_steps=early)
+@pytest.mark.parametrize(
+    ('scheduler', 'early', 'calls'),
+    [
+        *((DDIMScheduler, share, count) for share, count in ((0, 0), (0.2, 2), (0.4, 4), (0.04, 1), (1, 10))),
+        *((PNDMScheduler, share, count) for share, count in ((0, 0), (0.1, 1), (0.4, 5), (1, 11))),
+        *((HeunDiscreteScheduler, share, count) for share, count in ((0, 0), (0.1, 1), (0.4, 7), (1, 19))),
+    ],
+)
+def test_schedule_in_a_pipeline(pipe, scheduler, early, calls):
+    pipe.scheduler = scheduler(beta_schedule='scaled_linear', **pndm_as_plms(scheduler))
+    agent_sd = apply_agent_sd(pipe, early=early)
     stages = []
     pipe.unet.register_forward_pre_hook(lambda *_: stages.append(agent_sd.stage))
-    first = generate(pipe, agent_sd, 6)
-    assert stages == [0 if step < early else 1 for step in range(pipe.num_timesteps)]
-    assert torch.equal(generate(pipe, agent_sd, 6), first)  # the second image begins like the first
+    first = generate(pipe, agent_sd, 10)
+    assert stages == [0] * calls + [1] * (pipe.num_timesteps - calls)
+    assert torch.equal(generate(pipe, agent_sd, 10), first)  # the second image begins like the first
     with_agents, merged, _ = agent_sd.processors[0].counts
     assert (with_agents, merged) == (384, 231)
 
 
+def test_early_calls_of_the_paper(pipe):
+    pipe.scheduler = PNDMScheduler(beta_schedule='scaled_linear', **pndm_as_plms(PNDMScheduler))
+    agent_sd = apply_agent_sd(pipe)
+    stages = []
+    pipe.unet.register_forward_pre_hook(lambda *_: stages.append(agent_sd.stage))
+    generate(pipe, agent_sd, 50)
+    assert (stages.count(0), len(stages)) == (21, 51)
+
+
+def pndm_as_plms(scheduler):
+    return dict(skip_prk_steps=True) if scheduler is PNDMScheduler else {}
+
+
 def test_removal_in_a_pipeline(pipe):
-    bare = apply_agent_sd(pipe, early_steps=0, ratio=0)  # softmax attention over all tokens
+    bare = apply_agent_sd(pipe, early=0, ratio=0)  # softmax attention over all tokens
     plain = generate(pipe, bare, 3)
     changed = generate(pipe, apply_agent_sd(pipe), 3)
     assert (changed - plain).abs().max() > 1e-6
@@ -298,7 +367,14 @@ def test_removal_in_a_pipeline(pipe):
 
 @pytest.mark.parametrize(
     'options',
-    [dict(ratio=1), dict(ratio=-0.1), dict(agent_ratio=(0.9, 1)), dict(stride=(1, 2)), dict(early_steps=-1)],
+    [
+        dict(ratio=1),
+        dict(ratio=-0.1),
+        dict(agent_ratio=(0.9, 1)),
+        dict(stride=(1, 2)),
+        dict(early=-0.1),
+        dict(early=20),
+    ],
     ids=str,
 )
 def test_options_out_of_range(unet, options):

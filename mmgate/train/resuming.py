@@ -1,0 +1,94 @@
+"""Resuming a run: its gates and its optimizer have to be those of the config that goes on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from mmgate._environment import log
+from mmgate.checkpoints.plain_config import literal_setting
+from mmgate.errors import ConfigError
+from mmgate.finetune import gate_parameters
+from mmgate.layers.base.gate import is_gate_key
+from mmgate.paths import own_model
+
+from .config_file import differences
+
+MOST = 3  # settings in one message
+
+
+def refuse_other_run(runner: Any, checkpoint: Mapping[str, Any], source: str) -> None:
+    """Refuse a checkpoint whose gates or groups of parameters are not this run's; warn of rules that changed.
+
+    The optimizer's state would be of other tensors, of which torch says so without a name, some at the first step.
+
+    Args:
+        runner: mmengine's Runner, its model and optimizer built and nothing loaded.
+        checkpoint: Of the run that is to be resumed.
+        source: File or address of it.
+
+    Raises:
+        ConfigError: With what does not fit, and the settings of model and optimizer that changed since.
+    """
+    problem = _other_gates(runner, checkpoint) or _other_groups(runner, checkpoint)
+    changed = sorted(_changed(runner, checkpoint), key=lambda one: not _is_of_rules(one))
+    if problem:
+        listed = '; '.join(changed[:MOST]) + (f' and {len(changed) - MOST} more' if len(changed) > MOST else '')
+        since = f' Changed since: {listed}.' if changed else ''
+        raise ConfigError(
+            f'{source} cannot be resumed: {problem}.{since} Give the config that the run began with, or start a new '
+            f'run from its weights: --cfg-options load_from={source}, without --resume.'
+        )
+    rules = [one for one in changed if _is_of_rules(one)]
+    if rules:
+        log(
+            f'{source} was trained by other rules, and the run goes on by new ones: {"; ".join(rules)}.',
+            logging.WARNING,
+        )
+
+
+def _other_gates(runner: Any, checkpoint: Mapping[str, Any]) -> str:
+    """Return which gate is not as in the checkpoint, empty if all are or if there is no state of an optimizer."""
+    state, model = checkpoint.get('state_dict', {}), own_model(runner.model)
+    if 'optimizer' not in checkpoint:
+        return ''
+    for name, gate in gate_parameters(model).items():
+        if name not in state:
+            return f'it has no {name}'
+        if state[name].numel() != gate.numel():
+            return f'{name} is {tuple(state[name].shape)} in it and {tuple(gate.shape)} in this model'
+    keys = model.state_dict().keys()
+    dropped = next((key for key in state if key not in keys and is_gate_key(key)), '')
+    return f'it has {dropped}, and this model has no such gate' if dropped else ''
+
+
+def _other_groups(runner: Any, checkpoint: Mapping[str, Any]) -> str:
+    """Return how the groups of parameters differ, empty if they do not or if there is not one optimizer."""
+    state = checkpoint.get('optimizer')
+    groups = getattr(getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None), 'param_groups', None)
+    given = state.get('param_groups') if isinstance(state, Mapping) else None
+    if not groups or not given:
+        return ''
+    counts = [[len(group['params']) for group in listed] for listed in (given, groups)]
+    if counts[0] == counts[1]:
+        return ''
+    there, here = (f'{sum(count)} parameters in {len(count)} groups' for count in counts)
+    return f"its optimizer has {there}, this run's {here}"
+
+
+def _changed(runner: Any, checkpoint: Mapping[str, Any]) -> list[str]:
+    """Return the settings of model and optimizer that differ from those in the checkpoint's config."""
+    before = checkpoint.get('meta', {}).get('cfg')
+    if not isinstance(before, str) or not hasattr(runner, 'cfg'):
+        return []
+    found: list[str] = []
+    for name in ('model', 'optim_wrapper'):
+        there, here = (literal_setting(text, name) for text in (before, runner.cfg.pretty_text))
+        if there is not None and here is not None:
+            found += differences(there, here, name)
+    return [one for one in found if not one.partition(':')[0].endswith('.backend')]  # of the machine, not of the run
+
+
+def _is_of_rules(setting: str) -> bool:
+    return 'attention' in setting.partition(':')[0].split('.')
