@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from gated import gated_attention
 from torch import Tensor, nn
 
 from mmgate import layers
@@ -13,15 +14,15 @@ from mmgate.layers.base.map import MapAttention
 
 C, HEADS = 16, 2
 DENSE: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
-    'plug': (layers.PLuGAttention, {}),
-    'plug_paper': (layers.PLuGAttention, dict(init='paper')),
-    'plug_per_head': (layers.PLuGAttention, dict(heads='per_head', gml='mlp', activation='softsign', init='paper')),
-    'plug_sum': (layers.PLuGAttention, dict(gml='sum', activation='none', position='post_softmax', init='paper')),
-    'sdpa_g1': (layers.SDPAGatedAttention, {}),
-    'sdpa_g2_silu': (layers.SDPAGatedAttention, dict(position='G2', act='silu', granularity='headwise')),
-    'sdpa_g5': (layers.SDPAGatedAttention, dict(position='G5', act='ns_sigmoid')),
-    'dgsa': (layers.DifferentialGatedAttention, {}),
-    'differential': (layers.DifferentialAttention, {}),
+    'plug': (layers.PLuGGate, {}),
+    'plug_paper': (layers.PLuGGate, dict(init='paper')),
+    'plug_per_head': (layers.PLuGGate, dict(heads='per_head', gml='mlp', activation='softsign', init='paper')),
+    'plug_sum': (layers.PLuGGate, dict(gml='sum', activation='none', position='post_softmax', init='paper')),
+    'sdpa_g1': (layers.SDPAGate, {}),
+    'sdpa_g2_silu': (layers.SDPAGate, dict(position='G2', act='silu', granularity='headwise')),
+    'sdpa_g5': (layers.SDPAGate, dict(position='G5', act='ns_sigmoid')),
+    'dgsa': (layers.DGSAGate, {}),
+    'differential': (layers.DifferentialGate, {}),
 }
 MAP: dict[str, tuple[type[MapAttention], dict[str, Any]]] = {
     'agent': (layers.AgentAttention, dict(map_size=(4, 4), agent_num=4)),
@@ -53,7 +54,7 @@ def build(name: str) -> nn.Module:
     """Return a layer in evaluation mode, without dropout."""
     if name in DENSE:
         cls, options = DENSE[name]
-        return cls(C, HEADS, batch_first=True, **options).eval()
+        return gated_attention(cls, C, HEADS, batch_first=True, **options).eval()
     if name in MAP:
         kind, options = MAP[name]
         return kind(C, HEADS, **options).eval()

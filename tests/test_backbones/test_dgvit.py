@@ -13,7 +13,7 @@ from conftest import ROOT, needs_mmpretrain
 from mmengine.config import Config
 from torch import nn
 
-from mmgate.layers import DifferentialAttention, DifferentialGatedAttention
+from mmgate.layers import DifferentialGate, DGSAGate
 from mmgate.layers.parts.swiglu import SwiGLU
 from mmgate.registry import DATASETS, MODELS
 
@@ -37,8 +37,8 @@ def test_every_config_takes_a_step(name: str) -> None:
     losses = model.loss(torch.rand(2, 3, side, side), [DataSample().set_gt_label(1), DataSample().set_gt_label(2)])
     losses['loss'].backward()
     kinds = {type(module) for module in model.backbone.modules()}
-    assert (DifferentialGatedAttention in kinds) == name.startswith('dgvit')
-    assert (DifferentialAttention in kinds) == name.startswith('diff')
+    assert (DGSAGate in kinds) == name.startswith('dgvit')
+    assert (DifferentialGate in kinds) == name.startswith('diff')
     assert (SwiGLU in kinds) != name.startswith('vit')
     width, patch = (64, 8) if name.endswith('digits.py') else (256, 4)  # the digits' are ours, small
     assert model.backbone.patch_embed.projection.weight.shape == (width, 3, patch, patch)
@@ -48,7 +48,7 @@ def test_every_config_takes_a_step(name: str) -> None:
 @needs_mmpretrain
 def test_layers_know_their_depth_and_may_be_frozen() -> None:
     model = MODELS.build(dict(type='mmgate.DGViT', num_layers=3, attention=dict(type='DifferentialMultiheadAttention')))
-    found = [module.lambda_init for module in model.modules() if isinstance(module, DifferentialAttention)]
+    found = [module.lambda_init for module in model.modules() if isinstance(module, DifferentialGate)]
     assert found == pytest.approx([0.2, 0.8 - 0.6 * np.exp(-0.3), 0.8 - 0.6 * np.exp(-0.6)])
     frozen = MODELS.build(dict(type='mmgate.DGViT', num_layers=3, frozen_stages=2))
     assert [any(p.requires_grad for p in layer.parameters()) for layer in frozen.layers] == [False, False, True]

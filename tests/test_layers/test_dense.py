@@ -1,24 +1,27 @@
-"""The dense gates: drop-ins for mmcv's and torch's MultiheadAttention."""
+"""The dense gates in torch's and mmcv's MultiheadAttention."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 from conftest import filled, one_graph
+from gated import gated_attention
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, nn
 
 from mmgate import swap_attention
 from mmgate.layers import (
-    DifferentialAttention,
-    DifferentialGatedAttention,
+    DGSAGate,
+    DifferentialGate,
     DifferentialGatedMultiheadAttention,
-    PLuGAttention,
+    PLuGGate,
     PLuGMultiheadAttention,
-    SDPAGatedAttention,
+    SDPAGate,
     SDPAGatedMultiheadAttention,
 )
-from mmgate.layers.base.dense import DenseAttention
+from mmgate.layers.base.gate import Sizes
 from mmgate.layers.parts.rms_norm import _RMSNorm
 
 C, H, N, M, B = 16, 4, 5, 7, 2
@@ -49,15 +52,15 @@ SDPA = {
 }
 DGSA = {'query': {}, 'input': dict(residual='input'), 'none': dict(residual='none')}
 ALL = {
-    **{f'plug_{k}': (PLuGAttention, v) for k, v in PLUG.items()},
-    'plug_none': (PLuGAttention, dict(gml='none', init='paper')),
-    **{f'sdpa_{k}': (SDPAGatedAttention, v) for k, v in SDPA.items()},
-    **{f'dgsa_{k}': (DifferentialGatedAttention, v) for k, v in DGSA.items()},
+    **{f'plug_{k}': (PLuGGate, v) for k, v in PLUG.items()},
+    'plug_none': (PLuGGate, dict(gml='none', init='paper')),
+    **{f'sdpa_{k}': (SDPAGate, v) for k, v in SDPA.items()},
+    **{f'dgsa_{k}': (DGSAGate, v) for k, v in DGSA.items()},
 }
 PADDING = torch.arange(M) >= torch.tensor([[M], [4]])  # of the second image's keys
 IDENTITIES = {
-    **{f'plug_{k}': (PLuGAttention, v) for k, v in PLUG.items()},
-    'sdpa': (SDPAGatedAttention, dict(act='silu')),
+    **{f'plug_{k}': (PLuGGate, v) for k, v in PLUG.items()},
+    'sdpa': (SDPAGate, dict(act='silu')),
 }
 MASKS: dict[str, dict[str, Tensor]] = {
     'none': {},
@@ -78,9 +81,9 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     return torch.randn(B, N, C, dtype=dtype), torch.randn(B, M, C, dtype=dtype), torch.randn(B, M, C, dtype=dtype)
 
 
-def build(name: str, **extra) -> DenseAttention:
+def build(name: str, **extra) -> nn.MultiheadAttention:
     cls, options = ALL[name]
-    return filled(cls(C, H, batch_first=True, **options, **extra).double(), 0.4)
+    return filled(gated_attention(cls, C, H, batch_first=True, **options, **extra).double(), 0.4)
 
 
 @pytest.mark.parametrize('average', [True, False], ids=['averaged', 'by_head'])
@@ -89,11 +92,11 @@ def build(name: str, **extra) -> DenseAttention:
 def test_identity_start_is_torchs_attention(kind: type, options: dict, mask: str, average: bool) -> None:
     """In outputs and weights, whatever the gate's projections are; and what makes the gate has a gradient."""
     vanilla = filled(nn.MultiheadAttention(C, H, batch_first=True).double(), 0.4)
-    gated = kind(C, H, batch_first=True, init='identity', dtype=torch.float64, **options)
+    gated = gated_attention(kind, C, H, batch_first=True, init='identity', dtype=torch.float64, **options)
     keys = gated.load_state_dict(vanilla.state_dict(), strict=False)
-    assert not keys.unexpected_keys and all('g' in key for key in keys.missing_keys)
+    assert not keys.unexpected_keys and all(key.startswith('gate.') for key in keys.missing_keys)
     for name, parameter in gated.named_parameters():
-        if name.startswith(('gate_q_proj', 'gate_k_proj')):
+        if name.startswith(('gate.gate_q_proj', 'gate.gate_k_proj')):
             nn.init.normal_(parameter)  # as a detector's own initialisation may
     x, call = inputs(), dict(need_weights=True, average_attn_weights=average, **MASKS[mask])
     actual, expected = gated(*x, **call), vanilla(*x, **call)
@@ -101,7 +104,7 @@ def test_identity_start_is_torchs_attention(kind: type, options: dict, mask: str
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     assert gated(*x, **MASKS[mask])[1] is None
     actual[0].square().sum().backward()
-    assert any(p.grad.abs().max() > 0 for name, p in gated.named_parameters() if name.startswith(('gml', 'gate_w')))
+    assert any(p.grad.abs().max() > 0 for name, p in gated.named_parameters() if name.startswith(('gate.gml', 'gate.gate_w')))
 
 
 @pytest.mark.parametrize('mask', MASKS)
@@ -119,8 +122,8 @@ def test_gradcheck(name: str, mask: str) -> None:
 @pytest.mark.parametrize('name', ALL)
 def test_fully_masked_row_is_zero_and_has_no_nan_gradient(name: str) -> None:
     module = build(name)
-    if isinstance(module, DifferentialGatedAttention):
-        module.residual = 'none'
+    if isinstance(module.gate, DGSAGate):
+        module.gate.residual = 'none'
     nn.init.zeros_(module.out_proj.bias)
     x = [t.requires_grad_() for t in inputs()]
     output, weights = module(*x, **MASKS['dead_row'], need_weights=True)
@@ -130,20 +133,21 @@ def test_fully_masked_row_is_zero_and_has_no_nan_gradient(name: str) -> None:
     assert all(torch.isfinite(t.grad).all() for t in [*x, *module.parameters()])
 
 
-@pytest.mark.parametrize('name', [n for n in ALL if not build(n).beyond_weights])
+@pytest.mark.parametrize('name', [n for n in ALL if not build(n).gate.beyond_weights])
 def test_weights_are_those_of_the_output(name: str) -> None:
     module = build(name)
     x = inputs()
     _, weights = module(*x, need_weights=True, average_attn_weights=False)
     value = module.project(x)[2]
     heads = weights @ value
-    if isinstance(module, DifferentialGatedAttention):
-        heads = module.head_norm(heads) * 0.2
-    torch.testing.assert_close(module.merge(heads, module.project(x)[0], x), module(*x)[0])
+    if isinstance(module.gate, DGSAGate):
+        heads = module.gate.head_norm(heads) * 0.2
+    output = module.gate.finish(module.out_proj(module.gate.merge_heads(heads)), module.project(x)[0], x)
+    torch.testing.assert_close(output, module(*x)[0])
 
 
 def test_a_learnt_lambda_starts_where_it_was_set() -> None:
-    assert DifferentialGatedAttention(C, H, learnable=True).lambda_init.tolist() == [pytest.approx(0.8)]
+    assert gated_attention(DGSAGate, C, H, learnable=True).gate.lambda_init.tolist() == [pytest.approx(0.8)]
 
 
 @pytest.mark.parametrize('batch_first', [True, False], ids=['batch_first', 'sequence_first'])
@@ -171,7 +175,7 @@ def test_drop_in_for_mmcv(cls: type, batch_first: bool) -> None:
 def test_torch_encoder_layer_does_not_skip_the_gate() -> None:
     """torch's encoder layer has a fast path in eval mode that would read the weights and leave the gate out."""
     layer = nn.TransformerEncoderLayer(C, H, 8, batch_first=True, dropout=0.0)
-    layer.self_attn = filled(PLuGAttention(C, H, batch_first=True), 0.4)
+    layer.self_attn = filled(gated_attention(PLuGGate, C, H, batch_first=True), 0.4)
     x = torch.randn(B, N, C)
     expected = layer.train()(x)
     with torch.inference_mode():
@@ -192,11 +196,11 @@ def test_torch_encoder_hands_a_gate_no_nested_tensors() -> None:
 
 @pytest.mark.parametrize('sizes', [{}, dict(kdim=C // 2, vdim=C // 2)], ids=['one projection', 'three'])
 def test_torchs_start_can_be_drawn_anew(sizes: dict[str, int]) -> None:
-    module = PLuGAttention(C, H, **sizes)
-    before = module.out_proj.bias, module.gate_q_proj.weight.clone()
+    module = gated_attention(PLuGGate, C, H, **sizes)
+    before = module.out_proj.bias, module.gate.gate_q_proj.weight.clone()
     nn.init.ones_(before[0])
     module._reset_parameters()
-    assert not module.out_proj.bias.any() and torch.equal(module.gate_q_proj.weight, before[1])
+    assert not module.out_proj.bias.any() and torch.equal(module.gate.gate_q_proj.weight, before[1])
 
 
 @one_graph
@@ -210,41 +214,43 @@ def test_compiles_without_graph_break(name: str) -> None:
 @pytest.mark.parametrize(
     'cls, options, message',
     [
-        (PLuGAttention, dict(heads='all'), 'shared, per_head'),
-        (PLuGAttention, dict(ratio=0.01), 'leaves no gate channel'),
-        (PLuGAttention, dict(gml='none'), "use init='paper'"),
-        (PLuGAttention, dict(residual=False), "use init='paper'"),
-        (PLuGAttention, dict(backend='cuda'), 'chunked'),
-        (SDPAGatedAttention, dict(position='G6'), 'G1, G2'),
-        (SDPAGatedAttention, dict(init='identity'), 'scale=2'),
-        (SDPAGatedAttention, dict(init='identity', form='additive'), "act='silu'"),
-        (SDPAGatedAttention, dict(init='identity', act='silu', scale=2.0), 'scale=1'),
-        (SDPAGatedAttention, dict(init='identity', act='ns_sigmoid'), 'scale=1.333333'),
-        (SDPAGatedAttention, dict(act='relu'), 'sigmoid, silu, ns_sigmoid'),
-        (SDPAGatedAttention, dict(scale=0.0), 'scale=0 switches the attention off'),
-        (SDPAGatedAttention, dict(position='G5', granularity='headwise'), 'there are no heads'),
-        (SDPAGatedAttention, dict(position='G5', head_shared=True), 'there are no heads'),
-        (PLuGAttention, dict(add_bias_kv=True), 'has no add_bias_kv'),
-        (SDPAGatedMultiheadAttention, dict(add_zero_attn=True), 'no add_zero_attn'),
-        (SDPAGatedAttention, dict(granularity='head'), 'elementwise, headwise'),
-        (DifferentialGatedAttention, dict(residual='q'), 'query, input, none'),
-        (DifferentialGatedAttention, dict(gate_depth=0), 'gate_depth=0'),
-        (DifferentialAttention, dict(depth=0), 'depth=0'),
+        (PLuGGate, dict(heads='all'), 'shared, per_head'),
+        (PLuGGate, dict(ratio=0.01), 'leaves no gate channel'),
+        (PLuGGate, dict(gml='none'), "use init='paper'"),
+        (PLuGGate, dict(residual=False), "use init='paper'"),
+        (PLuGGate, dict(backend='cuda'), 'chunked'),
+        (SDPAGate, dict(position='G6'), 'G1, G2'),
+        (SDPAGate, dict(init='identity'), 'scale=2'),
+        (SDPAGate, dict(init='identity', form='additive'), "act='silu'"),
+        (SDPAGate, dict(init='identity', act='silu', scale=2.0), 'scale=1'),
+        (SDPAGate, dict(init='identity', act='ns_sigmoid'), 'scale=1.333333'),
+        (SDPAGate, dict(act='relu'), 'sigmoid, silu, ns_sigmoid'),
+        (SDPAGate, dict(scale=0.0), 'scale=0 switches the attention off'),
+        (SDPAGate, dict(position='G5', granularity='headwise'), 'there are no heads'),
+        (SDPAGate, dict(position='G5', head_shared=True), 'there are no heads'),
+        (PLuGGate, dict(add_bias_kv=True), 'no input belongs to the key that add_bias_kv'),
+        (SDPAGatedMultiheadAttention, dict(add_zero_attn=True), 'add_zero_attn appends'),
+        (SDPAGate, dict(granularity='head'), 'elementwise, headwise'),
+        (DGSAGate, dict(residual='q'), 'query, input, none'),
+        (DGSAGate, dict(gate_depth=0), 'gate_depth=0'),
+        (DifferentialGate, dict(depth=0), 'depth=0'),
     ],
 )
 def test_bad_options(cls: type, options: dict, message: str) -> None:
+    make = cls if issubclass(cls, MultiheadAttention) else partial(gated_attention, cls)
     with pytest.raises(ValueError, match=message):
-        cls(C, H, **options)
+        make(C, H, **options)
 
 
-def test_a_checkpoint_with_the_gate_in_one_dimension_loads() -> None:
-    """As mmgate 0.1 wrote it."""
+def test_a_checkpoint_of_mmgate_0_1_loads() -> None:
+    """Its gate lay beside the projections, a headwise one in one dimension."""
     module = build('sdpa_G1_headwise')
     state = module.state_dict()
-    state['gate_weight'] = state['gate_weight'].flatten()
-    other = SDPAGatedAttention(C, H, batch_first=True, granularity='headwise').double()
+    state['gate_weight'] = state.pop('gate.gate_weight').flatten()
+    state['gate_bias'] = state.pop('gate.gate_bias')
+    other = gated_attention(SDPAGate, C, H, batch_first=True, granularity='headwise').double()
     other.load_state_dict(state)
-    assert torch.equal(other.gate_weight, module.gate_weight) and other.gate_weight.shape == (H, C)
+    assert torch.equal(other.gate.gate_weight, module.gate.gate_weight) and other.gate.gate_weight.shape == (H, C)
 
 
 def test_mmcv_arguments_reach_the_core() -> None:
@@ -272,9 +278,9 @@ def test_rms_norm_is_torchs(dtype: torch.dtype) -> None:
 
 def test_bad_sizes_and_masks() -> None:
     with pytest.raises(ValueError, match='not a multiple'):
-        PLuGAttention(10, 4)
+        PLuGGate(Sizes(10, 4))
     with pytest.raises(ValueError, match='must be even'):
-        DifferentialGatedAttention(12, 4)
+        gated_attention(DGSAGate, 12, 4)
     module, x = build('plug_default'), inputs()
     with pytest.raises(TypeError, match='query must be a tensor, got NoneType'):
         module(None, *x[1:])
@@ -285,7 +291,7 @@ def test_bad_sizes_and_masks() -> None:
 
 
 def test_rows_of_the_differential_transformers_map_sum_to_what_lambda_leaves() -> None:
-    module = DifferentialAttention(C, H, lambda_init=0.3, learnable=False)
+    module = DifferentialGate(Sizes(C, H), lambda_init=0.3, learnable=False)
     query, key = torch.randn(2, 2, H, N, C // H)
     sums = module.attention_map(query, key, (query, key, key), None).sum(-1)
     torch.testing.assert_close(sums, torch.full_like(sums, 0.7))

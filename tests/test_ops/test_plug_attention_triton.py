@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEVICES, assert_same, one_graph, values_and_gradients
+from gated import gated_attention
 from torch import Tensor
 
 from mmgate.errors import ConfigError
 from mmgate.layers.gml import GatingModulation
-from mmgate.layers.plug_dense import PLuGAttention
+from mmgate.layers.plug_dense import PLuGGate
 from mmgate.ops import plug_attention
 from mmgate.ops.plug_attention import blocks, chunked
 from mmgate.ops.plug_attention import triton as kernels
@@ -192,7 +193,7 @@ def test_registered_op(device: str) -> None:
 @one_graph
 @pytest.mark.parametrize('device', DEVICES)
 def test_layer_compiled_recomputed_and_under_autocast(device: str) -> None:
-    layer = PLuGAttention(32, 2, batch_first=True, init='paper', backend='triton').to(device)
+    layer = gated_attention(PLuGGate, 32, 2, batch_first=True, init='paper', backend='triton').to(device)
     x = torch.randn(2, 20, 32, device=device, requires_grad=True)
     padding = torch.zeros(2, 20, dtype=torch.bool, device=device)
     padding[0, 12:] = True
@@ -233,8 +234,8 @@ def test_refused_when_a_layer_is_built_and_when_it_is_called(
 ) -> None:
     """By an error that command lines print without a traceback, whoever asks for the kernels."""
     with pytest.raises(ConfigError, match=f"backend 'triton' does not have .*{message}.* Use 'chunked'"):
-        PLuGAttention(32, 2, init='paper', backend='triton', **options)
-    layer, x = PLuGAttention(32, 2, init='paper', **options), torch.randn(3, 1, 32)
+        gated_attention(PLuGGate, 32, 2, init='paper', backend='triton', **options)
+    layer, x = gated_attention(PLuGGate, 32, 2, init='paper', **options), torch.randn(3, 1, 32)
     monkeypatch.setenv('MMGATE_PLUG_ATTENTION', 'triton')
     with pytest.raises(ConfigError, match=message):
         layer(x, x, x)
