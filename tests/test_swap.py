@@ -22,7 +22,10 @@ from mmgate import adapts, gate_parameters, restore_attention, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import _ADAPTERS
 from mmgate.layers import PLuGMultiScaleDeformableAttention
-from mmgate.layers.base.dense import DenseAttention, GatedMultiheadAttention
+from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention
+from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.gated import GatedModule
+from mmgate.layers.plug import PLuGDeformableGate
 from mmgate.swap import attention_modules
 
 VARIANTS = {  # name: gate parameters of SPEC 2's hosts
@@ -100,13 +103,16 @@ class Host(nn.Module):
 def test_swap_keeps_tensors_mode_device_dtype_and_sharing() -> None:
     model = Host().double().eval()
     model.other.attn.value_proj.weight.requires_grad_(False)
-    kept = dict(model.named_parameters())
+    kept, modules = dict(model.named_parameters()), dict(model.named_modules(remove_duplicate=False))
     names = swap_attention(model, dict(RULE, path='**.attn', granularity='head'))
     assert names == ['layers.0.attn', 'layers.1.attn', 'other.attn']
     assert model.layers[0].attn is model.layers[1].attn
-    assert isinstance(model.other.attn, PLuGMultiScaleDeformableAttention) and not model.other.attn.training
-    assert model.other.attn.gate_proj.weight.dtype == torch.float64
-    assert model.other.attn.granularity == 'head'
+    assert all(model.get_submodule(name) is module for name, module in modules.items())
+    assert isinstance(model.other.attn, MultiScaleDeformableAttention)
+    gate = model.other.attn.gate
+    assert type(gate) is PLuGDeformableGate and not any(module.training for module in gate.modules())
+    assert gate.gate_proj.weight.dtype == torch.float64
+    assert gate.granularity == 'head'
     assert not model.other.attn.value_proj.weight.requires_grad
     for name, parameter in kept.items():
         assert model.get_parameter(name) is parameter, name
@@ -118,7 +124,7 @@ def test_swap_keeps_tensors_mode_device_dtype_and_sharing() -> None:
 def test_unset_options_are_the_papers() -> None:
     model = Host()
     swap_attention(model, dict(RULE, path='other.attn'))
-    gate = model.other.attn
+    gate = model.other.attn.gate
     assert (gate.granularity, gate.gml.variant, gate.gml.activation) == ('head_level', 'product', 'none')
     assert gate.residual
 
@@ -136,7 +142,7 @@ EARLIER = r"claimed by attention\[0\] \(path='other.attn', type='PLuGMultiScaleD
         (dict(RULE, path=['other.attn', 'nope']), ValueError, "'nope' matches no module"),
         (dict(RULE, path='other.mha'), ValueError, 'other.mha is a torch.nn.modules.activation.MultiheadAttention'),
         (dict(RULE, path='other.attn', granularty='head'), TypeError, 'no option granularty; it has activation'),
-        (dict(RULE, path='other.attn', embed_dims=8), TypeError, 'sizes are taken over'),
+        (dict(RULE, path='other.attn', embed_dims=8), TypeError, 'sizes are those of the module'),
         (dict(RULE, path='other.attn', granularity='x'), ValueError, 'choose one of'),
         (dict(path='other.mha', type='mmgate.PLuGMultiHeadAttention'), ValueError, TYPE),
         (dict(path='other.mha', type='X'), ValueError, GATES),
@@ -160,10 +166,12 @@ EARLIER = r"claimed by attention\[0\] \(path='other.attn', type='PLuGMultiScaleD
 def test_bad_rules_change_nothing(rules, error: type, message: str) -> None:
     model = Host()
     before = [type(m) for m in model.modules()]
+    attributes = [dict(vars(m)) for m in model.modules()]
     with pytest.raises(error) as info:
         swap_attention(model, rules)
     assert re.search(message, str(info.value), re.DOTALL)
     assert [type(m) for m in model.modules()] == before
+    assert [dict(vars(m)) for m in model.modules()] == attributes
 
 
 def test_pattern_star_stays_within_one_name() -> None:
@@ -177,24 +185,6 @@ def test_pattern_that_ends_with_two_stars_means_what_fits() -> None:
     model = nn.ModuleDict(dict(wrapped=mmcv_attention(16, 4), plain=nn.MultiheadAttention(16, 4)))
     rule = dict(type='PLuGMultiheadAttention', path='**')  # the outer of mmcv's wrapper and the module in it
     assert swap_attention(model, rule) == ['wrapped', 'plain']
-
-
-@pytest.mark.usefixtures('_own_pair')
-@pytest.mark.parametrize('damage', ['unknown', 'size'])
-def test_a_refused_swap_leaves_frozen_parameters_frozen(damage: str) -> None:
-    """The host's own tensors are tried in the gate."""
-    model: Any = nn.ModuleDict(dict(odd=Wrapped(16), plain=Wrapped(16)))
-    if damage == 'unknown':
-        model['odd'].extra = nn.Parameter(torch.zeros(1))
-    else:
-        model['odd'].attn.out_proj = nn.Linear(16, 8)
-    model.requires_grad_(False)
-    with pytest.raises((ValueError, RuntimeError)):
-        swap_attention(model, dict(path='odd', type=Halved))
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    if damage == 'unknown':
-        assert swap_attention(model, dict(path='**', type=Halved)) == ['plain']
-        assert not any(parameter.requires_grad for parameter in model['odd'].parameters())
 
 
 def test_a_host_and_what_lies_inside_it_are_not_both_replaced() -> None:
@@ -211,20 +201,20 @@ def test_whatever_fits_leaves_out_what_the_gate_refuses() -> None:
         swap_attention(model, dict(type='SDPAGatedMultiheadAttention', path='odd**'))
 
 
-TWICE = r'other.attn is gated already, by a mmgate.*\.PLuG.* mmgate.restore_attention\(model\)'
+TWICE = r'other.attn is gated already, by a PLuGDeformableGate\. .* mmgate.restore_attention\(model\)'
 
 
 @pytest.mark.parametrize('gate', ['PLuGMultiScaleDeformableAttention', 'MultiScaleDeformableAttention'])
 def test_what_is_gated_already_is_not_gated_again(gate: str) -> None:
     model = Host()
     swap_attention(model, dict(RULE, path='other.attn'))
-    first = model.other.attn
+    first = model.other.attn.gate
     with pytest.raises(ConfigError, match=TWICE):
         swap_attention(model, dict(type=gate, path='other.attn'))
     with pytest.raises(ConfigError, match='fits nothing .*\n  other.attn is gated already'):
         swap_attention(model, dict(type=gate, path='other.**'))
     assert swap_attention(model, dict(type=gate, path='**')) == ['layers.0.attn', 'layers.1.attn']
-    assert model.other.attn is first
+    assert model.other.attn.gate is first
     restore_attention(model)
     assert swap_attention(model, dict(type=gate, path='other.attn')) == ['other.attn']
 
@@ -286,16 +276,15 @@ def test_a_host_is_named_as_a_type(host: str | type[nn.Module], scope: dict[str,
     assert type(model) is type(MODELS.build(dict(type=host, **sizes))) and gate_parameters(model)
 
 
-class Halved(nn.Module):
-    """A gate of somebody else: sizes and options in one signature, not registered."""
+class Halved(Gate):
+    """A gate of somebody else, of a kind of its own, not registered."""
 
-    def __init__(self, embed_dim: int, heads: int = 4, factor: float = 0.5, offset: float = 0.0) -> None:
-        super().__init__()
-        self.attn = nn.MultiheadAttention(embed_dim, heads)
+    def __init__(self, sizes: Sizes, *, factor: float = 0.5, offset: float = 0.0) -> None:
+        super().__init__(sizes)
         self.factor, self.offset = factor, offset
 
-    def forward(self, query: torch.Tensor) -> torch.Tensor:
-        return self.factor * self.attn(query, query, query)[0] + self.offset
+    def change(self, out: torch.Tensor) -> torch.Tensor:
+        return self.factor * out + self.offset
 
 
 class Wrapped(nn.Module):
@@ -309,54 +298,111 @@ class Wrapped(nn.Module):
         return self.attn(query, query, query)[0]
 
 
+class GatedWrapped(GatedModule):
+    """Its adapter."""
+
+    @classmethod
+    def sizes(cls, host: Any) -> Sizes:
+        return Sizes(host.attn.embed_dim, host.attn.num_heads)
+
+    @classmethod
+    def refuses(cls, host: Any, gate: Any) -> str | None:
+        return 'this Wrapped has something extra' if hasattr(host, 'extra') else None
+
+    def forward(self, query: torch.Tensor) -> torch.Tensor:
+        return self.gate.change(super().forward(query))
+
+
 @pytest.fixture
 def _own_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr('mmgate.hosts.table._ADAPTERS', dict(_ADAPTERS))
-
-    @adapts(Halved, Wrapped)
-    def take_over(gate: type[Halved], host: Wrapped, **options: float) -> Halved:
-        return gate(host.attn.embed_dim, host.attn.num_heads, **options)
+    assert adapts(Halved, Wrapped)(GatedWrapped) is GatedWrapped
 
 
 @pytest.mark.usefixtures('_own_pair')
 def test_a_pair_of_somebody_else() -> None:
-    """The gate's class stands in the rule, and its options need not be keyword-only."""
+    """The gate's class stands in the rule."""
     model = nn.ModuleDict(dict(layer=Wrapped(16)))
     x = torch.randn(5, 2, 16)
     expected = 2 * model['layer'](x) + 1
     swap_attention(model, dict(path='layer', type=Halved, factor=2.0, offset=1.0))
     torch.testing.assert_close(model['layer'](x), expected)
-    with pytest.raises(TypeError, match=r'Halved has no option embed_dim; it has factor, heads, offset'):
-        swap_attention(nn.ModuleDict(dict(layer=Wrapped(16))), dict(path='layer', type=Halved, embed_dim=8))
-    with pytest.raises(TypeError, match=r'Halved cannot be made from layer: .*multiple values for argument .heads'):
-        swap_attention(nn.ModuleDict(dict(layer=Wrapped(16))), dict(path='layer', type=Halved, heads=8))
+    assert isinstance(model['layer'], Wrapped) and isinstance(model['layer'], GatedWrapped)
+    with pytest.raises(TypeError, match=r'Halved has no option sizes; it has factor, offset'):
+        swap_attention(nn.ModuleDict(dict(layer=Wrapped(16))), dict(path='layer', type=Halved, sizes=8))
+
+
+@pytest.mark.usefixtures('_own_pair')
+def test_an_option_that_an_adapter_fills_is_told_as_such() -> None:
+    class Filled(GatedWrapped):
+        @classmethod
+        def make_gate(cls, host: Any, gate_type: type[Gate], **options: Any) -> nn.Module:
+            return super().make_gate(host, gate_type, factor=1.0, **options)
+
+    adapts(Halved, Wrapped)(Filled)
+    with pytest.raises(TypeError, match=r'Halved cannot be made for layer: .*multiple values for .*argument .factor'):
+        swap_attention(nn.ModuleDict(dict(layer=Wrapped(16))), dict(path='layer', type=Halved, factor=8.0))
+
+
+@pytest.mark.usefixtures('_own_pair')
+def test_a_refused_swap_leaves_frozen_parameters_frozen() -> None:
+    model: Any = nn.ModuleDict(dict(odd=Wrapped(16), plain=Wrapped(16)))
+    model['odd'].extra = nn.Parameter(torch.zeros(1))
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match='Halved does not replace odd: this Wrapped has something extra'):
+        swap_attention(model, dict(path='odd', type=Halved))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert swap_attention(model, dict(path='**', type=Halved)) == ['plain']
+    assert not any(parameter.requires_grad for parameter in model['odd'].parameters())
 
 
 @pytest.mark.usefixtures('_own_pair')
 def test_a_gate_behind_kwargs_has_the_options_of_its_base() -> None:
     class Loud(Halved):
-        def __init__(self, *args: int, volume: float = 1.0, **kwargs: float) -> None:
-            super().__init__(*args, **kwargs)
+        def __init__(self, sizes: Sizes, *, volume: float = 1.0, **options: float) -> None:
+            super().__init__(sizes, **options)
             self.factor *= volume
 
     model = nn.ModuleDict(dict(layer=Wrapped(16)))
     swap_attention(model, dict(path='layer', type=Loud, factor=2.0, volume=3.0))
-    assert model['layer'].factor == 6.0
+    assert model['layer'].gate.factor == 6.0
+
+
+@pytest.mark.usefixtures('_own_pair')
+@pytest.mark.parametrize('kind', ['attribute', 'child', 'parameter', 'method'])
+def test_a_host_with_an_attribute_of_the_gates_name_is_refused(kind: str) -> None:
+    class Named(nn.MultiheadAttention):
+        def gate(self) -> None:
+            pass
+
+    adapts(DenseGate, Named, like=nn.MultiheadAttention)
+    model: Any = nn.ModuleDict(dict(attn=(Named if kind == 'method' else nn.MultiheadAttention)(16, 4)))
+    if kind != 'method':
+        taken = dict(attribute=0, child=nn.Linear(2, 2), parameter=nn.Parameter(torch.zeros(1)))[kind]
+        model['attn'].gate = taken
+    before = dict(vars(model['attn']))
+    message = r"does not replace attn: this .*\.(Named|MultiheadAttention) has an attribute 'gate' already"
+    with pytest.raises(ConfigError, match=message):
+        swap_attention(model, dict(path='attn', type='PLuGMultiheadAttention'))
+    assert vars(model['attn']) == before
 
 
 @pytest.mark.parametrize('host, path', [(nn.MultiheadAttention, 'host'), (mmcv_attention, 'host.attn')])
 def test_an_option_without_a_default(host: type[nn.Module], path: str) -> None:
-    class Scaled(DenseAttention):
-        def __init__(self, *args: Any, factor: float, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
+    class ScaledGate(DenseGate):
+        def __init__(self, sizes: Sizes, *, factor: float) -> None:
+            super().__init__(sizes)
             self.factor = factor
 
     class ScaledMultiheadAttention(GatedMultiheadAttention):
-        core = Scaled
+        gate_type = ScaledGate
 
-    model = nn.ModuleDict(dict(host=host(16, 4)))
-    swap_attention(model, dict(path='host', type=ScaledMultiheadAttention, factor=2.0))
-    assert model.get_submodule(path).factor == 2.0
+    for kind in (ScaledGate, ScaledMultiheadAttention):
+        model = nn.ModuleDict(dict(host=host(16, 4)))
+        swap_attention(model, dict(path='host', type=kind, factor=2.0))
+        assert model.get_submodule(path).gate.factor == 2.0
+        with pytest.raises(TypeError, match='cannot be made for host: .*factor'):
+            swap_attention(nn.ModuleDict(dict(host=host(16, 4))), dict(path='host', type=kind))
 
 
 def test_adapts_says_what_is_wrong() -> None:

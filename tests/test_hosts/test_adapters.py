@@ -69,7 +69,7 @@ def gated_copy(model: nn.Module, rule: dict[str, Any]) -> tuple[nn.Module, list[
     keys = gated.load_state_dict(model.state_dict(), strict=False)
     missing = set(keys.missing_keys) - {name for name, _ in model.named_buffers()}  # Swin v2 loads none of its tables
     assert not keys.unexpected_keys and missing
-    assert all('gate_' in key or 'gml' in key for key in missing)
+    assert missing == set(gate_parameters(gated)) and all('.gate.' in key for key in missing)
     return gated, names
 
 
@@ -170,7 +170,7 @@ def test_bidirectional_attention(mask: str, gate: str) -> None:
         inputs['attention_mask_l'] = lengths if mask == 'bool' else lengths.float()
     torch.testing.assert_close(gated['attn'](**inputs), model['attn'](**inputs), rtol=1e-5, atol=1e-5)
     sum(out.square().sum() for out in gated['attn'](**inputs)).backward()
-    assert {name.split('.')[1] for name in learning(gated)} == {'gate_v', 'gate_l'}
+    assert {name.partition('.gate.')[2].split('.')[0] for name in learning(gated)} == {'vision', 'language'}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_bidirectional_attention(mask: str, gate: str) -> None:
     [
         ('cross', dict(type='DifferentialMultiheadAttention'), 'content and position already'),
         ('fusion', GATES['sdpa_G5'], 'goes from 64 to 16 channels'),
-        ('fusion', dict(type='DifferentialGatedMultiheadAttention'), 'acts behind an output projection'),
+        ('fusion', dict(type='DifferentialGatedMultiheadAttention'), 'acts after an output projection'),
     ],
 )
 def test_what_does_not_fit_says_why(host: str, rule: dict[str, Any], message: str) -> None:

@@ -15,9 +15,12 @@ from torch import nn
 
 from mmgate import swap_attention
 from mmgate.errors import ConfigError
-from mmgate.hosts.table import registered_gates
-from mmgate.layers import AgentAttention, CrossWindowAttention, SAGAAttention, SoftmaxAttention
-from mmgate.layers.base.map import MapAttention
+from mmgate.hosts.table import gate_of_type, registered_gates
+from mmgate.layers import SoftmaxAttention
+from mmgate.layers.agent import AgentGate
+from mmgate.layers.base.gate import Sizes
+from mmgate.layers.base.map import GatedMapAttention, MapGate
+from mmgate.layers.saga import SAGAGate
 
 PVT = dict(type='mmdet.PyramidVisionTransformer', num_layers=[1, 1, 1, 1])
 VIT = dict(type='mmpretrain.VisionTransformer', arch='deit-tiny')
@@ -50,7 +53,7 @@ def test_a_rule_need_not_name_it(
     before = torch.get_rng_state()
     names = swap_attention(model, dict(type=gate, path=path))
     assert torch.equal(before, torch.get_rng_state())
-    gates: list[Any] = [model.get_submodule(name) for name in names]
+    gates: list[Any] = [model.get_submodule(name).gate for name in names]
     assert [gate.map_size for gate in gates] == sizes
     assert {gate.class_tokens for gate in gates} == {class_tokens}
 
@@ -76,34 +79,35 @@ def test_a_size_that_the_host_forgets_is_the_configs(host: dict[str, Any], monke
         len(said) == 1 and 'keeps no pretrain_img_size' in said[0] and 'map_size=(height, width) into a rule' in said[0]
     )
     for model, sizes in ((gated, LARGE), (told, LARGE), (forgetful, PYRAMID)):
-        assert [part.map_size for part in model.modules() if isinstance(part, SAGAAttention)] == sizes
+        assert [part.map_size for part in model.modules() if isinstance(part, SAGAGate)] == sizes
 
 
 def test_a_gate_behind_kwargs_is_read_as_its_base() -> None:
-    class Mine(AgentAttention):
-        def __init__(self, *args: Any, extra: int, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
+    class MyGate(AgentGate):
+        def __init__(self, sizes: Sizes, *, extra: int, **options: Any) -> None:
+            super().__init__(sizes, **options)
 
-    model = MODELS.build(PVT)
-    swap_attention(model, dict(type=Mine, path='layers.0.**', bias=False, extra=1))
-    assert model.layers[0][1][1].attn.map_size == (56, 56) and model.layers[0][1][1].attn.an_bias is None
+    class Mine(GatedMapAttention):
+        gate_type = MyGate
+
+    for kind in (MyGate, Mine):
+        model = MODELS.build(PVT)
+        swap_attention(model, dict(type=kind, path='layers.0.**', bias=False, extra=1))
+        gate = model.layers[0][1][1].attn.gate
+        assert gate.map_size == (56, 56) and gate.an_bias is None
 
 
 @needs_mmpretrain
-@pytest.mark.parametrize('gate', [gate for gate in registered_gates() if issubclass(gate, MapAttention)])
-def test_every_gate_of_maps_heeds_a_class_token_or_refuses_it(gate: type[MapAttention]) -> None:
+@pytest.mark.parametrize('gate', [gate for gate in registered_gates() if issubclass(gate_of_type(gate), MapGate)])
+def test_every_gate_of_maps_heeds_a_class_token(gate: type[GatedMapAttention]) -> None:
     """And finds the map, which is no square."""
     arch = dict(embed_dims=32, num_layers=2, num_heads=2, feedforward_channels=32)
     model = MODELS.build(dict(VIT, arch=arch, img_size=(48, 64)))
     model.eval()  # returns nothing
     gated, x = copy.deepcopy(model), torch.randn(1, 3, 48, 64)
-    rule = dict(type=gate, path='layers.*.attn')
-    if gate is CrossWindowAttention:
-        with pytest.raises(ValueError, match='no class_token: it would lie in no stripe'):
-            swap_attention(gated, rule)
-        return
-    names = swap_attention(gated, rule)
-    assert {gated.get_submodule(name).class_tokens for name in names} == {1}
+    names = swap_attention(gated, dict(type=gate, path='layers.*.attn'))
+    gates: list[Any] = [gated.get_submodule(name).gate for name in names]
+    assert {(gate.class_tokens, gate.map_size) for gate in gates} == {(1, (3, 4))}
     assert gated(x)[0].isfinite().all()
     if gate is SoftmaxAttention:
         torch.testing.assert_close(gated(x), model(x), rtol=1e-4, atol=1e-4)
@@ -113,7 +117,7 @@ def test_every_gate_of_maps_heeds_a_class_token_or_refuses_it(gate: type[MapAtte
 def test_in_a_model_it_is_that_of_the_backbone_or_what_the_rule_says(options: dict, size: tuple[int, int]) -> None:
     model: Any = nn.ModuleDict(dict(neck=nn.Identity(), backbone=MODELS.build(PVT)))
     swap_attention(model, dict(type='SAGAAttention', path='backbone.layers.2.**', **options))
-    assert model['backbone'].layers[2][1][1].attn.map_size == size
+    assert model['backbone'].layers[2][1][1].attn.gate.map_size == size
 
 
 @needs_mmpretrain

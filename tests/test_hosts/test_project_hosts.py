@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from mmgate import adapts, swap_attention
 from mmgate.hosts.table import _ADAPTERS, adapter_for, gates_for, host_names
 from mmgate.layers import PLuGMultiScaleDeformableAttention
+from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.gated import GatedModule
 
 SHAPES, STARTS = torch.tensor([[4, 6], [2, 3]]), torch.tensor([0, 24])
 DEFORMABLE = ('MultiScaleDeformableAttention', 'PLuGMultiScaleDeformableAttention')
@@ -100,7 +102,7 @@ def test_the_call_of_the_original_deformable_attention(ratio: float, columns: in
     model = trained(nn.ModuleDict(dict(attn=MSDeformAttn(32, 2, 4, 3, ratio))))
     gated = copy.deepcopy(model)
     swap_attention(gated, dict(type=gate, path='attn'))
-    gated = copy.deepcopy(gated)  # the order of arguments goes with it
+    gated = copy.deepcopy(gated)  # its class goes with it
     inputs = deformable_inputs(columns)
     expected = model['attn'](*inputs)
     torch.testing.assert_close(gated['attn'](*inputs), expected, rtol=1e-5, atol=1e-5)
@@ -136,7 +138,7 @@ class WithAnOption(MSDeformAttn):
     'kind, differs', [(CalledOtherwise, 'is called with x, points'), (WithAnOption, 'takes sharp')]
 )
 def test_another_class_of_the_name_is_refused(kind: type, differs: str) -> None:
-    with pytest.raises(ValueError, match=f'their.ms_deform_attn.MSDeformAttn, which {differs} and may compute'):
+    with pytest.raises(ValueError, match=f'their.ms_deform_attn.MSDeformAttn {differs} and may compute'):
         swap_attention(nn.ModuleDict(dict(attn=kind(32, 2, 4, 3))), dict(type=DEFORMABLE[0], path='attn'))
 
 
@@ -151,23 +153,28 @@ def test_a_host_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pair of one's own, of a gate that fits nothing else, too."""
     monkeypatch.setattr('mmgate.hosts.table._ADAPTERS', dict(_ADAPTERS))
 
-    class Gate(nn.Module):
+    class Strange(Gate):
         pass
 
     class Pooling(nn.AdaptiveAvgPool1d):
         __module__, __qualname__ = 'theirs.layers', 'Pooling'
 
-    @adapts(Gate, 'layers.Pooling')
-    def fit(gate: type, host: Any, /) -> nn.Module:
-        return gate()
+    @adapts(Strange, 'layers.Pooling')
+    class GatedPooling(GatedModule):
+        @classmethod
+        def sizes(cls, host: Any) -> Sizes:
+            return Sizes(8, 2)
 
-    assert host_names(Gate) == ['layers.Pooling']
-    assert adapter_for(Gate, Pooling(1)) is fit
-    assert adapter_for(Gate, nn.AdaptiveAvgPool1d(1)) is None
+    assert host_names(Strange) == ['layers.Pooling']
+    assert adapter_for(Strange, Pooling(1)) == (GatedPooling, '')
+    assert adapter_for(Strange, nn.AdaptiveAvgPool1d(1)) is None
     with pytest.raises(
-        ValueError, match='other is a torch.*Linear, which Gate does not replace. It replaces\n  layers.Pooling'
+        ValueError, match='other is a torch.*Linear, which Strange does not replace. It replaces\n  layers.Pooling'
     ):
-        swap_attention(nn.ModuleDict(dict(other=nn.Linear(2, 2))), dict(type=Gate, path='other'))
+        swap_attention(nn.ModuleDict(dict(other=nn.Linear(2, 2))), dict(type=Strange, path='other'))
+    model: Any = nn.ModuleDict(dict(pool=Pooling(1)))
+    swap_attention(model, dict(type=Strange, path='pool'))
+    assert isinstance(model['pool'], GatedPooling) and isinstance(model['pool'], Pooling)
 
 
 @pytest.mark.parametrize('name', ['Attention', 'vit.', '.vit.Attention', ''])

@@ -151,17 +151,21 @@ def test_cross_covariance_gates_pairs_of_channels() -> None:
             'goes from 16 to 32 channels',
         ),
         (lambda: T2TTransformerLayer(C, HEADS, 64, input_dims=C // 2).attn, PLUG, 'v_shortcut, input_dims'),
-        (scaled_by_someone, PLUG, "whose scaled_dot_product_attention is not mmpretrain's"),
+        (scaled_by_someone, PLUG, "its scaled_dot_product_attention is not mmpretrain's"),
         (
             lambda: MultiheadAttention(C, HEADS, qk_scale=0.3),
             dict(type='SDPAGatedMultiheadAttention', position='G4', form='additive', act='silu'),
-            'what is added to them would not',
+            'which the queries carry, and what .* adds to them would not',
         ),
-        (lambda: WindowMSAV2(C, (4, 4), HEADS), dict(type='DifferentialMultiheadAttention'), 'halves of unit'),
+        (
+            lambda: WindowMSAV2(C, (4, 4), HEADS),
+            dict(type='DifferentialMultiheadAttention'),
+            'two streams, but a WindowMSAV2 attends by the cosine of whole heads',
+        ),
         (
             lambda: ShiftWindowMSA(C, HEADS, 4, window_msa=WindowMSAV2),
             dict(type='AgentAttention', agent_num=4, map_size=(8, 8)),
-            'around a WindowMSAV2: it would lose',
+            'it would lose what the WindowMSAV2 in it computes beyond a WindowMSA',
         ),
     ],
     ids=[

@@ -58,7 +58,7 @@ def test_the_three_dropouts_of_mmcvs_attention(kind: type, rate: str) -> None:
     rates = {rate: dict(type='Dropout', drop_prob=1.0) if rate == 'dropout_layer' else 1.0}
     layer = filled(kind(C, H, batch_first=True, **rates, **DENSE[kind]), 0.5)
     if rate == 'attn_drop':
-        nn.init.zeros_(getattr(layer.attn, 'gate_bias', torch.zeros(1)))
+        nn.init.zeros_(getattr(layer.attn.gate, 'gate_bias', torch.zeros(1)))
     x = torch.randn(B, N, C)
     expected = x + (layer.attn.out_proj.bias if rate == 'attn_drop' else 0)
     torch.testing.assert_close(layer.train()(x), expected.expand_as(x))
@@ -101,7 +101,7 @@ def test_attention_over_a_map_drops_its_weights(kind: type) -> None:
     layer = filled(kind(C, H, attn_drop=1.0, **sizes), 0.5)
     x = torch.randn(B, N, C)
     v = layer.qkv(x)[..., 2 * C :].transpose(1, 2).unflatten(-1, (2, 3))
-    local = (layer.dwc if kind is AgentAttention else layer.lepe[0])(v).flatten(2).transpose(1, 2)
+    local = (layer.gate.dwc if kind is AgentAttention else layer.lepe[0])(v).flatten(2).transpose(1, 2)
     torch.testing.assert_close(layer.train()(x, (2, 3)), layer.proj(local))
     assert not torch.allclose(layer.eval()(x, (2, 3)), layer.proj(local))
 

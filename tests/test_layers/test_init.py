@@ -95,7 +95,7 @@ def test_plug_projections_start_xavier_uniform_in_both_forms(init: str, host: st
         (deformable, dict(type='PLuGMultiScaleDeformableAttention', granularity='head_level_point', init=init)),
     )
     for model in (gated(host, *pairs), initialised(host, *pairs)):
-        one, other = model.layers
+        one, other = (layer.gate for layer in model.layers)
         for projection in (one.gate_q_proj, one.gate_k_proj, other.gate_proj):
             assert_uniform(projection.weight, (6 / sum(projection.weight.shape)) ** 0.5)
             assert_uniform(projection.bias, C**-0.5)
@@ -135,7 +135,7 @@ def test_sdpa_starts_as_the_vanilla_attention_in_every_host(options: dict, host:
     """In two dimensions, so that layer-decay constructors see a matrix, and nonetheless zero at the start."""
     model = initialised(host, (dense, dict(type='SDPAGatedMultiheadAttention', init='identity', **options)))
     layer = model.layers[0]
-    assert layer.gate_weight.shape == (C, C)
+    assert layer.gate.gate_weight.shape == (C, C)
     x = torch.randn(2, 5, C)
     out = layer(x, x, x)[0]
     assert restore_attention(model) == ['layers.0']
@@ -151,8 +151,8 @@ def test_what_a_checkpoint_filled_is_not_drawn_anew(host: str) -> None:
     one.load_state_dict(state)
     other.load_state_dict({'in_proj_weight': state['in_proj_weight']}, strict=False)  # of a vanilla attention
     model.init_weights()
-    assert torch.equal(one.gate_bias, state['gate_bias'])
-    assert torch.count_nonzero(other.gate_weight) == 0
+    assert torch.equal(one.gate.gate_bias, state['gate.gate_bias'])
+    assert torch.count_nonzero(other.gate.gate_weight) == 0
 
 
 def test_a_model_without_a_start_of_its_own_gets_none() -> None:
@@ -167,12 +167,12 @@ def test_a_gated_model_copies_and_pickles() -> None:
     torch.save(model, pickled)
     pickled.seek(0)
     for other in (copy.deepcopy(model), torch.load(pickled, weights_only=False)):
-        nn.init.ones_(other.layers[0].gate_weight)
+        nn.init.ones_(other.layers[0].gate.gate_weight)
         model.init_weights()
-        assert torch.count_nonzero(other.layers[0].gate_weight) == C * C, 'a copy is bound to the original'
+        assert torch.count_nonzero(other.layers[0].gate.gate_weight) == C * C, 'a copy is bound to the original'
         before = other.layers[0].in_proj_weight.clone()
         other.init_weights()
-        assert torch.count_nonzero(other.layers[0].gate_weight) == 0
+        assert torch.count_nonzero(other.layers[0].gate.gate_weight) == 0
         assert not torch.equal(other.layers[0].in_proj_weight, before), "the host's start is not the copy's"
 
 
@@ -195,7 +195,7 @@ def test_mmcv_wrapper_initialises_by_itself_after_xavier() -> None:
     layer = PLuGMultiheadAttention(C, H, init='paper')
     of_two_dimensions(nn.init.xavier_normal_)(layer)
     layer.init_weights()
-    assert_uniform(layer.attn.gate_q_proj.weight, (6 / (C + C // H)) ** 0.5)
+    assert_uniform(layer.attn.gate.gate_q_proj.weight, (6 / (C + C // H)) ** 0.5)
 
 
 TINY = dict(num_layers=(1, 1, 1, 1), drop_path_rate=0.0)

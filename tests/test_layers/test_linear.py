@@ -23,13 +23,19 @@ from mmgate.layers import (
     RALAAttention,
     SAGAAttention,
 )
-from mmgate.layers.linear.base import LinearAttention
+from mmgate.layers.base.map import GatedMapAttention
+from mmgate.layers.linear.base import LinearGate
 from mmgate.ops import linear_attention as ops
 from mmgate.ops.gated_linear_attention import gated_linear_attention_reference
 from mmgate.registry import MODELS
 
-LAYERS: dict[str, tuple[type[LinearAttention], dict[str, Any]]] = {
-    **{name: (kind, options) for name, (kind, options) in MAP.items() if issubclass(kind, LinearAttention)},
+LINEAR = {
+    name: (kind, options)
+    for name, (kind, options) in MAP.items()
+    if issubclass(kind, GatedMapAttention) and issubclass(kind.gate_type, LinearGate)
+}
+LAYERS: dict[str, tuple[type[GatedMapAttention], dict[str, Any]]] = {
+    **LINEAR,
     'focused_squares': (FocusedLinearAttention, dict(map_size=(4, 4), power=2.0)),
     **{
         f'saga_without_{part}': (SAGAAttention, {'map_size': (4, 4), part: False})
@@ -42,7 +48,7 @@ every_layer = pytest.mark.parametrize('name', LAYERS)
 def build(name: str, **more: Any) -> Any:
     kind, options = LAYERS[name]
     layer = kind(C, HEADS, **options, **more).double()
-    for key, parameter in layer.named_parameters():
+    for key, parameter in layer.gate.named_parameters():
         if key in ('position_encoding', 'power', 'focus_scale'):
             nn.init.normal_(parameter)
     return layer
@@ -59,16 +65,17 @@ def turn(x: Tensor, hw_shape: tuple[int, int], powers: Tensor) -> Tensor:
 
 def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int], power: float) -> Tensor:
     """The layer's formula with its N x N weights, written out once more."""
+    gate = layer.gate
     q, k, v = layer.qkv(x).chunk(3, -1)
-    if layer.position_encoding is not None:
-        grid = layer.position_encoding.reshape(1, *layer.map_size, C).permute(0, 3, 1, 2)
+    if gate.position_encoding is not None:
+        grid = gate.position_encoding.reshape(1, *gate.map_size, C).permute(0, 3, 1, 2)
         k = k + F.interpolate(grid, size=hw_shape, mode='bilinear').flatten(2).transpose(1, 2)
 
     def heads(t: Tensor) -> Tensor:
         return t.reshape(len(x), -1, HEADS, C // HEADS).transpose(1, 2)
 
     def focused(t: Tensor) -> Tensor:
-        t = (t.relu() + 1e-6) / F.softplus(layer.focus_scale)
+        t = (t.relu() + 1e-6) / F.softplus(gate.focus_scale)
         return t**power * t.norm(dim=-1, keepdim=True) / (t**power).norm(dim=-1, keepdim=True)
 
     images = v.transpose(1, 2).reshape(len(x), C, *hw_shape)
@@ -84,14 +91,14 @@ def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int], power: float) ->
     elif isinstance(layer, FocusedLinearAttention):
         out = ops.kernel_attention_reference(heads(focused(q)), heads(focused(k)), heads(v))
     elif isinstance(layer, PolaFormerAttention):
-        scale, power = F.softplus(layer.focus_scale), 1 + 4 * layer.power.sigmoid()
+        scale, power = F.softplus(gate.focus_scale), 1 + 4 * gate.power.sigmoid()
         out = ops.polarity_attention_reference(heads(q / scale), heads(k / scale), heads(v), power)
     elif isinstance(layer, SAGAAttention):
-        gates = (part and heads(part(x).sigmoid()) for part in (layer.gate_k, layer.gate_v))
+        gates = (part and heads(part(x).sigmoid()) for part in (gate.gate_k, gate.gate_v))
         out = gated_linear_attention_reference(heads(q), heads(k), heads(v), *gates)
     elif isinstance(layer, InLineAttention):
         out = ops.inline_attention_reference(heads(q), heads(k), heads(v))
-        weights = layer.local(x.mean(1)[..., None]).view(len(x), C, 9, 1)
+        weights = gate.local(x.mean(1)[..., None]).view(len(x), C, 9, 1)
         patches = F.unfold(images, 3, padding=1).view(len(x), C, 9, -1)
         local = (weights * patches).sum(2).view_as(images)
     else:
@@ -105,22 +112,22 @@ def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int], power: float) ->
             turned = [heads(turn(t, hw_shape, torch.arange(C // 4) / (C // 4))) for t in (q, k)]
             q, k = heads(q), heads(k)
         out = ops.kernel_attention_reference(*turned, heads(v), q, k)
-    if isinstance(layer, LinearAngularAttention) and layer.along_tokens:
+    if isinstance(layer, LinearAngularAttention) and gate.along_tokens:
         rows = v.reshape(len(x), -1, HEADS, C // HEADS)  # a kernel of 9 over the tokens for each head
         local = torch.zeros_like(rows)
         for head in range(HEADS):
-            kernel = layer.dwc.weight[head].view(1, 1, 9)
+            kernel = gate.dwc.weight[head].view(1, 1, 9)
             lines = rows[:, :, head].transpose(1, 2).reshape(-1, 1, rows.shape[1])
             local[:, :, head] = F.conv1d(lines, kernel, padding=4).view(len(x), C // HEADS, -1).transpose(1, 2)
         local = local.flatten(2).transpose(1, 2).view_as(images)
-    elif layer.dwc is not None:
-        weight = layer.dwc.weight.repeat(C // len(layer.dwc.weight), 1, 1, 1)
-        bias = layer.dwc.bias.repeat(C // len(layer.dwc.bias))
-        local = F.conv2d(images, weight, bias, padding=layer.dwc.kernel_size[0] // 2, groups=C)
+    elif gate.dwc is not None:
+        weight = gate.dwc.weight.repeat(C // len(gate.dwc.weight), 1, 1, 1)
+        bias = gate.dwc.bias.repeat(C // len(gate.dwc.bias))
+        local = F.conv2d(images, weight, bias, padding=gate.dwc.kernel_size[0] // 2, groups=C)
     out = out if out.dim() == 3 else out.transpose(1, 2).flatten(2)
     out = out + local.flatten(2).transpose(1, 2)
-    if getattr(layer, 'gate_out', None) is not None:
-        out = out * layer.gate_out(x)
+    if getattr(gate, 'gate_out', None) is not None:
+        out = out * gate.gate_out(x)
     return layer.proj(out)
 
 
@@ -165,15 +172,15 @@ def test_registered_autocast_and_starts(name: str) -> None:
         torch.testing.assert_close(layer(x, (4, 5)).float(), exact, rtol=0.1, atol=0.1)
     for parameter in layer.parameters():
         nn.init.constant_(parameter, 7.0)
-    layer.init_weights()
-    for key, parameter in layer.named_parameters():
-        assert key.partition('.')[0] not in layer.gate_parameters or not parameter.eq(7).any(), key
+    layer.gate.init_weights()
+    assert not [key for key, parameter in layer.gate.named_parameters() if parameter.eq(7).any()]
+    assert all(parameter.eq(7).all() for part in (layer.qkv, layer.proj) for parameter in part.parameters())
 
 
 @pytest.mark.parametrize(
     'name, options, message',
     [
-        ('hydra', dict(attn_drop=0.1), 'HydraAttention has no attention weights to drop.*attn_drop_rate'),
+        ('hydra', dict(attn_drop=0.1), 'HydraGate has no attention weights to drop.*attn_drop_rate'),
         ('hydra', dict(dwc=4), 'dwc=4 must be the odd side'),
         ('hydra', dict(dwc=-1), 'dwc=-1 must be the odd side'),
         ('polaformer', dict(num_heads=16), 'width 1 must be a multiple of 2'),
@@ -191,8 +198,8 @@ def test_refuses(name: str, options: dict[str, Any], message: str) -> None:
 def test_angular_convolves_a_class_token_in_its_row_or_not_at_all() -> None:
     """Along the tokens as published, it stands before the first; over the map it is left out."""
     along, over = (LinearAngularAttention(C, HEADS, class_token=True, convolution=c) for c in ('tokens', 'map'))
-    assert along.dwc is not None and tuple(along.dwc.weight.shape) == (HEADS, 1, 9, 1) and along.dwc.bias is None
-    assert over.dwc is not None and tuple(over.dwc.weight.shape) == (C, 1, 3, 3) and over.dwc.bias is not None
+    assert tuple(along.gate.dwc.weight.shape) == (HEADS, 1, 9, 1) and along.gate.dwc.bias is None
+    assert tuple(over.gate.dwc.weight.shape) == (C, 1, 3, 3) and over.gate.dwc.bias is not None
     x = torch.randn(1, 1 + 16, C)
     flipped = torch.cat([x[:, :1], x[:, 1:].flip(1)], 1)
     assert torch.allclose(over(flipped, (4, 4))[:, 0], over(x, (4, 4))[:, 0], atol=1e-6)
@@ -208,7 +215,7 @@ def test_class_token_attends_and_is_neither_convolved_nor_placed(name: str) -> N
     assert layer(x, (4, 4)).shape == x.shape
     with pytest.raises(ValueError, match='16 tokens do not make a map of 4 x 4 and 1 class token'):
         layer(x[:, 1:], (4, 4))
-    if layer.position_encoding is None and name not in ('angular', 'mlla', 'rala'):
+    if layer.gate.position_encoding is None and name not in ('angular', 'mlla', 'rala'):
         flipped = torch.cat([x[:, :1], x[:, 1:].flip(1)], 1)
         torch.testing.assert_close(layer(flipped, (4, 4))[:, 0], layer(x, (4, 4))[:, 0])
     assert torch.autograd.gradcheck(lambda x: layer(x, (4, 4)), (x.requires_grad_(),), fast_mode=True)

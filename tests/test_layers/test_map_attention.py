@@ -43,8 +43,10 @@ def test_agent_layer_is_the_published_one(agent_num: int, hw_shape: tuple[int, i
     layer = AgentAttention(12, 3, map_size=(8, 8), agent_num=agent_num, pretrain_agent_num=9).double()
     x = torch.randn(2, hw_shape[0] * hw_shape[1], 12, dtype=torch.float64)
 
+    names = {name.removeprefix('gate.'): parameter for name, parameter in layer.named_parameters()}
+
     def published(x: torch.Tensor) -> torch.Tensor:
-        return published_agent_attention(dict(layer.named_parameters()), '', x, hw_shape, 3, agent_num)
+        return published_agent_attention(names, '', x, hw_shape, 3, agent_num)
 
     expected = values_and_gradients(published, [x], [0])
     expected |= {name: p.grad for name, p in layer.named_parameters()}
@@ -82,15 +84,19 @@ def test_a_scale_that_is_not_the_default() -> None:
     cross = CrossWindowAttention(12, 3, split=None, qk_scale=factor).double()
     nn.init.zeros_(cross.lepe[0].weight)
     nn.init.zeros_(cross.lepe[0].bias)
+
+    def split(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (3, -1)).transpose(1, 2)
+
     for layer in (agent, saga, cross):
         parts = layer.qkv(x).chunk(3, -1)
-        q, k, v = (layer.split_heads(part) for part in parts)
+        q, k, v = (split(part) for part in parts)
         if layer is agent:
             grid = F.adaptive_avg_pool2d(parts[0].transpose(1, 2).unflatten(-1, (3, 5)), 2)
-            tokens = layer.split_heads(grid.flatten(2).transpose(1, 2))
-            heads = agent_attention_reference(q, k, v, tokens, *layer.biases((3, 5)), factor)
+            tokens = split(grid.flatten(2).transpose(1, 2))
+            heads = agent_attention_reference(q, k, v, tokens, *agent.gate.biases((3, 5)), factor)
         elif layer is saga:
-            gates = (layer.split_heads(gate(x).sigmoid()) for gate in (layer.gate_k, layer.gate_v))
+            gates = (split(part(x).sigmoid()) for part in (saga.gate.gate_k, saga.gate.gate_v))
             heads = gated_linear_attention_reference(q * factor * 2, k, v, *gates)  # 1 / sqrt(4) is its own
         else:
             heads = (q @ k.mT * factor).softmax(-1) @ v

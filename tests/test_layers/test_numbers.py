@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import half_on_cpu
-from families import DEFORMABLE, DENSE, FAMILIES, MAP, C, build, call
+from families import DEFORMABLE, DENSE, FAMILIES, HEADS, MAP, C, build, call
 from torch import Tensor, nn
 
 LOGITS = 1e4
@@ -41,6 +41,10 @@ def assert_finite(layer: nn.Module, x: Tensor, precision: str) -> None:
     assert not wrong, f'not finite: {", ".join(wrong)}'
 
 
+def split_heads(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
 @torch.no_grad()
 def saturate(name: str, layer: Any, x: Tensor) -> None:
     """Scale the projections so that the largest logit, or product of features, is 1e4, and gates are at their ends."""
@@ -51,14 +55,15 @@ def saturate(name: str, layer: Any, x: Tensor) -> None:
         layer.in_proj_bias[: 2 * C] *= factor
     elif name in MAP:
         query, key = layer.qkv(x)[..., : 2 * C].chunk(2, -1)
-        factor = (LOGITS / (layer.split_heads(query) @ layer.split_heads(key).mT).abs().max()) ** 0.5
+        factor = (LOGITS / (split_heads(query) @ split_heads(key).mT).abs().max()) ** 0.5
         layer.qkv.weight[: 2 * C] *= factor
         layer.qkv.bias[: 2 * C] *= factor
     else:
         nn.init.normal_(layer.attention_weights.weight)
         layer.attention_weights.weight *= LOGITS / layer.attention_weights(x).abs().max()
     factor = 1e3 if name in SATURATING else 3.0
-    for key, parameter in layer.named_parameters():
+    gate = getattr(layer, 'gate', nn.Module())  # stripes have none
+    for key, parameter in gate.named_parameters():
         if key.startswith(('gate_q_proj', 'gate_k_proj')):
             parameter *= factor**0.5  # of which a product is taken
         elif key.startswith(('gate_weight', 'gate_proj', 'gate_k', 'gate_v')):
@@ -81,7 +86,7 @@ def test_tokens_at_zero_stay_finite(name: str, precision: str) -> None:
     """As padding leaves them, without biases: lengths and sums by which linear attentions divide."""
     layer = build(name)
     for key, parameter in layer.named_parameters():
-        if key.endswith('bias') and not key.startswith(('gml', 'sampling_offsets')):
+        if key.endswith('bias') and not key.startswith(('gate.gml', 'sampling_offsets')):
             nn.init.zeros_(parameter)
     x = torch.randn(2, HW[0] * HW[1], C)
     x[0], x[1, 5:] = 0, 0

@@ -87,11 +87,11 @@ def test_dense_plug(options: dict[str, Any], backend: str) -> None:
     gate_heads = H if 'heads' in options else 1
     rq, rk = (
         split(linear(p, x), gate_heads)
-        for p, x in zip((layer.attn.gate_q_proj, layer.attn.gate_k_proj), call.inputs, strict=False)
+        for p, x in zip((layer.attn.gate.gate_q_proj, layer.attn.gate.gate_k_proj), call.inputs, strict=False)
     )
     assert rq.shape[-1] == options.get('ratio', 1) * D
     r = rq @ rk.mT / rq.shape[-1] ** 0.5
-    (a, c), (b, e) = layer.attn.gml.weight, layer.attn.gml.bias
+    (a, c), (b, e) = layer.attn.gate.gml.weight, layer.attn.gate.gml.bias
     squash = {'hardtanh': lambda x: x.clamp(-1, 1), 'softsign': lambda x: x / (1 + x.abs())}
     factor = squash.get(options.get('activation', 'tanh'), torch.tanh)((a * r + b) * (c * r + e))
     factor = factor + options.get('residual', True)
@@ -113,7 +113,7 @@ def test_sdpa_gate(position: str, act: str, form: str) -> None:
     layer = opened(SDPAGatedMultiheadAttention(C, H, batch_first=True, **options))
     call = Call(layer)
     source = call.inputs[{'G1': 0, 'G2': 2, 'G3': 1, 'G4': 0, 'G5': 0}[position]]
-    score = source @ layer.attn.gate_weight.T + layer.attn.gate_bias
+    score = source @ layer.attn.gate.gate_weight.T + layer.attn.gate.gate_bias
     score = {
         'sigmoid': 1 / (1 + (-score).exp()),
         'silu': score / (1 + (-score).exp()),
@@ -136,7 +136,7 @@ def test_sdpa_gate(position: str, act: str, form: str) -> None:
 def test_sdpa_granularity(granularity: str, shared: bool) -> None:
     layer = opened(SDPAGatedMultiheadAttention(C, H, batch_first=True, granularity=granularity, head_shared=shared))
     call = Call(layer)
-    score = call.inputs[0] @ layer.attn.gate_weight.T + layer.attn.gate_bias  # (B, N, heads * channels)
+    score = call.inputs[0] @ layer.attn.gate.gate_weight.T + layer.attn.gate.gate_bias  # (B, N, heads * channels)
     score = score.sigmoid().view(B, N, 1 if shared else H, D if granularity == 'elementwise' else 1)
     heads = (call.q @ call.k.mT / D**0.5 + call.bias).softmax(-1) @ call.v * score.transpose(1, 2)
     torch.testing.assert_close(call.run(layer), call.identity + call.finish(layer, heads))
@@ -161,11 +161,11 @@ def test_differential_gate(options: dict[str, Any]) -> None:
         for q, k in zip(call.q.chunk(2, -1), call.k.chunk(2, -1), strict=True)
     )
     hidden = call.inputs[0]
-    for before in layer.attn.gate_hidden:
+    for before in layer.attn.gate.gate_hidden:
         hidden = F.gelu(linear(before, hidden))
-    gate = linear(layer.attn.gate_proj, hidden).sigmoid().transpose(1, 2)[..., None]
-    share = 1 - (layer.attn.lambda_init if 'learnable' in options else 0.6)
-    heads = normed((gate * plus - (1 - gate) * minus) @ call.v, layer.attn.head_norm.weight) * share
+    gate = linear(layer.attn.gate.gate_proj, hidden).sigmoid().transpose(1, 2)[..., None]
+    share = 1 - (layer.attn.gate.lambda_init if 'learnable' in options else 0.6)
+    heads = normed((gate * plus - (1 - gate) * minus) @ call.v, layer.attn.gate.head_norm.weight) * share
     queries = call.q.transpose(1, 2).flatten(2)
     added = {'query': queries, 'input': call.inputs[0], 'none': 0}[options.get('residual', 'query')]
     torch.testing.assert_close(call.run(layer), call.identity + call.finish(layer, heads) + added)
@@ -179,13 +179,13 @@ def test_differential_gate(options: dict[str, Any]) -> None:
 )
 def test_differential_transformer(options: dict[str, Any], start: float) -> None:
     layer = opened(DifferentialMultiheadAttention(C, H, batch_first=True, **options))
-    call, attn = Call(layer), layer.attn
+    call, gate = Call(layer), layer.attn.gate
     first, second = (
         (q @ k.mT / (D / 2) ** 0.5 + call.bias).softmax(-1) @ call.v
         for q, k in zip(call.q.chunk(2, -1), call.k.chunk(2, -1), strict=True)
     )
     weight = start
     if options.get('learnable', True):
-        weight = math.exp(attn.lambda_q1 @ attn.lambda_k1) - math.exp(attn.lambda_q2 @ attn.lambda_k2) + start
-    heads = normed(first - weight * second, attn.head_norm.weight) * (1 - start)
+        weight = math.exp(gate.lambda_q1 @ gate.lambda_k1) - math.exp(gate.lambda_q2 @ gate.lambda_k2) + start
+    heads = normed(first - weight * second, gate.head_norm.weight) * (1 - start)
     torch.testing.assert_close(call.run(layer), call.identity + call.finish(layer, heads))

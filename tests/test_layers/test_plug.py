@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmgate import layers, swap_attention
 from mmgate.layers import PLuGMultiScaleDeformableAttention
+from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.gml import VARIANTS
 from mmgate.layers.plug import GRANULARITIES
 from mmgate.registry import MODELS
@@ -49,7 +50,7 @@ def pair(kind: Any = PLuGMultiScaleDeformableAttention, host: Any = (), **option
     vanilla, ours = MultiScaleDeformableAttention(**SIZES, **common), kind(**SIZES, **common, **options)
     keys = ours.load_state_dict(filled(vanilla, 0.3).state_dict(), strict=False)
     assert not keys.unexpected_keys
-    assert all(key.startswith(('gate_proj.', 'gml.')) for key in keys.missing_keys)
+    assert all(key.startswith(('gate.gate_proj.', 'gate.gml.')) for key in keys.missing_keys)
     return vanilla, ours
 
 
@@ -61,7 +62,7 @@ def test_identity_start_is_exact_and_trains(options: dict) -> None:
     torch.testing.assert_close(gated(**call), expected, rtol=0, atol=1e-6)
 
     before = {
-        name: p.detach().clone() for name, p in gated.named_parameters() if name.startswith(('gml.', 'gate_proj.'))
+        name: p.detach().clone() for name, p in gated.named_parameters() if name.startswith('gate.')
     }
     optimizer = torch.optim.SGD(gated.parameters(), lr=0.1)
     for _ in range(2):  # one step moves one factor of a product, from then on the other moves too
@@ -105,7 +106,7 @@ def test_an_open_gate(options: dict[str, Any], columns: int) -> None:
     offsets, logits = layer.sampling_offsets(z).view(2, 5, 4, 2, 3, 2), layer.attention_weights(z).view(2, 5, 4, 2, 3)
     sizes = dict(head=4, level=2, point=3)
     shape = [size if name in options.get('granularity', 'head_level') else 1 for name, size in sizes.items()]
-    factor = modulated(layer.gml, layer.gate_proj(z).view(2, 5, *shape)) + options.get('residual', True)
+    factor = modulated(layer.gate.gml, layer.gate.gate_proj(z).view(2, 5, *shape)) + options.get('residual', True)
     before = 'position' not in options
     weights = (logits * factor if before else logits).flatten(3).softmax(-1).view_as(logits)
     weights = weights if before else weights * factor
@@ -185,9 +186,10 @@ def test_a_host_of_any_width_and_a_gate_that_was_loaded() -> None:
     swap_attention(model, dict(path='attn', type='PLuGMultiScaleDeformableAttention'))
     gated: Any = model['attn']
     assert gated.value_proj.out_features == 120
-    gated.load_state_dict(dict(gated.state_dict(), **{'gml.bias': torch.tensor([5.0, 6.0])}))
-    gated.init_weights()
-    assert gated.gml.bias.tolist() == [5.0, 6.0]
+    for layer in (gated, PLuGMultiScaleDeformableAttention(88, 8, 2, 3)):
+        layer.load_state_dict(dict(layer.state_dict(), **{'gate.gml.bias': torch.tensor([5.0, 6.0])}))
+        layer.init_weights()
+        assert layer.gate.gml.bias.tolist() == [5.0, 6.0]
 
 
 def test_the_name_means_ours_in_a_rule_and_mmcvs_elsewhere() -> None:
@@ -195,11 +197,12 @@ def test_the_name_means_ours_in_a_rule_and_mmcvs_elsewhere() -> None:
     assert ROOT.get('mmgate.MultiScaleDeformableAttention') is layers.MultiScaleDeformableAttention
     assert ROOT.get('MultiScaleDeformableAttention') is MultiScaleDeformableAttention
     vanilla = MultiScaleDeformableAttention(**SIZES)
+    names = list(vanilla.state_dict())
     model = nn.ModuleDict(dict(attn=vanilla))
     swap_attention(model, dict(path='attn', type='mmgate.MultiScaleDeformableAttention', backend='torch'))
     ours: Any = model['attn']
-    assert type(ours) is layers.MultiScaleDeformableAttention and ours.backend == 'torch'
-    assert list(vanilla.state_dict()) == list(ours.state_dict())
+    assert ours is vanilla and type(ours.gate) is DeformableGate and ours.gate.backend == 'torch'
+    assert list(ours.state_dict()) == names
     with pytest.raises(ValueError, match='backend'):
         layers.MultiScaleDeformableAttention(32, 4, 2, 3, backend='gpu')
     with pytest.raises(TypeError, match='embed_dim'):

@@ -310,6 +310,12 @@ class GatedMultiheadAttention(MultiheadAttention):
         )
         make_gated(self.attn, self.gate_type, **options)
 
+    def init_weights(self) -> None:
+        """Initialise as mmcv does, then the gate; detectors call this after a xavier pass over everything."""
+        super().init_weights()
+        gate: Any = self.attn.gate
+        gate.init_weights()
+
 
 def make_gated(host: nn.MultiheadAttention, gate_type: type[DenseGate], **options: Any) -> nn.MultiheadAttention:
     """Gate a module of torch's that belongs to no model yet, and return it.

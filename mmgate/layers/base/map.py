@@ -89,6 +89,13 @@ class MapGate(Gate):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 
+def _refuse_other_map(x: Tensor, hw_shape: Size, class_tokens: int = 0) -> None:
+    height, width = hw_shape
+    if x.shape[1] != class_tokens + height * width:
+        extra = f' and {class_tokens} class token' if class_tokens else ''
+        raise ValueError(f'{x.shape[1]} tokens do not make a map of {height} x {width}{extra}.')
+
+
 class MapHost(GatedModule):
     """Base of the adapters of attention over a map; a subclass projects as its host does."""
 
@@ -112,9 +119,7 @@ class MapHost(GatedModule):
         added = identity if isinstance(identity, Tensor) else None  # Twins adds 0.0
         check_layout(('x', x, f'B N {gate.embed_dims}'), ('identity', added, f'B N {gate.embed_dims}'), filled='N')
         height, width = gate.hw_shape(x.shape[1]) if hw_shape is None else tuple(hw_shape)
-        if x.shape[1] != gate.class_tokens + height * width:
-            extra = f' and {gate.class_tokens} class token' if gate.class_tokens else ''
-            raise ValueError(f'{x.shape[1]} tokens do not make a map of {height} x {width}{extra}.')
+        _refuse_other_map(x, (height, width), gate.class_tokens)
         q, k, v = self.project(x)
         out = self.finish(gate.mix(x, q, k, v, (height, width)))
         return out if identity is None else identity + out
@@ -165,7 +170,14 @@ class MapAttention(nn.Module):
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
 
     def forward(self, x: Tensor, hw_shape: Size) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``."""
+        """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``.
+
+        Raises:
+            TypeError: ``x`` is no tensor.
+            ValueError: ``x`` has another shape, or its tokens do not make the map.
+        """
+        check_layout(('x', x, f'B N {self.embed_dims}'), filled='N')
+        _refuse_other_map(x, hw_shape)
         q, k, v = self.qkv(x).chunk(3, -1)
         return self.dropout_layer(self.proj_drop(self.proj(self.mix(x, q, k, v, hw_shape))))
 
@@ -233,6 +245,10 @@ class GatedMapAttention(MapHost, MapAttention):
         sizes = Sizes(embed_dims, num_heads, dropout=attn_drop, scale=self.scale, bias=qkv_bias)
         self.gate = self.gate_type(sizes, **options)
         self.gate.reset_gate()
+
+    def init_weights(self) -> None:
+        """Draw the gate as it starts, see :meth:`.Gate.init_weights`; a detector calls this after a xavier pass."""
+        self.gate.init_weights()
 
     def forward(self, x: Tensor, hw_shape: Size | None = None, identity: Tensor | float | None = None) -> Tensor:
         """Attend, see :meth:`attend`; without ``hw_shape`` (ViT) the map is that of pre-training, or else a square."""

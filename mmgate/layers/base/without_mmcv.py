@@ -94,6 +94,9 @@ class MultiheadShell(nn.Module):
         self.proj_drop = nn.Dropout(proj_drop)
         self.dropout_layer = build_dropout(dropout_layer) if dropout_layer else nn.Identity()
 
+    def init_weights(self) -> None:
+        """Leave the start that torch's module has made, as mmcv's does without an ``init_cfg``."""
+
     def forward(
         self,
         query: Tensor,
