@@ -160,7 +160,7 @@ def test_cross_covariance_gates_pairs_of_channels() -> None:
         (
             lambda: WindowMSAV2(C, (4, 4), HEADS),
             dict(type='DifferentialMultiheadAttention'),
-            'two streams, but a WindowMSAV2 attends by the cosine of whole heads',
+            'attends by the cosine of whole heads',
         ),
         (
             lambda: ShiftWindowMSA(C, HEADS, 4, window_msa=WindowMSAV2),
