@@ -57,7 +57,7 @@ def test_maps(name: str) -> None:
 
 
 def test_a_gate_shared_by_the_heads_has_no_map() -> None:
-    gates = gate_statistics(*gated(dict(type='SDPAGatedMultiheadAttention', head_shared=True)))
+    gates = gate_statistics(*gated(dict(type='SDPAGatedMultiheadAttention', head_shared='average')))
     assert len(gates) == 2 and mean_map(gates) is None
 
 
