@@ -129,9 +129,9 @@ class SDPAGatedAttention(GateInit, DenseAttention):
             state_dict[f'{prefix}gate_weight'] = weight.view_as(self.gate_weight)
         elif weight is not None and self.head_shared == 'average' and weight.shape[0] == self.gate_shape[1]:
             raise ConfigError(
-                f"{prefix}gate_weight {tuple(weight.shape)} is a gate of head_shared='projection', which mmgate 0.1 called "
-                f"True, but this one of head_shared='average' has {tuple(self.gate_weight.shape)}; set "
-                "head_shared='projection' for this checkpoint."
+                f"{prefix}gate_weight {tuple(weight.shape)} is of head_shared='projection' (True in mmgate 0.1), but "
+                f"head_shared='average' has {tuple(self.gate_weight.shape)}. Set head_shared='projection' for this "
+                'checkpoint.'
             )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 

@@ -258,7 +258,7 @@ def test_heads_that_share_a_projection_as_in_0_1() -> None:
     new.load_state_dict(old.state_dict())
     x = torch.randn(N, B, C)
     assert old.gate_weight.shape == (C // H, C) and torch.equal(new(x, x, x)[0], old(x, x, x)[0])
-    with pytest.raises(ConfigError, match="set head_shared='projection'"):
+    with pytest.raises(ConfigError, match="Set head_shared='projection'"):
         SDPAGatedAttention(C, H, head_shared='average').load_state_dict(old.state_dict())
 
 
