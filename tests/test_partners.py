@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from conftest import ROOT, skip_unless_readable
 from mmengine.config import Config
+from test_metafiles import MODELS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 
@@ -61,6 +62,13 @@ def test_an_ablation_of_plug_has_a_partner_of_its_start(path: Path) -> None:
     assert len(changed) == 1
     if changed == {'residual'} or ours.get('gml') == 'none':
         assert ours.init == theirs.init == 'paper' and 'paper-init' in partner.filename
+
+
+@pytest.mark.parametrize('data', ['cifar10', 'cifar100', 'fashionmnist', 'svhn'])
+def test_the_matched_vit_has_the_parameters_of_dgvit(data: str) -> None:
+    counts = {model['Name']: model['Metadata']['Parameters'] for model in MODELS}
+    matched, dgvit = (counts[f'{name}_1xb128-100e_{data}'] for name in ('vit-matched', 'dgvit'))
+    assert abs(matched / dgvit - 1) < 1e-3 and round(matched / 1e6, 2) == round(dgvit / 1e6, 2)
 
 
 CLASSIFIERS = sorted(
