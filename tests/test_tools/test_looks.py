@@ -97,6 +97,10 @@ def test_classifiers_have_a_first_token_and_heads(tmp_path: Path) -> None:
     heads = ['--part', 'heads', '--layer', '1', '--against', gated, UNTRAINED, *given[:2]]
     values = [float(row['attention']) for row in draw('plot_rollout', signed, tmp_path / 'heads', *heads)]
     assert len(values) == 2 * 4 * 16 and min(values[:64]) < 0 < min(values[64:])
+    for options in ([], ['--absolute']):
+        rows = draw('plot_rollout', signed, tmp_path / f'rollout{len(options)}', *given[:2], *options)
+        values = [float(row['relevance']) for row in rows]
+        assert sum(map(abs, values)) == pytest.approx(1, abs=1e-3) and (min(values) < 0) == (not options)
 
 
 def test_a_picture_shows_what_the_model_sees() -> None:
