@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from scipy.stats import t
 from torch import Tensor, nn
 
-from projects.dgt.data import SOURCES, corrupt, docstrings, encode, published, split, vocabulary_of
+from projects.dgt.data import SOURCES, Examples, corrupt, docstrings, encode, published, split, vocabulary_of
 from projects.dgt.model import TABLE_2, TextClassifier, compared
 
 # Table 4; Rotten Tomatoes by the text of A.3.2, 20 Newsgroups' layers by Table 6
@@ -62,6 +62,14 @@ def accuracy(model: TextClassifier, words: Tensor, labels: Tensor, noise: float,
     return 100 * (found == labels).double().mean().item()
 
 
+def parts(data: str, seed: int) -> tuple[Examples, Examples]:
+    """Return training and test texts of a task."""
+    if data == 'docstrings':
+        return split(docstrings()[0], seed)
+    training, test = published(data)
+    return split(training, seed)[0], test  # A.2 keeps a fifth for validation, which nothing here needs
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Train what the CSV file does not hold yet, and add a row for each noise of the test."""
     setting = SETTINGS[arguments.data]
@@ -69,11 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
     sizes = {name: setting[name] for name in ('dim', 'layers', 'heads', 'length', 'dropout')}
     sizes.update(expansion=arguments.expansion, of_table_2=paper)
     for seed in arguments.seeds:
-        if arguments.data == 'docstrings':
-            training, test = split(docstrings()[0], seed)
-        else:
-            training, test = published(arguments.data)
-            training = split(training, seed)[0]  # A.2 keeps a fifth for validation, which nothing here needs
+        training, test = parts(arguments.data, seed)
         vocabulary = vocabulary_of(training)
         words, labels = encode(training, vocabulary, setting['length'])
         test_words, test_labels = encode(test, vocabulary, setting['length'])

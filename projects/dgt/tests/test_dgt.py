@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip('scipy', reason='the report takes Student intervals from scipy, which is not installed')
 
-from projects.dgt import data, study
+from projects.dgt import data, figures, study
 from projects.dgt.model import ATTENTIONS, TABLE_2, Block, TextClassifier, compared, count_parameters
 
 EXPANSIONS = (2, 4, 16 / 3)
@@ -113,6 +113,39 @@ def test_the_papers_data_train_the_models_of_table_2(tmp_path, monkeypatch):
     rows = study.read(tmp_path / 'runs.csv')
     assert [row['attention'] for row in rows[::2]] == ['transformer', 'vanilla', 'differential', 'm_dgsa']
     assert {row['train_noise'] for row in rows} == {'0.0'} and len(rows) == 8
+
+
+def test_rollout_of_a_text_is_that_of_its_signed_maps():
+    torch.manual_seed(0)
+    model = TextClassifier(30, 3, attention='m_dgsa', **SMALL).eval()
+    words = torch.randint(2, 30, (7,))
+    maps = []
+    for block in model.blocks:
+        block.attention.register_forward_pre_hook(
+            lambda module, args, kwargs: maps.append(
+                module.attention_map(*module.project(args)[:2], args, None).detach()[0]
+            ),
+            with_kwargs=True,
+        )
+    model(words[None])
+    assert any(x.min() < 0 for x in maps)
+    first, last = (0.5 * (torch.eye(7) + (x / x.abs().sum(-1, keepdim=True)).mean(0)) for x in maps)
+    expected = (last @ first).mean(0)
+    torch.testing.assert_close(figures.rollout(model, words), expected / expected.abs().sum())
+
+
+def test_a_text_is_drawn(tmp_path, monkeypatch):
+    pytest.importorskip('matplotlib', reason='the figure needs matplotlib, which is not installed')
+    few = [(f'{name} {"word " * text}{name}', label) for label, name in enumerate('abc') for text in range(5, 25)]
+    monkeypatch.setattr(study, 'docstrings', lambda: (few, list('abc')))
+    monkeypatch.setitem(study.SETTINGS, 'docstrings', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2))
+    figures.main(['--out', str(tmp_path / 'rollout.png')])
+    assert (tmp_path / 'rollout.png').stat().st_size > 5_000
+    rows = list(csv.DictReader((tmp_path / 'rollout.csv').open()))
+    assert list(dict.fromkeys(row['attention'] for row in rows)) == list(ATTENTIONS)
+    assert len(rows) % 3 == 0 and {row['word'] for row in rows} <= {'a', 'b', 'c', 'word'}
+    for name in ATTENTIONS:
+        assert sum(abs(float(row['relevance'])) for row in rows if row['attention'] == name) == pytest.approx(1, 1e-3)
 
 
 def test_docstrings_of_this_python():
