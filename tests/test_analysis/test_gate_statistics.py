@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import mmgate
 from mmgate.analysis.figures.style import layer_labels
+from mmgate.analysis.hooks import GateStatisticsHook
 from mmgate.analysis.probes.gates import gate_statistics, mean_map
 
 HEADS, TOKENS = 2, 6
@@ -59,6 +61,51 @@ def test_maps(name: str) -> None:
 def test_a_gate_shared_by_the_heads_has_no_map() -> None:
     gates = gate_statistics(*gated(dict(type='SDPAGatedMultiheadAttention', head_shared=True)))
     assert len(gates) == 2 and mean_map(gates) is None
+
+
+class Runner(SimpleNamespace):
+    """What the hook asks a runner for; notes what is logged and warned of."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model=model, rank=0, iter=0, optim_wrapper=None, scalars={}, warnings=[])
+        self.logger = SimpleNamespace(warning=self.warnings.append)
+        self.visualizer = SimpleNamespace(add_scalars=lambda scalars, step: self.scalars.update(scalars))
+
+
+AT_REST = {
+    'plug': (PLUG, 0.0, True),
+    'plug_barely_moved': (PLUG, 0.009, True),
+    'plug_moved': (PLUG, 0.02, False),
+    'sdpa_around_1': (dict(SDPA, init='identity', scale=2.0), 0.0, True),
+    'sdpa_moved': (dict(SDPA, init='identity', scale=2.0), 0.1, False),
+    'sdpa_from_a_half': (SDPA, 0.0, False),
+    'dgsa_which_has_no_rest': (dict(type='DifferentialGatedMultiheadAttention'), 0.0, False),
+}
+
+
+@pytest.mark.parametrize('name', AT_REST)
+def test_a_hook_warns_of_gates_that_do_not_move(name: str) -> None:
+    """After an epoch, and at a validation in a loop of iterations; one layer that moved is enough."""
+    options, moved, warns = AT_REST[name]
+    model, batches = gated(options)
+    bias = next((p for n, p in model.named_parameters() if n in ('1.gml.bias', '1.gate_bias')), None)
+    if bias is not None:
+        bias.data[0] += moved
+    hook, runner = GateStatisticsHook(interval=1), Runner(model)
+    for look in (hook.after_train_epoch, hook.before_val_epoch):
+        hook.before_train_iter(runner, 0)
+        model.test_step(batches[0])
+        hook.after_train_iter(runner, 0)
+        look(runner)
+        look(runner)  # nothing was seen since
+    assert len(runner.warnings) == 2 * warns
+    assert all("custom_keys={'mmgate.gates': dict(lr_mult=20.0)}" in warning for warning in runner.warnings)
+    if 'dgsa' in name:
+        assert not any('moved' in tag for tag in runner.scalars)
+    elif 'plug' in name:
+        for path, expected in ('0', 0.0), ('1', moved):
+            for key in ('moved', 'moved_most'):
+                assert runner.scalars[f'gate/{path}/{key}'] == pytest.approx(expected, abs=1e-5)  # G is a tanh
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,8 @@ class LayerGate:
 
     def __init__(self, path: str, name: str, gate: Any) -> None:
         self.path, self.name = path, name
-        self.kind, self.unchanged = gate.gate_readings[name], _unchanged(gate, name)
-        self.statistics = RunningStatistics()
+        self.kind, self.unchanged = gate.gate_readings[name], unchanged_value(gate, name)
+        self.statistics = RunningStatistics(self.unchanged)
         self._maps: Any = 0.0  # their sum
         self._count = 0
 
@@ -71,7 +71,8 @@ def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list
     return [gate for path in sorted(recording, key=list(gates).index) for gate in recording[path].values()]
 
 
-def _unchanged(gate: Any, name: str) -> int | None:
+def unchanged_value(gate: Any, name: str) -> int | None:
+    """Return the value of the gate called ``name`` at which attention is as without it; None where there is none."""
     if hasattr(gate, 'gml'):
         return 0 if gate.residual else 1
     if hasattr(gate, 'form'):
