@@ -24,10 +24,10 @@ AT_REST = 0.01  # a gate this near to the value at which it changes nothing has 
 class GateStatisticsHook(Hook):
     """Log mean, spread, sparsity, distance and gradient norm of every layer's gate to the run's visualizer.
 
-    Tags are ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``, for SAGA ``gate_k/...`` and so on,
-    in all the visualizer's backends (local JSON, TensorBoard, wandb). ``moved`` and ``moved_most`` are the mean and the
-    largest distance from the value at which attention is as without the gate, where there is one. Of one iteration in
-    ``interval``, on the first process; the others cost nothing. The gradient is that of this iteration's loss and
+    Tags are ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``, for SAGA ``gate_k/...`` and so
+    on, in all the visualizer's backends (local JSON, TensorBoard, wandb). ``moved`` and ``moved_most`` are the mean and
+    the largest distance from the value at which attention is as without the gate, where there is one. Of one iteration
+    in ``interval``, on the first process; the others cost nothing. The gradient is that of this iteration's loss and
     process, before clipping and before an average over processes, with a loss scale divided out.
 
     After an epoch, or a validation in a loop of iterations, it warns if no gate was seen farther than 0.01 from that
@@ -92,10 +92,11 @@ class GateStatisticsHook(Hook):
         self._warn_of_rest(runner)
 
     def _warn_of_rest(self, runner: Any) -> None:
-        if self._farthest and max(self._farthest.values()) <= AT_REST:
+        farthest = max(self._farthest.values(), default=float('inf'))
+        if farthest <= AT_REST:
             runner.logger.warning(
-                f'GateStatisticsHook: no gate of {len(self._farthest)} layers has moved beyond {AT_REST} (the farthest: '
-                f'{max(self._farthest.values()):.2g}), so the model still computes about what it would without them. '
+                f'GateStatisticsHook: no gate of {len(self._farthest)} layers has moved beyond {AT_REST} (the '
+                f'farthest: {farthest:.2g}), so the model still computes about what it would without them. '
                 'Gates that start as the identity need a higher rate than a trained model: optim_wrapper=dict('
                 "constructor='mmgate.GateOptimWrapperConstructor', paramwise_cfg=dict(custom_keys={'mmgate.gates': "
                 'dict(lr_mult=20.0)})), see docs/adapters.md.'
