@@ -1,4 +1,4 @@
-"""Draw what gates are: mean map centred on 0, mean and spread of every layer, histogram."""
+"""Draw what gates are: mean maps, centred on what changes nothing, mean and spread of every layer, histogram."""
 
 import sys
 from pathlib import Path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,24 @@ MAPS = {
 }
 
 
+@dataclass(frozen=True)
+class GateMap:
+    """The map that several layers' gates have.
+
+    Attributes:
+        values: The mean over images, and over layers: ``(64, 64)`` of pairs of queries and keys, ``(H, L)`` of levels;
+            of heads a row a layer, ``(layers, H)``.
+        kind: Which of the three: ``'pairs'``, ``'levels'`` or ``'heads'``.
+        unchanged: The value at which attention is as without the gates; None if there is none.
+        gates: The layers' own.
+    """
+
+    values: np.ndarray
+    kind: str
+    unchanged: int | None
+    gates: tuple[LayerGate, ...]
+
+
 class LayerGate:
     """A gate of a layer over a data set.
 
@@ -36,8 +55,8 @@ class LayerGate:
 
     def __init__(self, path: str, name: str, gate: Any) -> None:
         self.path, self.name = path, name
-        self.kind, self.unchanged = gate.gate_readings[name], _unchanged(gate, name)
-        self.statistics = RunningStatistics()
+        self.kind, self.unchanged = gate.gate_readings[name], unchanged_value(gate, name)
+        self.statistics = RunningStatistics(self.unchanged)
         self._maps: Any = 0.0  # their sum
         self._count = 0
 
@@ -56,10 +75,12 @@ class LayerGate:
         return (self._maps / self._count).numpy() if self._count else None
 
     def row(self) -> dict[str, Any]:
-        """Return the row of the CSV."""
+        """Return the row of the CSV; ``moved`` is the distance from :attr:`unchanged`, in the mean and at most."""
         found = self.statistics
         numbers = dict(mean=found.mean, std=found.deviation, minimum=found.minimum, maximum=found.maximum)
-        return dict(layer=self.path, gate=self.name, **numbers, sparsity=found.sparsity, values=found.count)
+        known = self.unchanged is not None
+        moved = dict(moved=found.distance if known else '', moved_most=found.farthest if known else '')
+        return dict(layer=self.path, gate=self.name, **numbers, **moved, sparsity=found.sparsity, values=found.count)
 
 
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
@@ -71,7 +92,8 @@ def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list
     return [gate for path in sorted(recording, key=list(gates).index) for gate in recording[path].values()]
 
 
-def _unchanged(gate: Any, name: str) -> int | None:
+def unchanged_value(gate: Any, name: str) -> int | None:
+    """Return the value of the gate called ``name`` at which attention is as without it; None where there is none."""
     if hasattr(gate, 'gml'):
         return 0 if gate.residual else 1
     if hasattr(gate, 'form'):
@@ -79,15 +101,20 @@ def _unchanged(gate: Any, name: str) -> int | None:
     return 1 if name != 'gate' else None  # K, V and the output are multiplied
 
 
-def mean_map(gates: Iterable[LayerGate]) -> tuple[np.ndarray, str] | None:
-    """Return the mean over layers of the maps of pairs, else of levels, or heads by layer, and which; None without any.
+def mean_maps(gates: Iterable[LayerGate]) -> list[GateMap]:
+    """Return the maps of gates: one for those of a kind, a shape and a value at which they change nothing.
 
-    Maps of another shape than the first one's (another number of heads or levels) are left out.
+    Pairs come first, then levels, then heads. What has no map, such as gates of channels, is in none.
     """
-    listed = list(gates)
-    for kind in MAPS:
-        maps = [gate.coefficients for gate in listed if gate.kind == kind and gate.coefficients is not None]
-        if maps:
-            stacked = np.stack([x for x in maps if x.shape == maps[0].shape])
-            return stacked if kind == 'heads' else stacked.mean(0), kind
-    return None
+    alike: dict[tuple[str, int | None, tuple[int, ...]], list[LayerGate]] = {}
+    for gate in gates:
+        found = gate.coefficients
+        if found is not None:
+            alike.setdefault((gate.kind, gate.unchanged, found.shape), []).append(gate)
+    return [_mean_map(alike[key]) for key in sorted(alike, key=lambda key: list(MAPS).index(key[0]))]
+
+
+def _mean_map(gates: list[LayerGate]) -> GateMap:
+    stacked = np.stack([gate.coefficients for gate in gates if gate.coefficients is not None])
+    first = gates[0]
+    return GateMap(stacked if first.kind == 'heads' else stacked.mean(0), first.kind, first.unchanged, tuple(gates))
