@@ -15,6 +15,7 @@ from mmgate.analysis.probes.statistics import EDGES
 
 BARS = 40  # of a histogram
 SHORT, LONGEST = 20, 80  # characters of a layer's name: what a panel has room for, where its middle is left out
+MAP_INCHES, MOST_DPI = 1.5, 600  # of a map, about
 KINDS = dict(pairs='of pairs', levels='of levels', heads='of heads', channels='of channels')
 MEANINGS = {
     0: 'A gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
@@ -61,6 +62,8 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     if any(gate.unchanged is not None for gate in every):
         lines.append("Grey lines, and the middle of a map's colours: where nothing is changed.")
     style.legend(figure, note='\n'.join(lines))
+    cells = max((max(of_kind.values.shape) for found in maps for of_kind in found), default=0)
+    figure.set_dpi(min(cells / MAP_INCHES * 2, MOST_DPI))  # two pixels a cell, so that a diagonal is seen
     return style.save(figure, out)
 
 
@@ -74,7 +77,7 @@ def _draw_map(figure: Any, axis: Any, of_kind: GateMap, alike: Sequence[np.ndarr
     centre = of_kind.unchanged or 0
     limit = max(0.1, *(float(np.abs(values - centre).max()) for values in alike))
     look: dict[str, Any] = dict(cmap=style.DIVERGING, vmin=centre - limit, vmax=centre + limit)
-    drawn = style.show_map(axis, of_kind.values, interpolation='nearest', aspect='auto', **look)
+    drawn = style.show_map(axis, _apart(of_kind), interpolation='nearest', aspect='auto', **look)
     style.colour_bar(figure, drawn, axis, shrink=0.9)
     across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[of_kind.kind]
     axis.set(xlabel=across, ylabel=down, xticks=[], yticks=[])
@@ -84,6 +87,21 @@ def _draw_map(figure: Any, axis: Any, of_kind: GateMap, alike: Sequence[np.ndarr
         axis.set_yticks(range(len(names)), names, fontsize=6)
     count = f'{len(names)} layer{"s" if len(names) > 1 else ""}'
     axis.set_title(f'mean gate of {count}')
+    if of_kind.class_tokens:
+        axis.set(xlabel='key; left: class token', ylabel='query; top: class token')
+
+
+def _apart(of_kind: GateMap) -> np.ndarray:
+    """Return the values of a map, with those of the class token, queries above and keys to the left, as broad bands."""
+    values, count = of_kind.values, of_kind.class_tokens
+    if not count:
+        return values
+    broad, gap = max(len(values) // 20, 1), max(len(values) // 60, 1)
+    for axis in (0, 1):
+        of_class, of_image = np.split(values, [count], axis)
+        empty = np.full_like(of_class.take([0], axis), np.nan).repeat(gap, axis)
+        values = np.concatenate([of_class.repeat(broad, axis), empty, of_image], axis)
+    return values
 
 
 def _draw_layers(axis: Any, gates: Sequence[LayerGate], names: Sequence[str]) -> None:

@@ -44,7 +44,7 @@ def save(figure: Any, path: str | Path) -> Path:
             label.set_fontsize(8)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, bbox_inches='tight', pad_inches=0.06)
+    figure.savefig(path, dpi=max(150, figure.dpi), bbox_inches='tight', pad_inches=0.06)
     return path
 
 
