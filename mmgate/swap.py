@@ -16,6 +16,7 @@ from mmgate.errors import ConfigError, OptionError
 from mmgate.hosts import adapter_for, gates_for, hosts_of
 from mmgate.hosts.map_size import map_options
 from mmgate.hosts.table import full_name, host_names, parameters_of, registered_gates
+from mmgate.hosts.vits import is_in_vit
 from mmgate.layers.base.dense import DenseAttention
 from mmgate.layers.base.init import GateInit, random_stream
 from mmgate.layers.base.map import MapAttention
@@ -181,6 +182,9 @@ def _matches(
                     built[id(module)] = _take_over(
                         module, adapter(gate, module, **derived.get(id(module), {}), **options)
                     )
+                for part in built[id(module)].modules():
+                    if isinstance(part, GateInit) and is_in_vit(model, name):
+                        part.in_vit = True
                 init_gate(name, built[id(module)])
                 made: Any = built[id(module)]
                 if getattr(made, 'map_size', ()) is None:  # hosts of a class token do not tell their map

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -195,12 +196,13 @@ def picture_names(images: Iterable[str]) -> dict[str, str]:
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write dicts of the same keys, numbers rounded to six places, and return the path."""
-    listed: Sequence[Mapping[str, Any]] = list(rows)
+    remaining = iter(rows)
+    first = next(remaining, None)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open('w', newline='') as file:
-        writer = csv.DictWriter(file, list(listed[0]) if listed else [])
+        writer = csv.DictWriter(file, list(first or ()))
         writer.writeheader()
-        for row in listed:
+        for row in chain(() if first is None else (first,), remaining):
             writer.writerow({k: f'{v:.6g}' if isinstance(v, float) else v for k, v in row.items()})
     return path
 

@@ -9,6 +9,7 @@ from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, nn
 
 from mmgate import swap_attention
+from mmgate.errors import ConfigError
 from mmgate.layers import (
     DifferentialAttention,
     DifferentialGatedAttention,
@@ -41,8 +42,10 @@ SDPA = {
         for g in ('elementwise', 'headwise')
         if (p, g) != ('G5', 'headwise')  # no heads any more
     },
-    'shared': dict(head_shared=True),
-    'shared_headwise': dict(head_shared=True, granularity='headwise'),
+    'average': dict(head_shared='average'),
+    'average_headwise': dict(head_shared='average', granularity='headwise'),
+    'projection': dict(head_shared='projection'),
+    'projection_headwise': dict(head_shared='projection', granularity='headwise'),
     'additive': dict(form='additive', act='silu'),
     'silu': dict(act='silu'),
     'ns_sigmoid': dict(act='NS-sigmoid'),
@@ -223,7 +226,8 @@ def test_compiles_without_graph_break(name: str) -> None:
         (SDPAGatedAttention, dict(act='relu'), 'sigmoid, silu, ns_sigmoid'),
         (SDPAGatedAttention, dict(scale=0.0), 'scale=0 switches the attention off'),
         (SDPAGatedAttention, dict(position='G5', granularity='headwise'), 'there are no heads'),
-        (SDPAGatedAttention, dict(position='G5', head_shared=True), 'there are no heads'),
+        (SDPAGatedAttention, dict(position='G5', head_shared='average'), 'there are no heads'),
+        (SDPAGatedAttention, dict(head_shared='mean'), 'False, average, projection'),
         (PLuGAttention, dict(add_bias_kv=True), 'has no add_bias_kv'),
         (SDPAGatedMultiheadAttention, dict(add_zero_attn=True), 'no add_zero_attn'),
         (SDPAGatedAttention, dict(granularity='head'), 'elementwise, headwise'),
@@ -245,6 +249,29 @@ def test_a_checkpoint_with_the_gate_in_one_dimension_loads() -> None:
     other = SDPAGatedAttention(C, H, batch_first=True, granularity='headwise').double()
     other.load_state_dict(state)
     assert torch.equal(other.gate_weight, module.gate_weight) and other.gate_weight.shape == (H, C)
+
+
+def test_heads_that_share_a_projection_as_in_0_1() -> None:
+    """True is that; a gate that averages the heads does not take its checkpoint."""
+    old = filled(SDPAGatedAttention(C, H, head_shared=True), 0.4)
+    new = SDPAGatedAttention(C, H, head_shared='projection')
+    new.load_state_dict(old.state_dict())
+    x = torch.randn(N, B, C)
+    assert old.gate_weight.shape == (C // H, C) and torch.equal(new(x, x, x)[0], old(x, x, x)[0])
+    with pytest.raises(ConfigError, match="Set head_shared='projection'"):
+        SDPAGatedAttention(C, H, head_shared='average').load_state_dict(old.state_dict())
+
+
+def test_heads_that_share_an_average_add_as_much_as_without() -> None:
+    """The paper prints 201 M for both, and 1.6 for one score a head: 24 layers of 2048 channels, 32 heads of 128."""
+
+    def added(**options: str) -> float:
+        module = SDPAGatedAttention(4096, 32, qdim=2048, device='meta', **options)
+        return round(24 * module.gate_weight.numel() / 1e6, 2)
+
+    assert added() == added(head_shared='average') == 201.33
+    assert added(granularity='headwise') == 1.57
+    assert added(head_shared='projection') == 6.29
 
 
 def test_mmcv_arguments_reach_the_core() -> None:

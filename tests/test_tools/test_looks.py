@@ -54,15 +54,30 @@ def look(name: str, config: str, out: Path, *options: str) -> int:
 def draw(name: str, config: str, out: Path, *options: str) -> list[dict[str, str]]:
     """Run a tool and return the rows of its CSV."""
     assert look(name, config, out, *options) == 0
-    (picture,), (table,) = out.glob('*.png'), out.glob('*.csv')
-    assert picture.stat().st_size > 5_000 and picture.stem == table.stem
-    return list(csv.DictReader(table.open()))
+    (picture,) = out.glob('*.png')
+    assert picture.stat().st_size > 5_000
+    return list(csv.DictReader(picture.with_suffix('.csv').open()))
 
 
 @pytest.mark.parametrize('model', ['detr', 'mask2former'])
 def test_an_identity_gate_is_zero(model: str, configs: dict[str, str], tmp_path: Path) -> None:
     rows = draw('plot_gates', configs[model], tmp_path)
     assert rows and {float(row[key]) for row in rows for key in ('mean', 'std', 'minimum', 'maximum')} == {0}
+
+
+@needs_mmpretrain
+def test_a_map_of_gates_has_every_pair(tmp_path: Path) -> None:
+    """Of 16 patches and the class token, in the figure's CSV, without a pool."""
+    rule = dict(type='PLuGMultiheadAttention', path='backbone.layers.*.attn', init='paper')
+    base = ROOT / 'configs/vanilla/classification/vit_1xb64-40e_digits.py'
+    gated = f"model = dict(type='mmgate.Gated', host='mmpretrain.ImageClassifier', attention={rule!r})"
+    (tmp_path / 'gated.py').write_text(f'_base_ = {str(base)!r}\n{gated}')
+    cv2.imwrite(str(tmp_path / 'image.png'), np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8))
+    draw('plot_gates', str(tmp_path / 'gated.py'), tmp_path / 'out', '--images', str(tmp_path / 'image.png'))
+    rows = list(csv.DictReader((tmp_path / 'out/gates_map.csv').open()))
+    names = ['class', *map(str, range(16))]
+    assert [(row['row'], row['column']) for row in rows] == list(product(names, names))
+    assert {row['kind'] for row in rows} == {'pairs'} and len({row['gate'] for row in rows}) > 200
 
 
 def test_gates_and_ranks_of_saga(configs: dict[str, str], tmp_path: Path) -> None:
@@ -97,6 +112,10 @@ def test_classifiers_have_a_first_token_and_heads(tmp_path: Path) -> None:
     heads = ['--part', 'heads', '--layer', '1', '--against', gated, UNTRAINED, *given[:2]]
     values = [float(row['attention']) for row in draw('plot_rollout', signed, tmp_path / 'heads', *heads)]
     assert len(values) == 2 * 4 * 16 and min(values[:64]) < 0 < min(values[64:])
+    for options in ([], ['--absolute']):
+        rows = draw('plot_rollout', signed, tmp_path / f'rollout{len(options)}', *given[:2], *options)
+        values = [float(row['relevance']) for row in rows]
+        assert sum(map(abs, values)) == pytest.approx(1, abs=1e-3) and (min(values) < 0) == (not options)
 
 
 def test_a_picture_shows_what_the_model_sees() -> None:

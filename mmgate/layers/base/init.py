@@ -28,6 +28,8 @@ class GateInit:
             ``'pairs'`` of queries and keys, ``'levels'``, ``'heads'`` or ``'channels'``. :meth:`read_gate` computes it.
         identity_start: Whether, by default, it starts as the attention that it replaces.
         is_vanilla: Whether the parameters are those of a backbone's own attention (CSwin's), and no gate's.
+        in_vit: Whether the host is a vision transformer, whose authors start linear layers otherwise than a detector's;
+            a swap sets it.
         gate_loaded: Whether a state dict has filled any of the gate's parameters; then no initialisation draws them
             anew.
     """
@@ -37,6 +39,7 @@ class GateInit:
     gate_readings: Mapping[str, str] = {}
     identity_start = False
     is_vanilla = False
+    in_vit = False
     gate_loaded = False
 
     def reset_gate(self) -> None:
