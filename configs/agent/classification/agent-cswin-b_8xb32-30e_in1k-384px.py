@@ -6,7 +6,8 @@ model = dict(
         arch='base',
         out_indices=(3,),
         pretrain_img_size=384,
-        splits=(None, None, 12, None),
+        # stages 1 and 2, whose agents see the whole map, are cut in the vanilla partner
+        splits=(1, 2, 12, None),
         drop_path_rate=0.7),
     head=dict(in_channels=768))
 # The authors test on the centre, here as well.
