@@ -24,7 +24,7 @@ optim_wrapper = dict(
     constructor='DefaultOptimWrapperConstructor',
     optimizer=dict(lr=2.5e-6))
 param_scheduler = [
-    dict(type='CosineAnnealingLR', T_max=20, eta_min=2.5e-7, by_epoch=True, end=20)
+    dict(type='CosineAnnealingLR', eta_min=2.5e-7, by_epoch=True, end=20, convert_to_iter_based=True)
 ]
 # The authors evaluate averaged weights, as fine-tuning starts from them.
 custom_hooks = [dict(type='EMAHook', momentum=2e-4, priority='ABOVE_NORMAL')]
