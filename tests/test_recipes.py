@@ -43,10 +43,10 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'(plug|ungated)-(dino-4scale_r50_8xb2-12e|grounding-dino_swin-t_finetune_16xb2-1x)_coco': dict(  # mmdet's own
         lr=1e-4, weight_decay=1e-4, epochs=12, drops=[11]
     ),
-    rf'({GATED}-)?pvt-[tsml]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
+    rf'(({GATED}|relu)-)?pvt-[tsml](-no-gate)?_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
     r'((plug|sdpa-gate)-)?deit-[tsb].*_8xb128-300e_in1k|plug-pvt-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
     r'(deit-s|pvt-m)_8xb64-300e_in1k-(256|416)px': dict(IMAGENET, lr=5e-4, warm_up=5),
-    rf'{GATED}-deit-[tsb]_8xb128-300e_in1k|(agent-)?cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    rf'{GATED}-deit-[tsb](-no-gate)?_8xb128-300e_in1k|(agent-)?cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     rf'({GATED}-)?(pvtv2-b[01]|swin-[tsb])_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     rf'{GATED}-swin-t-.*_8xb128-300e_in1k|linear-swin-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'(agent-)?cswin-b_8xb128-300e_in1k': dict(IMAGENET, weight_decay=0.1, warm_up=20),
