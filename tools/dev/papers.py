@@ -127,10 +127,10 @@ def _fault(given: Any, paper: Mapping[str, Any], models: Mapping[str, Any]) -> s
 
 
 def script(command: str) -> Path:
-    """Return the file that a command runs: the first word's, or the module's after ``python -m``."""
-    words = command.split()
-    if words[:2] == ['python', '-m']:
-        return ROOT / words[3] if words[2] == 'pytest' else ROOT / f'{words[2].replace(".", "/")}.py'
+    """Return the file that a command runs after ``python``, or the module's after ``python -m``."""
+    words = command.removeprefix('python ').split()
+    if words[0] == '-m':
+        return ROOT / words[2] if words[1] == 'pytest' else ROOT / f'{words[1].replace(".", "/")}.py'
     return ROOT / words[0]
 
 
