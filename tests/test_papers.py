@@ -54,7 +54,7 @@ MASK2FORMER = 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
 @pytest.mark.parametrize(
     'paper, table, row, answer, message',
     [
-        ('SAGA', 'Table 4', 'all', {'config': 'saga-swin-t_8xb128-300e_in1k', 'figure': {'mIoU': 83.0}}, 'a figure of mIoU'),
+        ('SAGA', 'Table 4', 'all', {'option': 'as it is', 'figure': {'mIoU': 83.0}}, 'a figure of mIoU'),
         ('SAGA', 'Table 4', 'all', 'saga-upernet_swin-t_8xb2-160k_ade20k-512x512', 'a model judged by mIoU'),
         (
             'Gated attention', 'Summary table', 'Baseline (dense 1.7B)', {'config': MASK2FORMER, 'figure': 6.18},
@@ -70,8 +70,8 @@ MASK2FORMER = 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
         ),
         ('M-DGSA', 'Section 5.1', 'DGViT, CIFAR-10', {'option': 'as it is', 'figure': 1}, 'Section 5.1 has no metric'),
         ('M-DGSA', 'Table 2', 'DGT, x2', {'not': 'text', 'figure': 1}, 'none, and the README of projects/dgt names it'),
-        ('Agent attention', 'Table 11', 'k = 0', {'not': 'images', 'figure': 1}, 'the README of projects/agent_sd names it'),
-        ('Gated attention', 'Measures', 'RULER, long contexts', {'not': 'text'}, 'the README of projects/gated_lm names it'),
+        ('Agent attention', 'Table 11', 'k = 0', {'not': 'images', 'figure': 1}, 'projects/agent_sd names it'),
+        ('Gated attention', 'Measures', 'RULER, long contexts', {'not': 'text'}, 'projects/gated_lm names it'),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 30 else '',
 )  # fmt: skip

@@ -46,7 +46,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     rf'(({GATED}|relu)-)?pvt-[tsml](-no-gate)?_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
     r'((plug|sdpa-gate)-)?deit-[tsb].*_8xb128-300e_in1k|plug-pvt-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
     r'(deit-s|pvt-m)_8xb64-300e_in1k-(256|416)px': dict(IMAGENET, lr=5e-4, warm_up=5),
-    rf'{GATED}-deit-[tsb](-no-gate)?_8xb128-300e_in1k|(agent-)?cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    rf'{GATED}-deit-[tsb](-no-gate)?_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    r'(agent-)?cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     rf'({GATED}-)?(pvtv2-b[01]|swin-[tsb])_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     rf'{GATED}-swin-t-.*_8xb128-300e_in1k|linear-swin-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'(agent-)?cswin-b_8xb128-300e_in1k': dict(IMAGENET, weight_decay=0.1, warm_up=20),
@@ -250,10 +251,11 @@ def test_rates_are_those_of_timms_cosine(name: str, cosine: int) -> None:
     by_epoch = theirs == DEIT
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=cfg.optim_wrapper.optimizer.lr)
+    defaults = dict(optimizer=optimizer, epoch_length=LENGTH)
     schedulers = []
     for scheduler in cfg.param_scheduler:
         scheduler.setdefault('end', cfg.train_cfg.max_epochs)  # as the runner does
-        schedulers.append(PARAM_SCHEDULERS.build(scheduler, default_args=dict(optimizer=optimizer, epoch_length=LENGTH)))
+        schedulers.append(PARAM_SCHEDULERS.build(scheduler, default_args=defaults))
     for epoch in range(cfg.train_cfg.max_epochs):
         for iteration in range(LENGTH):
             if iteration == LENGTH // 2:

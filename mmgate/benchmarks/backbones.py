@@ -88,7 +88,8 @@ def _draw_accuracies(axis: Any, rows: Sequence[Row], accuracies: Mapping[str, Ac
         axis.plot(*zip(*sorted(points), strict=True), color='0.6', linewidth=1)
     paces = [row.y_50 for row in rows]
     axis.set(xlim=(0.9 * min(paces), 1.1 * max(paces)), xlabel=rows[0].unit, ylabel='accuracy')
-    axis.secondary_xaxis('top', functions=(_milliseconds, _milliseconds)).set_xlabel('milliseconds an image', fontsize=8)
+    above = axis.secondary_xaxis('top', functions=(_milliseconds, _milliseconds))
+    above.set_xlabel('milliseconds an image', fontsize=8)
     axis.grid(alpha=0.3)
 
 

@@ -90,6 +90,7 @@ def test_rows_agree_with_the_papers(row) -> None:
         assert abs(ours - paper) <= max(0.006 * paper, 0.05) or cells[-2], f'no reason given: {table.markdown(row)}'
     assert len(cells) == len(table.HEADER.splitlines()[0].split('|'))
 
+
 # Agent attention's Tables 4 and 14, SAGA's Table 1, PLuG's Table 1: side of the image, multiply-accumulates in billions
 VANILLA = {
     'deit-t_8xb128-300e_in1k': (224, 1.3),
@@ -122,7 +123,6 @@ def test_vanilla_classifiers_compute_as_much_as_in_the_papers(name: str) -> None
     skip_unless_readable(path)
     macs = count_config(Config.fromfile(path), side, side).macs / 1e9
     assert abs(macs - billions) <= max(0.05, 0.015 * billions)
-
 
 
 def test_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

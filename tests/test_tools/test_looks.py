@@ -158,7 +158,7 @@ def test_efficiency_of_two_backbones(configs: dict[str, str], tmp_path: Path) ->
     assert (tmp_path / 'efficiency.png').stat().st_size > 5_000
 
 
-def test_efficiency_beside_accuracies(configs: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_efficiency_beside_accuracies(configs: dict[str, str], tmp_path: Path, capsys: Any) -> None:
     """The panels that the papers have, what is measured in the figure, and what a file lacks in one message."""
     table = tmp_path / 'accuracies.csv'
     given = [configs['pvt'], configs['agent'], '--repetitions', '1', '--sizes', '32', '--out', str(tmp_path / 'out')]

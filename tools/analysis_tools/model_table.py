@@ -37,7 +37,8 @@ POLAFORMER = {
     'Swin-B': (0.16, 1.20),
 }
 POLAFORMER_V2 = (
-    "unknown: PolaFormer's public code, which has no PVTv2, has our counts in the other four, in PVT but for a final norm"
+    "unknown: PolaFormer's public code, which has no PVTv2, has our counts in the other four, in PVT but for a final "
+    'norm'
 )
 VITS = "the paper's counter is not known; the vanilla model counts as in the paper, to its rounding"
 T2T = "the paper's T2T-ViT-10 has Performer layers in its tokens-to-token module, mmpretrain's plain attention"
@@ -171,7 +172,7 @@ def _agent() -> Iterator[Row]:
     folder = 'mmgate::agent/classification/ablations'
     for name, stem, macs, *other in (
         ('vanilla linear attention', 'linear-swin-t', 4.5),  # Table 6
-        ('agents 49-49-49-49', 'agent-swin-t-agents-49-49-49-49', 4.7, 'the paper\'s counter is not known'),  # Table 8
+        ('agents 49-49-49-49', 'agent-swin-t-agents-49-49-49-49', 4.7, "the paper's counter is not known"),  # Table 8
         ('agents 9-16-25-49', 'agent-swin-t-agents-9-16-25-49', 4.5),
         ('agents 4-9-49-49', 'agent-swin-t-agents-4-9-49-49', 4.5),
         ('stage 1', 'agent-swin-t-stage-1', 4.5),  # Table 9
@@ -273,8 +274,9 @@ def _linear() -> Iterator[Row]:
         ('Swin-S', 'LinearSwin', 'small', 768, 50, 8.7, None),
         ('Swin-B', 'LinearSwin', 'base', 1024, 88, 15.4, None),
     ):
-        model, why = _classifier(host, arch, width, attention=dict(type='PolaFormerAttention')), why or _polaformer(name)
-        yield Row('linear', f'PolaFormer, {name}, classifier', model, IMAGENET, parameters, macs, why)
+        model = _classifier(host, arch, width, attention=dict(type='PolaFormerAttention'))
+        reason = why or _polaformer(name)
+        yield Row('linear', f'PolaFormer, {name}, classifier', model, IMAGENET, parameters, macs, reason)
 
 
 ROWS = (*_plug(), *_agent(), *_saga(), *_larger(), *_linear())

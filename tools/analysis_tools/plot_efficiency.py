@@ -1,6 +1,8 @@
 """Draw throughput and peak memory of configs' backbones over the image size, and accuracies against throughput.
 
-SAGA, Fig. 4; Agent attention, Fig. 4. Example: plot_efficiency.py VANILLA_CONFIG SAGA_CONFIG --sizes 224 512 1280 --out out
+SAGA, Fig. 4; Agent attention, Fig. 4.
+
+Example: plot_efficiency.py VANILLA_CONFIG SAGA_CONFIG --sizes 224 512 1280 --out out
 """
 
 import argparse

@@ -134,9 +134,7 @@ def script(command: str) -> Path:
     return ROOT / words[0]
 
 
-def _wrong_figure(
-    given: Any, paper: str, table: str, content: Mapping[str, Any], models: Mapping[str, Any]
-) -> str:
+def _wrong_figure(given: Any, paper: str, table: str, content: Mapping[str, Any], models: Mapping[str, Any]) -> str:
     """Return why a row's figure is not the one that its table prints."""
     kind, text, figure = _answer(given)
     metrics = _metrics(content)
