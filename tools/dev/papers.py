@@ -27,7 +27,9 @@ TASKS = {
     'Image Classification': {'Top 1 Accuracy'},
 }
 PARAMETERS = 'million parameters'  # of any model; those of the metafile have to agree
-RECIPES = {  # by the file of configs/_base_/classification that a classifier inherits
+RECIPES = {  # by the first file that a classifier is or inherits
+    'lvvit-t_8xb128-300e_in1k': "LV-ViT's recipe",
+    'vitae-t_4xb128-300e_in1k': "ViTAE's recipe",
     'imagenet_deit_8xb128-300e': "DeiT's recipe",
     'imagenet_pvt_8xb128-300e': "PVT's recipe",
     'imagenet_swin_8xb128-300e': "Swin's recipe",
