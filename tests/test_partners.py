@@ -13,6 +13,7 @@ from mmengine.config import Config
 from test_metafiles import MODELS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
+from mmgate.analysis.report.structure import build_structure
 
 BACKBONES = sorted(
     str(path.relative_to(ROOT / 'configs'))
@@ -97,3 +98,15 @@ def test_classifiers_differ_from_their_partners_in_the_attention_alone(name: str
             changed = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
             known = {key for key in changed if key.startswith(('train_pipeline', 'test_pipeline'))}
             assert changed - known <= allowed, path.name
+
+
+@pytest.mark.parametrize('name', ['agent-swin-b', 'agent-cswin-b', 'saga-swin-b', 'swin-b', 'cswin-b'])
+def test_what_is_fine_tuned_has_the_tensors_of_its_checkpoint(name: str) -> None:
+    method = name.split('-')[0] if name.count('-') == 2 else 'vanilla'
+    folder = ROOT / f'configs/{method}/classification'
+    tuned = folder / f'{name}_8xb32-30e_in1k-384px.py'
+    skip_unless_readable(tuned)
+    cfg = Config.fromfile(tuned)
+    trained = folder / f'{cfg.load_from.split("/")[1]}.py'
+    found, expected = (set(build_structure(c).state_dict()) for c in (cfg, Config.fromfile(trained)))
+    assert found == expected
