@@ -62,6 +62,8 @@ DATA = {
     'svhn': 'SVHN',
     'digits': 'scikit-learn digits',
     'shapes': 'generated shapes',
+    'bccd': 'BCCD',
+    'camvid': 'CamVid',
     'ade20k': 'ADE20K',
     'coco': 'COCO',
     '_in1k': 'ImageNet-1k',
