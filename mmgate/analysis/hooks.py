@@ -17,7 +17,7 @@ from mmgate.layers.base.gate import gate_parameters
 from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 
-AT_REST = 0.01  # a gate this near to the value at which it changes nothing has not moved
+AT_REST = 0.01  # a gate this near, in the mean, to the value at which it changes nothing has not moved
 
 
 @HOOKS.register_module()
@@ -30,8 +30,8 @@ class GateStatisticsHook(Hook):
     in ``interval``, on the first process; the others cost nothing. The gradient is that of this iteration's loss and
     process, before clipping and before an average over processes, with a loss scale divided out.
 
-    After an epoch, or a validation in a loop of iterations, it warns if no gate was seen farther than 0.01 from that
-    value: such a model still computes what it would without gates.
+    After an epoch, or a validation in a loop of iterations, it warns if no layer's gate was seen farther than 0.01 from
+    that value, in the mean: such a model still computes about what it would without gates.
 
     Args:
         interval: Iterations from one record to the next.
@@ -44,7 +44,7 @@ class GateStatisticsHook(Hook):
         self._open = ExitStack()
         self._recording: Recording | None = None
         self._squares: dict[str, Tensor] = {}
-        self._farthest: dict[str, float] = {}  # by layer, since the last look
+        self._moved: dict[str, float] = {}  # the mean distance by layer, since the last look
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
         """Begin to record, one iteration in ``interval``."""
@@ -74,7 +74,7 @@ class GateStatisticsHook(Hook):
                 numbers = dict(mean=found.mean, std=found.deviation, sparsity=found.sparsity)
                 if found.centre is not None:
                     numbers.update(moved=found.distance, moved_most=found.farthest)
-                    self._farthest[path] = max(self._farthest.get(path, 0.0), found.farthest)
+                    self._moved[path] = max(self._moved.get(path, 0.0), found.distance)
                 scalars.update({f'{name}/{path}/{key}': number for key, number in numbers.items()})
             if path in self._squares:  # of all gates of the layer
                 scalars[f'gate/{path}/grad_norm'] = float(self._squares[path].sqrt()) / scale
@@ -92,16 +92,16 @@ class GateStatisticsHook(Hook):
         self._warn_of_rest(runner)
 
     def _warn_of_rest(self, runner: Any) -> None:
-        farthest = max(self._farthest.values(), default=float('inf'))
+        farthest = max(self._moved.values(), default=float('inf'))
         if farthest <= AT_REST:
             runner.logger.warning(
-                f'GateStatisticsHook: no gate of {len(self._farthest)} layers has moved beyond {AT_REST} (the '
-                f'farthest: {farthest:.2g}), so the model still computes about what it would without them. '
+                f'GateStatisticsHook: no gate of {len(self._moved)} layers has moved beyond {AT_REST} in the mean '
+                f'(the farthest: {farthest:.2g}), so the model still computes about what it would without them. '
                 'Gates that start as the identity need a higher rate than a trained model: optim_wrapper=dict('
                 "constructor='mmgate.GateOptimWrapperConstructor', paramwise_cfg=dict(custom_keys={'mmgate.gates': "
                 'dict(lr_mult=20.0)})), see docs/adapters.md.'
             )
-        self._farthest.clear()
+        self._moved.clear()
 
     def _add_square(self, path: str, gradient: Tensor) -> None:
         self._squares[path] = self._squares.get(path, 0) + gradient.detach().float().square().sum()

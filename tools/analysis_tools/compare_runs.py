@@ -229,6 +229,7 @@ def _draw_final_values(axis: Any, groups: dict[str, list[Run]], metric: str) -> 
     names = [f'{name} (n = {len(runs)})' for name, runs in groups.items()]
     axis.set_yticks(range(len(names)), names)
     axis.set(xlabel=f'{metric} of every run, and the mean', ylim=(len(names) - 0.5, -0.5))
+    axis.locator_params(axis='x', nbins=6)
     axis.grid(alpha=0.3, axis='x')
 
 
