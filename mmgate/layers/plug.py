@@ -36,8 +36,8 @@ class PLuGDeformableGate(DeformableGate):
         position: ``'pre_softmax'`` (default) or ``'post_softmax'`` (Table 10).
         residual: Multiply by ``1 + G`` (default) or by ``G`` (Table 12).
         init: ``'identity'`` (default): exactly the vanilla attention until the gate is trained; ``'paper'``: as the
-            authors' hosts start linear layers; ``'vit'``: as vision transformers do, see :class:`GatingModulation`. The gate
-            projection starts xavier-uniform, with torch's bias, in the first two.
+            authors' hosts start linear layers; ``'vit'``: as vision transformers do, see :class:`GatingModulation`.
+            The gate projection starts xavier-uniform, with torch's bias, in the first two.
         backend: Of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
 
     Raises:

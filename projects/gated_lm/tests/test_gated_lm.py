@@ -88,7 +88,7 @@ def test_attention_read_is_attention_used(variant: str) -> None:
 
 
 def test_layer_attends_alike() -> None:
-    """What a whole SDPAGate in torch's attention computes from rotated queries and keys, with the gate that was converted."""
+    """The converted gate, as mmgate's hosts call it, computes what the layer computes."""
     module, x = noise(CausalAttention(WIDTH, HEADS, KV_HEADS, SIZE, dict(), rotated=0.0)), tokens()
     q, k, v = (p(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for p in (module.q_proj, module.k_proj, module.v_proj))
     k, v = k.repeat_interleave(GROUP, 1), v.repeat_interleave(GROUP, 1)
