@@ -16,6 +16,7 @@ from mmgate.errors import ConfigError, OptionError
 from mmgate.hosts import adapter_for, gates_for, hosts_of
 from mmgate.hosts.map_size import map_options
 from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, options_of, registered_gates
+from mmgate.hosts.vits import is_in_vit
 from mmgate.layers.base.dense import DenseHost
 from mmgate.layers.base.gate import Gate, draw_gate, random_stream
 from mmgate.layers.base.gated import Record, gate_module, gated_modules, record_of
@@ -192,7 +193,7 @@ def _matches(
                 f'{_hint(kind, module)} It replaces{_near_hosts(kind, model, module)}\n{_inventory(model)}'
             )
         try:
-            made = _made(name, module, adapter, kind, {**derived.get(id(module), {}), **options}, built)
+            made = _made(model, name, adapter, kind, {**derived.get(id(module), {}), **options}, built)
         except TypeError as error:  # most often an option that the adapter fills
             raise OptionError(f'{where}: {full_name(kind)} cannot be made for {name}: {error}') from error
         except ValueError as error:
@@ -215,8 +216,8 @@ def _matches(
 
 
 def _made(
+    model: nn.Module,
     name: str,
-    module: nn.Module,
     found: tuple[Adapter, str],
     kind: type[nn.Module],
     options: Mapping[str, Any],
@@ -224,17 +225,19 @@ def _made(
 ) -> Chosen:
     """Return a host with its gate, which is drawn from a random stream of its name."""
     adapter, child = found
-    host = module.get_submodule(child)
+    path = f'{name}.{child}'.rstrip('.')
+    host = model.get_submodule(path)
     if id(host) not in built:
-        path = f'{name}.{child}'.rstrip('.')
         gate_type = gate_of_type(kind)
         device = next((parameter.device for parameter in host.parameters()), None)
         if hasattr(host, 'gate'):
             raise ValueError(f"this {full_name(type(host))} has an attribute 'gate' already.")
         with random_stream(path, device):
             gate = adapter.make_gate(host, gate_type, **options)  # type: ignore[arg-type]
+        in_vit = is_in_vit(model, name)
         for inner, part in gate.named_modules():
             if isinstance(part, Gate):
+                part.in_vit = in_vit
                 draw_gate(f'{path}.{inner}', part)
         built[id(host)] = Chosen(path, host, adapter, gate)
     return built[id(host)]

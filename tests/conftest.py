@@ -38,14 +38,14 @@ needs_mmpretrain = pytest.mark.skipif(not available('mmpretrain'), reason='needs
 
 
 def skip_unless_readable(path: str | Path) -> None:
-    """Skip a test of a classification config where mmpretrain is missing."""
+    """Skip a test of a config that needs mmpretrain where it is missing."""
     if needs_host(path) and not available('mmpretrain'):
         pytest.skip('needs mmpretrain: the extra "pretrain"')
 
 
 def needs_host(path: str | Path) -> bool:
-    """Return whether a config inherits mmpretrain's."""
-    return 'classification' in Path(path).parts
+    """Return whether a config inherits mmpretrain's, or has a backbone of timm's through it."""
+    return bool({'classification', 'real'} & set(Path(path).parts))
 
 
 def tool(name: str, folder: str = 'analysis_tools') -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from conftest import ROOT, tool
 
 from mmgate._environment import available
+from mmgate.tools.mm import find
 
 papers = tool('papers', 'dev')
 ROWS, MODELS = papers.read_rows(), papers.read_models()
@@ -26,12 +28,15 @@ def test_the_page_is_what_the_metafiles_say() -> None:
 @pytest.mark.parametrize(
     'answer, message',
     [
-        (None, 'neither a config nor one of run, option, see, not'),
+        (None, 'neither a config nor one of config, run, option, see, not'),
         ('plug-deit-t_8xb128-300e_in2k', 'stands in no metafile'),
         ('elsewhere::plug/a.py', 'is no config of a host'),
         ({'not': ' '}, 'not says nothing'),
-        ({'run': 'tools/analysis_tools/plot_nothing.py'}, 'is no file'),
+        ({'run': 'python tools/analysis_tools/plot_nothing.py'}, 'plot_nothing.py is no file'),
+        ({'run': 'python -m projects.dgt.nothing run'}, 'projects/dgt/nothing.py is no file'),
         ({'see': 'Table 99'}, 'is no table of the paper'),
+        ({'option': 'as it is'}, "no figure: give what Table 4 prints, '-' for nothing"),
+        ('saga-swin-t_8xb128-300e_in1k', 'no figure: give what Table 4 prints'),  # its own is of Table 1
     ],
     ids=str,
 )
@@ -43,9 +48,89 @@ def test_a_row_without_an_answer_is_named(answer: Any, message: str) -> None:
     assert any('saga-swin-t-no-dwc' in p and 'stands in no row of it' in p for p in problems)
 
 
+MASK2FORMER = 'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py'
+
+
+@pytest.mark.parametrize(
+    'paper, table, row, answer, message',
+    [
+        ('SAGA', 'Table 4', 'all', {'option': 'as it is', 'figure': {'mIoU': 83.0}}, 'a figure of mIoU'),
+        ('SAGA', 'Table 4', 'all', 'saga-upernet_swin-t_8xb2-160k_ade20k-512x512', 'a model judged by mIoU'),
+        (
+            'Gated attention', 'Summary table', 'Baseline (dense 1.7B)', {'config': MASK2FORMER, 'figure': 6.18},
+            'a model judged by mIoU, and the metric of Summary table is added million parameters, perplexity',
+        ),
+        (
+            'SAGA', 'Table 4', 'without DWC', {'config': 'saga-swin-t-no-dwc_8xb128-300e_in1k', 'figure': 82.3},
+            'Top 1 Accuracy 82.3, and 79.9 in the metafile',
+        ),
+        (
+            'M-DGSA', 'Table 5', 'proj. x2, CIFAR-10', {'config': 'dgvit-x2_1xb128-100e_cifar10', 'figure': 5.35},
+            'million parameters 5.35, and 3.77 in the metafile',
+        ),
+        ('M-DGSA', 'Section 5.1', 'DGViT, CIFAR-10', {'option': 'as it is', 'figure': 1}, 'Section 5.1 has no metric'),
+        ('M-DGSA', 'Table 2', 'DGT, x2', {'not': 'text', 'figure': 1}, 'none, and the README of projects/dgt names it'),
+        ('Agent attention', 'Table 11', 'k = 0', {'not': 'images', 'figure': 1}, 'projects/agent_sd names it'),
+        ('Gated attention', 'Measures', 'RULER, long contexts', {'not': 'text'}, 'projects/gated_lm names it'),
+    ],
+    ids=lambda value: value if isinstance(value, str) and len(value) < 30 else '',
+)  # fmt: skip
+def test_a_wrong_figure_or_none_is_refused(paper: str, table: str, row: str, answer: Any, message: str) -> None:
+    rows = copy.deepcopy(ROWS)
+    rows[paper]['tables'][table]['rows'][row] = answer
+    problems = list(papers.find_problems(rows, MODELS))
+    assert any(p.startswith(f'{paper}, {table}, {row}: ') and message in p for p in problems), problems
+
+
+def test_places_that_a_readme_names() -> None:
+    text = 'Table 2 and Tables 11 to 13 (Fig. 3; Figures 5 and 6); no table 9, Eq. 4'
+    tables = {'Table 2', 'Table 11', 'Table 12', 'Table 13'}
+    assert papers._places(text) == tables | {'Figure 3', 'Figure 5', 'Figure 6'}
+
+
+def test_a_projects_readme_is_linked() -> None:
+    rows = copy.deepcopy(ROWS)
+    rows['SAGA']['project'] = 'projects/dgt'
+    assert 'configs/saga/README.md does not link projects/dgt/README.md' in papers.find_problems(rows, MODELS)
+
+
+@pytest.mark.parametrize(
+    'name, recipe',
+    [
+        ('vanilla/classification/deit-b_8xb128-300e_in1k', "DeiT's recipe"),
+        ('plug/classification/plug-pvt-t_8xb128-300e_in1k', "PVT's recipe"),
+        ('agent/classification/agent-deit-b_8xb128-300e_in1k', "Agent attention's recipe"),
+        ('vanilla/classification/cswin-b_8xb32-30e_in1k-384px', 'fine-tuned for 30 epochs'),
+        ('agent/mask_rcnn/agent-mask-rcnn_pvt-t_1x_coco', ''),
+    ],
+)
+def test_recipes_are_those_that_configs_inherit(name: str, recipe: str) -> None:
+    assert papers._recipe(ROOT / f'configs/{name}.py') == recipe
+
+
+ANSWERS = [a for paper in ROWS.values() for t in paper['tables'].values() for a in t['rows'].values()]
+COMMANDS = sorted({a['run'] for a in ANSWERS if isinstance(a, dict) and 'run' in a})
+
+
+@pytest.mark.parametrize('command', [c for c in COMMANDS if 'tools/' in c])
+def test_tools_have_the_options_that_rows_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = papers.script(command)
+    with pytest.raises(SystemExit):
+        tool(path.stem, path.parent.name).main(['--help'])
+    known = capsys.readouterr().out
+    assert [option for option in re.findall(r'--[a-z-]+', command) if option not in known] == []
+
+
+def test_mmdets_benchmark_is_found() -> None:
+    """PLuG's Table 3 names it for the frames a second."""
+    named = re.search(r'tools/mm.py (\S+) CONFIG (--\S+) inference', ROWS['PLuG']['tables']['Table 3']['note'])
+    path = find(named[1])
+    assert path.name == 'benchmark.py' and f"'{named[2]}'" in path.read_text()
+
+
 def test_configs_of_hosts_are_there() -> None:
-    answers = [a for paper in ROWS.values() for t in paper['tables'].values() for a in t['rows'].values()]
-    named = {tuple(answer.split('::')) for answer in answers if isinstance(answer, str) and '::' in answer}
+    configs = [a if isinstance(a, str) else a.get('config', '') for a in ANSWERS]
+    named = {tuple(config.split('::')) for config in configs if '::' in config}
     assert named
     for package, path in named:
         if available(package):

@@ -1,16 +1,19 @@
-"""Agent and SAGA configs against their vanilla partners."""
+"""Agent and SAGA configs against their vanilla partners, and ablations of PLuG against those of their start."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT, skip_unless_readable
 from mmengine.config import Config
+from test_metafiles import MODELS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
+from mmgate.analysis.report.structure import build_structure
 
 BACKBONES = sorted(
     str(path.relative_to(ROOT / 'configs'))
@@ -46,6 +49,29 @@ def test_differs_from_its_partner_in_the_attention_alone(name: str) -> None:
     assert 'demo' in name or ours[WEIGHTS].startswith('https://')
 
 
+PLUG = sorted(path for path in (ROOT / 'configs/plug').rglob('*.py') if 'ablations' in path.parts)
+
+
+@pytest.mark.parametrize('path', PLUG, ids=lambda path: path.stem)
+def test_an_ablation_of_plug_has_a_partner_of_its_start(path: Path) -> None:
+    """It inherits it, and differs from it in one option of the gate."""
+    skip_unless_readable(str(path.relative_to(ROOT / 'configs')))
+    cfg = Config.fromfile(path)
+    partner = Config.fromfile(path.parent / re.search(r"_base_ = '(.*)'", path.read_text())[1])
+    ours, theirs = cfg.model.attention, partner.model.attention
+    changed = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+    assert len(changed) == 1
+    if changed == {'residual'} or ours.get('gml') == 'none':
+        assert ours.init == theirs.init == 'paper' and 'paper-init' in partner.filename
+
+
+@pytest.mark.parametrize('data', ['cifar10', 'cifar100', 'fashionmnist', 'svhn'])
+def test_the_matched_vit_has_the_parameters_of_dgvit(data: str) -> None:
+    counts = {model['Name']: model['Metadata']['Parameters'] for model in MODELS}
+    matched, dgvit = (counts[f'{name}_1xb128-100e_{data}'] for name in ('vit-matched', 'dgvit'))
+    assert abs(matched / dgvit - 1) < 1e-3 and round(matched / 1e6, 2) == round(dgvit / 1e6, 2)
+
+
 CLASSIFIERS = sorted(
     path.name
     for path in (ROOT / 'configs/vanilla/classification').glob('*.py')
@@ -72,3 +98,15 @@ def test_classifiers_differ_from_their_partners_in_the_attention_alone(name: str
             changed = {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
             known = {key for key in changed if key.startswith(('train_pipeline', 'test_pipeline'))}
             assert changed - known <= allowed, path.name
+
+
+@pytest.mark.parametrize('name', ['agent-swin-b', 'agent-cswin-b', 'saga-swin-b', 'swin-b', 'cswin-b'])
+def test_what_is_fine_tuned_has_the_tensors_of_its_checkpoint(name: str) -> None:
+    method = name.split('-')[0] if name.count('-') == 2 else 'vanilla'
+    folder = ROOT / f'configs/{method}/classification'
+    tuned = folder / f'{name}_8xb32-30e_in1k-384px.py'
+    skip_unless_readable(tuned)
+    cfg = Config.fromfile(tuned)
+    trained = folder / f'{cfg.load_from.split("/")[1]}.py'
+    found, expected = (set(build_structure(c).state_dict()) for c in (cfg, Config.fromfile(trained)))
+    assert found == expected

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from conftest import CONFIGS, run_python, skip_unless_readable
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
+from mmengine.registry import PARAM_SCHEDULERS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate.analysis.report.structure import build_structure
@@ -40,10 +43,11 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'(plug|ungated)-(dino-4scale_r50_8xb2-12e|grounding-dino_swin-t_finetune_16xb2-1x)_coco': dict(  # mmdet's own
         lr=1e-4, weight_decay=1e-4, epochs=12, drops=[11]
     ),
-    rf'({GATED}-)?pvt-[tsml]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
+    rf'(({GATED}|relu)-)?pvt-[tsml](-no-gate)?_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
     r'((plug|sdpa-gate)-)?deit-[tsb].*_8xb128-300e_in1k|plug-pvt-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=5),
     r'(deit-s|pvt-m)_8xb64-300e_in1k-(256|416)px': dict(IMAGENET, lr=5e-4, warm_up=5),
-    rf'{GATED}-deit-[tsb]_8xb128-300e_in1k|(agent-)?cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    rf'{GATED}-deit-[tsb](-no-gate)?_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
+    r'(agent-)?cswin-[ts]_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     rf'({GATED}-)?(pvtv2-b[01]|swin-[tsb])_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     rf'{GATED}-swin-t-.*_8xb128-300e_in1k|linear-swin-t_8xb128-300e_in1k': dict(**IMAGENET, warm_up=20),
     r'(agent-)?cswin-b_8xb128-300e_in1k': dict(IMAGENET, weight_decay=0.1, warm_up=20),
@@ -61,6 +65,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'(dgvit|vit|diff-vit).*_1xb128-100e_(cifar100?|fashionmnist|svhn)': dict(lr=3e-4, weight_decay=0.01, epochs=100),
     r'(dgvit|(sdpa-gate-)?vit)(-noise)?_1xb64-40e_digits': dict(lr=1e-3, weight_decay=0.01, epochs=40),  # ours
     r'.*_1xb(8|32)-(8e|12e|1k)_shapes(-128x128)?': {},  # the demos: ours, small and fast
+    r'(plug-)?.*_1xb4-(12e|2e|1k|150)_(bccd|camvid-160x128)': {},  # ours, of configs/studies/gate_rate_*.py
 }
 DROP_PATH = {
     r'agent-cswin-[tsb]_8xb128': dict(t=0.2, s=0.4, b=0.5),
@@ -202,7 +207,7 @@ def test_classifiers_train_as_the_authors(name: str) -> None:
     cfg, theirs = config(name), AUTHORS[name]
     optim, share = cfg.optim_wrapper, cfg.auto_scale_lr.base_batch_size / 512
     warm_up = [s for s in cfg.param_scheduler if s.type == 'LinearLR']
-    (cosine,) = (s for s in cfg.param_scheduler if s.type == 'CosineAnnealingLR')
+    (cosine,) = (s for s in cfg.param_scheduler if s.type in ('CosineAnnealingLR', 'mmgate.CosineLR'))
     pipeline = {t.type: t for t in cfg.test_dataloader.dataset.pipeline}
     resize = pipeline.get('Resize') or pipeline['ResizeEdge']
     assert pipeline == {t.type: t for t in cfg.val_dataloader.dataset.pipeline}
@@ -229,6 +234,52 @@ def test_classifiers_train_as_the_authors(name: str) -> None:
     train = {t.type: t for t in cfg.train_dataloader.dataset.pipeline}
     assert (train['RandAugment'].magnitude_level, train['RandAugment'].magnitude_std) == (9, 0.5)
     assert train['RandomErasing'].erase_prob == 0.25
+
+
+LENGTH = 40  # iterations of an epoch in the next test
+
+
+@pytest.mark.parametrize(
+    'name, cosine',
+    [
+        ('agent-swin-t_8xb128-300e_in1k', 300),
+        ('agent-pvt-t_8xb128-300e_in1k', 300),
+        ('agent-cswin-t_8xb128-300e_in1k', 300),
+        ('agent-deit-t_8xb128-300e_in1k', 300),
+        ('agent-swin-b_8xb32-30e_in1k-384px', 30),
+        ('agent-cswin-b_8xb32-30e_in1k-384px', 20),
+        ('deit-t_8xb128-300e_in1k', 300),
+    ],
+)
+def test_rates_are_those_of_timms_cosine(name: str, cosine: int) -> None:
+    """The rate of every epoch's middle: a line up to the full rate, then the cosine of the whole training."""
+    cfg, theirs = config(name), AUTHORS[name]
+    share = cfg.auto_scale_lr.base_batch_size / 512
+    full, least, first = theirs.lr * share, theirs.min_lr * share, theirs.warm_up_lr * share
+    by_epoch = theirs == DEIT
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=cfg.optim_wrapper.optimizer.lr)
+    defaults = dict(optimizer=optimizer, epoch_length=LENGTH)
+    schedulers = []
+    for scheduler in cfg.param_scheduler:
+        scheduler.setdefault('end', cfg.train_cfg.max_epochs)  # as the runner does
+        schedulers.append(PARAM_SCHEDULERS.build(scheduler, default_args=defaults))
+    for epoch in range(cfg.train_cfg.max_epochs):
+        for iteration in range(LENGTH):
+            if iteration == LENGTH // 2:
+                t = epoch if by_epoch else epoch + 0.5
+                expected = least + (full - least) * (1 + math.cos(math.pi * min(t, cosine) / cosine)) / 2
+                if t < theirs.warm_up:
+                    expected = first + (full - first) * t / theirs.warm_up
+                found = optimizer.param_groups[0]['lr']
+                assert found == pytest.approx(expected, rel=1e-2 if t < theirs.warm_up else 1e-3), epoch
+            optimizer.step()
+            for scheduler in schedulers:
+                if not scheduler.by_epoch:
+                    scheduler.step()
+        for scheduler in schedulers:
+            if scheduler.by_epoch:
+                scheduler.step()
 
 
 BIASES = {'an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias'}

@@ -16,11 +16,11 @@ from conftest import filled
 from mmengine.model import BaseModule
 from mmengine.registry import MODELS, WEIGHT_INITIALIZERS, init_default_scope
 from mmengine.runner import save_checkpoint
+from mmgate.finetune.parts import swaps_by_path
 from torch import Tensor, nn
 from zoo import ZOO
 
 from mmgate import gate_parameters, restore_attention, swap_attention
-from mmgate.finetune.parts import swaps_by_path
 from mmgate.hosts import adapter_for, gates_for
 from mmgate.layers.base.map import MapAttention
 from mmgate.swap import attention_modules

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,9 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     """Return the command line that all of these tools share; a tool adds its own options."""
     shared = config_parser(description)
     add_inputs(shared)
-    beside = 'a second model, drawn beside; --cfg-options are of its config, too'
-    shared.add_argument('--against', nargs=2, metavar=('CONFIG', 'CHECKPOINT'), help=beside)
+    beside = 'another model, drawn beside, as often as there are models; --cfg-options are of its config, too'
+    pair: Any = dict(nargs=2, metavar=('CONFIG', 'CHECKPOINT'), action='append', default=[])
+    shared.add_argument('--against', help=beside, **pair)
     shared.add_argument('--device', default='cpu', help='cpu (default) or cuda')
     shared.add_argument('--out', required=True, help='folder for pictures and CSV files')
     return shared
@@ -126,7 +128,7 @@ def positive(text: str) -> int:
 
 
 def load_models(args: argparse.Namespace, readings: Sequence[str], purpose: str) -> list[LoadedModel]:
-    """Return the models that a command line of :func:`parser` names, one or two, which look at whole images.
+    """Return the models that a command line of :func:`parser` names, which look at whole images.
 
     Of ``readings`` each has one at least, see :func:`mmgate.analysis.probes.recording.require`.
 
@@ -135,7 +137,7 @@ def load_models(args: argparse.Namespace, readings: Sequence[str], purpose: str)
     """
     check_folder(Path(args.out))
     models = []
-    pairs = [(args.config, args.checkpoint), *([args.against] if args.against else [])]
+    pairs = [(args.config, args.checkpoint), *args.against]
     for config, checkpoint in pairs:
         cfg = read_config(config)
         merge_options(cfg, args.cfg_options or {})
@@ -149,7 +151,8 @@ def load_models(args: argparse.Namespace, readings: Sequence[str], purpose: str)
         models.append(loaded)
     if len({model.name for model in models}) < len(models):
         given = [checkpoint for _, checkpoint in pairs]
-        labels = given if given[0] != given[1] else ['first', 'second']
+        numbers = [str(number) for number in range(1, len(given) + 1)]
+        labels = given if len(set(given)) == len(given) else numbers
         models = [replace(model, name=f'{model.name} ({label})') for model, label in zip(models, labels, strict=True)]
     return models
 
@@ -195,12 +198,13 @@ def picture_names(images: Iterable[str]) -> dict[str, str]:
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     """Write dicts of the same keys, numbers rounded to six places, and return the path."""
-    listed: Sequence[Mapping[str, Any]] = list(rows)
+    remaining = iter(rows)
+    first = next(remaining, None)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open('w', newline='') as file:
-        writer = csv.DictWriter(file, list(listed[0]) if listed else [])
+        writer = csv.DictWriter(file, list(first or ()))
         writer.writeheader()
-        for row in listed:
+        for row in chain(() if first is None else (first,), remaining):
             writer.writerow({k: f'{v:.6g}' if isinstance(v, float) else v for k, v in row.items()})
     return path
 

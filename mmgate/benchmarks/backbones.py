@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmgate.analysis.figures.style import COLOURS, legend, panels, save
 
 from .measure import MODES, Row, interleaved
+
+Accuracy = tuple[float, str]  # and the family that the model belongs to, or ''
 
 
 def benchmark_models(
@@ -44,11 +48,17 @@ def _means(model: nn.Module, autocast: bool, image: Tensor) -> Tensor:
         return torch.stack([map_.mean() for map_ in model(image)])
 
 
-def draw_curves(rows: Sequence[Row], out: Path) -> Path:
-    """Draw time and memory against the images' side, one panel for each mode and metric, and return the path."""
+def draw_curves(rows: Sequence[Row], out: Path, accuracies: Mapping[str, Accuracy] | None = None) -> Path:
+    """Draw throughput and memory against the images' side, one panel for each mode and metric, and return the path.
+
+    With ``accuracies``, by provider, further panels draw them against the throughput on images of the first size, and
+    against the time of an image, on top.
+    """
     kinds = sorted({(row.mode, row.metric, row.unit) for row in rows})
-    figure, (axes,) = panels(1, len(kinds), height=3.4, width=4.0 * len(kinds))
-    for axis, (mode, metric, unit) in zip(axes, kinds, strict=True):
+    pace = [(mode, metric, unit) for mode, metric, unit in kinds if metric == 'throughput'] if accuracies else []
+    columns = len(kinds) + len(pace)
+    figure, (axes,) = panels(1, columns, height=3.4, width=4.0 * columns)
+    for axis, (mode, metric, unit) in zip(axes, kinds, strict=False):
         axis.set_prop_cycle(color=COLOURS)
         for name in dict.fromkeys(row.provider for row in rows):
             points = [r for r in rows if (r.mode, r.metric, r.provider) == (mode, metric, name)]
@@ -56,5 +66,33 @@ def draw_curves(rows: Sequence[Row], out: Path) -> Path:
             axis.plot(sides, [r.y_50 for r in points], marker='o', markersize=3, label=name)
         axis.set(title=f'{mode}: {metric}', xlabel='side of the image, pixels', ylabel=unit, ylim=(0, None))
         axis.grid(alpha=0.3)
-    legend(figure, axes[0].get_legend_handles_labels()[0])
+    for axis, kind in zip(axes[len(kinds) :], pace, strict=True):
+        points = [r for r in rows if (r.mode, r.metric, r.unit) == kind and r.x == rows[0].x]
+        _draw_accuracies(axis, points, accuracies or {})
+        axis.set_title(f'{kind[0]}: accuracy, {rows[0].x.partition("_")[0]} pixels')
+    batch = rows[0].x.rpartition('b')[2]
+    note = f'Backbones without heads, on images of random numbers, {batch} at a time; {rows[0].device}.'
+    note += '\nMemory: the peak of a call, over what is held when idle; so weights are not in it.'
+    legend(figure, axes[0].get_legend_handles_labels()[0], note=note)
     return save(figure, out)
+
+
+def _draw_accuracies(axis: Any, rows: Sequence[Row], accuracies: Mapping[str, Accuracy]) -> None:
+    """Draw a point a model, in the colour of its curve, and a line through those of a family."""
+    families: dict[str, list[tuple[float, float]]] = {}
+    for number, row in enumerate(rows):
+        accuracy, family = accuracies[row.provider]
+        axis.plot(row.y_50, accuracy, marker='o', markersize=5, color=COLOURS[number % len(COLOURS)], zorder=3)
+        families.setdefault(family or row.provider, []).append((row.y_50, accuracy))
+    for points in families.values():
+        axis.plot(*zip(*sorted(points), strict=True), color='0.6', linewidth=1)
+    paces = [row.y_50 for row in rows]
+    axis.set(xlim=(0.9 * min(paces), 1.1 * max(paces)), xlabel=rows[0].unit, ylabel='accuracy')
+    above = axis.secondary_xaxis('top', functions=(_milliseconds, _milliseconds))
+    above.set_xlabel('milliseconds an image', fontsize=8)
+    axis.grid(alpha=0.3)
+
+
+def _milliseconds(images_a_second: Any) -> Any:
+    """Return milliseconds an image, or images a second of those."""
+    return 1e3 / np.maximum(images_a_second, 1e-9)

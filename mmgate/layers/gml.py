@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.errors import ConfigError
+from mmgate.layers.base.gate import start_linear
 
 # biases of the factors that make the identity, with the residual and without: a product that starts with both factors
 # at 0 would never receive a gradient
@@ -19,7 +20,7 @@ IDENTITIES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 }
 VARIANTS = tuple(IDENTITIES)
 ACTIVATIONS = {'none': None, 'tanh': torch.tanh, 'hardtanh': F.hardtanh, 'softsign': F.softsign}
-INITS = ('identity', 'paper')
+INITS = ('identity', 'paper', 'vit')
 MLP_WIDTH = 4  # Table 4 (D): h_int
 
 
@@ -51,8 +52,10 @@ class GatingModulation(nn.Module):
             ``'none'`` (A: ``r`` itself, no parameters).
         activation: Applied to the result: ``'none'``, ``'tanh'``, ``'hardtanh'`` or ``'softsign'`` (Tables 5 and 8).
         residual: Whether the host multiplies by ``1 + G``; the identity start is G = 0 then, and G = 1 without.
-        init: ``'identity'`` (default) or ``'paper'``: what detectors make of linear layers, weights uniform in xavier's
-            bounds (``sqrt 2`` for 1 -> 2) and biases in torch's (1). With the variant ``'none'`` the gate projections
+        init: ``'identity'`` (default), ``'paper'`` or ``'vit'``. ``'paper'`` is what the authors' hosts make of linear
+            layers: of detectors weights uniform in xavier's bounds (``sqrt 2`` for 1 -> 2) and biases in torch's (1),
+            of vision transformers what ``'vit'`` always is: weights from a normal distribution of deviation 0.02,
+            truncated, and biases 0, so that the gate starts near 0. With the variant ``'none'`` the gate projections
             have to make the identity.
 
     All parameters are one-dimensional, because detectors run xavier over every parameter that has more dimensions: both
@@ -90,13 +93,31 @@ class GatingModulation(nn.Module):
             self.bias = nn.Parameter(torch.empty(factors))
         self.reset_parameters()
 
+    def start_projection(self, projection: nn.Linear, in_vit: bool) -> None:
+        """Start the projection of raw gates: xavier-uniform, or as :meth:`starts_narrow` says."""
+        if self.starts_narrow(in_vit):
+            start_linear(projection)
+        else:
+            xavier_(projection)
+
+    def starts_narrow(self, in_vit: bool) -> bool:
+        """Return whether weights start at a deviation of 0.02 and biases at 0, in a vision transformer or elsewhere."""
+        return self.init == 'vit' or (self.init == 'paper' and in_vit)
+
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Set the start that ``init`` names."""
+    def reset_parameters(self, in_vit: bool = False) -> None:
+        """Set the start that ``init`` names, in a vision transformer or elsewhere."""
         if self.variant == 'none':
             return
+        if self.starts_narrow(in_vit):
+            for name, parameter in self.named_parameters():
+                if name.endswith('bias'):
+                    parameter.zero_()
+                else:
+                    nn.init.trunc_normal_(parameter, std=0.02)
+            return
         if self.variant == 'mlp':
-            _draw(self.hidden_weight, self.hidden_bias, 1)  # in both inits
+            _draw(self.hidden_weight, self.hidden_bias, 1)  # of the identity, too
         if self.init == 'paper':
             _draw(self.weight, self.bias, MLP_WIDTH if self.variant == 'mlp' else 1)
         else:

@@ -12,7 +12,7 @@ from mmgate.layers.base.gate import Sizes
 from mmgate.ops.ms_deform_attn import POSITIONS
 from mmgate.registry import MODELS
 
-from .gml import GatingModulation, check_option, xavier_
+from .gml import GatingModulation, check_option
 
 # Table 9, by which of (heads, levels, points) a gate value is specific to
 GRANULARITIES = {
@@ -36,8 +36,8 @@ class PLuGDeformableGate(DeformableGate):
         position: ``'pre_softmax'`` (default) or ``'post_softmax'`` (Table 10).
         residual: Multiply by ``1 + G`` (default) or by ``G`` (Table 12).
         init: ``'identity'`` (default): exactly the vanilla attention until the gate is trained; ``'paper'``: as the
-            authors' hosts start linear layers, see :class:`GatingModulation`. The gate projection starts
-            xavier-uniform in both, with torch's bias.
+            authors' hosts start linear layers; ``'vit'``: as vision transformers do, see :class:`GatingModulation`.
+            The gate projection starts xavier-uniform, with torch's bias, in the first two.
         backend: Of :func:`mmgate.ops.ms_deform_attn`. Default ``'auto'``.
 
     Raises:
@@ -76,11 +76,11 @@ class PLuGDeformableGate(DeformableGate):
     @torch.no_grad()
     def reset_gate(self) -> None:
         """Set the gate's start."""
-        xavier_(self.gate_proj)
+        self.gml.start_projection(self.gate_proj, self.in_vit)
         if self.gml.variant == 'none' and self.gml.init == 'identity':
             self.gate_proj.weight.zero_()
             self.gate_proj.bias.fill_(0.0 if self.residual else 1.0)
-        self.gml.reset_parameters()
+        self.gml.reset_parameters(self.in_vit)
 
     def factor(self, query: Tensor) -> Tensor:
         """Return the gate ``G`` (B, Q, H|1, L|1, P|1) of ``query`` (B, Q, C), position embedding included (Eq. 10)."""

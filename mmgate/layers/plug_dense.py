@@ -12,7 +12,7 @@ from mmgate.ops.ms_deform_attn import POSITIONS
 from mmgate.ops.plug_attention import attention_map, check_backend, plug_attention
 from mmgate.registry import MODELS
 
-from .gml import GatingModulation, check_option, xavier_
+from .gml import GatingModulation, check_option
 
 
 class PLuGGate(DenseGate):
@@ -27,7 +27,9 @@ class PLuGGate(DenseGate):
         position: ``'pre_softmax'`` (default) or ``'post_softmax'`` (Table 10).
         residual: Multiply by ``1 + G`` (default) or by ``G`` (Table 11).
         init: ``'identity'`` (default) starts as the vanilla attention; ``'paper'`` as the authors' hosts start linear
-            layers, see :class:`GatingModulation`. The gate projections start xavier-uniform in both, with torch's bias.
+            layers, in vision transformers otherwise than in detectors; ``'vit'`` as in vision transformers, whatever
+            the host; see :class:`GatingModulation`. The gate projections start xavier-uniform with torch's bias but
+            where it is a vision transformer's start.
         backend: Of :func:`mmgate.ops.plug_attention`.
 
     Raises:
@@ -76,9 +78,9 @@ class PLuGGate(DenseGate):
 
     def reset_gate(self) -> None:
         """Set the gate's start."""
-        xavier_(self.gate_q_proj)
-        xavier_(self.gate_k_proj)
-        self.gml.reset_parameters()
+        self.gml.start_projection(self.gate_q_proj, self.in_vit)
+        self.gml.start_projection(self.gate_k_proj, self.in_vit)
+        self.gml.reset_parameters(self.in_vit)
 
     def factors(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return what gates are products of, ``(B, H|1, N|M, g)``, from query and key before projection."""

@@ -11,6 +11,7 @@ from mmgate.layers.base.map import GatedMapAttention, Size
 from mmgate.ops.gated_linear_attention import gated_linear_attention
 from mmgate.registry import MODELS
 
+from .gml import check_option
 from .linear.base import LinearGate
 
 GATES = ('gate_k', 'gate_v', 'gate_out')
@@ -31,7 +32,12 @@ class SAGAGate(LinearGate):
         dwc: Add the convolved values (Table 4, DWC).
         output_augmentation: Multiply by G (Table 4, Output_Aug).
         position_encoding: Add the learnt position encoding to K.
+        scale_by_tokens: Scale K^T V by 1 / N and Q by 1 / sqrt(d), as above (default). False: by neither, which is
+            Eq. 10 as printed. The output then grows with the number of tokens, and leaves half precision early.
         **kwargs: Those of :class:`~mmgate.layers.linear.base.LinearGate`.
+
+    Raises:
+        ValueError: A ``qk_scale`` beside ``scale_by_tokens=False``.
 
     Source: SAGA, Eq. 9 and 10, Table 4.
     """
@@ -47,10 +53,18 @@ class SAGAGate(LinearGate):
         dwc: bool = True,
         output_augmentation: bool = True,
         position_encoding: bool = True,
+        scale_by_tokens: bool = True,
         **kwargs: Any,
     ) -> None:
         size = map_size if position_encoding else None
         super().__init__(sizes, dwc=5 if dwc else 0, dwc_shared=True, map_size=size, **kwargs)
+        check_option('scale_by_tokens', scale_by_tokens, (True, False))
+        if not scale_by_tokens and self.scale != self.head_dim**-0.5:
+            raise ValueError(
+                f'scale_by_tokens=False is Eq. 10 as printed, which scales nothing, but qk_scale={self.scale}; leave '
+                'one of the two out.'
+            )
+        self.scale_by_tokens = scale_by_tokens
         if not gate:
             self.gate_k = self.gate_v = None
         if not output_augmentation:
@@ -67,7 +81,9 @@ class SAGAGate(LinearGate):
         gate_k = None if self.gate_k is None else self.split_heads(self.gate_k(x).sigmoid())
         gate_v = None if self.gate_v is None else self.split_heads(self.gate_v(x).sigmoid())
         q, k, v = (self.split_heads(t) for t in (q, k, v))
-        return self.merge_heads(gated_linear_attention(q, k, v, gate_k, gate_v, scale=self.scale))
+        scale = self.scale if self.scale_by_tokens else 1.0
+        out = gated_linear_attention(q, k, v, gate_k, gate_v, scale=scale, scale_by_tokens=self.scale_by_tokens)
+        return self.merge_heads(out)
 
     def key_features(self, q: Tensor, k: Tensor, hw_shape: Size) -> Tensor:
         """Return the features of the keys ``(B, H, N, d)``."""

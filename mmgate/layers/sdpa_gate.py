@@ -10,13 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmgate.errors import ConfigError
 from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, Inputs
 from mmgate.layers.base.gate import Sizes
 from mmgate.registry import MODELS
 
-from .gml import INITS, check_option
+from .gml import check_option
 
 POSITIONS = ('G1', 'G2', 'G3', 'G4', 'G5')
+INITS = ('identity', 'paper')
+SHARED = (False, 'average', 'projection')
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     'sigmoid': torch.sigmoid,
     'silu': F.silu,
@@ -41,7 +44,10 @@ class SDPAGate(DenseGate):
             ``'G3'``: the key; ``'G4'``: the query; ``'G5'``: after the output projection.
         granularity: A score per channel (``'elementwise'``, default) or per head (``'headwise'``); there are no heads
             any more at G5.
-        head_shared: All heads share their scores. Default False; not at G5.
+        head_shared: Whether all heads share their scores, and how; not at G5. False (default); ``'average'``, the
+            paper's: every head has scores, and all heads take their mean, so that it adds as many parameters as
+            without sharing; ``'projection'``: one projection, as wide as a head, makes the scores of all, which is
+            ours. True, as mmgate 0.1 had it, is ``'projection'``.
         form: ``'multiplicative'`` (default): ``y * s``, or ``'additive'``: ``y + s``.
         act: ``'sigmoid'`` (default), ``'silu'`` or ``'ns_sigmoid'``: ``0.5 + 0.5 sigmoid``, the paper's NS-sigmoid.
         scale: Factor of the score; 1 in the paper (default).
@@ -53,7 +59,8 @@ class SDPAGate(DenseGate):
     ``x`` is the query input for G1, G4 and G5, the value input for G2 and the key input for G3.
 
     Raises:
-        ValueError: An unknown option, an option of heads at G5, or an identity start that the form does not reach.
+        ConfigError: An unknown option, or a checkpoint whose heads share a projection where these share an average.
+        ValueError: An option of heads at G5, or an identity start that the form does not reach.
 
     Source: Gated attention, section 2: positions G1 to G5 and the gating variants.
     """
@@ -66,7 +73,7 @@ class SDPAGate(DenseGate):
         *,
         position: str = 'G1',
         granularity: str = 'elementwise',
-        head_shared: bool = False,
+        head_shared: bool | str = False,
         form: str = 'multiplicative',
         act: str = 'sigmoid',
         scale: float = 1.0,
@@ -78,10 +85,12 @@ class SDPAGate(DenseGate):
         act = {'NS-sigmoid': 'ns_sigmoid'}.get(act, act)  # as the paper spells it
         check_option('act', act, tuple(ACTIVATIONS))
         check_option('init', init, INITS)
+        head_shared = 'projection' if head_shared is True else head_shared
+        check_option('head_shared', head_shared, SHARED)
         if position == 'G5' and (granularity == 'headwise' or head_shared):
             raise ValueError(
                 "position='G5' gates what the output projection has mixed, where there are no heads: use "
-                f"granularity='elementwise' and head_shared=False; got {granularity!r} and {head_shared}."
+                f"granularity='elementwise' and head_shared=False; got {granularity!r} and {head_shared!r}."
             )
         if init == 'identity':
             _check_identity(form, act, scale)
@@ -94,7 +103,9 @@ class SDPAGate(DenseGate):
         self.scale = scale
         self.init = init
         self.beyond_weights = position in ('G1', 'G2', 'G5')
-        self.gate_shape = (1 if head_shared else self.num_heads, self.head_dim if granularity == 'elementwise' else 1)
+        self.head_shared = head_shared
+        heads = 1 if head_shared == 'projection' else self.num_heads
+        self.gate_shape = (heads, self.head_dim if granularity == 'elementwise' else 1)
         outputs = self.gate_shape[0] * self.gate_shape[1]
         inputs = (self.qdim, self.kdim, self.vdim)[_INPUT[position]]
         self.gate_weight = nn.Parameter(torch.empty(outputs, inputs))
@@ -115,6 +126,12 @@ class SDPAGate(DenseGate):
         weight = state_dict.get(f'{prefix}gate_weight')
         if weight is not None and weight.dim() == 1 and weight.numel() == self.gate_weight.numel():  # of mmgate 0.1
             state_dict[f'{prefix}gate_weight'] = weight.view_as(self.gate_weight)
+        elif weight is not None and self.head_shared == 'average' and weight.shape[0] == self.gate_shape[1]:
+            raise ConfigError(
+                f"{prefix}gate_weight {tuple(weight.shape)} is of head_shared='projection' (True in mmgate 0.1), but "
+                f"head_shared='average' has {tuple(self.gate_weight.shape)}. Set head_shared='projection' for this "
+                'checkpoint.'
+            )
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
@@ -128,6 +145,8 @@ class SDPAGate(DenseGate):
         x = inputs[_INPUT[self.position]]
         score = F.linear(x, self.gate_weight, self.gate_bias)  # (B, N, H|1 * d|1)
         score = self.scale * ACTIVATIONS[self.act](score.unflatten(-1, self.gate_shape)).transpose(1, 2)
+        if self.head_shared == 'average':
+            score = score.mean(1, keepdim=True)  # (B, 1, N, d|1)
         return heads * score if self.form == 'multiplicative' else heads + score
 
     def _gated_at(self, position: str, x: Tensor, inputs: Inputs) -> Tensor:

@@ -32,6 +32,7 @@ def gated_linear_attention(
     gate_v: Tensor | None = None,
     *,
     scale: float | None = None,
+    scale_by_tokens: bool = True,
 ) -> Tensor:
     """Return ``Q ((K * gate_k)^T (V * gate_v))``, scaled; no tensor is larger than the inputs.
 
@@ -42,6 +43,8 @@ def gated_linear_attention(
         gate_k: Gates of the keys in (0, 1), of their shape, or None for no gate.
         gate_v: Gates of the values, likewise.
         scale: Factor of Q; ``1 / sqrt(d)`` by default.
+        scale_by_tokens: Whether ``K^T V`` is divided by the number of keys; without, it grows with the image and leaves
+            half precision early.
 
     Returns:
         ``(B, H, N, d)``.
@@ -54,5 +57,5 @@ def gated_linear_attention(
     check_qkv(q, k, v, ('gate_k', gate_k, 'B|1 H|1 M|1 d|1'), ('gate_v', gate_v, 'B|1 H|1 M|1 e|1'))
     k = k if gate_k is None else k * gate_k
     v = v if gate_v is None else v * gate_v
-    semantic = key_value_map(k, v)  # (B, H, d, d)
+    semantic = key_value_map(k, v) if scale_by_tokens else k.transpose(-1, -2) @ v  # (B, H, d, d)
     return q @ (semantic * (q.shape[-1] ** -0.5 if scale is None else scale))

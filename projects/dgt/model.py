@@ -24,16 +24,36 @@ ATTENTIONS: dict[str, Callable[..., nn.Module]] = {
         nn.MultiheadAttention(*args, **kwargs), DGSAGate, residual='none'
     ),
 }
+# Table 2's: DIFF Transformer and DGT, beside the same encoder with vanilla attention, and a Transformer, whose network
+# is not expanded by e: the paper says "default configurations", here Linear(C, 4 C), ReLU, Linear(4 C, C)
+TABLE_2 = ('transformer', *ATTENTIONS)
+
+
+class FeedForward(nn.Module):
+    """The original Transformer's network, four times as wide between; called as :class:`.SwiGLU`."""
+
+    def __init__(self, dim: int, drop: float) -> None:
+        super().__init__()
+        self.first, self.second, self.drop = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim), nn.Dropout(drop)
+
+    def forward(self, x: Tensor, identity: Tensor) -> Tensor:
+        """Return ``identity`` and what the network makes of ``x``, ``(B, N, C)`` each."""
+        return identity + self.drop(self.second(self.drop(self.first(x).relu())))
 
 
 class Block(nn.Module):
-    """Attention and SwiGLU with ``hidden`` channels between, each behind a norm and with a residual."""
+    """Attention and SwiGLU with ``hidden`` channels between, each after a norm and with a residual.
+
+    ``attention`` is a key of :data:`ATTENTIONS`, or ``'transformer'``: vanilla, and :class:`FeedForward`.
+    """
 
     def __init__(self, attention: str, dim: int, heads: int, hidden: int, depth: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm, self.ffn_norm = RMSNorm(dim, eps=1e-5), RMSNorm(dim, eps=1e-5)
-        self.attention = ATTENTIONS[attention](dim, heads, dropout, batch_first=True, depth=depth)
-        self.ffn = SwiGLU(dim, 2 * hidden / dim, drop=dropout)
+        kind = ATTENTIONS['vanilla' if attention == 'transformer' else attention]
+        self.attention = kind(dim, heads, dropout, batch_first=True, depth=depth)
+        plain = attention == 'transformer'
+        self.ffn = FeedForward(dim, dropout) if plain else SwiGLU(dim, 2 * hidden / dim, drop=dropout)
         self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
@@ -49,7 +69,7 @@ class TextClassifier(nn.Module):
     Args:
         vocabulary: Words, padding among them as number 0.
         classes: Classes.
-        attention: Key of :data:`ATTENTIONS`.
+        attention: One of :data:`TABLE_2`.
         dim: Channels C; ``layers``, ``heads`` and ``dropout`` are what they say.
         expansion: e of the feed-forward network ``Linear(C, e C), SwiGLU, Linear(e C / 2, C)``: 2, 4 or 16/3.
         length: Most words of a text.
@@ -97,20 +117,31 @@ def count_parameters(*args: Any, **options: Any) -> int:
         return sum(parameter.numel() for parameter in TextClassifier(*args, **options).parameters())
 
 
-def compared(vocabulary: int, classes: int, seed: int, **options: Any) -> dict[str, TextClassifier]:
-    """Return one model of each attention, of as many parameters as the width of the feed-forward network allows.
+def compared(
+    vocabulary: int, classes: int, seed: int, *, of_table_2: bool = False, **options: Any
+) -> dict[str, TextClassifier]:
+    """Return one model of each attention, which start from the same numbers where shapes are the same.
 
-    What the three share starts from the same numbers, where its shape is the same.
+    Args:
+        vocabulary: As of :class:`TextClassifier`.
+        classes: As there.
+        seed: Of the start.
+        of_table_2: The models of the paper's Table 2, each as it is. By default one of each attention, of as many
+            parameters as the width of the feed-forward network allows.
+        **options: As of :class:`TextClassifier`.
     """
-    most = max(count_parameters(vocabulary, classes, attention=name, **options) for name in ATTENTIONS)
+    names = TABLE_2 if of_table_2 else tuple(ATTENTIONS)
+    most = max(count_parameters(vocabulary, classes, attention=name, **options) for name in names)
     models: dict[str, TextClassifier] = {}
-    for name in ATTENTIONS:
+    for name in names:
         kwargs = dict(attention=name, **options)
-        sizes = [count_parameters(vocabulary, classes, extra_hidden=n, **kwargs) for n in range(9)]
-        extra = min(range(9), key=lambda n: abs(sizes[n] - most))
+        widths = range(1 if of_table_2 else 9)
+        sizes = [count_parameters(vocabulary, classes, extra_hidden=n, **kwargs) for n in widths]
+        extra = min(widths, key=lambda n: abs(sizes[n] - most))
         torch.manual_seed(seed)
         models[name] = TextClassifier(vocabulary, classes, extra_hidden=extra, **kwargs)
         own = models[name].state_dict()
-        shared = {k: v for k, v in models['vanilla'].state_dict().items() if k in own and own[k].shape == v.shape}
+        partners = [models[other].state_dict() for other in ('vanilla', 'transformer') if other in models]
+        shared = {k: v for state in partners for k, v in state.items() if k in own and own[k].shape == v.shape}
         models[name].load_state_dict(own | shared)
     return models

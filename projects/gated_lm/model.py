@@ -21,7 +21,8 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     'g3-elementwise': dict(position='G3'),
     'g4-elementwise': dict(position='G4'),
     'g5-elementwise': dict(position='G5'),
-    'g1-head-shared': dict(head_shared=True),
+    'g1-head-shared': dict(head_shared='average'),
+    'g1-head-shared-projection': dict(head_shared='projection'),  # not the paper's
     'g1-additive': dict(form='additive', act='silu'),
     'g1-silu': dict(act='silu'),
     'g1-ns-sigmoid': dict(act='ns_sigmoid'),

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, TORCH, tool
+from conftest import ROOT, TORCH, skip_unless_readable, tool
 from mmengine.config import Config
 from mmengine.hub import get_config
 from torch import nn
@@ -89,6 +89,40 @@ def test_rows_agree_with_the_papers(row) -> None:
         paper, ours = float(cells[6]), float(cells[7])
         assert abs(ours - paper) <= max(0.006 * paper, 0.05) or cells[-2], f'no reason given: {table.markdown(row)}'
     assert len(cells) == len(table.HEADER.splitlines()[0].split('|'))
+
+
+# Agent attention's Tables 4 and 14, SAGA's Table 1, PLuG's Table 1: side of the image, multiply-accumulates in billions
+VANILLA = {
+    'deit-t_8xb128-300e_in1k': (224, 1.3),
+    'deit-b_8xb128-300e_in1k': (224, 17.6),
+    'deit-s_8xb64-300e_in1k-416px': (416, 18.8),
+    'pvt-l_8xb128-300e_in1k': (224, 9.8),
+    'pvt-m_8xb64-300e_in1k-256px': (256, 8.8),
+    'pvtv2-b0_8xb128-300e_in1k': (224, 0.6),
+    'pvtv2-b1_8xb128-300e_in1k': (224, 2.1),
+    'swin-t_8xb128-300e_in1k': (224, 4.5),
+    'swin-b_8xb128-300e_in1k': (224, 15.4),
+    'swin-s_8xb64-300e_in1k-288px': (288, 14.7),
+    'swin-b_8xb32-30e_in1k-384px': (384, 47.0),
+    'cswin-t_8xb128-300e_in1k': (224, 4.3),
+    'cswin-s_8xb128-300e_in1k': (224, 6.9),
+    'cswin-b_8xb128-300e_in1k': (224, 15.0),
+    'cswin-b_8xb32-30e_in1k-384px': (384, 47.0),
+    'tinyvit-5m_8xb128-300e_in1k': (224, 1.3),
+    'visformer-t_8xb128-300e_in1k': (224, 1.3),
+    'xcit-t12_8xb128-300e_in1k': (224, 1.2),
+    'gcvit-xxt_8xb128-300e_in1k': (224, 2.1),
+}
+
+
+@pytest.mark.parametrize('name', VANILLA)
+def test_vanilla_classifiers_compute_as_much_as_in_the_papers(name: str) -> None:
+    """Parameters do not tell which tokens attend to which: attention over whole maps has those of windows."""
+    side, billions = VANILLA[name]
+    path = ROOT / f'configs/vanilla/classification/{name}.py'
+    skip_unless_readable(path)
+    macs = count_config(Config.fromfile(path), side, side).macs / 1e9
+    assert abs(macs - billions) <= max(0.05, 0.015 * billions)
 
 
 def test_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

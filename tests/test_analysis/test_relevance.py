@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,10 +143,28 @@ def test_class_tokens_join_where_they_join() -> None:
     assert not class_tokens(model, keys)
 
 
-def test_heads_that_disagree_do_not_cancel_out() -> None:
+def test_heads_that_disagree_cancel_out_but_by_their_sizes() -> None:
     """Signed, their mean is 0 throughout; by its size each has a share."""
     signed = torch.tensor([[0.75, -0.25], [-0.75, 0.25]])[None, :, None].expand(1, 2, 2, 2)
-    assert head_mean(signed).unique().tolist() == [0.25, 0.75]
+    assert head_mean(signed, absolute=True).unique().tolist() == [0.25, 0.75]
+    assert head_mean(signed).unique().tolist() == [0]
+
+
+def test_rollout_of_signed_maps_is_signed() -> None:
+    """The class token's row, two layers deep, with the sizes of each head's rows summing to 1."""
+    weights = [attention(1, 1, 2, TOKENS, TOKENS) - attention(1, 1, 2, TOKENS, TOKENS) for _ in range(2)]
+    model = Model(*(Given(x) for x in weights))
+    with record_maps(model) as recording:
+        model.test_step(dict(image=0))
+    found = relevance_map(recording, (9, 9))
+    shares = [(x[0, 0] / x[0, 0].abs().sum(-1, keepdim=True)).mean(0) for x in weights]
+    first, last = (0.5 * (x + torch.eye(TOKENS)) for x in shares)
+    expected = (last @ first)[0, 1:]
+    torch.testing.assert_close(found.flatten(), expected / expected.abs().sum())
+    assert found.min() < 0 < found.max()
+    with record_maps(model, partial(head_mean, absolute=True)) as recording:
+        model.test_step(dict(image=0))
+    assert relevance_map(recording, (9, 9)).min() >= 0
 
 
 def test_inhibition_has_its_own_colour(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from conftest import ROOT, needs_mmpretrain
 from mmengine.config import Config
 from torch import nn
 
-from mmgate.layers import DifferentialGate, DGSAGate
+from mmgate.layers import DGSAGate, DifferentialGate
 from mmgate.layers.parts.swiglu import SwiGLU
 from mmgate.registry import DATASETS, MODELS
 

@@ -18,6 +18,7 @@ from mmgate._environment import available
 if not available('mmpretrain') or not available('timm'):  # an import may fail in other ways than by absence
     pytest.skip('needs mmpretrain and timm: the extra "pretrain"', allow_module_level=True)
 import timm
+from mmpretrain.models.backbones import VisionTransformer
 from mmpretrain.models.backbones.t2t_vit import T2TTransformerLayer
 from mmpretrain.models.backbones.xcit import XCA
 from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention, ShiftWindowMSA, WindowMSAV2
@@ -137,6 +138,22 @@ def test_cross_covariance_gates_pairs_of_channels() -> None:
         heads = (logits * (1 + gate)).softmax(-1) @ v  # (B, H, d, N)
         expected = attn.proj(heads.permute(0, 3, 1, 2).reshape(2, 20, C))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_papers_start_is_that_of_the_host() -> None:
+    """In DeiT every |G| starts near 0, as with timm's linear layers; with a detector's a fifth would be saturated."""
+    arch = dict(embed_dims=192, num_layers=2, num_heads=3, feedforward_channels=768)
+    gates = {}
+    for init in ('paper', 'vit', 'identity'):
+        torch.manual_seed(0)
+        model = VisionTransformer(arch, img_size=64)
+        swap_attention(model, dict(PLUG, path='layers.*.attn', init=init))
+        model.init_weights()
+        with record(model, ['gate']) as recording, torch.no_grad():
+            model(torch.randn(1, 3, 64, 64))
+        gates[init] = torch.cat([found['gate'].last.flatten() for found in recording.values()]).abs()
+    assert 0 < gates['paper'].max() < 1e-4 and torch.equal(gates['paper'], gates['vit'])
+    assert not gates['identity'].any()
 
 
 @pytest.mark.parametrize(

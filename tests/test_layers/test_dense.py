@@ -12,6 +12,7 @@ from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, nn
 
 from mmgate import swap_attention
+from mmgate.errors import ConfigError
 from mmgate.layers import (
     DGSAGate,
     DifferentialGate,
@@ -44,8 +45,10 @@ SDPA = {
         for g in ('elementwise', 'headwise')
         if (p, g) != ('G5', 'headwise')  # no heads any more
     },
-    'shared': dict(head_shared=True),
-    'shared_headwise': dict(head_shared=True, granularity='headwise'),
+    'average': dict(head_shared='average'),
+    'average_headwise': dict(head_shared='average', granularity='headwise'),
+    'projection': dict(head_shared='projection'),
+    'projection_headwise': dict(head_shared='projection', granularity='headwise'),
     'additive': dict(form='additive', act='silu'),
     'silu': dict(act='silu'),
     'ns_sigmoid': dict(act='NS-sigmoid'),
@@ -227,7 +230,8 @@ def test_compiles_without_graph_break(name: str) -> None:
         (SDPAGate, dict(act='relu'), 'sigmoid, silu, ns_sigmoid'),
         (SDPAGate, dict(scale=0.0), 'scale=0 switches the attention off'),
         (SDPAGate, dict(position='G5', granularity='headwise'), 'there are no heads'),
-        (SDPAGate, dict(position='G5', head_shared=True), 'there are no heads'),
+        (SDPAGate, dict(position='G5', head_shared='average'), 'there are no heads'),
+        (SDPAGate, dict(head_shared='mean'), 'False, average, projection'),
         (PLuGGate, dict(add_bias_kv=True), 'no input belongs to the key that add_bias_kv'),
         (SDPAGatedMultiheadAttention, dict(add_zero_attn=True), 'add_zero_attn appends'),
         (SDPAGate, dict(granularity='head'), 'elementwise, headwise'),
@@ -251,6 +255,30 @@ def test_a_checkpoint_of_mmgate_0_1_loads() -> None:
     other = gated_attention(SDPAGate, C, H, batch_first=True, granularity='headwise').double()
     other.load_state_dict(state)
     assert torch.equal(other.gate.gate_weight, module.gate.gate_weight) and other.gate.gate_weight.shape == (H, C)
+
+
+def test_heads_that_share_a_projection_as_in_0_1() -> None:
+    """True is that; a gate that averages the heads does not take its checkpoint."""
+    old = filled(gated_attention(SDPAGate, C, H, head_shared=True), 0.4)
+    new = gated_attention(SDPAGate, C, H, head_shared='projection')
+    new.load_state_dict(old.state_dict())
+    x = torch.randn(N, B, C)
+    assert old.gate.gate_weight.shape == (C // H, C) and torch.equal(new(x, x, x)[0], old(x, x, x)[0])
+    with pytest.raises(ConfigError, match="Set head_shared='projection'"):
+        gated_attention(SDPAGate, C, H, head_shared='average').load_state_dict(old.state_dict())
+
+
+def test_heads_that_share_an_average_add_as_much_as_without() -> None:
+    """The paper prints 201 M for both, and 1.6 for one score a head: 24 layers of 2048 channels, 32 heads of 128."""
+
+    def added(**options: str) -> float:
+        with torch.device('meta'):
+            gate = SDPAGate(Sizes(4096, 32, inputs=(2048, 2048, 2048)), **options)
+        return round(24 * gate.gate_weight.numel() / 1e6, 2)
+
+    assert added() == added(head_shared='average') == 201.33
+    assert added(granularity='headwise') == 1.57
+    assert added(head_shared='projection') == 6.29
 
 
 def test_mmcv_arguments_reach_the_core() -> None:

@@ -122,6 +122,23 @@ def test_paper_start_of_the_gml(variant: str, bounds: dict[str, float]) -> None:
         assert_uniform(torch.stack([start[name] for start in starts]), bound)
 
 
+@pytest.mark.parametrize('variant', VARIANTS)
+def test_start_of_vision_transformers(variant: str) -> None:
+    """Every weight normal of deviation 0.02, every bias 0; whatever the host draws afterwards, and without a swap."""
+    rules = [
+        dict(type='PLuGMultiheadAttention', gml=variant, init='vit'),
+        dict(type='PLuGMultiScaleDeformableAttention', gml=variant, init='vit', granularity='head_level_point'),
+    ]
+    layers = initialised('mask2former', (dense, rules[0]), (deformable, rules[1])).layers
+    for layer in (*layers, PLuGMultiheadAttention(C, H, gml=variant, init='vit').attn):
+        for name, parameter in layer.named_parameters():
+            if name.startswith('g') and name.endswith('bias'):
+                assert not parameter.any(), name
+            elif name.startswith('g'):
+                assert 0 < parameter.abs().max() < 0.1, name
+                assert parameter.numel() < 200 or 0.018 < parameter.std() < 0.022, name
+
+
 SDPA = dict(type='SDPAGatedMultiheadAttention', init='identity', act='silu')
 
 

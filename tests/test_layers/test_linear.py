@@ -39,7 +39,7 @@ LAYERS: dict[str, tuple[type[GatedMapAttention], dict[str, Any]]] = {
     'focused_squares': (FocusedLinearAttention, dict(map_size=(4, 4), power=2.0)),
     **{
         f'saga_without_{part}': (SAGAAttention, {'map_size': (4, 4), part: False})
-        for part in ('gate', 'dwc', 'output_augmentation', 'position_encoding')
+        for part in ('gate', 'dwc', 'output_augmentation', 'position_encoding', 'scale_by_tokens')
     },
 }
 every_layer = pytest.mark.parametrize('name', LAYERS)
@@ -96,6 +96,7 @@ def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int], power: float) ->
     elif isinstance(layer, SAGAAttention):
         gates = (part and heads(part(x).sigmoid()) for part in (gate.gate_k, gate.gate_v))
         out = gated_linear_attention_reference(heads(q), heads(k), heads(v), *gates)
+        out = out if layer.scale_by_tokens else out * v.shape[1] * (C // HEADS) ** 0.5
     elif isinstance(layer, InLineAttention):
         out = ops.inline_attention_reference(heads(q), heads(k), heads(v))
         weights = gate.local(x.mean(1)[..., None]).view(len(x), C, 9, 1)
@@ -187,6 +188,8 @@ def test_registered_autocast_and_starts(name: str) -> None:
         ('mlla', dict(embed_dims=14, num_heads=7), 'embed_dims=14 must be a multiple of 4'),
         ('rala', dict(num_heads=8), 'width 2 must be a multiple of 4'),
         ('angular', dict(convolution='rows'), "convolution='rows' is unknown"),
+        ('saga', dict(scale_by_tokens='N'), "scale_by_tokens='N' is unknown; choose one of True, False"),
+        ('saga', dict(scale_by_tokens=False, qk_scale=0.9), 'scales nothing, but qk_scale=0.9'),
     ],
 )
 def test_refuses(name: str, options: dict[str, Any], message: str) -> None:

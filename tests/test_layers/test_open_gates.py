@@ -131,13 +131,16 @@ def test_sdpa_gate(position: str, act: str, form: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('shared', [False, True], ids=['head_specific', 'head_shared'])
+@pytest.mark.parametrize('shared', [False, 'average', 'projection'], ids=str)
 @pytest.mark.parametrize('granularity', ['elementwise', 'headwise'])
-def test_sdpa_granularity(granularity: str, shared: bool) -> None:
+def test_sdpa_granularity(granularity: str, shared: bool | str) -> None:
     layer = opened(SDPAGatedMultiheadAttention(C, H, batch_first=True, granularity=granularity, head_shared=shared))
     call = Call(layer)
     score = call.inputs[0] @ layer.attn.gate.gate_weight.T + layer.attn.gate.gate_bias  # (B, N, heads * channels)
-    score = score.sigmoid().view(B, N, 1 if shared else H, D if granularity == 'elementwise' else 1)
+    heads, channels = 1 if shared == 'projection' else H, D if granularity == 'elementwise' else 1
+    score = score.sigmoid().view(B, N, heads, channels)
+    if shared == 'average':
+        score = sum(score[:, :, h] for h in range(H))[:, :, None] / H
     heads = (call.q @ call.k.mT / D**0.5 + call.bias).softmax(-1) @ call.v * score.transpose(1, 2)
     torch.testing.assert_close(call.run(layer), call.identity + call.finish(layer, heads))
 

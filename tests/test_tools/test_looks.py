@@ -21,6 +21,7 @@ from torch import nn
 import mmgate  # noqa: F401
 from mmgate.analysis.figures.maps import seen_part
 from mmgate.analysis.loading import UNTRAINED, class_names, load_models, parser, picture_names
+from mmgate.benchmarks import backbones
 from mmgate.benchmarks.measure import MODES
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
@@ -54,9 +55,9 @@ def look(name: str, config: str, out: Path, *options: str) -> int:
 def draw(name: str, config: str, out: Path, *options: str) -> list[dict[str, str]]:
     """Run a tool and return the rows of its CSV."""
     assert look(name, config, out, *options) == 0
-    (picture,), (table,) = out.glob('*.png'), out.glob('*.csv')
-    assert picture.stat().st_size > 5_000 and picture.stem == table.stem
-    return list(csv.DictReader(table.open()))
+    (picture,) = out.glob('*.png')
+    assert picture.stat().st_size > 5_000
+    return list(csv.DictReader(picture.with_suffix('.csv').open()))
 
 
 @pytest.mark.parametrize('model', ['detr', 'mask2former'])
@@ -65,11 +66,29 @@ def test_an_identity_gate_is_zero(model: str, configs: dict[str, str], tmp_path:
     assert rows and {float(row[key]) for row in rows for key in ('mean', 'std', 'minimum', 'maximum')} == {0}
 
 
+@needs_mmpretrain
+def test_a_map_of_gates_has_every_pair(tmp_path: Path) -> None:
+    """Of 16 patches and the class token, in the figure's CSV, without a pool."""
+    rule = dict(type='PLuGMultiheadAttention', path='backbone.layers.*.attn', init='paper')
+    base = ROOT / 'configs/vanilla/classification/vit_1xb64-40e_digits.py'
+    gated = f"model = dict(type='mmgate.Gated', host='mmpretrain.ImageClassifier', attention={rule!r})"
+    (tmp_path / 'gated.py').write_text(f'_base_ = {str(base)!r}\n{gated}')
+    cv2.imwrite(str(tmp_path / 'image.png'), np.random.default_rng(0).integers(0, 256, (32, 32, 3), np.uint8))
+    draw('plot_gates', str(tmp_path / 'gated.py'), tmp_path / 'out', '--images', str(tmp_path / 'image.png'))
+    rows = list(csv.DictReader((tmp_path / 'out/gates_map.csv').open()))
+    names = ['class', *map(str, range(16))]
+    assert [(row['row'], row['column']) for row in rows] == list(product(names, names))
+    assert {row['kind'] for row in rows} == {'pairs'} and len({row['gate'] for row in rows}) > 200
+
+
 def test_gates_and_ranks_of_saga(configs: dict[str, str], tmp_path: Path) -> None:
     """Gates start around a half, ranks stay below the channels."""
     means = {row['gate']: float(row['mean']) for row in draw('plot_gates', configs['saga'], tmp_path / 'gates')}
     assert means['gate_k'] == pytest.approx(0.5, abs=0.05) and means['gate_out'] == pytest.approx(0, abs=0.1)
-    for row in draw('plot_kv_rank', configs['saga'], tmp_path / 'rank'):
+    others = ['--against', configs['saga'], UNTRAINED, '--against', configs['saga'], UNTRAINED]
+    rows = draw('plot_kv_rank', configs['saga'], tmp_path / 'rank', *others)
+    assert {row['model'] for row in rows} == {'saga (1)', 'saga (2)', 'saga (3)'}
+    for row in rows:
         assert 1 <= float(row['effective_rank']) <= float(row['matrix_rank']) <= float(row['channels'])
 
 
@@ -97,6 +116,10 @@ def test_classifiers_have_a_first_token_and_heads(tmp_path: Path) -> None:
     heads = ['--part', 'heads', '--layer', '1', '--against', gated, UNTRAINED, *given[:2]]
     values = [float(row['attention']) for row in draw('plot_rollout', signed, tmp_path / 'heads', *heads)]
     assert len(values) == 2 * 4 * 16 and min(values[:64]) < 0 < min(values[64:])
+    for options in ([], ['--absolute']):
+        rows = draw('plot_rollout', signed, tmp_path / f'rollout{len(options)}', *given[:2], *options)
+        values = [float(row['relevance']) for row in rows]
+        assert sum(map(abs, values)) == pytest.approx(1, abs=1e-3) and (min(values) < 0) == (not options)
 
 
 def test_a_picture_shows_what_the_model_sees() -> None:
@@ -119,7 +142,7 @@ def test_relevance_of_each_query_sums_to_one(configs: dict[str, str], tmp_path: 
     """Mask2Former's queries, beside a model of the same kind, on the finest of its levels."""
     config = configs['mask2former']
     rows = draw('plot_rollout', config, tmp_path, '--queries', '3', '0', '--against', config, UNTRAINED)
-    assert {row['model'] for row in rows} == {'mask2former (first)', 'mask2former (second)'}
+    assert {row['model'] for row in rows} == {'mask2former (1)', 'mask2former (2)'}
     assert {row['query'] for row in rows} == {'0', '3'} and len(rows) == 2 * 2 * 8 * 8
     assert sum(float(row['relevance']) for row in rows) == pytest.approx(4, abs=1e-3)
     assert all(0 <= int(row['label']) < 6 and 0 < float(row['score']) < 1 for row in rows)
@@ -152,6 +175,31 @@ def test_efficiency_of_two_backbones(configs: dict[str, str], tmp_path: Path) ->
         assert found == list(product(modes, ('32_b1', '64_b1'), ('throughput', 'peak memory'), ('pvt', 'agent')))
         assert all(float(row['y_20']) <= float(row['y_50']) <= float(row['y_80']) for row in rows)
     assert (tmp_path / 'efficiency.png').stat().st_size > 5_000
+
+
+def test_efficiency_beside_accuracies(configs: dict[str, str], tmp_path: Path, capsys: Any) -> None:
+    """The panels that the papers have, what is measured in the figure, and what a file lacks in one message."""
+    table = tmp_path / 'accuracies.csv'
+    given = [configs['pvt'], configs['agent'], '--repetitions', '1', '--sizes', '32', '--out', str(tmp_path / 'out')]
+    given += ['--accuracies', str(table)]
+    table.write_text('config,accuracy\npvt,75.1\n')
+    assert cli.main(tool('plot_efficiency').main, given) == 2
+    assert 'has no accuracy of agent; add a row for each' in capsys.readouterr().err
+    table.write_text('config,top1\npvt,75.1\n')
+    assert cli.main(tool('plot_efficiency').main, given) == 2
+    assert 'is no CSV file with columns config and accuracy' in capsys.readouterr().err
+
+    saved = []
+    table.write_text(f'config,accuracy,family\n{configs["pvt"]},75.1,tiny\nagent,78.4,tiny\n')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backbones, 'save', lambda figure, path: saved.append(figure) or path)
+        assert cli.main(tool('plot_efficiency').main, given) == 0
+    (figure,) = saved
+    titles = [axis.get_title() for axis in figure.axes]
+    assert titles == ['forward: peak memory', 'forward: throughput', 'forward: accuracy, 32 pixels']
+    assert [line.get_ydata()[0] for line in figure.axes[2].lines[:2]] == [75.1, 78.4]
+    assert sorted(figure.axes[2].lines[2].get_ydata()) == [75.1, 78.4]  # the family's
+    assert 'Backbones without heads' in figure.legends[0].get_title().get_text()
 
 
 def test_efficiency_of_what_rules_gate(configs: dict[str, str], tmp_path: Path) -> None:

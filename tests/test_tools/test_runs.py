@@ -6,10 +6,11 @@ import json
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from compare_runs import as_table, choose_metric, paired_difference, read_run, summary
+from compare_runs import as_table, choose_metric, draw_curves_of_runs, paired_difference, read_run, summary
 from conftest import ROOT, tool
 from scipy import stats
 
@@ -61,6 +62,23 @@ def test_summary_says_what_one_run_cannot() -> None:
     assert rows[1]['difference'] == pytest.approx(0.15) and np.isnan(rows[0]['difference'])
     table = as_table(rows).splitlines()
     assert table[-1] == '| single | 1 | 0.600 | - | - | - | - | - |' and 'nan' not in ''.join(table)
+
+
+@pytest.mark.parametrize('steps', [(1,), (2, 4)], ids=['one validation', 'two'])
+def test_runs_that_were_validated_once_have_no_curve(
+    steps: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr('compare_runs.save', lambda figure, out: figures.append(figure))
+    values = dict.fromkeys(steps, 0.3)
+    groups = {name: [read_run(write_log(tmp_path / name / str(n), values)) for n in (0, 1)] for name in ('a', 'b')}
+    draw_curves_of_runs(groups, 'coco/bbox_mAP', Path('x'), starts=dict(start=0.2))
+    (axis,) = figures[0].axes
+    if len(steps) == 1:
+        assert [label.get_text() for label in axis.get_yticklabels()] == ['a (n = 2)', 'b (n = 2)']
+        assert axis.lines[-1].get_xdata() == [0.2, 0.2]
+    else:
+        assert axis.get_xlim() == pytest.approx((1.9, 4.1)) and axis.lines[-1].get_ydata() == [0.2, 0.2]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from mmgate.train.config_file import read_config
 
 studies = tool('study')
 METRIC = 'coco/bbox_mAP'
+MOVED = dict(moved=0.01, moved_most=0.2)
 
 
 class Tools:
@@ -31,12 +32,15 @@ class Tools:
         self.commands.append(command)
         folder = Path(command[command.index('--work-dir') + 1])
         run = folder.parent if command[0] == 'test' else folder
-        seed = int(run.name.removeprefix('seed'))
-        value = 0.1 * seed + self.added.get(run.parent.name, (0, 0))[seed]
+        seed = 0 if run.name == 'start' else int(run.name.removeprefix('seed'))
+        value = 0.5 if run.name == 'start' else 0.1 * seed + self.added.get(run.parent.name, (0, 0))[seed]
         logs = folder / '20260101_000000'
         if command[0] == 'train':
             (logs / 'vis_data').mkdir(parents=True, exist_ok=True)
-            (logs / 'vis_data/scalars.json').write_text(json.dumps({METRIC: value, 'step': 1}))
+            rows: list[dict[str, Any]] = [{METRIC: value, 'step': 1}]
+            if run.parent.name == 'plug':  # GateStatisticsHook's
+                rows = [{f'gate/{n}/{k}': n * v for n in (1, 2) for k, v in MOVED.items()}, *rows]
+            (logs / 'vis_data/scalars.json').write_text('\n'.join(map(json.dumps, rows)))
             (folder / 'last_checkpoint').write_text('epoch_1.pth')
             if self.fails:
                 self.fails -= 1
@@ -66,11 +70,34 @@ def test_runs_resumes_and_reports(study: Any, tmp_path: Path) -> None:
     studies.run_study(study, tmp_path, execute=tools)
     assert len(tools.commands) == done  # nothing is run twice
     table = studies.report_study(study, tmp_path)
-    assert '| plug | 2 | 0.100 | 0.071 | vanilla | 0.050 | - | - |' in table  # two equal differences have no interval
+    assert (
+        '| plug | 2 | 0.100 | 0.071 | vanilla | 0.050 | - | - | 0.015 (0.4) |' in table
+    )  # two equal differences have no interval
     assert 'unknown: it takes seeds whose differences vary' in table
     rows = list(csv.DictReader((tmp_path / 'results.csv').open()))
     assert [(row['name'], row['seed'], row[METRIC]) for row in rows][-1] == ('plug', '1', '0.15')
     assert (tmp_path / 'curves.png').is_file() and (tmp_path / 'table.md').read_text() == table
+
+
+def test_a_checkpoint_that_runs_go_on_from_has_a_row(study: Any, tmp_path: Path) -> None:
+    """It is tested once, before any training; with checkpoints that differ each has one, by the first of its runs."""
+    tools, one = Tools(), replace(study, starts=dict.fromkeys(study.runs, 'start.pth'))
+    studies.run_study(one, tmp_path / 'one', execute=tools)
+    tested = [command for command in tools.commands if command[2] == 'start.pth']
+    assert tools.commands[0] in tested and len(tested) == 1 and tested[0][:3] == ['test', 'v.py', 'start.pth']
+    table = studies.report_study(one, tmp_path / 'one').splitlines()
+    assert table[4] == '| start | 1 | 0.500 | - | - | - | - | - | - |' and table[5].startswith('| vanilla | 2 |')
+    rows = list(csv.DictReader((tmp_path / 'one/results.csv').open()))
+    assert (rows[0]['name'], rows[0]['seed'], rows[0][METRIC], rows[0]['moved']) == ('start', '', '0.5', '')
+    assert float(rows[-1]['moved']) == pytest.approx(0.015) and float(rows[-1]['moved_most']) == 0.4
+    studies.run_study(one, tmp_path / 'one', execute=tools)
+    assert len([command for command in tools.commands if command[2] == 'start.pth']) == 1
+    two = replace(one, starts=dict(vanilla='a.pth', plug='b.pth'))
+    studies.run_study(two, tmp_path / 'two', execute=tools)
+    assert '| start of plug | 1 |' in studies.report_study(two, tmp_path / 'two')
+    other = replace(two, options=dict(load_from='of_all.pth'))
+    studies.run_study(other, tmp_path / 'three', execute=tools)
+    assert [c[2] for c in tools.commands if c[2].endswith('all.pth')] == ['of_all.pth']
 
 
 def test_compares_each_with_its_baseline(study: Any, tmp_path: Path) -> None:
@@ -140,7 +167,7 @@ def test_studies_of_the_repository(path: Path, monkeypatch: pytest.MonkeyPatch) 
                 check_key(cfg, key)
             cfg.merge_from_dict(options)
             roots = [loader.dataset.data_root for loader in (cfg.train_dataloader, cfg.val_dataloader)]
-            hard = path.stem not in ('digits', 'pvt_shapes_256')
+            hard = path.stem not in ('digits', 'pvt_shapes_256') and not path.stem.startswith('gate_rate')
             assert roots[0] == roots[1] and ('shapes_hard' in roots[0]) == hard
             last = cfg.train_cfg.get('max_epochs', cfg.train_cfg.get('max_iters'))
             assert cfg.param_scheduler[1].get('end', last) >= last, 'the schedule ends before the training'

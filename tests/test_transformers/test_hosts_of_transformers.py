@@ -16,9 +16,9 @@ from torch import nn
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
 from hub_models import DEFORMABLE, DENSE, build, feed, largest_difference, moved, outputs
+from mmgate.hosts.hosted import Shell
 
 import mmgate
-from mmgate.hosts.hosted import Shell
 
 PLUG = dict(path='**', type='PLuGMultiScaleDeformableAttention')
 DENSE_GATES: dict[str, dict[str, Any]] = {

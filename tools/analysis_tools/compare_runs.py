@@ -35,6 +35,8 @@ class Run:
         seconds: Median seconds of a training step; NaN without one.
         memory: Largest memory that mmengine logged, in MB, of GPU; NaN without one.
         seed: Of its config, None if it says nothing.
+        gates: Mean and largest distance of its gates from the value at which they change nothing, in the last record
+            of GateStatisticsHook; None without the hook.
     """
 
     folder: Path
@@ -42,6 +44,7 @@ class Run:
     seconds: float
     memory: float
     seed: int | None = None
+    gates: tuple[float, float] | None = None
 
     def final(self, metric: str) -> float:
         """Return the last value of a metric.
@@ -66,12 +69,14 @@ def read_run(folder: str | Path) -> Run:
         raise ConfigError(f'{folder} is no work dir of a run: there is no */vis_data/scalars.json in it.')
     curves: dict[str, dict[int, float]] = {}
     seconds, memory = [], []
+    gates: tuple[float, float] | None = None
     for log in logs:
         for line in log.read_text().splitlines():
             try:
                 row = json.loads(line)
             except json.JSONDecodeError:  # the last one of a run that was killed
                 continue
+            gates = _moved(row) or gates
             if 'loss' in row:
                 seconds.append(row.get('time', np.nan))
                 memory.append(row.get('memory', np.nan))
@@ -83,7 +88,14 @@ def read_run(folder: str | Path) -> Run:
     listed = {name: (sorted(points), [points[s] for s in sorted(points)]) for name, points in curves.items()}
     middle = NAN if np.isnan(seconds).all() else float(np.nanmedian(seconds))
     largest = NAN if np.isnan(memory).all() else float(np.nanmax(memory))
-    return Run(folder, listed, middle, largest, _seed(logs[-1].with_name('config.py')))
+    return Run(folder, listed, middle, largest, _seed(logs[-1].with_name('config.py')), gates)
+
+
+def _moved(row: Mapping[str, float]) -> tuple[float, float] | None:
+    """Return the mean over layers of their gates' mean distance from rest, and the largest distance of any."""
+    means = [value for name, value in row.items() if name.startswith('gate') and name.endswith('/moved')]
+    most = [value for name, value in row.items() if name.startswith('gate') and name.endswith('/moved_most')]
+    return (float(np.mean(means)), max(most)) if means and most else None
 
 
 def _seed(config: Path) -> int | None:
@@ -157,20 +169,71 @@ def summary(
     return rows
 
 
+def gates_of(runs: Sequence[Run]) -> dict[str, float]:
+    """Return ``moved``, the mean over runs of how far gates are from rest, and ``moved_most``; nothing without any."""
+    known = [run.gates for run in runs if run.gates is not None]
+    if not known:
+        return {}
+    means, most = zip(*known, strict=True)
+    return dict(moved=float(np.mean(means)), moved_most=max(most))
+
+
 def as_table(rows: Sequence[dict[str, float | str | int]]) -> str:
-    """Return a Markdown table; what is not a number is a dash."""
-    lines = ['| | runs | mean | std | against | difference | 95 % interval | p |', '|---' * 8 + '|']
+    """Return a Markdown table; what is not a number is a dash. Gates that moved have a column if a row knows of any."""
+    keys = ['name', 'runs', 'mean', 'std', 'against', 'difference', 'interval', 'p']
+    titles = ['', *keys[1:6], '95 % interval', 'p']
+    if any('moved' in row for row in rows):
+        keys += ['gates']
+        titles += ['gates moved, mean (most)']
+    lines = [f'| {" | ".join(titles)} |'.replace('|  |', '| |'), '|---' * len(keys) + '|']
     for row in rows:
         shown = {k: v if not isinstance(v, float) else '-' if np.isnan(v) else f'{v:.3f}' for k, v in row.items()}
         shown['interval'] = '-' if shown['low'] == '-' else f'{shown["low"]} to {shown["high"]}'
-        keys = ('name', 'runs', 'mean', 'std', 'against', 'difference', 'interval', 'p')
+        shown['gates'] = f'{row["moved"]:.2g} ({row["moved_most"]:.2g})' if 'moved' in row else '-'
         lines.append(f'| {" | ".join(str(shown[key]) for key in keys)} |')
     return '\n'.join(lines)
 
 
-def draw_curves_of_runs(groups: dict[str, list[Run]], metric: str, out: Path) -> Path:
-    """Draw a metric over the steps: each run thin, the mean of a group thick; return the path."""
-    figure, ((axis,),) = panels(1, 1, height=3.2, width=5.0)
+def draw_curves_of_runs(
+    groups: dict[str, list[Run]], metric: str, out: Path, *, starts: Mapping[str, float] | None = None
+) -> Path:
+    """Draw a metric over the steps, each run thin and the mean of a group thick, or by group; return the path.
+
+    Args:
+        groups: By name, the runs.
+        metric: Which.
+        out: Of the picture.
+        starts: By name, the values of checkpoints that runs went on from, each a dashed line.
+    """
+    validations = {tuple(run.curves[metric][0]) for runs in groups.values() for run in runs}
+    once = all(len(steps) == 1 for steps in validations)
+    height = max(2.0, 0.35 * len(groups) + 1.0) if once else 3.2
+    figure, ((axis,),) = panels(1, 1, height=height, width=5.0)
+    (_draw_final_values if once else _draw_curves)(axis, groups, metric)
+    for name, value in (starts or {}).items():
+        draw_line = axis.axvline if once else axis.axhline
+        draw_line(value, color='0.4', linestyle='--', linewidth=1, label=name)
+    handles = axis.get_legend_handles_labels()[0]
+    if handles:
+        legend(figure, handles, columns=1 if len(groups) < 4 else 2)
+    return save(figure, out)
+
+
+def _draw_final_values(axis: Any, groups: dict[str, list[Run]], metric: str) -> None:
+    """Draw runs that were validated once: over one step there is no curve."""
+    for number, runs in enumerate(groups.values()):
+        colour = COLOURS[number % len(COLOURS)]
+        values = [run.final(metric) for run in runs]
+        axis.plot(values, [number] * len(values), 'o', color=colour, markersize=4, alpha=0.5)
+        axis.plot([np.mean(values)], [number], '|', color=colour, markersize=14, markeredgewidth=2)
+    names = [f'{name} (n = {len(runs)})' for name, runs in groups.items()]
+    axis.set_yticks(range(len(names)), names)
+    axis.set(xlabel=f'{metric} of every run, and the mean', ylim=(len(names) - 0.5, -0.5))
+    axis.locator_params(axis='x', nbins=6)
+    axis.grid(alpha=0.3, axis='x')
+
+
+def _draw_curves(axis: Any, groups: dict[str, list[Run]], metric: str) -> None:
     for number, (name, runs) in enumerate(groups.items()):
         colour = COLOURS[number % len(COLOURS)]
         curves = [run.curves[metric] for run in runs]
@@ -181,8 +244,6 @@ def draw_curves_of_runs(groups: dict[str, list[Run]], metric: str, out: Path) ->
         axis.plot(shared, means, color=colour, marker='o', markersize=3.5, label=f'{name} (n = {len(runs)})')
     axis.set_ylabel(metric)
     layer_axis(axis, 'step (epoch or iteration) of the validation')
-    legend(figure, axis.get_legend_handles_labels()[0], columns=1 if len(groups) < 4 else 2)
-    return save(figure, out)
 
 
 def main(argv: list[str]) -> None:
@@ -204,6 +265,8 @@ def main(argv: list[str]) -> None:
         groups[name] = [read_run(folder) for folder in folders]
     metric = choose_metric([run for runs in groups.values() for run in runs], args.metric)
     rows = summary({name: [run.final(metric) for run in runs] for name, runs in groups.items()})
+    for row, runs in zip(rows, groups.values(), strict=True):
+        row.update(gates_of(runs))
     out = draw_curves_of_runs(groups, metric, Path(args.out) / 'runs.png')
     for row, runs in zip(rows, groups.values(), strict=True):
         row['seconds_per_step'] = float(np.mean([run.seconds for run in runs]))

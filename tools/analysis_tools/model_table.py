@@ -25,7 +25,7 @@ COUNTER = "the paper's counter is not known; ours is within 1 % of it"
 SCAFFOLD = 'the scaffold that gives the other SAGA rows gives 32.6; the paper prints 32'
 SAGA_DEIT = 'the scaffold that gives the other SAGA rows gives 7.07; without its depthwise convolutions 7.05'
 CSWIN = 'the published weights have 20.459; the paper prints 21'
-SWIN = 'it adds nothing to Swin-T, whose 28.3 and 4.5 the papers print as 29 and 4.5 in every row'
+SWIN = 'it adds next to nothing to Swin-T, whose 28.3 and 4.5 the papers print as 29 and 4.5 in every row'
 FLATTEN_DEIT = 'the position encoding alone adds 0.45; 6.19 is 6.1 if cut off'
 # millions that the gate G and the position encodings of the keys hold, counted; no choice of the two meets every row
 POLAFORMER = {
@@ -36,6 +36,10 @@ POLAFORMER = {
     'Swin-S': (0.09, 0.90),
     'Swin-B': (0.16, 1.20),
 }
+POLAFORMER_V2 = (
+    "unknown: PolaFormer's public code, which has no PVTv2, has our counts in the other four, in PVT but for a final "
+    'norm'
+)
 VITS = "the paper's counter is not known; the vanilla model counts as in the paper, to its rounding"
 T2T = "the paper's T2T-ViT-10 has Performer layers in its tokens-to-token module, mmpretrain's plain attention"
 PVT_GATE = 'unknown: the gate adds 0.26 to the 13.23 of its vanilla partner, two projections in each of 8 blocks'
@@ -167,6 +171,18 @@ def _agent() -> Iterator[Row]:
     }.items():
         model = _classifier('AgentSwin', 'tiny', 768, attention=options)
         yield Row('agent', f'Agent-Swin-T, {name}, classifier', model, IMAGENET, 29, 4.5, SWIN)
+    folder = 'mmgate::agent/classification/ablations'
+    for name, stem, macs, *other in (
+        ('vanilla linear attention', 'linear-swin-t', 4.5),  # Table 6
+        ('agents 49-49-49-49', 'agent-swin-t-agents-49-49-49-49', 4.7, "the paper's counter is not known"),  # Table 8
+        ('agents 9-16-25-49', 'agent-swin-t-agents-9-16-25-49', 4.5),
+        ('agents 4-9-49-49', 'agent-swin-t-agents-4-9-49-49', 4.5),
+        ('stage 1', 'agent-swin-t-stage-1', 4.5),  # Table 9
+        ('stages 1 and 2', 'agent-swin-t-stages-1-2', 4.5),
+        ('stages 1 to 4', 'agent-swin-t-stages-1-4', 4.5),
+    ):
+        model = f'{folder}/{stem}_8xb128-300e_in1k.py'
+        yield Row('agent', f'Agent-Swin-T, {name}, classifier', model, IMAGENET, 29, macs, *(other or [SWIN]))
     coco, ade = (800, 1280), (512, 2048)
     pvt, swin = 'Agent-PVT-{} ', 'Agent-Swin-{} '
     for name, path, shape, figures in (
@@ -196,8 +212,9 @@ def _agent() -> Iterator[Row]:
             path_of = f'mmgate::agent/{path.format(size)}.py'
             parameters, macs = figure if isinstance(figure, tuple) else (None, figure)  # some print no parameters
             yield Row('agent', name.format(size.upper()), path_of, shape, parameters, macs, COUNTER)
-    path = 'mmgate::agent/classification/agent-deit-t_8xb128-300e_in1k.py'
-    yield Row('agent', 'Agent-DeiT-T, classifier', path, IMAGENET, 6.0, 1.2, COUNTER)
+    for size, parameters, macs in (('T', 6.0, 1.2), ('S', 22.7, 4.4), ('B', 87.2, 17.6)):
+        path = f'mmgate::agent/classification/agent-deit-{size.lower()}_8xb128-300e_in1k.py'
+        yield Row('agent', f'Agent-DeiT-{size}, classifier', path, IMAGENET, parameters, macs, COUNTER)
 
 
 def _saga() -> Iterator[Row]:
@@ -251,14 +268,17 @@ def _linear() -> Iterator[Row]:
         model = _classifier('LinearSwin', 'tiny', 768, attention=dict(type=kind))
         why = _polaformer('Swin-T') if reason is None else reason
         yield Row('linear', f'{name}, Swin-T, classifier', model, IMAGENET, swin[0], swin[1], why)
-    for name, host, arch, width, parameters, macs in (  # SAGA Table 1
-        ('PVT-T', 'LinearPVT', 'tiny', 512, 12, 2.0),
-        ('PVT-S', 'LinearPVT', 'small', 512, 21, 4.0),
-        ('Swin-S', 'LinearSwin', 'small', 768, 50, 8.7),
-        ('Swin-B', 'LinearSwin', 'base', 1024, 88, 15.4),
+    for name, host, arch, width, parameters, macs, why in (  # SAGA Table 1
+        ('PVT-T', 'LinearPVT', 'tiny', 512, 12, 2.0, None),
+        ('PVT-S', 'LinearPVT', 'small', 512, 21, 4.0, None),
+        ('PVTv2-b0', 'LinearPVTv2', 'b0', 256, 3.4, 0.6, POLAFORMER_V2),
+        ('PVTv2-b1', 'LinearPVTv2', 'b1', 512, 13, 2.2, POLAFORMER_V2),
+        ('Swin-S', 'LinearSwin', 'small', 768, 50, 8.7, None),
+        ('Swin-B', 'LinearSwin', 'base', 1024, 88, 15.4, None),
     ):
         model = _classifier(host, arch, width, attention=dict(type='PolaFormerAttention'))
-        yield Row('linear', f'PolaFormer, {name}, classifier', model, IMAGENET, parameters, macs, _polaformer(name))
+        reason = why or _polaformer(name)
+        yield Row('linear', f'PolaFormer, {name}, classifier', model, IMAGENET, parameters, macs, reason)
 
 
 ROWS = (*_plug(), *_agent(), *_saga(), *_larger(), *_linear())

@@ -1,10 +1,14 @@
-"""Draw throughput and peak memory of configs' backbones over the image size: SAGA, Fig. 4.
+"""Draw throughput and peak memory of configs' backbones over the image size, and accuracies against throughput.
+
+SAGA, Fig. 4; Agent attention, Fig. 4.
 
 Example: plot_efficiency.py VANILLA_CONFIG SAGA_CONFIG --sizes 224 512 1280 --out out
 """
 
 import argparse
+import csv
 import sys
+from collections.abc import Iterable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -15,7 +19,7 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.benchmarks.backbones import benchmark_models, draw_curves
+from mmgate.benchmarks.backbones import Accuracy, benchmark_models, draw_curves
 from mmgate.benchmarks.measure import MODES, throughput, told, write_csv
 from mmgate.errors import ConfigError
 from mmgate.train import cli
@@ -33,6 +37,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument('--repetitions', type=int, default=3, help='the median of which is drawn (default %(default)s)')
     parser.add_argument('--device', default='cpu', help='cpu (default) or cuda')
     parser.add_argument('--autocast', action='store_true', help='bfloat16 where autocast takes it')
+    found = "CSV of each config's accuracy, columns config (its file's name), accuracy and, to join points, family"
+    parser.add_argument('--accuracies', type=Path, help=f'{found}; drawn at the first of --sizes')
     parser.add_argument('--out', required=True, help='folder for picture and CSV')
     args = parser.parse_args(argv)
     if min(args.batch, args.repetitions) < 1 or min(args.sizes) < 32:
@@ -41,11 +47,31 @@ def main(argv: list[str]) -> None:
     builds = {Path(path).stem: partial(backbone, read_config(path)) for path in args.configs}
     if len(builds) < len(args.configs):
         raise ConfigError('two configs have one file name, by which they are told apart; copy one to another name.')
+    accuracies = read_accuracies(args.accuracies, builds) if args.accuracies else None
     options = {name: getattr(args, name) for name in ('batch', 'repetitions', 'modes', 'device', 'autocast')}
     measured = benchmark_models(builds, args.sizes, **options)
     shown = (throughput(row, args.batch) if row.metric == 'time' else row for row in measured)
     out = Path(args.out) / 'efficiency.csv'
-    print(draw_curves(write_csv(told(shown), out), out.with_suffix('.png')), out)
+    print(draw_curves(write_csv(told(shown), out), out.with_suffix('.png'), accuracies), out)
+
+
+def read_accuracies(path: Path, names: Iterable[str]) -> dict[str, Accuracy]:
+    """Return the accuracies that a CSV file has, by the names of the configs.
+
+    Raises:
+        ConfigError: The file cannot be read, lacks a column or one of the ``names``, or what it has is no number.
+    """
+    try:
+        with path.open(newline='') as file:
+            rows = list(csv.DictReader(file))
+        found = {Path(row['config']).name.removesuffix('.py'): row for row in rows}
+        accuracies = {name: (float(row['accuracy']), row.get('family') or '') for name, row in found.items()}
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f'{path} is no CSV file with columns config and accuracy, a number: {error!r}.') from error
+    missing = [name for name in names if name not in accuracies]
+    if missing:
+        raise ConfigError(f'{path} has no accuracy of {", ".join(missing)}; add a row for each.')
+    return accuracies
 
 
 def backbone(cfg: Config) -> nn.Module:

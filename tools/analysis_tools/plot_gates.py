@@ -1,4 +1,4 @@
-"""Draw what gates are: mean map centred on 0, mean and spread of every layer, histogram."""
+"""Draw what gates are: mean maps, centred on what changes nothing, mean and spread of every layer, histogram."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.figures.gates import draw_gates
 from mmgate.analysis.loading import load_models, parser, write_csv
 from mmgate.analysis.probes.attention import GATES
-from mmgate.analysis.probes.gates import gate_statistics
+from mmgate.analysis.probes.gates import gate_statistics, mean_maps
 from mmgate.train import cli
 
 
@@ -18,7 +18,8 @@ def main(argv: list[str]) -> None:
     found = [(loaded.name, gate_statistics(loaded.model, loaded.inputs(args))) for loaded in models]
     out = draw_gates(found, Path(args.out) / 'gates.png')
     rows = [dict(model=name, **gate.row()) for name, gates in found for gate in gates]
-    print(out, write_csv(out.with_suffix('.csv'), rows))
+    maps = (dict(model=name, **row) for name, gates in found for of_kind in mean_maps(gates) for row in of_kind.rows())
+    print(out, write_csv(out.with_suffix('.csv'), rows), write_csv(out.with_name('gates_map.csv'), maps))
 
 
 if __name__ == '__main__':

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mmgate.analysis.probes.recording import best_queries, predict
 from mmgate.analysis.probes.relevance import (
     decoder_steps,
     head_maps,
+    head_mean,
     padded_size,
     query_relevance,
     record_maps,
@@ -34,6 +36,8 @@ def main(argv: list[str]) -> None:
     options.add_argument('--top-k', type=positive, default=4, help='queries with the best scores (default 4)')
     options.add_argument('--queries', type=int, nargs='+', help='numbers of queries, in the place of the best')
     options.add_argument('--layer', type=int, default=-1, help='whose heads are drawn (default: the last)')
+    sizes = 'let the sizes of signed weights (M-DGSA) count, so that heads that disagree do not cancel out'
+    options.add_argument('--absolute', action='store_true', help=sizes)
     args = options.parse_args(argv)
     shown: dict[str, list[tuple[LoadedModel, Any, Any]]] = {}
     for loaded in load_models(args, ['attention'], 'A rollout'):
@@ -69,7 +73,7 @@ def _computed(model: Any, batch: dict[str, Any], args: argparse.Namespace) -> tu
     if args.part == 'heads':
         _, maps, sample = head_maps(model, batch, args.layer)
         return sample, maps
-    with record_maps(model) as found:
+    with record_maps(model, partial(head_mean, absolute=args.absolute)) as found:
         sample = predict(model, batch)
     size = padded_size(sample)
     args.part = args.part or _part(found, size)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from compare_runs import as_table, draw_curves_of_runs, paired_difference, read_run, summary
+from compare_runs import UNKNOWN, as_table, draw_curves_of_runs, gates_of, paired_difference, read_run, summary
 
 import mmgate  # noqa: F401
 from mmgate.analysis.loading import write_csv
@@ -38,6 +38,7 @@ class Study:
         baselines: By name of a run, that of the one that it is compared with (default: the first).
         interactions: By name of a run, that of another: whether the first is further from its baseline than the other
             from its own, a difference of differences.
+        starts: By name of a run, the checkpoint that its config goes on from (``load_from``).
     """
 
     path: Path
@@ -48,6 +49,7 @@ class Study:
     budgets: dict[str, dict[str, Any]]
     baselines: dict[str, str] = field(default_factory=dict)
     interactions: dict[str, str] = field(default_factory=dict)
+    starts: dict[str, str] = field(default_factory=dict)
 
 
 def read_study(path: str | Path) -> Study:
@@ -65,14 +67,13 @@ def read_study(path: str | Path) -> Study:
         )
     if not cfg.runs or not cfg.seeds or len(set(cfg.seeds)) != len(cfg.seeds):
         raise ConfigError(f'study {path} needs runs and seeds, each seed once.')
-    for config in cfg.runs.values():
-        read_config(config)
+    starts = {name: read_config(config).get('load_from') for name, config in cfg.runs.items()}
     given = {key: {**cfg.get(key, {})} for key in ('options', 'budgets', 'baselines', 'interactions')}
     for key in ('baselines', 'interactions'):
         strangers = sorted({*given[key], *given[key].values()} - set(cfg.runs))
         if strangers:
             raise ConfigError(f'{key} of study {path}: {", ".join(strangers)} is none of its runs.')
-    return Study(Path(path), dict(cfg.runs), list(cfg.seeds), cfg.metric, **given)
+    return Study(Path(path), dict(cfg.runs), list(cfg.seeds), cfg.metric, **given, starts=starts)
 
 
 def run_study(
@@ -80,7 +81,8 @@ def run_study(
 ) -> int:
     """Train and test what has no result yet, seed by seed, and return how many runs are still to be done.
 
-    A run that was stopped goes on from its last checkpoint; one that has its result is not run again.
+    A run that was stopped goes on from its last checkpoint; one that has its result is not run again. A checkpoint that
+    runs go on from is tested first, by the config of the first run that does.
 
     Args:
         study: The study.
@@ -94,8 +96,13 @@ def run_study(
     """
     execute = execute or _execute
     planned = list(_planned(study, out, budget))
-    _refuse_other_settings(planned, out)
+    starts = list(_starts(study, out, budget))
+    _refuse_other_settings([*planned, *starts], out)
     todo = [run for run in planned if not _done(run[0])]
+    for folder, settings in starts:
+        if not _done(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            _test(folder, settings, settings['checkpoint'], study.metric, execute)
     for folder, settings in todo[:most]:
         _train_and_test(folder, settings, study.metric, execute)
     return len(todo[most:]) if most is not None else 0
@@ -104,7 +111,8 @@ def run_study(
 def report_study(study: Study, out: Path, *, budget: str | None = None) -> str:
     """Write ``results.csv``, ``table.md`` and ``curves.png`` of the seeds that every run has done; return the table.
 
-    Below the table stands how far the widest interval reaches: what is less cannot be told from no difference.
+    Its first row is the checkpoint that the runs went on from, if they did. Below the table stands how far the widest
+    interval reaches: what is less cannot be told from no difference.
 
     Raises:
         ConfigError: No seed is done by every run, or some are of other settings.
@@ -125,7 +133,25 @@ def report_study(study: Study, out: Path, *, budget: str | None = None) -> str:
     for name, other in study.interactions.items():
         pairs = [(groups[one], groups[study.baselines.get(one, first)]) for one in (name, other)]
         rows.append(interaction(f'{name} beside {other}', *pairs))
-    write_csv(out / 'results.csv', [dict(name=n, seed=s, **{study.metric: v[s]}) for n, v in values.items() for s in v])
+    logs = {name: {seed: read_run(out / name / f'seed{seed}') for seed in found} for name, found in values.items()}
+    runs = {name: [of_name[seed] for seed in seeds] for name, of_name in logs.items()}
+    for row in rows:
+        row.update(gates_of(runs.get(str(row['name']), [])))
+    starts = {
+        settings['name']: json.loads((folder / RESULT).read_text())['metrics'][study.metric]
+        for folder, settings in _starts(study, out, budget)
+        if _done(folder)
+    }
+    alone: dict[str, Any] = dict(UNKNOWN, runs=1, std=float('nan'), against='-')
+    rows = [*(dict(alone, name=name, mean=value) for name, value in starts.items()), *rows]
+    results: list[dict[str, Any]] = [
+        dict(name=name, seed='', **{study.metric: value}) for name, value in starts.items()
+    ]
+    for name, of_name in logs.items():
+        for seed, run in of_name.items():
+            results.append(dict(name=name, seed=seed, **{study.metric: values[name][seed]}, **gates_of([run])))
+    columns = dict.fromkeys([key for row in results for key in row], '')
+    write_csv(out / 'results.csv', [{**columns, **row} for row in results])
     reaches = [(float(row['high']) - float(row['low'])) / 2 for row in rows if row['high'] == row['high']]
     sees = f'{max(reaches):.3f}' if reaches else 'unknown: it takes seeds whose differences vary'
     table = (
@@ -133,9 +159,8 @@ def report_study(study: Study, out: Path, *, budget: str | None = None) -> str:
         f'The widest interval reaches to either side by {sees}. {len(reaches)} comparisons were made, each at 95 %.\n'
     )
     (out / 'table.md').write_text(table)
-    runs = {name: [read_run(out / name / f'seed{seed}') for seed in seeds] for name in groups}
     if all(study.metric in run.curves for listed in runs.values() for run in listed):
-        draw_curves_of_runs(runs, study.metric, out / 'curves.png')
+        draw_curves_of_runs(runs, study.metric, out / 'curves.png', starts=starts)
     return table
 
 
@@ -200,20 +225,41 @@ def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(settings))
 
 
+def _starts(study: Study, out: Path, budget: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield folder and settings of the test of every checkpoint that runs go on from."""
+    options = {**study.options, **(study.budgets[budget] if budget else {})}
+    first: dict[str, str] = {}  # the first run of each checkpoint
+    for name in study.runs:
+        checkpoint = options.get('load_from', study.starts.get(name))
+        if checkpoint:
+            first.setdefault(checkpoint, name)
+    for checkpoint, run in first.items():
+        name = 'start' if len(first) == 1 else f'start of {run}'
+        yield out / run / 'start', dict(name=name, config=study.runs[run], checkpoint=checkpoint, options=options)
+
+
 def _done(folder: Path) -> bool:
     return (folder / RESULT).is_file()
 
 
-def _train_and_test(folder: Path, settings: dict[str, Any], metric: str, execute: Execute) -> None:
+def _options(settings: dict[str, Any]) -> list[str]:
+    """Return the part of a command line that sets a run's options."""
     options = [f'{key}={json.dumps(v) if isinstance(v, (list, dict)) else v}' for key, v in settings['options'].items()]
-    options.append(f'randomness.seed={settings["seed"]}')
+    if 'seed' in settings:
+        options.append(f'randomness.seed={settings["seed"]}')
+    return ['--cfg-options', *options] if options else []
+
+
+def _train_and_test(folder: Path, settings: dict[str, Any], metric: str, execute: Execute) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SETTINGS).write_text(json.dumps(settings, indent=1))
     resume = ['--resume'] if (folder / 'last_checkpoint').is_file() else []
-    common = ['--cfg-options', *options]
-    execute(['train', settings['config'], '--work-dir', str(folder), *resume, *common])
-    checkpoint = (folder / 'last_checkpoint').read_text().strip()
-    execute(['test', settings['config'], checkpoint, '--work-dir', str(folder / 'test'), *common])
+    execute(['train', settings['config'], '--work-dir', str(folder), *resume, *_options(settings)])
+    _test(folder, settings, (folder / 'last_checkpoint').read_text().strip(), metric, execute)
+
+
+def _test(folder: Path, settings: dict[str, Any], checkpoint: str, metric: str, execute: Execute) -> None:
+    execute(['test', settings['config'], checkpoint, '--work-dir', str(folder / 'test'), *_options(settings)])
     logs = sorted((folder / 'test').glob('*/*.json'), key=lambda path: path.stat().st_mtime)
     metrics = json.loads(logs[-1].read_text().splitlines()[-1]) if logs else {}
     if metric not in metrics:

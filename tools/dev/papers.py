@@ -1,12 +1,13 @@
 """Write docs/papers.md, every table and figure of the five papers row by row, from docs/papers.yml and the metafiles.
 
 python tools/dev/papers.py           writes the page
-python tools/dev/papers.py --check   says what has no answer, or that the page is stale
+python tools/dev/papers.py --check   says what is wrong with an answer, or that the page is stale
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,13 +17,32 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 PAGE, ROWS = ROOT / 'docs/papers.md', ROOT / 'docs/papers.yml'
-KINDS = ('run', 'option', 'see', 'not')
-HOSTS = ('mmdet', 'mmseg', 'mmpretrain')
+KINDS = ('config', 'run', 'option', 'see', 'not')
+# what a host's models are judged by, and ours by the task of their metafile
+HOSTS = {'mmdet': {'box AP', 'mask AP'}, 'mmseg': {'mIoU'}, 'mmpretrain': {'Top 1 Accuracy'}}
+TASKS = {
+    'Object Detection': {'box AP'},
+    'Instance Segmentation': {'mask AP'},
+    'Semantic Segmentation': {'mIoU'},
+    'Image Classification': {'Top 1 Accuracy'},
+}
+PARAMETERS = 'million parameters'  # of any model; those of the metafile have to agree
+RECIPES = {  # by the first file that a classifier is or inherits
+    'lvvit-t_8xb128-300e_in1k': "LV-ViT's recipe",
+    'vitae-t_4xb128-300e_in1k': "ViTAE's recipe",
+    'imagenet_deit_8xb128-300e': "DeiT's recipe",
+    'imagenet_pvt_8xb128-300e': "PVT's recipe",
+    'imagenet_swin_8xb128-300e': "Swin's recipe",
+    'imagenet_cswin_8xb128-300e': "CSwin's recipe",
+    'imagenet_384px_8xb32-30e': 'fine-tuned for 30 epochs',
+    'deit-t_8xb128-300e': "Agent attention's recipe",
+    'imagenet_8xb128-300e': "Agent attention's recipe",
+}
 INTRODUCTION = """# The papers, row by row
 
 Every table and figure of the five papers, and what reaches it here: a config, a command, an option, or why there is
-none. Figures are the papers' claims, from the metafiles: nothing was trained on ImageNet, COCO, ADE20K, CIFAR or SVHN
-here. One with a table in brackets is that table's. Written by `python tools/dev/papers.py` from
+none. Figures are what the row of the paper prints, never ours: nothing was trained on ImageNet, COCO, ADE20K, CIFAR or
+SVHN here. A classifier's recipe is named where it is one of ImageNet's. Written by `python tools/dev/papers.py` from
 [papers.yml](papers.yml) and `configs/*/metafile.yml`.
 """
 
@@ -40,17 +60,22 @@ def read_models() -> dict[str, dict[str, Any]]:
 
 
 def find_problems(papers: Mapping[str, Any], models: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong: a row without an answer, an answer that is not there, a figure of a metafile in no row."""
+    """Yield what is wrong: answers that are none or not there, figures of another table or missing, links that lack."""
     for paper, entry in papers.items():
         for table, content in entry['tables'].items():
-            for row, answer in content['rows'].items():
-                reason = _fault(answer, entry['tables'], models)
+            for row, given in content['rows'].items():
+                reason = _fault(given, entry, models) or _wrong_figure(given, paper, table, content, models)
+                reason = reason or _answered_by_project(given, entry, table, row)
                 if reason:
                     yield f'{paper}, {table}, {row}: {reason}'
+        project, readme = entry.get('project'), entry['readme']
+        if project and f'{project}/README.md' not in (ROOT / readme).read_text():
+            yield f'{readme} does not link {project}/README.md'
     for name, model in models.items():
         paper, table = _source(model)
         tables = {key.lower(): value['tables'] for key, value in papers.items()}.get(paper)
-        if tables is not None and name not in tables.get(table, {'rows': {}})['rows'].values():
+        rows = (tables or {}).get(table, {'rows': {}})['rows'].values()
+        if tables is not None and not any(_answer(given)[:2] == ('config', name) for given in rows):
             yield f'{name} has a figure of {paper}, {table}, and stands in no row of it'
 
 
@@ -58,30 +83,135 @@ def make_page(papers: Mapping[str, Any], models: Mapping[str, Any]) -> str:
     """Return the page as Markdown."""
     lines = [INTRODUCTION]
     for paper, entry in papers.items():
-        lines += [f'## {paper}', '', f'{entry["title"]}; [README](../{entry["readme"]}).', '']
+        links = f'[README](../{entry["readme"]})'
+        if entry.get('project'):
+            links += f', [{entry["project"]}](../{entry["project"]}/README.md)'
+        lines += [f'## {paper}', '', f'{entry["title"]}; {links}.', '']
         for table, content in entry['tables'].items():
             title = f'{table}: {content["about"]}' if content['about'] else table
-            lines += [f'### {title}', '', '| row | figure | answer |', '|---|---|---|']
-            for row, answer in content['rows'].items():
-                lines.append(f'| {row} | {_figure(answer, paper, table, models)} | {_cell(answer, models)} |')
+            lines += [f'### {title}', '']
+            if content.get('note'):
+                lines += [content['note'], '']
+            lines += ['| row | figure | answer |', '|---|---|---|']
+            for row, given in content['rows'].items():
+                figures = _figures(given, paper, table, content, models)
+                shown = ', '.join(f'{metric} {value}' for metric, value in figures.items())
+                lines.append(f'| {row} | {shown} | {_cell(given, models)} |')
             lines.append('')
     return '\n'.join(lines)
 
 
-def _fault(answer: Any, tables: Mapping[str, Any], models: Mapping[str, Any]) -> str:
-    if isinstance(answer, str) and '::' in answer:
-        package, _, path = answer.partition('::')
-        return '' if package in HOSTS and path.endswith('.py') else f'{answer} is no config of a host'
-    if isinstance(answer, str):
-        return '' if answer in models else f'{answer} stands in no metafile'
-    if not isinstance(answer, Mapping) or len(answer) != 1 or next(iter(answer)) not in KINDS:
+def _answer(given: Any) -> tuple[str, Any, Any]:
+    """Return kind, text and figure of a row's answer; the kind is empty where it is none."""
+    if isinstance(given, str):
+        return 'config', given, None
+    kinds = [key for key in given if key != 'figure'] if isinstance(given, Mapping) else []
+    if len(kinds) != 1 or kinds[0] not in KINDS:
+        return '', None, None
+    return kinds[0], given[kinds[0]], given.get('figure')
+
+
+def _fault(given: Any, paper: Mapping[str, Any], models: Mapping[str, Any]) -> str:
+    """Return why an answer is none, or leads nowhere."""
+    kind, text, _ = _answer(given)
+    if not kind:
         return f'neither a config nor one of {", ".join(KINDS)}'
-    ((kind, text),) = answer.items()
     if not text or not str(text).strip():
         return f'{kind} says nothing'
-    if kind == 'run' and not (ROOT / text.split()[0]).is_file():
-        return f'{text.split()[0]} is no file'
-    return f'{text} is no table of the paper' if kind == 'see' and text not in tables else ''
+    if kind == 'config' and '::' in text:
+        package, _, path = text.partition('::')
+        return '' if package in HOSTS and path.endswith('.py') else f'{text} is no config of a host'
+    if kind == 'config':
+        return '' if text in models else f'{text} stands in no metafile'
+    if kind == 'run' and not script(text).exists():
+        return f'{script(text).relative_to(ROOT)} is no file'
+    return f'{text} is no table of the paper' if kind == 'see' and text not in paper['tables'] else ''
+
+
+def script(command: str) -> Path:
+    """Return the file that a command runs after ``python``, or the module's after ``python -m``."""
+    words = command.removeprefix('python ').split()
+    if words[0] == '-m':
+        return ROOT / words[2] if words[1] == 'pytest' else ROOT / f'{words[1].replace(".", "/")}.py'
+    return ROOT / words[0]
+
+
+def _wrong_figure(given: Any, paper: str, table: str, content: Mapping[str, Any], models: Mapping[str, Any]) -> str:
+    """Return why a row's figure is not the one that its table prints."""
+    kind, text, figure = _answer(given)
+    metrics = _metrics(content)
+    if not metrics:
+        return f'a figure, and {table} has no metric' if figure is not None else ''
+    written = _written(figure, metrics)
+    strange = set(written) - set(metrics)
+    if strange:
+        return f'a figure of {", ".join(sorted(strange))}, and the metric of {table} is {", ".join(metrics)}'
+    if kind == 'config':
+        judged = HOSTS[text.partition('::')[0]] if '::' in text else _judged_by(models[text])
+        if PARAMETERS not in metrics and not judged & set(metrics):
+            return f'a model judged by {", ".join(sorted(judged))}, and the metric of {table} is {", ".join(metrics)}'
+        printed = _of_metafile(text, paper, table, models)
+        if PARAMETERS in written and text in models:
+            digits = len(str(written[PARAMETERS]).partition('.')[2])
+            printed = {**printed, PARAMETERS: round(models[text]['Metadata']['Parameters'] / 1e6, digits)}
+        other = [metric for metric, value in written.items() if printed.get(metric, value) != value]
+        if other:
+            return f'{other[0]} {written[other[0]]}, and {printed[other[0]]} in the metafile'
+    if kind != 'see' and not _figures(given, paper, table, content, models):
+        return f"no figure: give what {table} prints, '-' for nothing"
+    return ''
+
+
+def _answered_by_project(given: Any, paper: Mapping[str, Any], table: str, row: str) -> str:
+    """Return the project whose README names the row of a "none": its table or figure, or what the row is called."""
+    kind, project = _answer(given)[0], paper.get('project')
+    if kind != 'not' or not project:
+        return ''
+    readme = (ROOT / project / 'README.md').read_text()
+    parts = row.partition(':')[0].split(', ')
+    places = {f'Figure {part}' for part in parts} if table == 'Figures' else {table}
+    words = [part for part in parts if re.search('[A-Za-z]{2}', part)]
+    if places & _places(readme) or any(re.search(rf'\b{re.escape(word)}\b', readme, re.I) for word in words):
+        return f'none, and the README of {project} names it'
+    return ''
+
+
+def _places(text: str) -> set[str]:
+    """Return the tables and figures that a text names: ``Table 2``, ``Tables 11 to 13``, ``Fig. 3``."""
+    found = set()
+    for word, first, last in re.findall(r'\b(Tables?|Fig\.|Figs\.|Figures?) (\d+)(?:(?: to | and |-)(\d+))?', text):
+        kind = 'Table' if word.startswith('Table') else 'Figure'
+        found |= {f'{kind} {number}' for number in range(int(first), int(last or first) + 1)}
+    return found
+
+
+def _metrics(content: Mapping[str, Any]) -> list[str]:
+    metric = content.get('metric') or []
+    return [metric] if isinstance(metric, str) else list(metric)
+
+
+def _written(figure: Any, metrics: list[str]) -> dict[str, Any]:
+    """Return a row's figures by metric; one without a name is of the table's first."""
+    if figure is None:
+        return {}
+    return dict(figure) if isinstance(figure, Mapping) else {metrics[0]: figure}
+
+
+def _judged_by(model: Mapping[str, Any]) -> set[str]:
+    """Return the metrics that a metafile's entry may have."""
+    judged: set[str] = set()
+    for result in model['Results']:
+        judged |= TASKS.get(result['Task'], set()) | set(result['Metrics'])
+    return judged
+
+
+def _of_metafile(name: str, paper: str, table: str, models: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config's figures by metric, as far as its metafile has them from this table."""
+    model = models.get(name)
+    if model is None:
+        return {}
+    metrics = {key: value for result in model['Results'] for key, value in result['Metrics'].items()}
+    return metrics if _source(model) == (paper.lower(), table) else {}
 
 
 def _source(model: Mapping[str, Any]) -> tuple[str, str]:
@@ -90,22 +220,39 @@ def _source(model: Mapping[str, Any]) -> tuple[str, str]:
     return paper.lower(), table
 
 
-def _figure(answer: Any, paper: str, table: str, models: Mapping[str, Any]) -> str:
-    model = models.get(answer) if isinstance(answer, str) else None
-    metrics = {key: value for result in model['Results'] for key, value in result['Metrics'].items()} if model else {}
-    if not model or not metrics:
-        return ''
-    figure, (origin, where) = ', '.join(f'{key} {value}' for key, value in metrics.items()), _source(model)
-    if origin != paper.lower():
-        return f'{figure} ({model["Metadata"]["Metrics From"].removeprefix("the ")})'
-    return figure if where == table else f'{figure} ({where})'
+def _figures(
+    given: Any, paper: str, table: str, content: Mapping[str, Any], models: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what the table prints in a row, by metric: the metafile's, if they are of this table, and the row's."""
+    kind, text, figure = _answer(given)
+    metrics = _metrics(content)
+    printed = _of_metafile(text, paper, table, models) if kind == 'config' else {}
+    found = {**printed, **_written(figure, metrics)}
+    return {metric: found[metric] for metric in metrics if metric in found}
 
 
-def _cell(answer: Any, models: Mapping[str, Any]) -> str:
-    if isinstance(answer, str):
-        return f'[{answer}](../{models[answer]["Config"]})' if answer in models else f'`{answer}`'
-    ((kind, text),) = answer.items()
+def _cell(given: Any, models: Mapping[str, Any]) -> str:
+    kind, text, _ = _answer(given)
+    if kind == 'config':
+        if text not in models:
+            return f'`{text}`'
+        path = models[text]['Config']
+        recipe = _recipe(ROOT / path)
+        return f'[{text}](../{path})' + (f', {recipe}' if recipe else '')
     return {'run': f'`{text}`', 'option': text, 'see': f'see {text}', 'not': f'none: {text}'}[kind]
+
+
+def _recipe(path: Path) -> str:
+    """Return the ImageNet recipe that a config of ours inherits; empty if it inherits none."""
+    if 'classification' not in path.parts:
+        return ''
+    if path.stem in RECIPES:
+        return RECIPES[path.stem]
+    for base in re.findall(r"'([^':]+\.py)'", path.read_text().partition('_base_ = ')[2].partition('\n\n')[0]):
+        found = _recipe((path.parent / base).resolve())
+        if found:
+            return found
+    return ''
 
 
 def main(argv: list[str]) -> int:

@@ -39,5 +39,10 @@ train_dataloader = dict(batch_size=128)
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
 optim_wrapper = dict(constructor='mmgate.GateOptimWrapperConstructor')
+# The authors' cosine, timm's, goes by iterations and does not start anew after the warm-up.
+param_scheduler = [
+    dict(type='LinearLR', start_factor=1e-3, by_epoch=True, end=20, convert_to_iter_based=True),
+    dict(type='mmgate.CosineLR', eta_min=1e-5, by_epoch=True, begin=20, convert_to_iter_based=True)
+]
 auto_scale_lr = dict(enable=False, base_batch_size=1024)
 default_hooks = dict(checkpoint=dict(interval=10, max_keep_ckpts=3))

@@ -12,6 +12,9 @@ test_pipeline = [
 train_dataloader = dict(sampler=dict(type='RepeatAugSampler', num_repeats=3))
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
-param_scheduler = _base_.param_scheduler
-param_scheduler[0].end = param_scheduler[1].begin = 5
+# By epochs, the full rate only in epoch 5. DeiT's code has each epoch's rate one epoch later, here it comes when it is due.
+param_scheduler = [
+    dict(type='LinearLR', start_factor=1e-3, end_factor=0.8002, by_epoch=True, end=5),
+    dict(type='mmgate.CosineLR', eta_min=1e-5, by_epoch=True, begin=5)
+]
 custom_hooks = [dict(type='EMAHook', momentum=4e-5, priority='ABOVE_NORMAL')]

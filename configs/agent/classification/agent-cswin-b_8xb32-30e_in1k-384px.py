@@ -6,7 +6,8 @@ model = dict(
         arch='base',
         out_indices=(3,),
         pretrain_img_size=384,
-        splits=(None, None, 12, None),
+        # stages 1 and 2, whose agents see the whole map, are cut in the vanilla partner
+        splits=(1, 2, 12, None),
         drop_path_rate=0.7),
     head=dict(in_channels=768))
 # The authors test on the centre, here as well.
@@ -23,7 +24,7 @@ optim_wrapper = dict(
     constructor='DefaultOptimWrapperConstructor',
     optimizer=dict(lr=2.5e-6))
 param_scheduler = [
-    dict(type='CosineAnnealingLR', T_max=20, eta_min=2.5e-7, by_epoch=True, end=20)
+    dict(type='CosineAnnealingLR', eta_min=2.5e-7, by_epoch=True, end=20, convert_to_iter_based=True)
 ]
 # The authors evaluate averaged weights, as fine-tuning starts from them.
 custom_hooks = [dict(type='EMAHook', momentum=2e-4, priority='ABOVE_NORMAL')]

@@ -1,4 +1,4 @@
-"""Gates drawn: the mean map, mean and spread of every layer, histogram."""
+"""Gates drawn: mean maps, mean and spread of every layer, histogram."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 
 from mmgate.analysis.figures import style
-from mmgate.analysis.probes.gates import LayerGate, mean_map
+from mmgate.analysis.probes.gates import GateMap, LayerGate, mean_maps
 from mmgate.analysis.probes.statistics import EDGES
 
 BARS = 40  # of a histogram
+SHORT, LONGEST = 20, 80  # characters of a layer's name: what a panel has room for, where its middle is left out
+MAP_INCHES, MOST_DPI = 1.5, 600  # of a map, about
+KINDS = dict(pairs='of pairs', levels='of levels', heads='of heads', channels='of channels')
 MEANINGS = {
     0: 'A gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
     1: 'A gate of 1 leaves attention unchanged, one of 0 closes it.',
@@ -22,71 +25,129 @@ MEANINGS = {
 
 
 def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> Path:
-    """Draw a row of three panels for each model, on the same axes; return the path.
+    """Draw a row of panels for each model: its gates' maps, every layer's mean, a histogram; return the path.
 
-    Maps have a scale centred on 0, which those of one kind share. Histograms count every layer alike, however many
-    values it has.
+    A map has a scale centred on the value at which its gates change nothing, which maps of one kind share. Histograms
+    count every layer alike, however many values it has.
     """
-    maps = [mean_map(gates) for _, gates in models]
-    used = _used([gate for _, gates in models for gate in gates])
-    tallest = max(len(gates) for _, gates in models)
-    columns = 3 if any(maps) else 2  # gates of channels, as SAGA's, have no map
-    figure, axes = style.panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9))
+    maps = [mean_maps(gates) for _, gates in models]
+    every = [gate for _, gates in models for gate in gates]
+    used, labels = _used(every), _labels(every)
+    names = [_names(gates) for _, gates in models]
+    left = max(map(len, maps))  # gates of channels, as SAGA's, have no map
+    columns = left + 2
+    tallest, longest = max(map(len, names)), max(len(name) for listed in names for name in listed)
+    by_head = sum(any(found[i].kind == 'heads' for found in maps if i < len(found)) for i in range(left))
+    width = style.WIDTH / 3 * max(columns, 3) + 0.05 * max(longest - SHORT, 0) * (1 + by_head)
+    figure, axes = style.panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9), width=width)
     for middle, right in axes[1:, -2:]:
         middle.sharex(axes[0, -2])
         right.sharex(axes[0, -1])
-    for (title, gates), found, (*lefts, middle, right) in zip(models, maps, axes, strict=True):
-        title = fill(title, style.LINE // columns)
-        _draw_layers(middle, gates)
-        middle.set_title('by layer' if lefts else f'{title}\nby layer')
-        _draw_histogram(right, gates, used)
-        if found is not None:
-            alike = [other[0].ravel() for other in maps if other is not None and other[1] == found[1]]
-            _draw_map(figure, lefts[0], *found, max(float(np.abs(np.concatenate(alike)).max()), 0.1))
-            count = '' if found[1] == 'heads' else f', {sum(gate.kind == found[1] for gate in gates)} layers'
-            lefts[0].set_title(f'{title}\nmean gate{count}')
-        elif lefts:
-            lefts[0].set_axis_off()
-            lefts[0].set_title(f'{title}\nno map: these gates are of channels')
+    for (title, gates), found, listed, (*lefts, middle, right) in zip(models, maps, names, axes, strict=True):
+        _draw_layers(middle, gates, listed)
+        _draw_histogram(right, gates, used, labels)
+        for axis in lefts[len(found) :]:
+            axis.set_axis_off()
+        for axis, of_kind in zip(lefts, found, strict=False):
+            alike = [o.values for os in maps for o in os if (o.kind, o.unchanged) == (of_kind.kind, of_kind.unchanged)]
+            _draw_map(figure, axis, of_kind, alike, [listed[gates.index(gate)] for gate in of_kind.gates])
+        if lefts and not found:
+            lefts[0].set_title('no map: these gates are of channels')
+        first = (*lefts, middle)[0]
+        first.set_title(f'{fill(title, style.LINE // 3)}\n{first.get_title()}')
     notes = {title: ' '.join(dict.fromkeys(MEANINGS[gate.unchanged] for gate in gates)) for title, gates in models}
     if len(set(notes.values())) > 1:
         notes = {title: f'{title}: {note}' for title, note in notes.items()}
-    style.legend(figure, note='\n'.join(dict.fromkeys(notes.values())))
+    lines = [*dict.fromkeys(notes.values())]
+    if any(gate.unchanged is not None for gate in every):
+        lines.append("Grey lines, and the middle of a map's colours: where nothing is changed.")
+    style.legend(figure, note='\n'.join(lines))
+    cells = max((max(of_kind.values.shape) for found in maps for of_kind in found), default=0)
+    figure.set_dpi(min(cells / MAP_INCHES * 2, MOST_DPI))  # two pixels a cell, so that a diagonal is seen
     return style.save(figure, out)
 
 
-def _draw_map(figure: Any, axis: Any, coefficients: np.ndarray, kind: str, limit: float) -> None:
-    look: dict[str, Any] = dict(cmap=style.DIVERGING, vmin=-limit, vmax=limit, interpolation='nearest', aspect='auto')
-    style.colour_bar(figure, style.show_map(axis, coefficients, **look), axis, shrink=0.9)
-    across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[kind]
+def _names(gates: Sequence[LayerGate]) -> list[str]:
+    """Return what each gate of a model is called: its layer, and which of the layer's gates it is."""
+    layers = style.layer_labels([gate.path for gate in gates], length=LONGEST)
+    return [f'{layer} {gate.name[5:]}'.strip() for layer, gate in zip(layers, gates, strict=True)]
+
+
+def _draw_map(figure: Any, axis: Any, of_kind: GateMap, alike: Sequence[np.ndarray], names: Sequence[str]) -> None:
+    centre = of_kind.unchanged or 0
+    limit = max(0.1, *(float(np.abs(values - centre).max()) for values in alike))
+    look: dict[str, Any] = dict(cmap=style.DIVERGING, vmin=centre - limit, vmax=centre + limit)
+    drawn = style.show_map(axis, _apart(of_kind), interpolation='nearest', aspect='auto', **look)
+    style.colour_bar(figure, drawn, axis, shrink=0.9)
+    across, down = dict(pairs=('key', 'query'), levels=('level', 'head'), heads=('head', 'layer'))[of_kind.kind]
     axis.set(xlabel=across, ylabel=down, xticks=[], yticks=[])
-    if kind != 'pairs':
-        axis.set(xticks=range(coefficients.shape[1]), yticks=range(coefficients.shape[0]))
+    if of_kind.kind != 'pairs':
+        axis.set(xticks=range(of_kind.values.shape[1]), yticks=range(of_kind.values.shape[0]))
+    if of_kind.kind == 'heads':
+        axis.set_yticks(range(len(names)), names, fontsize=6)
+    count = f'{len(names)} layer{"s" if len(names) > 1 else ""}'
+    axis.set_title(f'mean gate of {count}')
+    if of_kind.class_tokens:
+        axis.set(xlabel='key; left: class token', ylabel='query; top: class token')
 
 
-def _draw_layers(axis: Any, gates: Sequence[LayerGate]) -> None:
+def _apart(of_kind: GateMap) -> np.ndarray:
+    """Return the values of a map, with those of the class token, queries above and keys to the left, as broad bands."""
+    values, count = of_kind.values, of_kind.class_tokens
+    if not count:
+        return values
+    broad, gap = max(len(values) // 20, 1), max(len(values) // 60, 1)
+    for axis in (0, 1):
+        of_class, of_image = np.split(values, [count], axis)
+        empty = np.full_like(of_class.take([0], axis), np.nan).repeat(gap, axis)
+        values = np.concatenate([of_class.repeat(broad, axis), empty, of_image], axis)
+    return values
+
+
+def _draw_layers(axis: Any, gates: Sequence[LayerGate], names: Sequence[str]) -> None:
     places = np.arange(len(gates))
     means, spreads = ([getattr(gate.statistics, name) for gate in gates] for name in ('mean', 'deviation'))
-    axis.axvline(0, color='0.6', linewidth=0.8)
+    neutral = [(gate.unchanged, place) for gate, place in zip(gates, places, strict=True) if gate.unchanged is not None]
+    if neutral:
+        axis.scatter(*zip(*neutral, strict=True), marker='|', s=120, color='0.6', linewidth=1, zorder=1)
     axis.errorbar(means, places, xerr=spreads, fmt='o', color=style.COLOURS[0], markersize=3.5, capsize=2, linewidth=1)
-    labels = style.layer_labels([gate.path for gate in gates])
-    names = [f'{label} {gate.name[5:]}'.strip() for label, gate in zip(labels, gates, strict=True)]
     axis.set_yticks(places, names, fontsize=6)
-    axis.set(xlabel='gate, mean ± std', ylabel='layer', ylim=(len(gates) - 0.4, -0.6))
+    axis.set(xlabel='gate, mean ± std', ylabel='layer', ylim=(len(gates) - 0.4, -0.6), title='by layer')
 
 
-def _draw_histogram(axis: Any, gates: Sequence[LayerGate], used: tuple[float, float]) -> None:
+def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, int | None], str]:
+    """Return what the histograms call the gates of one name, kind and value at which they change nothing.
+
+    The name is enough where all of a name are alike.
+    """
+    series = dict.fromkeys(_series(gate) for gate in gates)
+    names = [name for name, *_ in series]
+    return {
+        one: one[0] if names.count(one[0]) == 1 else f'{one[0]}, {KINDS.get(one[1], "of other kinds")}'
+        for one in series
+    }
+
+
+def _series(gate: LayerGate) -> tuple[str, str, int | None]:
+    return gate.name, gate.kind, gate.unchanged
+
+
+def _draw_histogram(
+    axis: Any, gates: Sequence[LayerGate], used: tuple[float, float], labels: dict[tuple[str, str, int | None], str]
+) -> None:
     bins = np.searchsorted(EDGES, used)
     step = next(n for n in (1, 2, 4, 5, 10) if n * BARS >= bins[1] - bins[0])  # a bar begins at 0
-    for number, name in enumerate(dict.fromkeys(gate.name for gate in gates)):
-        of_name = [gate.statistics.histogram for gate in gates if gate.name == name]
-        shares = np.mean([counts / max(counts.sum(), 1) for counts in of_name], axis=0)
+    series = list(dict.fromkeys(_series(gate) for gate in gates))
+    for number, one in enumerate(series):
+        of_one = [gate.statistics.histogram for gate in gates if _series(gate) == one]
+        shares = np.mean([counts / max(counts.sum(), 1) for counts in of_one], axis=0)
         shares = np.add.reduceat(shares, range(0, len(shares), step))
-        look = dict(color=style.COLOURS[number], alpha=0.7, fill=number == 0, label=name, linewidth=1.2)
+        look = dict(color=style.COLOURS[number], alpha=0.7, fill=number == 0, label=labels[one], linewidth=1.2)
         axis.stairs(shares, EDGES[::step], **look)
-    if len({gate.name for gate in gates}) > 1:
+    if len(series) > 1:
         axis.legend(fontsize=7)
-    axis.axvline(0, color='0.6', linewidth=0.8)
+    for neutral in {gate.unchanged for gate in gates} - {None}:
+        axis.axvline(neutral, color='0.6', linewidth=0.8)
     axis.locator_params(axis='x', nbins=4)
     beyond = any(abs(x) > EDGES[-1] for g in gates for x in (g.statistics.minimum, g.statistics.maximum))
     label = 'gate (ends: beyond)' if beyond else 'gate'

@@ -77,6 +77,8 @@ def draw_queries(
     height_to_width = image.shape[0] / image.shape[1]
     columns = max(LEAST_COLUMNS, *(len(queries) for _, _, queries in models))
     figure, axes = style.panels(2 * len(models), columns, height=(style.WIDTH - 0.6) / columns * height_to_width + 0.3)
+    signed = any(float(query.relevance.min()) < 0 for _, _, queries in models for query in queries)
+    scale = dict(cmap=style.DIVERGING, vmin=-1, vmax=1) if signed else dict(cmap='magma', vmin=0, vmax=1)
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[], frame_on=False)
     for number, ((title, sample, queries), names) in enumerate(zip(models, classes, strict=True)):
@@ -89,9 +91,10 @@ def draw_queries(
             _prediction(above, image, query, sample)
             below.set_title(f'query {query.number}')
             relevance = crop_to_image(query.relevance, sample)
-            share = relevance / max(float(relevance.max()), 1e-12)
-            drawn = style.show_map(below, share, image, cmap='magma', alpha=0.7, vmin=0, vmax=1)
-    style.colour_bar(figure, drawn, axes, "relevance,\nof the panel's largest", shrink=0.5, fraction=0.03)
+            share = relevance / max(float(np.abs(relevance).max()), 1e-12)
+            drawn = style.show_map(below, share, image, alpha=0.7, **scale)
+    of_what = f"relevance,\nof the panel's largest{' size; blue inhibits' if signed else ''}"
+    style.colour_bar(figure, drawn, axes, of_what, shrink=0.5, fraction=0.03)
     return style.save(figure, out)
 
 

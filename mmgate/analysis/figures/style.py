@@ -44,7 +44,7 @@ def save(figure: Any, path: str | Path) -> Path:
             label.set_fontsize(8)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150, bbox_inches='tight', pad_inches=0.06)
+    figure.savefig(path, dpi=max(150, figure.dpi), bbox_inches='tight', pad_inches=0.06)
     return path
 
 
@@ -97,8 +97,13 @@ def short(path: str, length: int = 34) -> str:
     return path if len(path) <= length else f'{path[: length // 2 - 1]}…{path[-length // 2 :]}'
 
 
-def layer_labels(paths: Sequence[str]) -> list[str]:
-    """Return modules' paths without the names that all of them begin and end with; numbers stay."""
+def layer_labels(paths: Sequence[str], length: int = 34) -> list[str]:
+    """Return modules' paths without the names that all of them begin and end with; numbers stay.
+
+    Args:
+        paths: Of the modules.
+        length: From which a label's middle is left out.
+    """
     split = [path.split('.') for path in paths]
     shortest = min(len(names) for names in split)
 
@@ -107,4 +112,4 @@ def layer_labels(paths: Sequence[str]) -> list[str]:
 
     first = next((i for i in range(shortest) if not shared(i)), 0)
     last = next((i for i in range(1, shortest - first + 1) if not shared(-i)), 1)
-    return [short('.'.join(names[first : len(names) - last + 1])) for names in split]
+    return [short('.'.join(names[first : len(names) - last + 1]), length) for names in split]

@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.attention import GATES, gate_at
-from mmgate.analysis.probes.recording import predict, record
+from mmgate.analysis.probes.recording import class_tokens, predict, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 
-SIDE = 64  # of the mean map of gates between queries and keys
 # what a gate's mean map over images is, by what the gate's class says that its values belong to
 MAPS = {
-    'pairs': lambda x: F.adaptive_avg_pool2d(x.mean((0, 1))[None], SIDE)[0],  # of (B, H|1, N, M)
+    'pairs': lambda x: x.mean((0, 1)),  # of (B, H|1, N, M)
     'levels': lambda x: x.mean((0, 1, 4)),  # of (B, Q, H|1, L|1, P|1)
     'heads': lambda x: x.mean((0, 2, 3)),  # of (B, H, N, d|1)
 }
+
+
+@dataclass(frozen=True)
+class GateMap:
+    """The map that several layers' gates have.
+
+    Attributes:
+        values: The mean over images, and over layers: ``(N, M)`` of pairs of queries and keys, ``(H, L)`` of levels; of
+            heads a row a layer, ``(layers, H)``.
+        kind: Which of the three: ``'pairs'``, ``'levels'`` or ``'heads'``.
+        unchanged: The value at which attention is as without the gates; None if there is none.
+        gates: The layers' own.
+        class_tokens: How many of the queries and keys stand before those of the image.
+    """
+
+    values: np.ndarray
+    kind: str
+    unchanged: int | None
+    gates: tuple[LayerGate, ...]
+    class_tokens: int = 0
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a CSV, one a value: a query and a key (``class``, or a number from 0 on), or what else."""
+        classes = [f'class {number}'.removesuffix(' 0') for number in range(self.class_tokens)]
+        lines, columns = ([*classes, *range(length - self.class_tokens)] for length in self.values.shape)
+        if self.kind == 'heads':
+            lines = [gate.path for gate in self.gates]
+        for (line, column), value in zip(np.ndindex(*self.values.shape), self.values.flat, strict=True):
+            places = dict(row=lines[line], column=columns[column])
+            yield dict(kind=self.kind, layers=len(self.gates), **places, gate=float(value))
 
 
 class LayerGate:
@@ -32,12 +61,15 @@ class LayerGate:
         kind: What its values belong to: ``'pairs'``, ``'levels'``, ``'heads'``, or what has no map.
         unchanged: The value at which attention is as without the gate; None if there is none.
         statistics: Over all its values.
+        class_tokens: How many of the queries and keys stand before those of the image, where they are the same tokens.
     """
+
+    class_tokens = 0
 
     def __init__(self, path: str, name: str, gate: Any) -> None:
         self.path, self.name = path, name
-        self.kind, self.unchanged = gate.gate_readings[name], _unchanged(gate, name)
-        self.statistics = RunningStatistics()
+        self.kind, self.unchanged = gate.gate_readings[name], unchanged_value(gate, name)
+        self.statistics = RunningStatistics(self.unchanged)
         self._maps: Any = 0.0  # their sum
         self._count = 0
 
@@ -47,19 +79,26 @@ class LayerGate:
         if self.kind == 'heads' and x.shape[1] == 1:  # shared by the heads
             self.kind = ''
         if self.kind in MAPS:
-            self._maps = self._maps + MAPS[self.kind](x.float()).to('cpu', torch.float64)
-            self._count += 1
+            found = MAPS[self.kind](x.float()).to('cpu', torch.float64)
+            if self._count == 0 or found.shape == self._maps.shape:
+                self._maps = self._maps + found
+                self._count += 1
 
     @property
     def coefficients(self) -> np.ndarray | None:
-        """The mean over images: ``(64, 64)`` of pairs of queries and keys, ``(H, L)`` of levels, ``(H,)`` of heads."""
+        """The mean over images: ``(N, M)`` of pairs of queries and keys, ``(H, L)`` of levels, ``(H,)`` of heads.
+
+        Pairs are those of images with as many tokens as the first; others have other pairs.
+        """
         return (self._maps / self._count).numpy() if self._count else None
 
     def row(self) -> dict[str, Any]:
-        """Return the row of the CSV."""
+        """Return the row of the CSV; ``moved`` is the distance from :attr:`unchanged`, in the mean and at most."""
         found = self.statistics
         numbers = dict(mean=found.mean, std=found.deviation, minimum=found.minimum, maximum=found.maximum)
-        return dict(layer=self.path, gate=self.name, **numbers, sparsity=found.sparsity, values=found.count)
+        known = self.unchanged is not None
+        moved = dict(moved=found.distance if known else '', moved_most=found.farthest if known else '')
+        return dict(layer=self.path, gate=self.name, **numbers, **moved, sparsity=found.sparsity, values=found.count)
 
 
 def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[LayerGate]:
@@ -68,10 +107,17 @@ def gate_statistics(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list
     with record(model, GATES, accumulate=lambda path, name: LayerGate(path, name, gate_at(gates[path]))) as recording:
         for batch in batches:
             predict(model, batch)
-    return [gate for path in sorted(recording, key=list(gates).index) for gate in recording[path].values()]
+    found = [gate for path in sorted(recording, key=list(gates).index) for gate in recording[path].values()]
+    maps = {gate.path: gate.coefficients for gate in found if gate.kind == 'pairs'}
+    square = {path: len(x) for path, x in maps.items() if x is not None and x.shape[0] == x.shape[1]}
+    extra = class_tokens(model, square)
+    for gate in found:
+        gate.class_tokens = extra.get(gate.path, 0)
+    return found
 
 
-def _unchanged(gate: Any, name: str) -> int | None:
+def unchanged_value(gate: Any, name: str) -> int | None:
+    """Return the value of the gate called ``name`` at which attention is as without it; None where there is none."""
     if hasattr(gate, 'gml'):
         return 0 if gate.residual else 1
     if hasattr(gate, 'form'):
@@ -79,15 +125,21 @@ def _unchanged(gate: Any, name: str) -> int | None:
     return 1 if name != 'gate' else None  # K, V and the output are multiplied
 
 
-def mean_map(gates: Iterable[LayerGate]) -> tuple[np.ndarray, str] | None:
-    """Return the mean over layers of the maps of pairs, else of levels, or heads by layer, and which; None without any.
+def mean_maps(gates: Iterable[LayerGate]) -> list[GateMap]:
+    """Return the maps of gates: one for those of a kind, a shape and a value at which they change nothing.
 
-    Maps of another shape than the first one's (another number of heads or levels) are left out.
+    Pairs come first, then levels, then heads. What has no map, such as gates of channels, is in none.
     """
-    listed = list(gates)
-    for kind in MAPS:
-        maps = [gate.coefficients for gate in listed if gate.kind == kind and gate.coefficients is not None]
-        if maps:
-            stacked = np.stack([x for x in maps if x.shape == maps[0].shape])
-            return stacked if kind == 'heads' else stacked.mean(0), kind
-    return None
+    alike: dict[tuple[str, int | None, int, tuple[int, ...]], list[LayerGate]] = {}
+    for gate in gates:
+        found = gate.coefficients
+        if found is not None:
+            alike.setdefault((gate.kind, gate.unchanged, gate.class_tokens, found.shape), []).append(gate)
+    return [_mean_map(alike[key]) for key in sorted(alike, key=lambda key: list(MAPS).index(key[0]))]
+
+
+def _mean_map(gates: list[LayerGate]) -> GateMap:
+    stacked = np.stack([gate.coefficients for gate in gates if gate.coefficients is not None])
+    first = gates[0]
+    values = stacked if first.kind == 'heads' else stacked.mean(0)
+    return GateMap(values, first.kind, first.unchanged, tuple(gates), first.class_tokens)

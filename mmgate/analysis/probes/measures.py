@@ -46,6 +46,7 @@ def _windows_back(relevance: Tensor, weights: Tensor, window: tuple[int, int], s
     return back.roll((shift, shift), (0, 1))[:height, :width].flatten()
 
 
-def row_shares(weights: Tensor) -> Tensor:
-    """Return absolute weights, each row summing to 1: signed maps (M-DGSA) count by their size."""
-    return F.normalize(weights, p=1, dim=-1).abs()
+def row_shares(weights: Tensor, *, signed: bool = False) -> Tensor:
+    """Return weights whose sizes sum to 1 in each row: those sizes, or with the signs of signed maps (M-DGSA)."""
+    shares = F.normalize(weights, p=1, dim=-1)
+    return shares if signed else shares.abs()

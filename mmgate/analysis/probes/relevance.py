@@ -23,12 +23,13 @@ _ENCODER = re.compile(r'(^|\.)encoder\.layers\.')
 Step = tuple[int | None, Tensor]
 
 
-def head_mean(weights: Tensor) -> Tensor:
+def head_mean(weights: Tensor, *, absolute: bool = False) -> Tensor:
     """Return the shares of attention weights ``(B, H, N, M)``, averaged over the heads, ``(B, N, M)``.
 
-    Of signed weights (M-DGSA) the sizes count, head by head: signed, heads that disagree would cancel out.
+    Those of signed weights (M-DGSA) keep their signs, as in the paper's Fig. 3: what inhibits is below 0, and heads
+    that disagree cancel out. With ``absolute`` their sizes count, head by head.
     """
-    return row_shares(weights.float()).mean(1)
+    return row_shares(weights.float(), signed=not absolute).mean(1)
 
 
 def query_rows(weights: Tensor) -> Tensor:
@@ -43,10 +44,11 @@ def record_maps(model: nn.Module, reduce: Callable[[Tensor], Tensor] = head_mean
 
 
 def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
-    """Return the relevance of the places of one image ``(h, w)`` to the mean of the last layer's tokens; its sum is 1.
+    """Return the relevance of the places of one image ``(h, w)`` to the mean of the last layer's tokens.
 
-    With a class token it is the relevance to that token. Self-attention over the image alone counts: of the backbone,
-    if it has any, else of the encoder. The aspect of ``size``, the padded image's, tells the map of plain attention.
+    The sum of its sizes is 1; what inhibits, in M-DGSA's signed maps, is below 0. With a class token it is the
+    relevance to that token. Self-attention over the image alone counts: of the backbone, if it has any, else of the
+    encoder. The aspect of ``size``, the padded image's, tells the map of plain attention.
 
     Raises:
         ConfigError: There is no self-attention over the image.
@@ -61,7 +63,7 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
                 before, shape = relevance.view(1, 1, *shape), geometry[:2]
                 relevance = F.interpolate(before, size=shape, mode='bilinear').flatten()
             relevance = roll_back(relevance, weights if len(geometry) >= 4 else weights[0], geometry)
-        return (relevance / relevance.sum()).view(shape)
+        return shares_of(relevance, 0).view(shape)
     square = [x for path, x, _ in found if x.shape[-1] == x.shape[-2] and 'decoder' not in path]  # there: queries
     if any(len(weights) > 1 for weights in square):  # of one image: these are windows, nobody knows where
         raise ConfigError('the attention lies in windows of which this host does not tell where they are.')
@@ -74,10 +76,15 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
                 relevance[1:] = 0
             for weights in reversed(maps):
                 relevance = roll_back(relevance, weights)
-            return (relevance[tokens:] / relevance[tokens:].sum()).view(plain)
+            return shares_of(relevance[tokens:], 0).view(plain)
     raise ConfigError(
         f'no self-attention over the image: {", ".join(path for path, *_ in found) or "none"} attend to other things.'
     )
+
+
+def shares_of(relevance: Tensor, dims: int | tuple[int, ...]) -> Tensor:
+    """Return relevances whose sizes sum to 1 over ``dims``, with their signs; zeros stay."""
+    return relevance / relevance.abs().sum(dims, keepdim=True).clamp(min=1e-12)
 
 
 def attended(model: nn.Module, recording: Recording) -> dict[str, Tensor]:
@@ -173,8 +180,9 @@ def factors(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
 class Query:
     """A query, what it depends on and, of a model with a head, what it predicts: class, score and place.
 
-    ``relevance`` ``(h, w)`` is of the padded input's places; its sum is 1. ``place`` holds logits of a mask over the
-    padded input, ``(h, w)``, more than 0 inside, or a box ``(x, y, w, h)``, 0 to 1 over the image, of centre and size.
+    ``relevance`` ``(h, w)`` is of the padded input's places; its sizes sum to 1. ``place`` holds logits of a mask over
+    the padded input, ``(h, w)``, more than 0 inside, or a box ``(x, y, w, h)``, 0 to 1 over the image, of centre and
+    size.
     """
 
     number: int
@@ -250,7 +258,7 @@ def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[
             relevance = roll_back(relevance, weights) if weights.shape == (tokens, tokens) else relevance
         by_shape[_shape(layers, tokens, size)] = relevance
     relevances = add_levels(by_shape)
-    relevances = relevances / relevances.sum((1, 2), keepdim=True).clamp(min=1e-12)  # what is left are learnt queries
+    relevances = shares_of(relevances, (1, 2))  # what is left are learnt queries
     head = predicted(layers)
     found = []
     for number, relevance in zip(queries, relevances.numpy(), strict=True):
@@ -269,7 +277,7 @@ def add_levels(by_shape: dict[tuple[int, int], Tensor]) -> Tensor:
     for shape, relevance in by_shape.items():
         level = relevance.view(-1, 1, *shape)
         level = F.interpolate(level, size=finest, mode='bilinear')[:, 0] if shape != finest else level[:, 0]
-        total = total + level * (relevance.sum(-1) / level.sum((1, 2)).clamp(min=1e-12))[:, None, None]
+        total = total + shares_of(level, (1, 2)) * relevance.abs().sum(-1)[:, None, None]
     return total
 
 

@@ -37,13 +37,18 @@ class RunningStatistics:
     """Count, mean, deviation, extremes, sparsity and histogram of all numbers met, in memory that does not grow.
 
     Not-a-number and infinite values are left out. ``sparsity`` is the share of the numbers below 0.1 in absolute value.
-    What lies outside of :data:`EDGES` is counted in the histogram's first and last bin.
+    What lies outside of :data:`EDGES` is counted in the histogram's first and last bin. ``distance`` is the mean
+    distance of the numbers from ``centre``, :attr:`farthest` the largest.
+
+    Args:
+        centre: Where the distances begin; none are taken without it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, centre: float | None = None) -> None:
+        self.centre = centre
         self.histogram = np.zeros(len(EDGES) - 1, np.int64)
         self.count = 0
-        self.mean = self.deviation = self.sparsity = 0.0
+        self.mean = self.deviation = self.sparsity = self.distance = 0.0
         self.minimum, self.maximum = float('inf'), float('-inf')
 
     def add(self, x: Tensor) -> None:
@@ -58,7 +63,16 @@ class RunningStatistics:
         self.deviation, self.count = variance**0.5, total
         self.mean += shift * new
         self.sparsity = old * self.sparsity + new * float((x.abs() < NEAR_ZERO).double().mean())
+        if self.centre is not None:
+            self.distance = old * self.distance + new * float((x - self.centre).abs().mean())
         self.minimum, self.maximum = min(self.minimum, float(x.min())), max(self.maximum, float(x.max()))
         low, high, bins = EDGES[0], EDGES[-1], len(self.histogram)
         places = ((x.clamp(low, high) - low) / (high - low) * bins).long().clamp(max=bins - 1)
         self.histogram += torch.bincount(places, minlength=bins).cpu().numpy()
+
+    @property
+    def farthest(self) -> float:
+        """The largest distance of a number from ``centre``; 0 without one, or before the first number."""
+        if self.centre is None or not self.count:
+            return 0.0
+        return max(self.maximum - self.centre, self.centre - self.minimum)

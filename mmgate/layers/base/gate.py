@@ -100,6 +100,8 @@ class Gate(nn.Module):
             to, ``'pairs'`` of queries and keys, ``'levels'``, ``'heads'`` or ``'channels'``. :meth:`read_gate`
             computes it.
         identity_start: Whether, by default, the gated attention starts as the vanilla one.
+        in_vit: Whether the host is a vision transformer, whose authors start linear layers otherwise than a detector's;
+            a swap sets it.
         operator: The operator that computes with the gate, of :data:`mmgate.ops.backend.OPERATORS`, or None.
         backend: The operator's backend that is asked for.
         loaded: Whether a state dict has filled any parameter of the gate; then no initialisation draws it anew.
@@ -108,6 +110,7 @@ class Gate(nn.Module):
     undecayed: tuple[str, ...] = ()
     gate_readings: Mapping[str, str] = {}
     identity_start = False
+    in_vit = False
     operator: str | None = None
     backend = 'auto'
     loaded = False

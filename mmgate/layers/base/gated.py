@@ -169,8 +169,8 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
             return adapter.forward(self, *args, **kwargs)
 
         members['forward'] = forward
-    bases: Any = (adapter, host)
-    return _CLASSES.setdefault((adapter, host), type(f'Gated{host.__name__}', bases, members))
+    made: Any = type(f'Gated{host.__name__}', (adapter, host), members)
+    return _CLASSES.setdefault((adapter, host), made)
 
 
 def _empty(adapter: type[GatedModule], host: type[nn.Module]) -> Any:

@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip('scipy', reason='the report takes Student intervals from scipy, which is not installed')
 
-from projects.dgt import data, study
-from projects.dgt.model import ATTENTIONS, Block, TextClassifier, compared, count_parameters
+from projects.dgt import data, figures, study
+from projects.dgt.model import ATTENTIONS, TABLE_2, Block, TextClassifier, compared, count_parameters
 
 EXPANSIONS = (2, 4, 16 / 3)
 TABLE6 = {  # millions, by expansion; layers and classes
@@ -66,7 +66,7 @@ def test_table_5_comes_from_the_same_blocks(expansion, classes, printed):
     assert round((blocks + patches + tokens + head) / 1e6, 2) == printed
 
 
-@pytest.mark.parametrize('attention', ATTENTIONS)
+@pytest.mark.parametrize('attention', TABLE_2)
 def test_padding_changes_nothing(attention):
     torch.manual_seed(0)
     model = TextClassifier(30, 3, attention=attention, **SMALL).eval()
@@ -87,6 +87,65 @@ def test_models_are_equal_but_for_the_attention():
     states = [model.state_dict() for model in models.values()]
     for key in ('words.weight', 'blocks.1.attention.in_proj_weight', 'blocks.0.attention.out_proj.weight'):
         assert all(torch.equal(state[key], states[0][key]) for state in states)
+
+
+def test_models_of_table_2_are_as_wide_as_there():
+    """The DGT has Table 6's counts, no network is widened, and the Transformer's is the usual one."""
+    options = dict(dim=64, layers=2, heads=4, length=40, dropout=0.1, expansion=2)
+    models = compared(4000, 12, 3, of_table_2=True, **options)
+    assert list(models) == ['transformer', 'vanilla', 'differential', 'm_dgsa']
+    for name, model in models.items():
+        assert sum(p.numel() for p in model.parameters()) == count_parameters(4000, 12, attention=name, **options)
+    first, second = models['transformer'].blocks[0].ffn.first, models['transformer'].blocks[0].ffn.second
+    assert first.weight.shape == (256, 64) and second.weight.shape == (64, 256)
+    states = {name: model.state_dict() for name, model in models.items()}
+    for key in ('words.weight', 'blocks.1.attention.in_proj_weight', 'classify.weight'):
+        assert all(torch.equal(state[key], states['transformer'][key]) for state in states.values())
+    key = 'blocks.1.ffn.expand.weight'
+    assert all(torch.equal(states[name][key], states['vanilla'][key]) for name in ('differential', 'm_dgsa'))
+
+
+def test_the_papers_data_train_the_models_of_table_2(tmp_path, monkeypatch):
+    few = [(f'{name} {text} {name}', label) for label, name in enumerate('abc') for text in range(12)]
+    monkeypatch.setattr(study, 'published', lambda name: (few, few[::3]))
+    monkeypatch.setitem(study.SETTINGS, 'imdb', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2))
+    study.main(['run', '--csv', str(tmp_path / 'runs.csv'), '--data', 'imdb', '--seeds', '0', '--expansion', '2'])
+    rows = study.read(tmp_path / 'runs.csv')
+    assert [row['attention'] for row in rows[::2]] == ['transformer', 'vanilla', 'differential', 'm_dgsa']
+    assert {row['train_noise'] for row in rows} == {'0.0'} and len(rows) == 8
+
+
+def test_rollout_of_a_text_is_that_of_its_signed_maps():
+    torch.manual_seed(0)
+    model = TextClassifier(30, 3, attention='m_dgsa', **SMALL).eval()
+    words = torch.randint(2, 30, (7,))
+    maps = []
+    for block in model.blocks:
+        block.attention.register_forward_pre_hook(
+            lambda module, args, kwargs: maps.append(
+                module.attention_map(*module.project(args)[:2], args, None).detach()[0]
+            ),
+            with_kwargs=True,
+        )
+    model(words[None])
+    assert any(x.min() < 0 for x in maps)
+    first, last = (0.5 * (torch.eye(7) + (x / x.abs().sum(-1, keepdim=True)).mean(0)) for x in maps)
+    expected = (last @ first).mean(0)
+    torch.testing.assert_close(figures.rollout(model, words), expected / expected.abs().sum())
+
+
+def test_a_text_is_drawn(tmp_path, monkeypatch):
+    pytest.importorskip('matplotlib', reason='the figure needs matplotlib, which is not installed')
+    few = [(f'{name} {"word " * text}{name}', label) for label, name in enumerate('abc') for text in range(5, 25)]
+    monkeypatch.setattr(study, 'docstrings', lambda: (few, list('abc')))
+    monkeypatch.setitem(study.SETTINGS, 'docstrings', dict(SMALL, epochs=1, batch=8, lr=1e-3, warmup=2))
+    figures.main(['--out', str(tmp_path / 'rollout.png')])
+    assert (tmp_path / 'rollout.png').stat().st_size > 5_000
+    rows = list(csv.DictReader((tmp_path / 'rollout.csv').open()))
+    assert list(dict.fromkeys(row['attention'] for row in rows)) == list(ATTENTIONS)
+    assert len(rows) % 3 == 0 and {row['word'] for row in rows} <= {'a', 'b', 'c', 'word'}
+    for name in ATTENTIONS:
+        assert sum(abs(float(row['relevance'])) for row in rows if row['attention'] == name) == pytest.approx(1, 1e-3)
 
 
 def test_docstrings_of_this_python():
@@ -130,7 +189,7 @@ def test_noise_replaces_words_and_no_padding():
     assert torch.equal(data.corrupt(words, 0, 1000, torch.Generator()), words)
 
 
-@pytest.mark.parametrize('attention', ATTENTIONS)
+@pytest.mark.parametrize('attention', TABLE_2)
 def test_training_learns(attention):
     draw = torch.Generator().manual_seed(0)
     words = torch.randint(5, 40, (160, 12), generator=draw)

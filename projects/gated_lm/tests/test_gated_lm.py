@@ -55,10 +55,13 @@ def test_every_row_is_its_formula(variant: str) -> None:
     place, gated = None, lambda t: t
     if options is not None:
         place, act = options.get('position', 'G1'), options.get('act', 'sigmoid')
-        gates = 1 if options.get('head_shared') else {'G2': KV_HEADS, 'G3': KV_HEADS}.get(place, HEADS)
+        gates = {'G2': KV_HEADS, 'G3': KV_HEADS}.get(place, HEADS)
+        gates = 1 if options.get('head_shared') == 'projection' else gates
         raw = F.linear(x, module.gate.gate_weight, module.gate.gate_bias).unflatten(-1, (gates, -1))
         assert raw.shape[-1] == (1 if options.get('granularity') == 'headwise' else SIZE)
         score = {'sigmoid': torch.sigmoid, 'silu': F.silu, 'ns_sigmoid': lambda t: (1 + t.sigmoid()) / 2}[act](raw)
+        if options.get('head_shared') == 'average':
+            score = sum(score.unbind(2))[:, :, None] / HEADS
         gated = (lambda t: t + score) if options.get('form') == 'additive' else (lambda t: t * score)
 
     def at(position: str, t: Tensor) -> Tensor:
@@ -85,7 +88,7 @@ def test_attention_read_is_attention_used(variant: str) -> None:
 
 
 def test_layer_attends_alike() -> None:
-    """What a whole SDPAGatedAttention computes from rotated queries and keys, with the gate that was converted."""
+    """The converted gate, as mmgate's hosts call it, computes what the layer computes."""
     module, x = noise(CausalAttention(WIDTH, HEADS, KV_HEADS, SIZE, dict(), rotated=0.0)), tokens()
     q, k, v = (p(x).unflatten(-1, (-1, SIZE)).transpose(1, 2) for p in (module.q_proj, module.k_proj, module.v_proj))
     k, v = k.repeat_interleave(GROUP, 1), v.repeat_interleave(GROUP, 1)
@@ -107,6 +110,7 @@ def test_rows_share_their_start_and_the_control_its_size() -> None:
     gates = [layer.gate.gate_weight for layer in models['g1-elementwise'].attention]
     assert not torch.equal(gates[0], gates[1])
     size = {variant: sum(p.numel() for p in model.parameters()) for variant, model in models.items()}
+    assert size['g1-head-shared'] == size['g1-elementwise']  # as the paper's table prints
     assert abs(size['wide-ffn'] / size['g1-elementwise'] - 1) < 2.5e-3 < size['wide-ffn'] / size['none'] - 1
 
 

@@ -1,3 +1,3 @@
 _base_ = '../plug-mask2former_r50_8xb2-160k_ade20k-512x512.py'
-# the gate starts as detectors start linear layers, not as the identity; the baseline of no-residual and gml-none
+# the gate starts as detectors start linear layers, not as the identity; the partner of no-residual and gml-none
 model = dict(attention=dict(init='paper'))

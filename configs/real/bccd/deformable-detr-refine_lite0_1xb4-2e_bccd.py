@@ -1,0 +1,10 @@
+# The model that deformable-detr-refine_lite0_1xb4-12e_bccd.py trains goes on for 146 steps.
+_base_ = 'deformable-detr-refine_lite0_1xb4-12e_bccd.py'
+
+load_from = 'work_dirs/gate_rate_bccd_start/vanilla/seed0/epoch_12.pth'
+optim_wrapper = dict(optimizer=dict(lr=2e-4))
+train_cfg = dict(max_epochs=2, val_interval=2)
+param_scheduler = [
+    dict(type='LinearLR', start_factor=0.1, by_epoch=False, begin=0, end=20),
+    dict(type='MultiStepLR', by_epoch=False, begin=0, end=146, milestones=[110], gamma=0.1)
+]

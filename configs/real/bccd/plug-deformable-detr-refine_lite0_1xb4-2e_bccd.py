@@ -1,0 +1,13 @@
+_base_ = 'deformable-detr-refine_lite0_1xb4-2e_bccd.py'
+
+model = dict(
+    type='mmgate.Gated',
+    host='mmdet.DeformableDETR',
+    attention=dict(
+        type='PLuGMultiScaleDeformableAttention',
+        path=['encoder.layers.*.self_attn', 'decoder.layers.*.cross_attn']))
+
+# gates start at rest: at the rate of a trained model they hardly move in so few steps
+optim_wrapper = dict(
+    paramwise_cfg=dict(custom_keys={'mmgate.gates': dict(lr_mult=20.0)}))
+custom_hooks = [dict(type='mmgate.GateStatisticsHook', interval=73)]

@@ -1,0 +1,131 @@
+"""Draw the rollout of a text through vanilla, differential and M-DGSA attention, as the M-DGSA paper's Fig. 3.
+
+python -m projects.dgt.figures                                                  docstrings: two minutes on one core
+python -m projects.dgt.figures --data 20_newsgroups --expansion 5.3333 --device cuda
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmgate.analysis.figures import style
+from mmgate.analysis.probes.measures import roll_back
+from mmgate.analysis.probes.recording import record
+from mmgate.analysis.probes.relevance import head_mean, shares_of
+from mmgate.analysis.probes.statistics import Kept
+from projects.dgt.data import PAD, WORD, encode, vocabulary_of
+from projects.dgt.model import ATTENTIONS, TextClassifier, compared
+from projects.dgt.study import SETTINGS, parts, train
+
+LINE = 104  # characters of a line of words
+LEAST, MOST = 20, 60  # words of a text that is drawn by default
+
+
+@torch.no_grad()
+def rollout(model: TextClassifier, words: Tensor) -> Tensor:
+    """Return the relevance of each word ``(N,)`` to the mean of the words, which the classes are read off.
+
+    Of signed maps it is signed; its sizes sum to 1.
+
+    Source: Abnar and Zuidema, Quantifying attention flow in transformers (arXiv 2005.00928), Eq. 1; M-DGSA, Fig. 3.
+    """
+    model.eval()
+    with record(model, ['attention'], accumulate=lambda path, name: Kept(head_mean)) as recording:
+        model(words[None])
+    relevance = torch.full((len(words),), 1 / len(words))
+    for layer in reversed(range(len(model.blocks))):
+        relevance = roll_back(relevance, recording[f'blocks.{layer}.attention']['attention'].last[0])
+    return shares_of(relevance, 0)
+
+
+def draw(words: Sequence[str], relevances: Mapping[str, np.ndarray], out: Path) -> Path:
+    """Draw the words, coloured by each model's relevance, in multiples of the mean size; return the path."""
+    lines, used = 1, 0
+    places = []  # line and first character of each word
+    for word in words:
+        if used + len(word) > LINE:
+            lines, used = lines + 1, 0
+        places.append((lines - 1, used))
+        used += len(word) + 1
+    figure, axes = style.panels(len(relevances), 1, height=0.22 * lines + 0.5)
+    times = {name: values * len(words) for name, values in relevances.items()}
+    high = max(2.0, *(float(np.abs(values).max()) for values in times.values()))
+    for axis, (name, values) in zip(axes.flat, times.items(), strict=True):
+        axis.set(xlim=(0, LINE), ylim=(lines, 0), xticks=[], yticks=[], frame_on=False)
+        axis.set_title(name, loc='left', fontsize=9)
+        shades = axis.scatter([], [], c=[], cmap=style.DIVERGING, vmin=-high, vmax=high)
+        for word, (line, first), value in zip(words, places, values, strict=True):
+            colour = shades.to_rgba(value)
+            box = dict(facecolor=colour, edgecolor='none', pad=1.2)
+            dark = 'white' if np.mean(colour[:3]) < 0.45 else 'black'
+            at = dict(fontsize=6.5, family='monospace', va='center', color=dark, bbox=box)
+            axis.text(first, line + 0.5, word, **at)
+    style.colour_bar(figure, shades, axes, 'relevance, times its mean size;\nblue inhibits', fraction=0.03)
+    return style.save(figure, out)
+
+
+def choose(models: Mapping[str, TextClassifier], words: Tensor, labels: Tensor) -> int:
+    """Return the first text of a fair length whose class all models find, or the first of all."""
+    lengths = (words != PAD).sum(1)
+    for number in torch.where((lengths >= LEAST) & (lengths <= MOST))[0].tolist():
+        if all(predicted(model, words[number]) == labels[number] for model in models.values()):
+            return number
+    return 0
+
+
+@torch.no_grad()
+def predicted(model: TextClassifier, words: Tensor) -> int:
+    """Return the number of the class that a model finds for numbered words ``(N,)``."""
+    return int(model.eval()(words[None]).argmax())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train the three models, choose a text of the test and draw it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--data', choices=SETTINGS, default='docstrings')
+    parser.add_argument('--seed', type=int, default=0)
+    parser.add_argument('--expansion', type=float, default=4.0, help='2, 4 or 5.3333')
+    parser.add_argument('--text', type=int, help='number of a text of the test; default: one that all models get right')
+    parser.add_argument('--device', default='cpu')
+    parser.add_argument('--out', type=Path, default=Path(__file__).with_name('rollout.png'))
+    arguments = parser.parse_args(argv)
+    setting: dict[str, Any] = SETTINGS[arguments.data]
+    training, test = parts(arguments.data, arguments.seed)
+    vocabulary = vocabulary_of(training)
+    words, labels = encode(training, vocabulary, setting['length'])
+    sizes = {name: setting[name] for name in ('dim', 'layers', 'heads', 'length', 'dropout')}
+    models = compared(
+        len(vocabulary) + 2, int(labels.max()) + 1, arguments.seed, expansion=arguments.expansion, **sizes
+    )
+    for model in models.values():
+        train(model.to(arguments.device), words, labels, setting, 0.0, arguments.seed)
+        model.cpu()
+    numbered, classes = encode(test, vocabulary, setting['length'])
+    number = choose(models, numbered, classes) if arguments.text is None else arguments.text
+    shown = numbered[number][numbered[number] != PAD]
+    text = WORD.findall(test[number][0].lower())[: len(shown)]
+    relevances = {name: rollout(models[name], shown).numpy() for name in ATTENTIONS}
+    print(draw(text, relevances, arguments.out), write(text, relevances, arguments.out.with_suffix('.csv')))
+
+
+def write(words: Sequence[str], relevances: Mapping[str, np.ndarray], out: Path) -> Path:
+    """Write a row for each model and word, and return the path."""
+    with out.open('w', newline='') as file:
+        writer = csv.writer(file, lineterminator='\n')
+        writer.writerow(('attention', 'place', 'word', 'relevance'))
+        for name, values in relevances.items():
+            for place, (word, value) in enumerate(zip(words, values, strict=True)):
+                writer.writerow((name, place, word, f'{value:.6g}'))
+    return out
+
+
+if __name__ == '__main__':
+    main()
