@@ -100,10 +100,6 @@ def test_headings_that_links_name_are_there() -> None:
     assert missing == []
 
 
-def test_it_is_short() -> None:
-    assert len((ROOT / 'README.md').read_text().splitlines()) <= 120
-
-
 def test_every_test_file_has_its_promise() -> None:
     """On the page that says which promise is held by which file; its links are checked with the others."""
     page = ROOT / 'tests/README.md'

@@ -193,14 +193,16 @@ WITH_POSITIONS = ('FocusedLinearAttention', 'PolaFormerAttention', 'SAGAAttentio
 OF_LINEAR_GATES = [
     name for name, kind in vars(layers).items() if issubclass(getattr(kind, 'gate_type', nn.Module), LinearGate)
 ]
+OF_PRE_TRAINING = dict(map_size=(2, 3))
 LINEAR: dict[str, dict[str, Any]] = {
-    name: dict(map_size=(2, 3)) if name in WITH_POSITIONS else {} for name in OF_LINEAR_GATES if name != 'HydraAttention'
+    name: OF_PRE_TRAINING if name in WITH_POSITIONS else {} for name in OF_LINEAR_GATES if name != 'HydraAttention'
 }
 
 
 def test_every_linear_attention_but_one_has_a_map_of_keys_and_values() -> None:
-    found = {name for name in OF_LINEAR_GATES if 'kv' in readable(getattr(layers, name)(C, HEADS, **LINEAR.get(name, {})))}
-    assert found == {*LINEAR} and len(LINEAR) == 9  # Hydra's heads have one channel each
+    made = {name: getattr(layers, name)(C, HEADS, **LINEAR.get(name, {})) for name in OF_LINEAR_GATES}
+    found = {name for name, layer in made.items() if 'kv' in readable(layer)}
+    assert found == set(LINEAR) and len(LINEAR) == 9  # Hydra's heads have one channel each
 
 
 @pytest.mark.parametrize('class_token', [False, True], ids=['map', 'class token'])
