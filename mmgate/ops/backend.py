@@ -50,6 +50,8 @@ class Backend:
         traceable: Whether torch.compile takes it whole, that is, it asks for no tensor's numbers.
         plain: Whether an exported model may hold it: it is traceable, and made of torch's own operators alone.
         words: What it is, for the log.
+        advice: Takes the operator's first tensor and returns what a user can do to have this backend, or None; for the
+            log, where another runs.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Backend:
     traceable: bool = True
     plain: bool = False
     words: str = ''
+    advice: Callable[[Tensor], str | None] = lambda tensor: None
 
 
 def anywhere(tensor: Tensor) -> None:
@@ -70,6 +73,9 @@ def run(op: str, backends: Sequence[Backend], arguments: Sequence[Any], requeste
     tensor = arguments[0]
     chosen, why = candidates(op, backends, tensor, requested, work)
     if not is_traced() and (op, chosen[0].name) not in _said:
+        if (requested or 'auto') == 'auto':
+            preferred = backends[: backends.index(chosen[0])]
+            why += ''.join(f'. {advice}' for advice in (b.advice(tensor) for b in preferred) if advice)
         if tensor.is_cuda and not winners(op, tensor.device.type, tensor.device.index):
             why += '. To have auto take the fastest on this GPU, type once: python -m mmgate.doctor --calibrate'
         _say(op, chosen[0].name, f'{op} runs on {chosen[0].words or "its backend"} ({chosen[0].name!r}), {why}.')
@@ -180,7 +186,7 @@ def key(op: str, device: torch.device) -> str:
     heads = torch.empty(1, 1, 1, 1, device=device)
     usable = ' '.join(backend.name for backend in OPERATORS[op] if backend.why_not(heads) is None)
     digest = hashlib.sha256()
-    for source in sorted((Path(__file__).parent / op).glob('*.py')):
+    for source in sorted(x for x in (Path(__file__).parent / op).rglob('*') if x.suffix in ('.py', '.cpp', '.h')):
         digest.update(source.read_bytes())
     return f'{op}: {usable}; sources {digest.hexdigest()[:12]}; {machine(device)}'
 

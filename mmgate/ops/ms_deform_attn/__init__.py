@@ -14,7 +14,7 @@ from torch import Tensor
 from ..backend import OPERATORS, Backend, anywhere, find, run
 from ..layout import check_layout
 from ..library import is_compiling, is_exporting, outside_graphs
-from . import cpu, grid_sample, mmcv, reference, triton
+from . import cpu, grid_sample, mmcv, native, reference, triton
 from .weights import POSITIONS, Sampling, attention_weights, offset_locations
 
 SIZES = (1 << 17, 1 << 20)  # samples of a small and a medium call, most often of decoders
@@ -54,9 +54,9 @@ def ms_deform_attn(
         position: ``'pre_softmax'`` or ``'post_softmax'``.
         reference_points: Points ``(B, Q, L, 2)`` as (x, y) or boxes ``(B, Q, L, 4)`` as (centre, size), 0 to 1; then
             ``sampling_locations`` are offsets from them, see :func:`offset_locations`.
-        backend: ``'torch'`` (reference), ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'grid_sample'`` (any device),
-            ``'triton'`` (gate, softmax and sampling in one CUDA kernel) or ``'auto'``, the default, see
-            :mod:`mmgate.ops.backend`.
+        backend: ``'torch'`` (reference), ``'native'`` (gate, softmax and sampling in one C++ loop on the CPU),
+            ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'grid_sample'`` (any device), ``'triton'`` (one CUDA kernel)
+            or ``'auto'``, the default, see :mod:`mmgate.ops.backend`.
 
     Returns:
         ``(B, Q, H * D)`` in the dtype of ``value``. Weights are formed in float32 for 16-bit inputs.
@@ -139,6 +139,7 @@ def _sampled(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 BACKENDS = OPERATORS['ms_deform_attn'] = (
     Backend('mmcv', mmcv.why_not, _sampled(mmcv.sample), words="mmcv's CUDA operator"),
+    Backend('native', native.why_not, native.attend, words="mmgate's own C++ loop", advice=native.advice),
     Backend('cpu', cpu.why_not, _sampled(cpu.sample), words='weighted sums of rows on the CPU'),
     Backend('grid_sample', anywhere, _sampled(grid_sample.sample), traceable=False, words="torch's grid_sample"),
     Backend('torch', anywhere, _sampled(reference.sample), plain=True, words='the reference, slowly'),
