@@ -407,6 +407,11 @@ template <int D> struct Row {
     void zero() { for (int i = 0; i < N; i++) v[i] = V{}; }
     template <class T> void read_row(const T *p) { for (int i = 0; i < N; i++) v[i] = read(p + i * L); }
     template <class T> void add(float s, const T *p) { for (int i = 0; i < N; i++) v[i] += s * read(p + i * L); }
+    // Four rows at a time, by two sums, so that samples wait for each other once and not four times.
+    template <class T> void add(float s, const T *p, float t, const T *q, float u, const T *r, float w, const T *z) {
+        for (int i = 0; i < N; i++)
+            v[i] += (s * read(p + i * L) + t * read(q + i * L)) + (u * read(r + i * L) + w * read(z + i * L));
+    }
     void write(float *p) const { memcpy(p, v, sizeof v); }
     void add_to(float s, float *p) const {
         for (int i = 0; i < N; i++) {
@@ -449,6 +454,9 @@ template <class C_> struct AnyRow {
     void zero() { memset(v, 0, n * sizeof(C)); }
     template <class T> void read_row(const T *p) { for (int64_t i = 0; i < n; i++) v[i] = up(p[i]); }
     template <class T> void add(C s, const T *p) { for (int64_t i = 0; i < n; i++) v[i] += s * up(p[i]); }
+    template <class T> void add(C s, const T *p, C t, const T *q, C u, const T *r, C w, const T *z) {
+        for (int64_t i = 0; i < n; i++) v[i] += (s * up(p[i]) + t * up(q[i])) + (u * up(r[i]) + w * up(z[i]));
+    }
     void write(C *p) const { memcpy(p, v, n * sizeof(C)); }
     void add_to(C s, C *p) const { for (int64_t i = 0; i < n; i++) p[i] += s * v[i]; }
     template <class T> C dot(const T *p) const {
@@ -523,7 +531,7 @@ void forward_of(const Call &c, const Plan &plan, const Part &part, char *small, 
             const T *p = value + (int64_t)b.at[k] * across, *r = p + b.pitch[k] * across;
             const C s = b.share[0][k], t = b.share[1][k], u = b.share[2][k], v = b.share[3][k];
             if (PACKED || corners == 15) {
-                sum.add(s, p), sum.add(t, p + across), sum.add(u, r), sum.add(v, r + across);
+                sum.add(s, p, t, p + across, u, r, v, r + across);
                 continue;
             }
             if ((corners & 5) == 5) sum.add(s, p);
