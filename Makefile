@@ -9,7 +9,7 @@ DEMO := configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_sh
 DEMO_BACKBONES := configs/agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py \
 	configs/saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py
 
-.PHONY: setup demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals test-transformers mutants lint docs bench gpu dist audit
+.PHONY: setup sanitize demo demo-seg demo-backbones demo-pretrain report test test-slow test-originals test-transformers mutants lint docs bench gpu dist audit
 export PYTHON VENV
 
 setup:
@@ -56,6 +56,10 @@ test-transformers:
 SEED ?= 0
 mutants: setup
 	@$(PY) tools/dev/mutants.py --seed $(SEED)
+
+# The CPU kernel's tests beside the address, undefined-behaviour and thread sanitizers, in a scratch folder.
+sanitize: setup
+	@tools/dev/sanitize.sh $(PY)
 
 lint: setup
 	@$(PY) -m ruff check .

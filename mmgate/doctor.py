@@ -3,7 +3,7 @@
 One page for a bug report: packages, backends of every operator and why one cannot run, and whether each agrees with
 the float64 reference, output and gradients. ``--calibrate`` does so at the sizes of encoders and decoders, takes the
 times, and has ``backend='auto'`` take the fastest from then on. Each backend runs in a process of its own, which may
-crash. The exit status is 1 if something that can run here is out.
+crash. ``--build`` compiles the CPU kernel first. The exit status is 1 if something that can run here is out.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 
 from mmgate.benchmarks.calibration import DTYPES, Row, compare, keep
 from mmgate.ops import backend as choice
+from mmgate.ops.ms_deform_attn import native
 
 PACKAGES = ('torch', 'triton', 'mmgate', 'mmengine', 'mmcv', 'mmdet', 'mmseg', 'numpy')
 
@@ -30,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--dtype', choices=sorted(DTYPES), nargs='+', help='default: float32; on CUDA all')
     parser.add_argument('--sizes', choices=['full', 'tiny'], help='default: full with --calibrate, else tiny')
     parser.add_argument('--limit', type=int, default=60, help='seconds after which a call counts as hung (60)')
+    parser.add_argument('--build', action='store_true', help="compile the CPU kernel ('native'), and do no more")
     args = parser.parse_args(argv)
+    if args.build:
+        return build_native()
     device = torch.device(args.device or ('cuda' if torch.cuda.is_available() else 'cpu'))
     dtypes = args.dtype or (list(DTYPES) if device.type == 'cuda' else ['float32'])
     scale = args.sizes or ('full' if args.calibrate else 'tiny')
@@ -39,6 +43,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         keep(rows, device)
     print(page(rows, device, timed=args.calibrate or scale == 'full'))
     return int(any(row.out for row in rows))
+
+
+def build_native() -> int:
+    """Compile the CPU kernel of deformable attention and return the exit status."""
+    try:
+        print(f'compiled {native.build.build()}')
+    except RuntimeError as error:
+        print(f'The CPU kernel is not compiled: {error}')
+        return 1
+    native.loaded.cache_clear()
+    why_not = native.why_not(torch.empty(0))
+    print(why_not or "'native' runs from now on")
+    return int(why_not is not None)
 
 
 def _packages() -> str:

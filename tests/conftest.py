@@ -27,6 +27,7 @@ if 'PYTEST_XDIST_WORKER' in os.environ:
     os.environ.setdefault('OMP_NUM_THREADS', '1')
 
 from mmgate._environment import available
+from mmgate.ops.ms_deform_attn.native import why_not as no_native
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if not {'_base_', 'studies'} & set(path.parts))
@@ -34,6 +35,7 @@ CONFIGS = sorted(path for path in (ROOT / 'configs').rglob('*.py') if not {'_bas
 TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
 half_on_cpu = pytest.mark.skipif(TORCH < (2, 2), reason='torch 2.1 has no matrix product of float16 on the CPU')
 one_graph = pytest.mark.skipif(TORCH < (2, 5), reason='torch.compile breaks the graph at our operators below torch 2.5')
+needs_native = pytest.mark.skipif(no_native(torch.empty(0)) is not None, reason=f'native: {no_native(torch.empty(0))}')
 needs_mmpretrain = pytest.mark.skipif(not available('mmpretrain'), reason='needs mmpretrain: the extra "pretrain"')
 
 

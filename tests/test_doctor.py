@@ -58,6 +58,19 @@ def test_calibration_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert 'the output is off by' in capsys.readouterr().out
 
 
+def test_build(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A compiler that fails, or none, is said, and so is a library that does not load."""
+    monkeypatch.setenv('MMGATE_NATIVE', str(tmp_path / 'native.so'))
+    monkeypatch.setenv('CXX', 'false')
+    assert doctor.main(['--build']) == 1 and 'is not compiled: false fails' in capsys.readouterr().out
+    monkeypatch.delenv('CXX')
+    monkeypatch.setattr(doctor.native.build, 'COMPILERS', ('no-such-compiler',))
+    assert doctor.main(['--build']) == 1 and 'there is no C++ compiler' in capsys.readouterr().out
+    monkeypatch.setattr(doctor.native.build, 'build', lambda: (tmp_path / 'native.so').write_text('no library'))
+    assert doctor.main(['--build']) == 1 and 'native.so does not load' in capsys.readouterr().out
+    doctor.native.loaded.cache_clear()
+
+
 def test_torch_alone_is_enough(tmp_path: Path) -> None:
     """With a finder that knows of no mm package; the doctor's own processes as well."""
     (tmp_path / 'sitecustomize.py').write_text(BLOCKED)
@@ -65,4 +78,4 @@ def test_torch_alone_is_enough(tmp_path: Path) -> None:
     for arguments in ([ROOT / 'tools/dev/gpu.py', '--help'], ['-m', 'mmgate.doctor', '--device', 'cpu']):
         done = run_python(*arguments, PYTHONPATH=paths, TRITON_INTERPRET='0')
     compared = [line.split() for line in done.stdout.partition('gradient\n')[2].partition('\n\n')[0].splitlines()]
-    assert {backend for _, _, _, backend, *_ in compared} == {'cpu', 'grid_sample', 'torch', 'chunked'}
+    assert {backend for _, _, _, backend, *_ in compared} - {'native'} == {'cpu', 'grid_sample', 'torch', 'chunked'}

@@ -5,6 +5,7 @@ Not run on a GPU by us yet; the plumbing is tried on the CPU in Triton's interpr
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -16,11 +17,16 @@ from mmgate.layers.gml import GatingModulation
 from mmgate.ops import ms_deform_attn, plug_attention
 from mmgate.ops.ms_deform_attn import attention_weights, grid_sample, offset_locations
 
-from .measure import MODES, Providers, Row, environment, interleaved, row_of, saved_bytes
+from .measure import MODES, Providers, Row, interleaved, row_of, saved_bytes
 
-CPU_LEVELS = {  # x: (levels, batch)
-    '16x16-2x2_b8': ([(16, 16), (8, 8), (4, 4), (2, 2)], 8),
-    '800x1072_b1': ([(100, 134), (50, 67), (25, 34), (13, 17)], 1),
+LEVELS_800, LEVELS_480 = [(100, 134), (50, 67), (25, 34), (13, 17)], [(60, 80), (30, 40), (15, 20), (8, 10)]
+CPU_CASES = {  # x: (levels, batch, queries, None for one a pixel, channels of a head)
+    '800x1072': (LEVELS_800, 1, None, 32),
+    '480x640': (LEVELS_480, 1, None, 32),
+    'decoder300': (LEVELS_800, 1, 300, 32),
+    'decoder900': (LEVELS_800, 1, 900, 32),
+    '480x640_d16': (LEVELS_480, 1, None, 16),
+    '128x128_b8': ([(16, 16), (8, 8), (4, 4), (2, 2)], 8, None, 32),
 }
 LEVELS = [(100, 167), (50, 84), (25, 42), (13, 21)]  # of an image of 800 x 1333
 # name: (queries, None for one a pixel; columns of the reference points: 2 for points, 4 for boxes)
@@ -75,23 +81,31 @@ def sampler_inputs(
     return [x.to(device) for x in inputs], reference.to(device)
 
 
-def _mmcv_fallback(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor) -> Tensor:
+def _mmcv_fallback(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, *logits: Tensor) -> Tensor:
     from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 
-    return multi_scale_deformable_attn_pytorch(value, shapes, locations, attention_weights(logits))
+    return multi_scale_deformable_attn_pytorch(value, shapes, locations, attention_weights(*logits))
+
+
+def _peers_kernel(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, *logits: Tensor) -> Tensor:
+    from torch_ms_deform_attn import ms_deform_attn as peer
+
+    return peer(value, shapes, start, locations, attention_weights(*logits))
 
 
 def benchmark_ms_deform_attn_on_cpu(repetitions: int = 7) -> Iterator[Row]:
-    """Measure the CPU backends beside mmcv's grid_sample fallback, all from locations and logits."""
-    providers: dict[str, Callable[..., Tensor]] = {'mmcv': _mmcv_fallback}
-    providers |= {name: partial(ms_deform_attn, backend=name) for name in ('torch', 'cpu')}
-    providers['cpu, compiled'] = providers['cpu']
-    compiles = {name: partial(environment, MMGATE_CPU_COMPILE=str(int('compiled' in name))) for name in providers}
-    for x, (levels, batch) in CPU_LEVELS.items():
-        (value, shapes, start, offsets, logits, _), reference = sampler_inputs(levels, batch, None, 2, 'cpu')
-        inputs = [value, shapes, start, offset_locations(offsets, reference, shapes), logits]
+    """Measure the CPU backends beside mmcv's grid_sample fallback and torch-ms-deform-attn, where that is installed.
+
+    All start from locations, logits and gate. With one thread, time is the processor's, which others do not add to.
+    """
+    providers: dict[str, Callable[..., Tensor]] = {'mmcv': _mmcv_fallback, 'torch-ms-deform-attn': _peers_kernel}
+    providers |= {name: partial(ms_deform_attn, backend=name) for name in ('cpu', 'native')}
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    for x, (levels, batch, queries, dim) in CPU_CASES.items():
+        inputs, reference = sampler_inputs(levels, batch, queries, 2, 'cpu', dim=dim)
+        inputs[3] = offset_locations(inputs[3], reference, inputs[1])
         for mode in MODES:
-            yield from interleaved('ms_deform_attn', providers, x, inputs, mode, repetitions, compiles)
+            yield from interleaved('ms_deform_attn', providers, x, inputs, mode, repetitions, clock=clock)
 
 
 def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:

@@ -43,13 +43,12 @@ def _hook(name: str) -> Callable[[Config], None]:
     return lambda cfg: cfg.update(custom_hooks=[*cfg.get('custom_hooks', []), dict(type=f'mmgate.{name}')])
 
 
-# What makes a step faster, as a change to a config; 'sampler' compiles the CPU's sampler.
+# What makes a step faster, as a change to a config.
 SPEEDUPS: dict[str, Callable[[Config], None]] = {
     'groups': _group,
     'matcher': _match,
     'channels-last': _hook('ChannelsLastHook'),
     'compile': _hook('CompileHook'),
-    'sampler': lambda cfg: None,
 }
 
 
@@ -78,16 +77,14 @@ def benchmark_training(
     names = [Path(path.partition('::')[2] or path).stem for path in (peer, ours)]
     runs: dict[str, Step] = {names[0]: _step(peer, size, batch, device, amp)}
     step = _step(ours, size, batch, device, amp, train=train)
-    plain, compiled = (dict(MMGATE_CPU_COMPILE=flag) for flag in '01')  # of the CPU's sampler
-    variables = {names[0]: plain}
+    variables: dict[str, dict[str, str]] = {}
     for backend in backends:
         name = f'{names[1]}, {backend}'
-        runs[name], variables[name] = step, {**plain, f'MMGATE_{op.upper()}': backend}
+        runs[name], variables[name] = step, {f'MMGATE_{op.upper()}': backend}
     for speedup in speedups:
         name = f'{names[1]}, {speedup}'
         changes = list(SPEEDUPS) if speedup == 'all' else [speedup]
         runs[name] = _step(ours, size, batch, device, amp, changes, train)
-        variables[name] = compiled if 'sampler' in changes else plain
     within = {name: partial(environment, **values) for name, values in variables.items()}
     x, start = f'{size[0]}x{size[1]}_b{batch}', [torch.zeros((), device=device)]
     clock = time.process_time if processor_time else time.perf_counter

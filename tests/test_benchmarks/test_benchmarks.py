@@ -11,29 +11,34 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, no_native
 from mmcv.ops import multi_scale_deform_attn
 from mmengine.hub import get_config
 from torch import Tensor
 
+from mmgate._environment import available
 from mmgate.benchmarks import measure, ops, training
 from mmgate.benchmarks.training import benchmark_training, random_batch
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import plug_attention
 from mmgate.ops.ms_deform_attn import triton as sampler
 
+# what is measured where it is there
+NATIVE = () if no_native(torch.empty(0)) else ('native',)
+PEER = ('torch-ms-deform-attn',) if available('torch_ms_deform_attn') else ()
+
 
 @pytest.mark.parametrize(
     'benchmark, providers',
     [
-        ('ms_deform_attn_on_cpu', ('mmcv', 'torch', 'cpu', 'cpu, compiled')),
+        ('ms_deform_attn_on_cpu', ('mmcv', 'cpu', *NATIVE, *PEER)),
         ('gated_layers', ('plain SDPA', 'SDPA gate', 'M-DGSA')),
     ],
 )
 def test_every_provider_is_measured(
     benchmark: str, providers: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any
 ) -> None:
-    monkeypatch.setattr(ops, 'CPU_LEVELS', {'tiny': ([(4, 4), (2, 2)], 2)})
+    monkeypatch.setattr(ops, 'CPU_CASES', {'tiny': ([(4, 4), (2, 2)], 2, None, 8)})
     monkeypatch.setattr(ops, 'TOKENS', dict(cpu=(8,)))
     measured = getattr(ops, f'benchmark_{benchmark}')(repetitions=2)
     rows = measure.write_csv(measure.told(measured), tmp_path / 'out/bench.csv')
@@ -130,7 +135,6 @@ def test_speedups_are_measured_alone_and_together(monkeypatch: pytest.MonkeyPatc
     path = str(ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
     compiled = []
     monkeypatch.setattr('mmgate.speed.hooks.CompileHook.before_train', lambda self, run: compiled.append(run))
-    monkeypatch.delitem(training.SPEEDUPS, 'sampler')  # takes its time to compile, too
     options = dict(size=(64, 96), batch=1, repetitions=1, device='cpu', processor_time=True)
     speedups = ('groups', 'matcher', 'all')
     rows = [r for r in benchmark_training(path, path, speedups=speedups, **options) if r.metric == 'time']

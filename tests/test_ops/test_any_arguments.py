@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import needs_native
 from hypothesis import strategies as st
 from properties import DTYPES, MEMORY, SPOILT, every_number_of_examples, hold, numbers, spoil, stored
 from torch import Tensor
@@ -244,6 +245,6 @@ def sampled(given: dict[str, Any], spoilt: str | None, backend: str) -> None:
 
 
 @every_number_of_examples
-@pytest.mark.parametrize('backend', ['torch', 'cpu', 'grid_sample'])
+@pytest.mark.parametrize('backend', ['torch', 'cpu', 'grid_sample', pytest.param('native', marks=needs_native)])
 def test_sampling_is_right_or_refused(backend: str, examples: int) -> None:
     hold(examples, lambda call: sampled(*call, backend), call=samplings())

@@ -155,6 +155,15 @@ def test_the_first_call_says_what_runs(caplog: pytest.LogCaptureFixture) -> None
     assert 'type once: python -m mmgate.doctor --calibrate' in caplog.text
 
 
+def test_the_line_says_how_to_have_a_better_one(caplog: pytest.LogCaptureFixture) -> None:
+    better = replace(backends('elsewhere')[0], advice=lambda x: 'Type: build it')
+    run('square', [better, *backends('first')], (torch.rand(5),), None, SMALL)
+    assert 'the first of the order that can run here. Type: build it.' in caplog.text
+    choice._said.clear()
+    run('square', [better, *backends('first')], (torch.rand(5),), 'first', SMALL)
+    assert caplog.text.count('build it') == 1, 'nothing beside what was asked for'
+
+
 def test_mmengine_gets_the_line_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     from mmengine import logging
 
@@ -175,7 +184,7 @@ def sampler() -> list[Tensor]:
 def test_traced_models_take_the_calibrated_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one graph, as the answer is a constant there."""
     package = choice.sys.modules['mmgate.ops.ms_deform_attn']
-    tripled = Backend('tripled', lambda value: None, lambda *x: 3 * package.BACKENDS[3].run(*x), in_order=False)
+    tripled = Backend('tripled', lambda value: None, lambda *x: 3 * choice.find('', package.BACKENDS, 'torch').run(*x), in_order=False)
     monkeypatch.setattr(package, 'BACKENDS', (*package.BACKENDS, tripled))
     monkeypatch.setitem(choice.OPERATORS, 'ms_deform_attn', package.BACKENDS)
     choice.write('ms_deform_attn', CPU, {'torch.float32 small': 'tripled'})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import assert_same, one_graph, values_and_gradients
+from conftest import assert_same, needs_native, one_graph, values_and_gradients
 from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
 
@@ -20,7 +20,8 @@ CASES = {  # name: (levels, B, Q, H, D, P, spread of the locations)
     'empty_batch': ([(3, 2), (1, 2)], 0, 3, 2, 4, 2, 0.5),
 }
 GATES = {'head_level': (2, 2, 1), 'full': (2, 2, 3), 'head': (2, 1, 1), 'point': (1, 2, 3), 'level': (1, 2, 1)}
-BACKENDS = ['torch', 'cpu', 'grid_sample']
+NATIVE = pytest.param('native', marks=needs_native)
+BACKENDS = ['torch', 'cpu', 'grid_sample', NATIVE]
 
 
 def make_inputs(case: str, dtype: torch.dtype = torch.float64, gate: tuple[int, ...] | None = None) -> list[Tensor]:
@@ -66,11 +67,9 @@ def test_gradcheck_gates(backend: str, gate: tuple[int, ...], position: str, res
     assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize('compiled', ['0', '1'], ids=['eager', 'compiled'])
 @pytest.mark.parametrize('chunk', [16, 1 << 20], ids=['many_chunks', 'one_chunk'])
-def test_cpu_chunks_and_compilation(monkeypatch: pytest.MonkeyPatch, chunk: int, compiled: str) -> None:
+def test_cpu_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(cpu, 'CHUNK', chunk)
-    monkeypatch.setenv('MMGATE_CPU_COMPILE', compiled)
     inputs = make_inputs('two_levels', gate=(2, 2, 1))
     expected = values_and_gradients(lambda *x: ms_deform_attn(*x, backend='torch'), inputs, (0, 3, 4, 5))
     actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend='cpu'), inputs, (0, 3, 4, 5))
@@ -100,10 +99,11 @@ def test_locations_from_16_bit_offsets_are_float32(columns: int) -> None:
     assert locations.dtype is torch.float32 and pixels.abs().max() < 1e-3
 
 
-def test_frozen_value_gets_no_gradient() -> None:
+@pytest.mark.parametrize('backend', ['cpu', NATIVE])
+def test_frozen_value_gets_no_gradient(backend: str) -> None:
     inputs = make_inputs('two_levels')
     inputs[3].requires_grad_()
-    ms_deform_attn(*inputs, backend='cpu').sum().backward()
+    ms_deform_attn(*inputs, backend=backend).sum().backward()
     assert inputs[0].grad is None and inputs[3].grad.abs().sum() > 0
 
 
@@ -115,7 +115,7 @@ def test_registered_op_passes_opcheck() -> None:
 
 
 @one_graph
-@pytest.mark.parametrize('backend', ['auto', 'torch', 'cpu'])  # grid_sample asks for the sizes of the levels
+@pytest.mark.parametrize('backend', ['auto', 'torch', 'cpu', NATIVE])  # grid_sample asks for the sizes of the levels
 def test_compiles_without_graph_break(backend: str) -> None:
     inputs = make_inputs('two_levels', torch.float32, gate=(2, 2, 1))
     compiled = torch.compile(lambda *x: ms_deform_attn(*x, backend=backend), fullgraph=True, backend='aot_eager')
@@ -143,8 +143,8 @@ def test_no_points_and_no_channels(backend: str) -> None:
 
 # name: (inputs in the place of the usual ones, options, message)
 BAD: dict[str, tuple[dict[int, Tensor], dict[str, str], str]] = {
-    'unknown_backend': ({}, dict(backend='cuda'), 'choose one of auto, mmcv, cpu, grid_sample'),
-    'impossible_backend': ({}, dict(backend='mmcv'), 'value is on cpu. Usable here: cpu, grid_sample, torch'),
+    'unknown_backend': ({}, dict(backend='cuda'), 'choose one of auto, mmcv, native, cpu, grid_sample'),
+    'impossible_backend': ({}, dict(backend='mmcv'), 'value is on cpu. Usable here: (native, )?cpu, grid_sample, torch'),
     'position': ({}, dict(position='pre'), 'choose one of pre_softmax, post_softmax'),
     'areas': ({1: torch.tensor([(4, 6), (2, 2)])}, {}, 'value has 30 tokens, but .* hold 28'),
     'levels': ({1: torch.tensor([(5, 6)])}, {}, r'spatial_shapes must be \(L, 2\) with L = 2'),

@@ -8,125 +8,19 @@ from typing import Any
 import pytest
 import torch
 import traffic
-from conftest import DEVICES, assert_same, one_graph, values_and_gradients
+from conftest import DEVICES, assert_same, one_graph
+from samplings import CASES, REAL, TINY, agree, make, results, run
 from torch import Tensor
 
-from mmgate.ops import ms_deform_attn
-from mmgate.ops.ms_deform_attn import blocks, offset_locations
+from mmgate.ops.ms_deform_attn import blocks
 from mmgate.ops.ms_deform_attn import triton as fused
 
 pytest.importorskip('triton', minversion='3.2')
 pytestmark = pytest.mark.usefixtures('on_device')
-SMALL = [(3, 5), (1, 1), (2, 1)]
-TINY = [(9, 2), (3, 1), (1, 1)]  # more than a band of rows, and odd
-REAL = [(100, 134), (50, 67), (25, 34), (13, 17)]
-CASES: dict[str, dict[str, Any]] = {  # name: what differs from the default
-    'default': dict(batch=2),
-    'ungated': dict(gate=None),
-    'no_residual': dict(residual=False),
-    'post_softmax': dict(position='post_softmax'),
-    'post_softmax_no_residual': dict(position='post_softmax', residual=False),
-    'gate_per_point': dict(gate=(1, 1, 1)),
-    'gate_per_level': dict(gate=(0, 1, 0)),
-    'offsets_from_points': dict(reference=2),
-    'offsets_from_boxes': dict(reference=4, batch=2),
-    'one_level': dict(levels=[(4, 3)], points=3),
-    'empty_last_level': dict(levels=[(2, 3), (0, 3)], reference=4),
-    'dim_20': dict(dim=20),
-    'huge_logits': dict(logit_scale=1e4),
-    'tokens_as_queries': dict(levels=TINY, queries=22, heads=1),
-    'neighbours_sample_together': dict(levels=TINY, heads=1, spread=0.3),
-    'neighbours_sample_the_same': dict(levels=[(6, 1), (3, 1)], heads=1, spread=0.0, dim=20, reference=2),
-}
-
-
-def make(
-    device: str = 'cpu',
-    levels: list[tuple[int, int]] = SMALL,
-    points: int = 2,
-    dim: int = 16,
-    queries: int = 5,
-    heads: int = 2,
-    batch: int = 1,
-    gate: tuple[int, int, int] | None = (1, 1, 0),
-    reference: int = 0,
-    logit_scale: float = 1.0,
-    spread: float | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> list[Tensor | None]:
-    """Value, shapes, starts, points, logits, gate and reference points; a third of the samples miss the map.
-
-    With a spread, queries are the tokens, and their samples lie around them by the same pixels, but for the spread.
-    """
-    generator = torch.Generator().manual_seed(0)
-
-    def rand(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-    shapes = torch.tensor(levels)
-    areas = shapes.prod(1)
-    count = len(levels)
-    queries = queries if spread is None else int(areas.sum())
-    locations = rand(batch, queries, heads, count, points, 2) * 2.2 - 0.6
-    anchors = None
-    if reference:
-        anchors = rand(batch, queries, count, reference) * 0.8 + 0.1
-        locations = (locations - 0.5) * 6
-    if spread is not None:
-        grids = [torch.cartesian_prod(*((torch.arange(n) + 0.5) / n for n in size)) for size in levels]
-        centres = torch.cat(grids).flip(-1)
-        anchors = centres[None, :, None].expand(batch, -1, count, -1) if reference else None
-        pixels = rand(points, 2) * 2.5 - 1 + rand(batch, queries, heads, count, points, 2) * spread
-        locations = pixels if reference else centres[:, None, None, None] + pixels / shapes.flip(-1)[:, None]
-    locations = off_the_kinks(locations, anchors, shapes)
-    logits = (rand(batch, queries, heads, count, points) - 0.5) * 4 * logit_scale
-    gates = None if gate is None else rand(
-        batch, queries, *(n if own else 1 for n, own in zip((heads, count, points), gate, strict=True))
-    ) - 0.5  # fmt: skip
-    value = rand(batch, int(areas.sum()), heads, dim) - 0.5
-    tensors = [value, shapes, areas.cumsum(0) - areas, locations, logits, gates, anchors]
-    return [t if t is None else t.to(device, dtype if t.is_floating_point() else t.dtype) for t in tensors]
-
-
-def off_the_kinks(points: Tensor, anchors: Tensor | None, shapes: Tensor) -> Tensor:
-    """Move what is sampled beside a pixel's centre: there the gradient jumps, and a rounding takes it across."""
-
-    def in_pixels(points: Tensor) -> Tensor:
-        locations = points if anchors is None else offset_locations(points, anchors, shapes)
-        return locations * shapes.flip(-1)[:, None] - 0.5
-
-    pixels = in_pixels(points)
-    one = in_pixels(points + 1) - pixels  # pixels that a unit of the points is
-    return torch.where((pixels - pixels.round()).abs() < 0.01, points + 0.02 / one, points)
-
-
-def run(backend: str, **options: Any):
-    def call(value, shapes, starts, points, logits, gate, reference):
-        return ms_deform_attn(
-            value, shapes, starts, points, logits, gate, reference_points=reference, backend=backend, **options
-        )
-
-    return call
-
-
-def results(backend: str, inputs: list[Tensor | None], dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
-    """Return the output and every gradient of a call on the inputs in ``dtype``."""
-    given = {i: x for i, x in enumerate(inputs) if x is not None}
-    converted = [x.to(dtype) if x.is_floating_point() else x for x in given.values()]
-    differentiable = [i for i, x in enumerate(converted) if x.is_floating_point()]
-
-    def call(*tensors: Tensor) -> Tensor:
-        full = dict(zip(given, tensors, strict=True))
-        return run(backend, **options)(*(full.get(i) for i in range(7)))
-
-    return values_and_gradients(call, converted, differentiable)
 
 
 def compare(inputs: list[Tensor | None], tolerance: float, **options: Any) -> None:
-    actual = results('triton', inputs, torch.float32, **options)
-    for name, value in results('torch', inputs, torch.float64, **options).items():
-        scale = value.abs().max().clamp(min=1e-3).item()
-        assert_same({name: actual[name]}, {name: value}, rtol=tolerance, atol=tolerance * scale)
+    agree('triton', inputs, tolerance, **options)
 
 
 @pytest.mark.parametrize('device', DEVICES)

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from samplings import by_backend, compare, drawn, exactly, with_gradients
 from torch import Tensor
 
 from mmgate.layers.gml import GatingModulation
-from mmgate.ops import ms_deform_attn, plug_attention
+from mmgate.ops import plug_attention
 from mmgate.ops.ms_deform_attn import blocks as cuts
 from mmgate.ops.ms_deform_attn import triton as sampler
 from mmgate.ops.plug_attention import blocks
@@ -47,33 +48,6 @@ def missing(launches: list[dict[str, Any]], **kinds: Sequence[Any]) -> list[tupl
     return [x for x in itertools.product(*kinds.values()) if x not in seen]
 
 
-def sample_by_hats(leaves: Sequence[Tensor | None], levels: list[tuple[int, ...]], options: dict[str, Any]) -> Tensor:
-    """Return ``(B, Q, H * D)`` of levels as (height, width, first token)."""
-    value, points, logits, gate, reference = leaves
-    factor = torch.ones(()) if gate is None else gate + 1 if options['residual'] else gate
-    before = options['position'] == 'pre_softmax'
-    exponents = (logits * factor if before else logits).flatten(3)
-    weights = (exponents - exponents.logsumexp(3, keepdim=True)).exp().view(logits.shape)
-    weights = weights if before else weights * factor
-    output = torch.zeros((), dtype=torch.float64)
-    for level, (height, width, first) in enumerate(levels):
-        x, y = points[:, :, :, level].unbind(-1)  # (B, Q, H, P)
-        if reference is None:
-            x, y = x * width, y * height
-        else:
-            centre = reference[:, :, None, level, None]  # (B, Q, 1, 1, R)
-            box = reference.shape[-1] == 4
-            across, down = (centre[..., 2] * width, centre[..., 3] * height) if box else (1, 1)
-            share = 0.5 / points.shape[4] if box else 1
-            x, y = centre[..., 0] * width + x * across * share, centre[..., 1] * height + y * down * share
-        of_columns = (1 - (x[..., None] - 0.5 - torch.arange(width)).abs()).clamp(min=0)
-        of_rows = (1 - (y[..., None] - 0.5 - torch.arange(height)).abs()).clamp(min=0)
-        image = value[:, first : first + height * width].unflatten(1, (height, width))
-        shares = torch.einsum('bqhp,bqhpy,bqhpx->bqhyx', weights[:, :, :, level], of_rows, of_columns)
-        output = output + torch.einsum('bqhyx,byxhd->bqhd', shares, image)
-    return output.flatten(2)
-
-
 def plug_by_maps(tensors: list[Tensor], bias: Tensor | None, weight: Tensor, offset: Tensor) -> Tensor:
     query, key, value, gate_query, gate_key = tensors
     s, r = (
@@ -85,63 +59,17 @@ def plug_by_maps(tensors: list[Tensor], bias: Tensor | None, weight: Tensor, off
     return torch.einsum('bhnm,bhme->bhne', weights / weights.sum(-1, keepdim=True), value)
 
 
-def compare(problem: str, actual: list[Tensor], expected: list[Tensor], tolerance: float, least: float = 1e-3) -> None:
-    """Compare a call's output and gradients, each by the largest of its numbers, or the ``least`` that counts."""
-    for number, (x, y) in enumerate(zip(actual, expected, strict=True)):
-        scale = max(least, float(y.abs().max()) if y.numel() else 0.0)
-        torch.testing.assert_close(
-            x.double(), y, rtol=tolerance, atol=tolerance * scale, msg=lambda m, n=number: f'{problem}, {n}: {m}'
-        )
-
-
-def with_gradients(output: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-    noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return [output.detach(), *torch.autograd.grad((output.double() * noise).sum(), leaves)]
-
-
 @pytest.mark.parametrize('count', PROBLEMS)
 def test_sampler(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = launches_of(sampler, monkeypatch)
     for seed in range(count):
-        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-
-        def rand(*shape: int, generator: torch.Generator = generator) -> Tensor:
-            return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-        # levels without a pixel, levels of more than a band of rows
-        kinds = [(draw.randint(0, 4), draw.randint(1, 4)), (draw.randint(9, 11), draw.randint(1, 2))]
-        sizes = [draw.choice([kinds[0], *kinds]) for _ in range(draw.randint(0, 2))] + [(2, 3)]
-        order, first, starts = draw.sample(range(len(sizes)), len(sizes)), 0, [0] * len(sizes)
-        for level in order:  # levels need not follow each other
-            starts[level], first = first, first + sizes[level][0] * sizes[level][1]
-        batch, heads, points = draw.choice([1, 1, 2]), draw.choice([1, 1, 2, 3]), draw.randint(1, 3)
-        queries, dim = draw.choice([first, draw.randint(1, 9)]), draw.choice([1, 3, 8, 16, 20, 32, 40, 100])
-        samples = (batch, queries, heads, len(sizes), points)
-        columns = draw.choice([0, 2, 4])
-        reference = rand(batch, queries, len(sizes), columns) * 0.8 + 0.1 if columns else None
-        at = rand(*samples, 2) * (1.6 if columns == 0 else 6.0) - (0.3 if columns == 0 else 3.0)
-        axes = [n if draw.random() < 0.5 else 1 for n in samples]
-        gate = draw.choice([None, rand(*axes) - 0.5, (rand(*axes[::-1]) - 0.5).permute(4, 3, 2, 1, 0)])
-        options = dict(residual=draw.random() < 0.5, position=draw.choice(['pre_softmax', 'post_softmax']))
-        logits, value = (rand(*samples) - 0.5) * draw.choice([1, 6]), rand(batch, first, heads, dim) - 0.5
+        draw, given = drawn(seed)
         scalars = draw.random() < 0.5
         monkeypatch.setattr(cuts, 'scalar_reductions', lambda value, s=scalars: s)
-        of_all = batch * heads * len(sizes) * points
-        blocks_of = [x for x in (4, 8, 16, 32) if -(-queries // x) * of_all <= MOST]
+        of_all = given.logits.numel() // given.logits.shape[1]
+        blocks_of = [x for x in (4, 8, 16, 32) if -(-given.logits.shape[1] // x) * of_all <= MOST]
         monkeypatch.setattr(cuts, 'INTERPRETED_QUERIES', draw.choice(blocks_of or [64]))
-
-        exact = [x if x is None else x.float().double() for x in (value, at, logits, gate, reference)]
-        leaves = [x if x is None else x.requires_grad_() for x in exact]
-        levels = [(height, width, start) for (height, width), start in zip(sizes, starts, strict=True)]
-        used = [x for x in leaves if x is not None]
-        expected = with_gradients(sample_by_hats(leaves, levels, options), used)
-        leaves = [x if x is None else x.detach().float().requires_grad_() for x in exact]
-        value, at, logits, gate, reference = leaves
-        output = ms_deform_attn(
-            value, torch.tensor(sizes), torch.tensor(starts), at, logits, gate,
-            reference_points=reference, backend='triton', **options,
-        )  # fmt: skip
-        actual = with_gradients(output, [x for x in leaves if x is not None])
+        expected, actual = exactly(given), by_backend(given, 'triton')
         compare(f'problem {seed}', actual, expected, 1e-4)
     if count == PROBLEMS[-1].values[0]:
         assert not missing(launches, **SAMPLER_KINDS) and not missing(launches, **SAMPLER_KINDS_BACKWARD)

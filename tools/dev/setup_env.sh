@@ -46,7 +46,7 @@ CACHE=${MMGATE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/mmgate}
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
 STAMP=$VENV/.mmgate-setup
 
-fingerprint=$(cat pyproject.toml tools/dev/setup_env.sh <(echo "$SET $TORCH") | cksum)
+fingerprint=$(cat pyproject.toml tools/dev/setup_env.sh mmgate/ops/ms_deform_attn/cpp/*.{h,cpp} <(echo "$SET $TORCH") | cksum)
 if [ "$(cat "$STAMP" 2>/dev/null)" = "$fingerprint" ]; then exit 0; fi
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -62,6 +62,9 @@ fi
 say "installing torch $TORCH (1 to 3 minutes)"
 run_pip install -q "torch==$TORCH" "${BUILD[@]}"
 
+# The CPU kernel is optional: without a compiler, or where it fails, everything runs by torch's operators.
+build_native() { "$VENV/bin/python" -W ignore -m mmgate.doctor --build || say "the CPU kernel is left out"; }
+
 mend_torchvision() {
   if ! "$VENV/bin/python" -W ignore -c 'import torchvision' 2>/dev/null; then # built for CUDA, beside a CPU torch
     site=$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
@@ -74,6 +77,7 @@ if [ -z "$MMCV" ]; then
   say "installing mmgate and what its models come from"
   run_pip install -q --no-build-isolation "torch==$TORCH" -e "${PACKAGES[@]}"
   mend_torchvision
+  build_native
   echo "$fingerprint" >"$STAMP"
   say "ready in ${SECONDS} s"
   exit 0
@@ -128,5 +132,6 @@ say "installing the mm packages and mmgate"
 run_pip install -q --no-deps "$(find_wheel)"
 run_pip install -q --no-build-isolation "torch==$TORCH" -e "${PACKAGES[@]}"
 mend_torchvision
+build_native
 echo "$fingerprint" >"$STAMP"
 say "ready in ${SECONDS} s"

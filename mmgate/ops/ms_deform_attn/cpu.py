@@ -13,11 +13,7 @@ so the result does not depend on the number of threads.
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable, Iterator
-from typing import Any
-
+from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -70,16 +66,6 @@ def _coordinate_gradients(
     return torch.stack([grad_x, grad_y], -1), (dots * bilinear).sum(2)
 
 
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
-
-
-def _run(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function``, compiled where ``MMGATE_CPU_COMPILE=1`` asks for the ten seconds that this takes once."""
-    return _compiled(function)(*args) if os.environ.get('MMGATE_CPU_COMPILE') == '1' else function(*args)
-
-
 def _chunks(value: Tensor, level_start_index: Tensor, weights: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the B * Q queries, with the first rows of their image, head and level, ``(n, H, L, 1)``."""
     batch, tokens, heads, _ = value.shape
@@ -105,7 +91,7 @@ def _sample(
     rows = value.reshape(-1, dim)
     all_locations, all_weights = locations.flatten(0, 1), weights.flatten(0, 1)
     for part, first in _chunks(value, level_start_index, weights):
-        index, _, full = _run(_corners, all_locations[part], all_weights[part], spatial_shapes, first, heads)
+        index, _, full = _corners(all_locations[part], all_weights[part], spatial_shapes, first, heads)
         bags, shares = (x.flatten(2).flatten(0, 1) for x in (index, full))
         output[part] = F.embedding_bag(bags, rows, per_sample_weights=shares, mode='sum').view_as(output[part])
     return output.view(batch, queries, heads * dim)
@@ -127,11 +113,11 @@ def _sample_backward(
     grad_locations, grad_weights = torch.empty_like(all_locations), torch.empty_like(all_weights)
     for part, first in _chunks(value, level_start_index, weights):
         chunk = all_locations[part], all_weights[part]
-        index, bilinear, full = _run(_corners, *chunk, spatial_shapes, first, heads)
+        index, bilinear, full = _corners(*chunk, spatial_shapes, first, heads)
         index, size = index.flatten(2).flatten(0, 1), full.shape  # (n * H, 4 * L * P)
         grad_part = grad_bags[part].flatten(0, 1)
         dots = _dots(rows, index, grad_part).view(size)
-        grad_locations[part], grad_weights[part] = _run(_coordinate_gradients, dots, bilinear, *chunk, spatial_shapes)
+        grad_locations[part], grad_weights[part] = _coordinate_gradients(dots, bilinear, *chunk, spatial_shapes)
         if value_needs_grad:
             del dots, bilinear
             _add_by_row(grad_rows, index, full.flatten(), grad_part)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..library import operator
-from .build import library, sources
+from . import build
 from .weights import Sampling
 
 MOST_NUMBERS = 2**31  # rows of an image's values and their borders, which the kernel counts in 32 bits
@@ -26,7 +26,7 @@ ARGUMENTS = (  # Sampling's fields
     'bool residual, str position, Tensor? reference_points'
 )
 WIDEST = 2  # of the sets of instructions: 0 the baseline, 1 x86-64-v3, 2 x86-64-v4; a test lowers it
-OWN_THREADS = False  # instead of torch's, for a thread sanitizer, which does not know OpenMP's
+OWN_THREADS = False  # instead of torch's; for a thread sanitizer, which does not know OpenMP's
 
 
 class Call(ctypes.Structure):
@@ -44,25 +44,25 @@ class Call(ctypes.Structure):
 
 
 @functools.cache
-def _loaded() -> tuple[Any, str | None]:
+def loaded() -> tuple[Any, str | None]:
     """Return the library's function, or why there is none."""
-    path = library()
+    path = build.library()
     if not path.is_file():
         return None, f'it is not compiled yet; type once: {COMMAND}'
     try:
-        loaded = ctypes.CDLL(str(path))
-        loaded.mmgate_sources.restype = ctypes.c_char_p
-        same = loaded.mmgate_sources().decode() == sources()
+        kernel = ctypes.CDLL(str(path))
+        kernel.mmgate_sources.restype = ctypes.c_char_p
+        same = kernel.mmgate_sources().decode() == build.sources()
     except (OSError, AttributeError) as error:
         return None, f'{path.name} does not load ({error}); type: {COMMAND}'
-    return loaded.mmgate_ms_deform_attn, None if same else f'it was compiled from other sources; type: {COMMAND}'
+    return kernel.mmgate_ms_deform_attn, None if same else f'it was compiled from other sources; type: {COMMAND}'
 
 
 def why_not(value: Tensor) -> str | None:
     """Return why this backend cannot run on ``value``, or None."""
     if value.device.type != 'cpu':
         return f'it is for CPU tensors, value is on {value.device}'
-    return _loaded()[1]
+    return loaded()[1]
 
 
 def advice(value: Tensor) -> str | None:
@@ -119,7 +119,7 @@ def _run(call: Sampling, output: Tensor | None, grad: Tensor | None = None, **gr
     given.output, given.grad = _pointer(output), _pointer(grad)
     for name, x in grads.items():
         setattr(given, name, _pointer(x))
-    if _loaded()[0](ctypes.byref(given), int(grad is not None), int(OWN_THREADS)):
+    if loaded()[0](ctypes.byref(given), int(grad is not None), int(OWN_THREADS)):
         raise MemoryError('ms_deform_attn: there is not enough memory for a copy of the values of a head.')
 
 

@@ -1,8 +1,10 @@
 // Cuts a call into tasks, runs them on threads and takes the instructions that this processor has.
 //
-// Threads are torch's own where it has OpenMP by GNU's interface, which LLVM's and Intel's have as well: GOMP_parallel is
-// looked up among what the process has loaded, so that this library is linked with no OpenMP, needs none when it is built,
-// and never brings a second pool of threads that spins beside torch's. Elsewhere threads are started for the call.
+// Threads are torch's own, where it has OpenMP by GNU's interface, which LLVM's and Intel's have as well: GOMP_parallel is
+// looked up among what the process has loaded. So this library is linked with no OpenMP, needs none when it is built, and
+// never brings a second pool that spins beside torch's (whose libgomp has another name in every release). Elsewhere threads
+// are started for the call. Of a step of six layers, linear ones between, on two quiet cores that took 1.33 times as long
+// by the clock and 1.19 times the processor's time: cores that had worked on a linear layer spin while others start.
 // A task writes what no other task writes, so the order in which threads take them changes nothing.
 #include "native.h"
 #include <stdlib.h>

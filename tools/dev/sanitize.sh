@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# The CPU kernel's tests beside sanitizers. The kernel alone is compiled for them, into a folder that goes afterwards.
+#   sanitize.sh PYTHON
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+PY=${1:-python}
+CXX=${CXX:-g++}
+export CXX PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=2
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+compile() { # FILE FLAGS
+  MMGATE_NATIVE=$1 "$PY" -W ignore -c \
+    'import sys; from mmgate.ops.ms_deform_attn import build; build.build(sys.argv[1])' "$2 -g -O1 -fno-omit-frame-pointer"
+}
+preloaded() { printf '%s ' "$("$CXX" -print-file-name="$1")"; }
+
+echo 'sanitize: addresses and undefined behaviour'
+compile "$folder/address.so" '-fsanitize=address,undefined -fno-sanitize-recover=undefined'
+# libstdc++ is named as well, or the sanitizer does not find what throws exceptions
+MMGATE_NATIVE=$folder/address.so ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+  LD_PRELOAD="$(preloaded libasan.so)$(preloaded libubsan.so)$(preloaded libstdc++.so)" \
+  "$PY" -m pytest -q -p no:cacheprovider tests/test_ops/test_ms_deform_attn_native.py -k 'not auto_takes'
+
+echo 'sanitize: threads'
+compile "$folder/thread.so" '-fsanitize=thread'
+MMGATE_NATIVE=$folder/thread.so TSAN_OPTIONS='exitcode=66 ignore_noninstrumented_modules=1' \
+  LD_PRELOAD="$(preloaded libtsan.so)" "$PY" -W ignore tools/dev/kernels/threads.py
