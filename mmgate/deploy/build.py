@@ -11,6 +11,7 @@ from torch import nn
 from mmgate._environment import available
 from mmgate.errors import ConfigError
 from mmgate.layers.base.deformable import MultiScaleDeformableAttention
+from mmgate.layers.base.gated import gated_modules, is_on, remove_gate
 from mmgate.swap import swap_attention
 
 from .network import Network, refuse
@@ -19,13 +20,17 @@ from .network import Network, refuse
 def build_network(model: nn.Module) -> Network:
     """Return the network of tensors around a copy of a model, in eval mode.
 
-    mmcv's deformable attention is swapped for ours, which computes the same and can be written down.
+    A gate that is off is left out. mmcv's deformable attention is swapped for ours, which computes the same and can be
+    written down.
 
     Raises:
         ConfigError: The model cannot be exported.
     """
     host = deepcopy(model)
     host.eval()  # some hosts return None from it
+    for _, module in list(gated_modules(host)):
+        if not is_on(module):
+            remove_gate(module)
     vanilla = [name for name, module in host.named_modules() if type(module) is MMCVMultiScaleDeformableAttention]
     if vanilla:
         swap_attention(host, dict(path=vanilla, type=MultiScaleDeformableAttention))

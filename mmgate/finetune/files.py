@@ -58,7 +58,8 @@ def gates_content(model: nn.Module) -> GatesFile:
         raise ConfigError(f'this {type(model).__name__} has no gates to be saved.')
     trained = [vars(module).get('trained_with_gates') for module in model.modules()]
     train = next((mode for mode in trained if mode), 'all')
-    also = {name: t for name, t in vanilla.items() if train != 'all' and t.requires_grad and name not in gates}
+    trains = {id(tensor) for tensor in state.values() if train != 'all' and tensor.requires_grad}  # left out: no
+    also = {name: t for name, t in vanilla.items() if id(t) in trains and name not in gates}
     beside = {name: t for name, t in vanilla.items() if name not in gates}
     kept = [n for n, t in beside.items() if isinstance(t, nn.Parameter) and n not in also and state.get(n) is t]
     return GatesFile(

@@ -177,7 +177,7 @@ def check_backends(model: nn.Module) -> None:
     """Refuse a backend, of a rule or of an environment variable, that cannot run on the device of the run.
 
     Raises:
-        ConfigError: With the attention's name and the reason.
+        ConfigError: With the gate's name and the reason.
     """
     for name, module in model.named_modules():
         if not isinstance(module, Gate) or module.operator is None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import zoo
 from conftest import ROOT
+from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
@@ -65,7 +66,8 @@ def test_the_guide_for_contributors(monkeypatch: pytest.MonkeyPatch) -> None:
     over_map, dense = rules
     swin = dict(type='mmgate.Gated', host='mmdet.SwinTransformer', depths=(2, 2, 2, 2))
     model = MODELS.build(dict(swin, attention=dict(over_map, path=over_map['path'].replace('backbone.', ''))))
-    assert type(model.stages[0].blocks[1].attn).__name__ == 'MeanAttention'
+    attn = model.stages[0].blocks[1].attn
+    assert isinstance(attn, ShiftWindowMSA) and type(attn.gate).__name__ == 'MeanGate'
     assert all(map_.isfinite().all() for map_ in model(torch.randn(1, 3, 64, 64)))
     encoder = nn.ModuleDict(dict(encoder=nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 16), 2)))
     x = torch.randn(5, 2, 16)
@@ -74,7 +76,7 @@ def test_the_guide_for_contributors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(swap_attention(encoder, dense)) == 2
     torch.testing.assert_close(encoder['encoder'](x), expected)
     gates = dict(gate_parameters(encoder))
-    assert {name.split('self_attn.')[1] for name in gates} == {'gate_proj.weight', 'gate_proj.bias'}
+    assert {name.split('self_attn.')[1] for name in gates} == {'gate.gate_proj.weight', 'gate.gate_proj.bias'}
     encoder['encoder'](x).square().sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in gates.values())
     with record(encoder, ('gate', 'attention')) as recording:

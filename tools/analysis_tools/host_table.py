@@ -5,7 +5,6 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +15,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.report.structure import build_structure, list_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts import adapter_for, gates_for
+from mmgate.hosts.table import gate_of_type
 from mmgate.train import cli
 
 README = Path(__file__).parents[2] / 'configs/README.md'
@@ -98,8 +98,9 @@ def hosts_in(package: str, config: str) -> list[Host]:
         host.count += 1
         module = model.get_submodule(attention.path)
         for gate in gates_for(module):
+            adapter, child = adapter_for(gate, module)  # type: ignore[misc]
             try:
-                adapter_for(gate, module)(gate, deepcopy(module))  # type: ignore[misc]
+                adapter.make_gate(module.get_submodule(child), gate_of_type(gate))  # type: ignore[arg-type]
             except ValueError as error:
                 host.refusals[gate.__name__] = str(error)
                 continue

@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
 from mmgate.hosts import gates_for
+from mmgate.layers.base.gated import GatedModule, host_class
 from mmgate.registry import MODELS as MMGATE_MODELS
-from mmgate.swap import attention_modules
+from mmgate.swap import attention_modules, names_of_gates
 
 SIZES = ('embed_dims', 'embed_dim', 'num_heads', 'num_levels', 'num_points', 'window_size', 'sr_ratio')
 
@@ -43,10 +44,16 @@ def build_structure(cfg: Config) -> nn.Module:
 
 @dataclass(frozen=True)
 class Attention:
-    """Path and class of a model's attention, those of :data:`SIZES` that it has, and the gates that can replace it.
+    """An attention in a model.
 
-    ``inside`` is the path of the module around it, where every gate that fits this one fits that one and is better put
-    there: mmcv's MultiheadAttention around torch's.
+    Attributes:
+        path: Its name.
+        kind: The name of its class, of a gated one that of its host.
+        sizes: Those of :data:`SIZES` that it has.
+        gates: What rules may name as ``type`` for it.
+        inside: The path of the module around it, where every gate that fits this one fits that one and is better put
+            there: mmcv's MultiheadAttention around torch's.
+        gate: The name of the class of the gate that it has, or None.
     """
 
     path: str
@@ -54,6 +61,7 @@ class Attention:
     sizes: dict[str, Any]
     gates: tuple[str, ...]
     inside: str | None
+    gate: str | None = None
 
 
 def list_attention(model: nn.Module) -> list[Attention]:
@@ -64,7 +72,8 @@ def list_attention(model: nn.Module) -> list[Attention]:
         gates = tuple(gate.__name__ for gate in gates_for(module))
         around = listed.get(path.rpartition('.')[0])
         inside = around.path if around and gates and set(gates) <= set(around.gates) else None
-        listed[path] = Attention(path, type(module).__name__, sizes, gates, inside)
+        gate = names_of_gates(module) if isinstance(module, GatedModule) else None
+        listed[path] = Attention(path, host_class(module).__name__, sizes, gates, inside, gate)
     return list(listed.values())
 
 
