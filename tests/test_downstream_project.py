@@ -68,9 +68,8 @@ def test_train_and_test(project: Path, python: str) -> None:
     assert training.returncode == 0, training.stderr[-3000:]
     state = torch.load(work / 'epoch_1.pth', map_location='cpu', weights_only=False)['state_dict']
     assert {'neck.pooling.mix.weight', 'neck.pooling.gate.temperature.weight'} <= set(state)
-    assert {'decoder.layers.0.cross_attn.value_proj.weight', 'decoder.layers.0.cross_attn.gate.gml.weight'} <= set(
-        state
-    )
+    cross = 'decoder.layers.0.cross_attn'
+    assert {f'{cross}.value_proj.weight', f'{cross}.gate.gml.weight'} <= set(state)
     testing = run(python, project, '-m', 'mmgate.tools.test', config, str(work / 'epoch_1.pth'))
     assert testing.returncode == 0, testing.stderr[-3000:]
     assert 'bbox_mAP' in testing.stdout + testing.stderr

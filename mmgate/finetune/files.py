@@ -35,9 +35,9 @@ def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
     and checksums of some.
 
     Raises:
-        ConfigError: The file cannot be written, a rule has an option that JSON cannot hold, or a rule's type is a class
+        ConfigError: The model has no gates, the file cannot be written, a rule has an option that JSON cannot hold, or a rule's type is a class
             without a registered name.
-        ValueError: The model has no gates, or what they share with the vanilla model is parametrized.
+        ValueError: The model has no gates.
     """
     write_gates(path, gates_content(model))
 

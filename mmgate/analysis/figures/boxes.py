@@ -38,7 +38,8 @@ def label_boxes(axis: Any, found: Any, names: Sequence[str]) -> None:
         words = f'{class_name(int(instance.labels), names)} {float(instance.scores):.2f}'
         look = dict(facecolor=PREDICTED, edgecolor='none', pad=0.6)
         side = 'bottom' if top > 0.05 * height else 'top'  # above the box where there is room
-        text = axis.text(max(left, 0), max(top, 0), words, fontsize=5.5, color='white', va=side, clip_on=True, bbox=look)
+        font = dict(fontsize=5.5, color='white')
+        text = axis.text(max(left, 0), max(top, 0), words, va=side, clip_on=True, bbox=look, **font)
         extent = text.get_window_extent()
         if any(extent.overlaps(other) for other in taken):
             text.remove()

@@ -73,7 +73,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
 
 
 def _names(gates: Sequence[LayerGate]) -> list[str]:
-    """Return the label of each gate of a model: the name of its layer, and the part after ``gate`` of its own."""
+    """Return the label of each gate of a model: the name of its layer, with ``_k`` and the like for a ``gate_k``."""
     layers = style.layer_labels([gate.path for gate in gates], length=LONGEST)
     return [f'{layer} {gate.name[5:]}'.strip() for layer, gate in zip(layers, gates, strict=True)]
 

@@ -61,7 +61,7 @@ def draw_sinks(models: list[tuple[str, list[dict[str, Any]]]], out: Path) -> Pat
 
 
 def _kind(path: str) -> str:
-    """Return the name of an attention in its layer: the last one in its path that is no number and not mmcv's ``attn``."""
+    """Return the last name in an attention's path that is neither a number nor ``attn``, as inside mmcv's attention."""
     return next((name for name in reversed(path.split('.')) if name != 'attn' and not name.isdigit()), path)
 
 

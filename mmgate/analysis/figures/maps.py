@@ -72,7 +72,7 @@ def draw_queries(
     """Draw two rows for each model, predictions above relevances, and a column for each query; return the path.
 
     Args:
-        models: The name of each model, the data sample of the image, and the queries, whose masks or boxes are outlined.
+        models: The name of each model, the data sample of the image, and the queries with masks or boxes to outline.
         classes: The names of each model's classes, as far as they are known.
         out: PNG to write.
     """

@@ -24,7 +24,7 @@ def read_image(path: str) -> np.ndarray:
 
 
 def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> tuple[Any, Any]:
-    """Return a figure that opens no window, ``width`` inches wide, and its axes ``(rows, columns)``, ``height`` inches each."""
+    """Return a figure that opens no window, ``width`` inches wide, and its axes, in rows of ``height`` inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -195,7 +195,7 @@ def _torch_attention(module: Any, given: Given) -> Tensor:
 
 
 def _dense_attention(gate: DenseGate, module: Any, given: Given) -> Tensor:
-    """Return the attention weights ``(B, H, N, M)``; a row whose keys are all masked is uniform, in torch's module 0."""
+    """Return the weights ``(B, H, N, M)``; a row whose keys are all masked is uniform, or 0 in torch's module."""
     if 'need_weights' in given:
         return _torch_attention(module, given)
     query, key, _, inputs, bias = arguments_of(gate, 'attend', module, given)

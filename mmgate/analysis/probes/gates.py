@@ -42,7 +42,7 @@ class GateMap:
     class_tokens: int = 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a row of a CSV for each value: its query and key (``class``, or a number from 0 on), level or head."""
+        """Yield a row of a CSV for each value, with its query and key (``class`` or a number), level or head."""
         classes = [f'class {number}'.removesuffix(' 0') for number in range(self.class_tokens)]
         lines, columns = ([*classes, *range(length - self.class_tokens)] for length in self.values.shape)
         if self.kind == 'heads':
@@ -95,7 +95,7 @@ class LayerGate:
         return (self._maps / self._count).numpy() if self._count else None
 
     def row(self) -> dict[str, Any]:
-        """Return the row of the CSV; ``moved`` is the mean distance from :attr:`unchanged`, ``moved_most`` the largest."""
+        """Return the row of the CSV; ``moved`` and ``moved_most`` are distances from :attr:`unchanged`."""
         found = self.statistics
         numbers = dict(mean=found.mean, std=found.deviation, minimum=found.minimum, maximum=found.maximum)
         known = self.unchanged is not None

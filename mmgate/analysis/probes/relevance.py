@@ -161,7 +161,7 @@ def agent_rows(path: str, maps: np.ndarray) -> Iterator[dict[str, Any]]:
 
 
 def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...] | None]]:
-    """Return path, last recorded map and geometry of each attention; a geometry that no module around it has is None."""
+    """Return path, last recorded map and geometry of each attention; the geometry is None where it is unknown."""
     found = []
     for path, readings in recording.items():
         if 'attention' in readings:
@@ -281,7 +281,7 @@ def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[
 
 
 def add_levels(by_shape: dict[tuple[int, int], Tensor]) -> Tensor:
-    """Return the sum ``(Q, h, w)`` of relevances ``(Q, h w)`` of levels on the finest level; each level keeps its share."""
+    """Return the sum ``(Q, h, w)`` of levels' relevances ``(Q, h w)`` on the finest level; each keeps its share."""
     finest = max(by_shape, key=lambda shape: shape[0] * shape[1])
     total: Any = 0
     for shape, relevance in by_shape.items():

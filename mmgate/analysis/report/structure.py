@@ -1,4 +1,4 @@
-"""What a config's model is made of, without the time and memory that its weights would take."""
+"""Structure of a config's model, without the time and memory that its weights would take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SIZES = ('embed_dims', 'embed_dim', 'num_heads', 'num_levels', 'num_points', 'wi
 
 
 def build_structure(cfg: Config) -> nn.Module:
-    """Build a config's model for its modules' names, classes and sizes: most parameters hold no values.
+    """Build a config's model for its modules' names, classes and sizes, with most parameters on the meta device.
 
     Raises:
         ConfigError: There is no model in it, or the model cannot be built.
@@ -35,7 +35,8 @@ def build_structure(cfg: Config) -> nn.Module:
     try:
         try:
             with _EmptyOnMeta():
-                return MODELS.build(deepcopy(model))  # hosts write into the config that they build from
+                # Hosts write into the config that they are built from.
+                return MODELS.build(deepcopy(model))
         except (RuntimeError, TypeError):  # the model computes with its weights
             return MODELS.build(deepcopy(model))
     except (AssertionError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -47,13 +48,13 @@ class Attention:
     """An attention in a model.
 
     Attributes:
-        path: Its name.
-        kind: The name of its class, of a gated one that of its host.
-        sizes: Those of :data:`SIZES` that it has.
-        gates: What rules may name as ``type`` for it.
-        inside: The path of the module around it, where every gate that fits this one fits that one and is better put
-            there: mmcv's MultiheadAttention around torch's.
-        gate: The name of the class of the gate that it has, or None.
+        path: Its name in the model.
+        kind: Name of its class; of a gated module, that of its vanilla class.
+        sizes: The attributes in :data:`SIZES` that it has.
+        gates: Names that rules may give as ``type`` for it.
+        inside: Path of the module around it, if every gate that fits this one fits that one and is better put there,
+            as in mmcv's MultiheadAttention around torch's.
+        gate: Name of the class of its gate, or None.
     """
 
     path: str
@@ -78,18 +79,19 @@ def list_attention(model: nn.Module) -> list[Attention]:
 
 
 def _apart(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, without what is no part of the structure, those parts of a model's config that would need something.
+    """Return replacements for the parts of a model's config that are no part of the structure and need something.
 
-    What normalises images, which mmseg refuses in two configs; a teacher's weights, a language model, a backbone of
-    timm's and what links StrongSORT's tracks, whose weights would be downloaded; the checkpointing of activations, for
-    which Grounding DINO imports fairscale.
+    They are the data preprocessor, which mmseg refuses in two configs; a teacher, a language model, a backbone of timm
+    and StrongSORT's post-processing model, whose weights would be downloaded; activation checkpointing, for which
+    Grounding DINO imports fairscale.
     """
     beside = ('data_preprocessor', 'teacher_ckpt', 'postprocess_model')
     apart: dict[str, Any] = {key: None for key in beside if key in model}
     if (model.get('backbone') or {}).get('pretrained') is True:
         apart['backbone'] = {**model['backbone'], 'pretrained': False}
     if (model.get('data_preprocessor') or {}).get('type') == 'ReIDDataPreprocessor':
-        del apart['data_preprocessor']  # without it mmpretrain's classifier builds its own, which mmdet does not find
+        # Without one mmpretrain's classifier builds its own, which mmdet does not find.
+        del apart['data_preprocessor']
     if 'language_model' in model:
         apart['language_model'] = dict(type='mmgate.NoLanguageModel')
     if 'num_cp' in (model.get('encoder') or {}):
@@ -99,7 +101,7 @@ def _apart(model: Mapping[str, Any]) -> dict[str, Any]:
 
 @MMGATE_MODELS.register_module()
 class NoLanguageModel(nn.Module):
-    """Stands for the language model of a vision-language detector, which asks it for the width of BERT's features."""
+    """Placeholder for the language model of a vision-language detector, which reads the width of BERT's features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,9 +111,9 @@ class NoLanguageModel(nn.Module):
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Let ``torch.empty``, of which layers make their parameters, take no memory, and leave every other tensor real.
+    """Mode in which ``torch.empty``, with which layers make parameters, is on the meta device, and all else is real.
 
-    Under ``torch.device('meta')`` all tensors would be without values, and models read their drop path rates off one.
+    Under ``torch.device('meta')`` all tensors would be without values, and models read their drop path rates from one.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

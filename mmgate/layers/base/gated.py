@@ -67,6 +67,9 @@ class GatedModule(nn.Module):
             raise ValueError(f'{reason}.')
         return gate
 
+    def placed(self, model: nn.Module) -> None:
+        """Prepare the model around the host; called once, after the module was gated; handles go into the record."""
+
     def switched_on(self) -> None:
         """Prepare the host for its gate; called after its class was switched."""
 
@@ -123,6 +126,7 @@ class Record:
         gate: The child while it is out of the module, else None.
         left_out: What a gated forward does not use, with its place, while it is out of the module.
         notes: What the adapter keeps, by name.
+        handles: Of hooks that go with the gate.
     """
 
     adapter: type[GatedModule]
@@ -133,6 +137,7 @@ class Record:
     gate: nn.Module | None = None
     left_out: list[Part] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
+    handles: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -247,7 +252,8 @@ def switch_off(module: Any) -> None:
 def remove_gate(module: nn.Module) -> None:
     """Make a gated module the vanilla one for good."""
     switch_off(module)
-    del vars(module)[RECORD]
+    for handle in vars(module).pop(RECORD).handles:
+        handle.remove()
 
 
 @contextmanager
