@@ -35,9 +35,8 @@ def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
     and checksums of some.
 
     Raises:
-        ConfigError: The model has no gates, the file cannot be written, a rule has an option that JSON cannot hold, or a rule's type is a class
-            without a registered name.
-        ValueError: The model has no gates.
+        ConfigError: The model has no gates or is sharded, the file cannot be written, a rule has an option that JSON
+            cannot hold, or a rule's type is a class without a registered name.
     """
     write_gates(path, gates_content(model))
 

@@ -110,7 +110,7 @@ def test_the_guide_for_contributors(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     encoder.test_step = lambda batch: [encoder['encoder'](batch), BaseDataElement(metainfo=seen)][1:]
     statistics = gate_statistics(encoder, [x])
     assert [gate.path for gate in statistics] == [f'encoder.layers.{i}.self_attn' for i in (0, 1)]
-    path, maps, sample = head_maps(encoder, x)
+    path, maps, sample = head_maps(encoder, x[:, :1])  # one image
     assert path == 'encoder.layers.1.self_attn' and maps.shape == (4, 2, 3)
     pictures = [
         draw_gates([('guide', statistics)], tmp_path / 'gates.png'),

@@ -1,4 +1,4 @@
-"""Print every attention module of a config's model: path, class, sizes, and which gates fit it or which it has."""
+"""Print every attention module of a config's model: path, class, sizes, and the gates that fit it or that it has."""
 
 import argparse
 import logging

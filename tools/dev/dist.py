@@ -63,7 +63,8 @@ def build(out: Path, epoch: int) -> list[Path]:
     """Build the source archive, and the wheel from it, into ``out``; return both."""
     os.umask(0o022)
     with tempfile.TemporaryDirectory(prefix='dist-') as folder:
-        tree, raw = Path(folder) / 'tree', Path(folder) / 'raw'
+        tree = Path(folder) / 'tree'
+        raw = Path(folder) / 'raw'
         copy_tree(tree)
         for path in tree.rglob('*'):
             if not path.is_symlink():
@@ -86,7 +87,11 @@ def repack(source: Path, target: Path, epoch: int) -> None:
         tarfile.open(fileobj=packed, mode='w', format=tarfile.PAX_FORMAT) as new,
     ):
         for member in sorted(old.getmembers(), key=lambda member: member.name):
-            member.mtime, member.uid, member.gid, member.uname, member.gname = epoch, 0, 0, '', ''
+            member.mtime = epoch
+            member.uid = 0
+            member.gid = 0
+            member.uname = ''
+            member.gname = ''
             member.pax_headers = {}
             new.addfile(member, old.extractfile(member) if member.isfile() else None)
 

@@ -158,7 +158,8 @@ def step_rows(device: str, tiny: bool) -> Iterator[Row]:
     levels, width, count = (TINY['levels'], 32, 1) if tiny else (ops.LEVELS, 256, 6)
     (_, shapes, starts, *_), reference = ops.sampler_inputs(levels, 2, None, 2, device, heads=2)
     maps = dict(reference_points=reference, spatial_shapes=shapes, level_start_index=starts)
-    gated, ungated = PLuGMultiScaleDeformableAttention, MultiScaleDeformableAttention
+    gated = PLuGMultiScaleDeformableAttention
+    ungated = MultiScaleDeformableAttention
     kinds = [('ungated', ungated, 'grid_sample'), *(('gated', gated, x) for x in ('auto', 'grid_sample', 'triton'))]
     x = torch.randn(2, reference.shape[1], width, device=device)
     runs = {}
@@ -181,7 +182,8 @@ def step_rows(device: str, tiny: bool) -> Iterator[Row]:
 
 
 ROWS: dict[str, Callable[[str, bool], Iterator[Row]]] = {'sampler': sampler_rows, 'plug': plug_rows, 'step': step_rows}
-OURS, SWITCHES = ['tools/dev/gpu.py', '--step'], ['tools/dev/kernels/switches.py']
+OURS = ['tools/dev/gpu.py', '--step']
+SWITCHES = ['tools/dev/kernels/switches.py']
 STEPS: dict[str, tuple[int, Any]] = {  # seconds, and what makes the command
     'sampler-tests': (65, partial(_tests, OPS[0])),
     'plug-tests': (40, partial(_tests, OPS[1])),

@@ -217,7 +217,8 @@ def changes(module: str, code: str) -> dict[Place, list[Change]]:
 
 def spans(code: str) -> tuple[list[tuple], list[tuple]]:
     """Return from where to where reaches what means nothing, and what lies between the operands of binary operators."""
-    unread, between = [], []
+    unread = []
+    between = []
     for node in ast.walk(ast.parse(code)):
         skipped = [getattr(node, 'annotation', None), getattr(node, 'returns', None)]
         if isinstance(node, ast.keyword) and node.arg in MEANINGLESS:
@@ -243,12 +244,15 @@ def attempt(tree: Path, place: Place, change: Change, timeout: float) -> dict:
     before = path.read_text()
     after = mutate_code(before, get_operator(change.operator)(), change.occurrence)
     assert after is not None
-    started, outcome, failed = time.monotonic(), 'survived', ''
+    started = time.monotonic()
+    outcome = 'survived'
+    failed = ''
     try:
         path.write_text(after)
         status, output = run(tests_of(place.module), tree, timeout)
         if status not in (0, 5):  # 5: all of its tests are skipped or deselected here
-            outcome, failed = ('timeout' if status is None else 'killed'), first_failure(output)
+            outcome = 'timeout' if status is None else 'killed'
+            failed = first_failure(output)
     finally:
         path.write_text(before)
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm='')

@@ -16,7 +16,8 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGE, ROWS = ROOT / 'docs/papers.md', ROOT / 'docs/papers.yml'
+PAGE = ROOT / 'docs/papers.md'
+ROWS = ROOT / 'docs/papers.yml'
 KINDS = ('config', 'run', 'option', 'see', 'not')
 # what a host's models are judged by, and ours by the task of their metafile
 HOSTS = {'mmdet': {'box AP', 'mask AP'}, 'mmseg': {'mIoU'}, 'mmpretrain': {'Top 1 Accuracy'}}
@@ -68,7 +69,8 @@ def find_problems(papers: Mapping[str, Any], models: Mapping[str, Any]) -> Itera
                 reason = reason or _answered_by_project(given, entry, table, row)
                 if reason:
                     yield f'{paper}, {table}, {row}: {reason}'
-        project, readme = entry.get('project'), entry['readme']
+        project = entry.get('project')
+        readme = entry['readme']
         if project and f'{project}/README.md' not in (ROOT / readme).read_text():
             yield f'{readme} does not link {project}/README.md'
     for name, model in models.items():
@@ -164,7 +166,8 @@ def _wrong_figure(given: Any, paper: str, table: str, content: Mapping[str, Any]
 
 def _answered_by_project(given: Any, paper: Mapping[str, Any], table: str, row: str) -> str:
     """Return the project whose README names the row of a "none": its table or figure, or what the row is called."""
-    kind, project = _answer(given)[0], paper.get('project')
+    kind = _answer(given)[0]
+    project = paper.get('project')
     if kind != 'not' or not project:
         return ''
     readme = (ROOT / project / 'README.md').read_text()
@@ -260,7 +263,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--check', action='store_true', help='write nothing; fail where the page is wrong')
     args = parser.parse_args(argv)
-    papers, models = read_rows(), read_models()
+    papers = read_rows()
+    models = read_models()
     problems = list(find_problems(papers, models))
     if not problems:
         page = make_page(papers, models)

@@ -54,7 +54,8 @@ def draw_segmentation(config: str, checkpoint: str, out: Path) -> Path:
     from matplotlib.patches import Patch
 
     cfg = read_config(config)
-    samples, classes = _predict(cfg, checkpoint), class_names(cfg)
+    samples = _predict(cfg, checkpoint)
+    classes = class_names(cfg)
     figure, axes = panels(3, len(samples), height=1.3, width=1.2 * len(samples) + 0.6)
     for column, sample in zip(axes.T, samples, strict=True):
         image = mmcv.imread(sample.img_path, channel_order='rgb')

@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,10 +20,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mmgate.finetune import gates_disabled
 from mmgate.swap import swap_attention
 
-BEGIN, END = '<!-- transformers_table begins -->\n', '<!-- transformers_table ends -->\n'
+BEGIN = '<!-- transformers_table begins -->\n'
+END = '<!-- transformers_table ends -->\n'
 RULE = dict(type='MultiScaleDeformableAttention')
 SIZE = (480, 640)
 # by the name of a model: what its config and class are called, the size of its images, and what the config is given
@@ -52,29 +53,25 @@ def measure(name: str, rounds: int) -> str:
     torch.manual_seed(0)
     model = build(kind, options)
     fed = _feed(kind, image)
-    theirs = {path: module for path, module in model.named_modules() if hasattr(module, 'sampling_offsets')}
+    paths = [path for path, module in model.named_modules() if hasattr(module, 'sampling_offsets')]
     calls: dict[str, dict[str, Any]] = {}
     handles = [
-        module.register_forward_pre_hook(_noting(calls, path), with_kwargs=True) for path, module in theirs.items()
+        model.get_submodule(path).register_forward_pre_hook(_noting(calls, path), with_kwargs=True) for path in paths
     ]
     expected = _outputs(model(**fed))
     for handle in handles:
         handle.remove()
-    swapped = swap_attention(model, dict(RULE, path=list(theirs)))
-    ours = {path: model.get_submodule(path) for path in calls}
+    vanilla = deepcopy(model)
+    swapped = swap_attention(model, dict(RULE, path=paths))
+    theirs, ours = ({path: one.get_submodule(path) for path in calls} for one in (vanilla, model))
     layer_error = max(_error([ours[path](**call)[0]], [theirs[path](**call)[0]]) for path, call in calls.items())
     model_error = _error(_outputs(model(**fed)), expected)
     slowest = max(calls, key=lambda path: calls[path]['hidden_states'].numel())
-
-    def vanilla() -> None:
-        with gates_disabled(model):
-            model(**fed)
-
     speeds = [
         f'{before:.0f} ms, {after:.0f} ms | {before / after:.2f}x'
         for before, after in (
             _pairs(lambda: theirs[slowest](**calls[slowest]), lambda: ours[slowest](**calls[slowest]), rounds),
-            _pairs(vanilla, lambda: model(**fed), rounds),
+            _pairs(lambda: vanilla(**fed), lambda: model(**fed), rounds),
         )
     ]
     size = f'{image[0]} x {image[1]} | {len(swapped)}'

@@ -109,11 +109,13 @@ def listings(
 def _listing(name: str, compiled: Any, constants: dict[str, Any], dtype: str, dim: int) -> Listing:
     if 'BLOCK_Q' in constants:  # the loop is over levels, and backward one over points in it
         block = f'{constants["BLOCK_Q"]} queries'
-        unit, rounds = POINTS * constants['BLOCK_Q'] / constants['num_warps'], POINTS
+        unit = POINTS * constants['BLOCK_Q'] / constants['num_warps']
+        rounds = POINTS
     else:
         block = f'{constants["BLOCK_N"]} x {constants["BLOCK_M"]}' + (' x 2 heads' if constants['PAIR'] else '')
         heads = 2 if constants['PAIR'] else 1
-        unit, rounds = heads * constants['BLOCK_N'] * constants['BLOCK_M'] / (32 * constants['num_warps']), 1
+        unit = heads * constants['BLOCK_N'] * constants['BLOCK_M'] / (32 * constants['num_warps'])
+        rounds = 1
     tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
     if not tool.exists():
         raise RuntimeError(f'{tool} does not exist: this Triton brings no disassembler.')
@@ -172,10 +174,12 @@ def _in_flight(loop: list[str]) -> float:
     found = [load.search(text) for text in loop]
     widest = max((int(match[1] or 32) for match in found if match), default=0)
     waiting: set[str] = set()
-    loads, rounds = 0, 0
+    loads = 0
+    rounds = 0
     for text, match in zip(loop, found, strict=True):
         if waiting.intersection(re.findall(r'\bR\d+', text)):
-            waiting, rounds = set(), rounds + 1
+            waiting = set()
+            rounds = rounds + 1
         if match and int(match[1] or 32) == widest:
             waiting |= {f'R{int(match[2]) + i}' for i in range(widest // 32)}
             loads += 1

@@ -91,7 +91,8 @@ def rows(op: str, device: str, tiny: bool) -> Iterator[Row]:
     first = next(iter(SWITCHES[op]))
     for name, within in SWITCHES[op].items():
         for mode in MODES:
-            pair, repetitions = {USUAL: run, name: run}, 1 if tiny else 10
+            pair = {USUAL: run, name: run}
+            repetitions = 1 if tiny else 10
             found = interleaved(op, pair, 'tiny' if tiny else 'full', inputs, mode, repetitions, {name: within})
             yield from (row for row in found if row.provider == name or name == first)  # the usual launch's come once
 

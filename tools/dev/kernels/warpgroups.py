@@ -27,7 +27,8 @@ def hazards(instructions: Instructions) -> list[str]:
             pending = int(text.rsplit(',', 1)[1], 16)
             while len(groups) > pending:
                 done = groups.pop(0)
-                flying, groups = flying[done:], [count - done for count in groups]
+                flying = flying[done:]
+                groups = [count - done for count in groups]
             continue
         written, read = _registers(text)
         product = 'HGMMA' in text
