@@ -1,8 +1,8 @@
-"""Build what a release consists of: source archive, wheel, bill of materials, checksums.
+"""Build the files of a release: source archive, wheel, bill of materials, checksums.
 
-The same commit gives the same bytes: from a copy of what git knows, with the commit's time (or SOURCE_DATE_EPOCH) and
-the same rights on every file, by this environment's setuptools and wheel. The bill of materials lists this environment,
-the one that the tests run in.
+The same commit gives the same bytes. The build runs in a copy of the files that git tracks, with the commit's time (or
+SOURCE_DATE_EPOCH) and the same rights on every file, and uses this environment's setuptools and wheel. The bill of
+materials lists this environment, in which the tests run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def git(*arguments: str) -> str:
-    """Return what git prints."""
+    """Return the output of a git command."""
     return subprocess.run(['git', *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -79,7 +79,7 @@ def build(out: Path, epoch: int) -> list[Path]:
 
 
 def repack(source: Path, target: Path, epoch: int) -> None:
-    """Write the archive once more, sorted, of one time and no owner: setuptools says when it was built, and by whom."""
+    """Rewrite the archive, sorted, with one time and no owner, because setuptools writes the builder's."""
     with (
         tarfile.open(source) as old,
         target.open('wb') as file,

@@ -1,4 +1,4 @@
-"""Our sampler in transformers' detectors: how far its outputs are from theirs, and how much sooner they are there.
+"""Our sampler in transformers' detectors: differences in their outputs, and speed.
 
 ``python tools/dev/transformers_table.py`` prints a table and, with ``--file``, writes it between two markers. Models
 have the sizes of transformers' default configs and random weights; nothing is downloaded.
@@ -47,7 +47,7 @@ def measure(name: str, rounds: int) -> str:
 
     Args:
         name: One of :data:`MODELS`.
-        rounds: Pairs of forward passes after one that is not counted; a pair is one of theirs and one of ours.
+        rounds: Pairs of forward passes, one of theirs and one of ours, after a first pair that is not counted.
     """
     kind, image, options = MODELS[name]
     torch.manual_seed(0)
@@ -79,7 +79,7 @@ def measure(name: str, rounds: int) -> str:
 
 
 def build(kind: str, options: dict[str, Any]) -> nn.Module:
-    """Return a model with random weights whose points lie anywhere around their references."""
+    """Return a model with random weights whose sampling points are spread around the reference points."""
     if kind == 'DeformableDetr':  # its default backbone is timm's
         stages = transformers.ResNetConfig(out_features=['stage2', 'stage3', 'stage4'])
         options = dict(options, backbone_config=stages)
@@ -123,7 +123,7 @@ def _error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def _pairs(theirs: Callable[[], Any], ours: Callable[[], Any], rounds: int) -> tuple[float, float]:
-    """Return the medians of CPU milliseconds; what else runs on the machine changes those little."""
+    """Return the medians of CPU milliseconds, on which other work on the machine has little effect."""
     times: list[list[float]] = [[], []]
     for number in range(rounds + 1):
         for run, seconds in zip((theirs, ours), times, strict=True):
@@ -135,7 +135,7 @@ def _pairs(theirs: Callable[[], Any], ours: Callable[[], Any], rounds: int) -> t
 
 
 def markdown(rows: Sequence[str], rounds: int) -> str:
-    """Return the table, and in what it was measured."""
+    """Return the table, and the environment of the measurement."""
     head = 'model | image | layers | layer error | model error | slowest layer: theirs, ours | | model: theirs, ours | '
     where = f'{platform.machine()}, {torch.get_num_threads()} thread(s), torch {torch.__version__}'
     end = f'transformers {transformers.__version__}; float32, batch 1, medians of {rounds} pairs, CPU time'

@@ -1,8 +1,8 @@
-"""What the Triton sampler asks of memory, counted from locations: ``python tools/dev/kernels/traffic.py``.
+"""Count the Triton sampler's memory accesses from locations: ``python tools/dev/kernels/traffic.py``.
 
-The encoder's queries are the tokens of the maps. Their samples lie as a Deformable DETR starts with them, point p of
-head h by p + 1 pixels in a direction of the head's own, moved by noise of every sample's own. Noise is a model's that
-has learnt; between neighbours it is less independent than this.
+The encoder's queries are the tokens of the maps. Their samples lie as at the start of a Deformable DETR: point p of
+head h is p + 1 pixels away in the direction of the head. Independent noise moves each sample, like the offsets of a
+trained model, in which neighbours are less independent.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def rows(shapes: list[tuple[int, int]], upper_left: Tensor) -> Tensor:
 
 
 def distinct(rows: Tensor, queries: int) -> float:
-    """Return what share of the gathered rows programs of so many queries and one head gather for the first time."""
+    """Return the share of gathered rows that are new to a program of some queries and one head."""
     total = int((rows >= 0).sum())
     largest = int(rows.max()) + 1
     count = 0
@@ -70,7 +70,7 @@ def distinct(rows: Tensor, queries: int) -> float:
 
 
 def reductions(upper_left: Tensor, rows: Tensor) -> float:
-    """Return how many rows a sample adds to in memory, if two queries in turn add up their common ones."""
+    """Return the number of rows to which a sample adds in memory, if pairs of queries first add up common rows."""
     even = len(rows) // 2 * 2
     first = upper_left[:even:2]
     second = upper_left[1:even:2]
