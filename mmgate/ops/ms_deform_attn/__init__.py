@@ -140,7 +140,13 @@ def _sampled(sample: Callable[..., Tensor]) -> Callable[..., Tensor]:
 BACKENDS = OPERATORS['ms_deform_attn'] = (
     Backend('mmcv', mmcv.why_not, _sampled(mmcv.sample), words="mmcv's CUDA operator"),
     Backend('cpu', cpu.why_not, _sampled(cpu.sample), words='weighted sums of rows on the CPU'),
-    Backend('grid_sample', anywhere, _sampled(grid_sample.sample), traceable=False, words="torch's grid_sample"),
+    Backend(
+        'grid_sample',
+        grid_sample.why_not,
+        _sampled(grid_sample.sample),
+        traceable=False,
+        words="torch's grid_sample",
+    ),
     Backend('torch', anywhere, _sampled(reference.sample), plain=True, words='the reference, slowly'),
     # No GPU has run it yet: 'auto' takes it where a calibration says so.
     Backend('triton', triton.why_not, triton.attend, in_order=False, words='one Triton kernel'),
