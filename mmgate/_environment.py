@@ -1,4 +1,4 @@
-"""Whether the mm packages that mmgate plugs into are there and fit to be used."""
+"""Checks that the mm packages which mmgate plugs into are installed and can be imported."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ INSTALL = (
     'repair those instead: the extra "mm" installs maintained forks under the same import names.'
 )
 HOSTS = ('mmdet', 'mmseg')
-EXTRAS = ('mmpretrain',)  # hosts that nothing else needs
+EXTRAS = ('mmpretrain',)  # optional hosts
 MM = ('mmengine', 'mmcv', *HOSTS, *EXTRAS)
-MULTIMODAL = 'mmpretrain.utils.dependency'  # says whether mmpretrain imports its multimodal models
+MULTIMODAL = 'mmpretrain.utils.dependency'  # has the flag by which mmpretrain imports its multimodal models
 
 
 def check_environment() -> None:
-    """Raise ImportError, once and with everything that is wrong, if mmgate cannot work here.
+    """Raise one ImportError that lists all problems if mmgate cannot work here.
 
-    One host of the two is enough; one that is there and broken is left out with a warning, and so is mmpretrain.
+    One of mmdet and mmseg is enough; a broken one is left out with a warning, and so is mmpretrain.
 
     Raises:
         ImportError: mmengine or mmcv's operators cannot be imported, or neither mmdet nor mmseg can.
@@ -33,10 +33,11 @@ def check_environment() -> None:
     found = [problem for problem in map(why_not, ('mmengine', 'mmcv', 'mmcv.ops')) if problem]
     _leave_multimodal_models_out()
     hosts = {}
-    for name in (*EXTRAS, *HOSTS):  # the hosts import the extras
+    for name in (*EXTRAS, *HOSTS):  # mmdet and mmseg import mmpretrain
         hosts[name] = why_not(name)
         if name in EXTRAS and _is_broken(name, hosts[name]):
-            # hosts go on where it is not there; by any other error than an ImportError they would fail with it
+            # Hosts work without mmpretrain, but an error other than ImportError would break them. With None in its
+            # place the import raises ImportError.
             sys.modules.setdefault(f'{name}.models', None)  # type: ignore[arg-type]
     if all(hosts[name] for name in HOSTS):
         found += filter(None, (hosts[name] for name in HOSTS))
@@ -48,21 +49,21 @@ def check_environment() -> None:
 
 
 def torch_alone() -> bool:
-    """Return whether mmengine is not installed: there are operators, layers and swaps then, and no configs.
+    """Return True if mmengine is not installed; then mmgate has operators, layers and swaps, but no configs.
 
-    ``MMGATE_TORCH_ALONE=1`` says so where it is, for processes that need no mm package and shall start quickly.
+    ``MMGATE_TORCH_ALONE=1`` acts as if it were not, for processes that need no mm package and have to start quickly.
     """
     asked = os.environ.get('MMGATE_TORCH_ALONE') == '1'
     return asked or why_not('mmengine') == f'mmengine: {_not_installed("mmengine")}'
 
 
 def available(package: str) -> bool:
-    """Return whether ``package`` can be imported and is to be used, see :func:`torch_alone`."""
+    """Return True if ``package`` can be imported and is not excluded by :func:`torch_alone`."""
     return not (package in MM and torch_alone()) and why_not(package) is None
 
 
 def log(message: str, level: int = logging.INFO) -> None:
-    """Say something by mmengine's current logger, or by Python's logger ``mmgate`` where there is no mmengine."""
+    """Log a message by mmengine's current logger, or by Python's logger ``mmgate`` if mmengine is missing."""
     if torch_alone():
         logging.getLogger('mmgate').log(level, message)
     else:
@@ -73,7 +74,7 @@ def log(message: str, level: int = logging.INFO) -> None:
 
 @functools.cache
 def why_not(package: str) -> str | None:
-    """Return why ``package`` cannot be used, None if it can; of a host its models, without which it imports nothing."""
+    """Return the reason why ``package`` (and ``models`` of a host) cannot be imported, or None if it can."""
     module = package
     try:
         importlib.import_module(module)
@@ -84,19 +85,19 @@ def why_not(package: str) -> str | None:
         missing = error.name or module
         why = ' (mmcv was built without its operators)' if missing == 'mmcv._ext' else ''
         return f'{module}: {_not_installed(missing)}{why}'
-    # most often operators compiled against another torch; versions asserted at import; a torchvision of another torch
+    # Causes are operators or a torchvision for another torch, and versions that are asserted at import.
     except (ImportError, AssertionError, RuntimeError) as error:
         return f'{module}: {error}'
-    except Exception as error:  # of a class whose base was to be imported and is None, say
+    except Exception as error:  # for example, a base class could not be imported and is None
         place = traceback.extract_tb(error.__traceback__)[-1]
         return f'{module}: {type(error).__name__}: {error} ({place.filename}, line {place.lineno})'
     return None
 
 
 def _leave_multimodal_models_out() -> None:
-    """Keep mmpretrain from importing its multimodal models beside a transformers that is too new for them.
+    """Keep mmpretrain from importing its multimodal models if transformers is too new for them.
 
-    The import would end in a TypeError, and with it that of mmpretrain, mmdet and mmseg.
+    The import would raise a TypeError, so that mmpretrain, mmdet and mmseg could not be imported either.
     """
     try:
         found = version('transformers')

@@ -1,9 +1,9 @@
-"""What this machine can run, whether it is right and how fast it is: ``python -m mmgate.doctor``.
+"""Check the backends on this machine and time them: ``python -m mmgate.doctor``.
 
-One page for a bug report: packages, backends of every operator and why one cannot run, and whether each agrees with
-the float64 reference, output and gradients. ``--calibrate`` does so at the sizes of encoders and decoders, takes the
-times, and has ``backend='auto'`` take the fastest from then on. Each backend runs in a process of its own, which may
-crash. ``--build`` compiles the CPU kernel first. The exit status is 1 if something that can run here is out.
+It prints one page for a bug report: packages, the backends of every operator with the reason why one cannot run, and a
+comparison of each with the float64 reference, of output and gradients. ``--calibrate`` compares at the sizes of
+encoders and decoders, takes the times, and keeps the fastest for ``backend='auto'``. Each backend runs in a separate
+process, which may crash. ``--build`` compiles the CPU kernel first. The exit status is 1 if a backend that can run here fails the comparison.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PACKAGES = ('torch', 'triton', 'mmgate', 'mmengine', 'mmcv', 'mmdet', 'mmseg', '
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Examine, print and return the exit status."""
+    """Run the command line and return its exit status."""
     parser = argparse.ArgumentParser(prog='python -m mmgate.doctor', description=__doc__.split('\n')[0])
     parser.add_argument('--calibrate', action='store_true', help="time all backends and keep the fastest for 'auto'")
     parser.add_argument('--device', help='default: cuda, if torch sees it, else cpu')
@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     dtypes = args.dtype or (list(DTYPES) if device.type == 'cuda' else ['float32'])
     scale = args.sizes or ('full' if args.calibrate else 'tiny')
     rows = list(compare(device, dtypes, scale, args.limit))
-    if args.calibrate and scale == 'full':  # the fastest of tiny calls says nothing of real ones
+    # Times of tiny calls mean nothing for real ones.
+    if args.calibrate and scale == 'full':
         keep(rows, device)
     print(page(rows, device, timed=args.calibrate or scale == 'full'))
     return int(any(row.out for row in rows))
@@ -59,7 +60,7 @@ def build_native() -> int:
 
 
 def _packages() -> str:
-    """Return versions, with the distribution where it has another name than the package."""
+    """Return the versions of packages, with the distribution if its name differs from the package's."""
     found = [f'python {platform.python_version()}']
     distributions = importlib.metadata.packages_distributions()
     for name in PACKAGES:
@@ -73,7 +74,7 @@ def _packages() -> str:
 
 
 def page(rows: Sequence[Row], device: torch.device, timed: bool) -> str:
-    """Return the findings as text, with times where they mean something."""
+    """Return the results as text; ``timed`` adds the times."""
     lines = [_packages(), choice.machine(device), '', 'Backends']
     for op, backends in choice.OPERATORS.items():
         for backend in backends:

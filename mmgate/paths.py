@@ -1,4 +1,4 @@
-"""The model inside its wrappers."""
+"""Access to the model inside of wrappers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 from torch import nn
 
 SHARDED = '_fsdp_wrapped_module'
-INSIDE = ('module', '_orig_mod', SHARDED)  # what DDP, averages and test-time augmentation have, torch.compile, FSDP
+# Names of the child in wrappers: of DDP, averages and test-time augmentation; of torch.compile; of FSDP.
+INSIDE = ('module', '_orig_mod', SHARDED)
 
 
 def own_model(model: Any) -> nn.Module:
-    """Return the model that wrappers are around, each of one child by a name that wrappers use."""
+    """Return the model inside of wrappers, which are modules with one child of a name in :data:`INSIDE`."""
     while True:
         children = {name: child for name, child in model.named_children() if name != 'data_preprocessor'}
         if len(children) != 1 or not children.keys() <= set(INSIDE):

@@ -1,6 +1,6 @@
 """Registries of scope ``mmgate``, children of mmengine's roots, so that ``type='mmgate.X'`` works in any config.
 
-Where there is no mmengine, :data:`MODELS` knows mmgate's own layers by name and there are no others.
+Without mmengine, :data:`MODELS` holds mmgate's layers by name, and there are no other registries.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ Registered = TypeVar('Registered', bound=Callable[..., Any])
 
 
 class Names:
-    """Classes and functions by their names, for rules that name a gate."""
+    """A registry for rules that name a gate, for use without mmengine."""
 
     def __init__(self) -> None:
         self.module_dict: dict[str, Any] = {}
 
     def register_module(self) -> Callable[[Registered], Registered]:
-        """Return a decorator that enters what it decorates."""
+        """Return a decorator that registers a class or function."""
 
         def enter(registered: Registered) -> Registered:
             self.module_dict[registered.__name__] = registered
@@ -29,7 +29,7 @@ class Names:
         return enter
 
     def get(self, name: str) -> Any:
-        """Return what is called ``name``, with the scope or without, or None."""
+        """Return the class or function ``name``, which may have the scope, or None."""
         return self.module_dict.get(name.removeprefix('mmgate.'))
 
 

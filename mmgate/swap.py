@@ -19,7 +19,7 @@ from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, opt
 from mmgate.hosts.vits import is_in_vit
 from mmgate.layers.base.dense import DenseHost
 from mmgate.layers.base.gate import Gate, draw_gate, random_stream
-from mmgate.layers.base.gated import Record, gate_module, gated_modules, record_of
+from mmgate.layers.base.gated import GatedModule, Record, gate_module, gated_modules, host_class, record_of
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
 
@@ -100,6 +100,8 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         number = rule_of[id(made.host)]
         record = Record(made.adapter, type(made.host), made.name, kept[number], first + number)
         gate_module(made.host, made.adapter, made.gate, record)
+        gated: Any = made.host
+        gated.placed(model)
     for encoder in (module for module in model.modules() if isinstance(module, nn.TransformerEncoder)):
         if any(isinstance(part, DenseHost) for part in encoder.modules()):
             encoder.use_nested_tensor = False  # decided for its own attention, when it was built
@@ -114,10 +116,16 @@ def path_regex(pattern: str) -> re.Pattern[str]:
 
 
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of every attention in ``model``: what a gate fits, or what is called so."""
+    """Yield name and module of every attention in ``model``: what is gated, what a gate fits, or what is called so."""
     for name, module in model.named_modules(remove_duplicate=False):
-        if gates_for(module) or re.search(r'Attention$|Attn$|MSA$', type(module).__name__):
+        called_so = re.search(r'Attention$|Attn$|MSA$', type(module).__name__)
+        if called_so or isinstance(module, GatedModule) or gates_for(module):
             yield name, module
+
+
+def names_of_gates(module: GatedModule) -> str:
+    """Return the names of the gates' classes in a gated module, side by side."""
+    return ', '.join(dict.fromkeys(type(gate).__name__ for gate in module.gates()))
 
 
 def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
@@ -258,8 +266,8 @@ def _gated_in(model: nn.Module, module: nn.Module) -> str | None:
     for _, gated in gated_modules(model):
         inside = any(part is gated for part in module.modules())
         if inside or any(part is module for part in gated.modules()):
-            gate: Any = gated
-            return next(type(one).__name__ for one in gate.gates())
+            gate = gated.gating.gate or gated.gate  # the former while it is off
+            return next(type(one).__name__ for one in gate.modules() if isinstance(one, Gate))
     return None
 
 
@@ -303,7 +311,8 @@ def _inventory(model: nn.Module) -> str:
             continue  # mmcv's wrapper is to be named, not the module in it
         fits = ', '.join(kind.__name__ for kind in gates_for(module))
         outer = name if fits else ''
-        lines.append(f'  {name}: {full_name(type(module))}, fits: {fits or "none"}')
+        has = f'gated by {names_of_gates(module)}' if isinstance(module, GatedModule) else f'fits: {fits or "none"}'
+        lines.append(f'  {name}: {full_name(host_class(module))}, {has}')
     if not lines:
         return f'{type(model).__name__} has no attention modules.'
     return '\n'.join([f'The attention modules of {type(model).__name__} are', *lines])

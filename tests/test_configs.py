@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import mmdet
 import pytest
@@ -17,8 +18,9 @@ from mmengine import registry
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from test_metafiles import MODELS
+from torch import nn
 
-import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
+from mmgate import restore_attention
 from mmgate._environment import available
 from mmgate.analysis.report.structure import build_structure
 from mmgate.layers.base.gate import gate_parameters, undecayed_parameters
@@ -51,14 +53,26 @@ def test_builds(name: str) -> None:
     if gated:
         amp = ('type', 'dtype', 'loss_scale')  # which needs a GPU
         wrapper = {key: value for key, value in cfg.optim_wrapper.items() if key not in amp}
-        groups = build_optim_wrapper(model, wrapper).optimizer.param_groups
-        decayed = {id(parameter) for group in groups if group['weight_decay'] for parameter in group['params']}
+        of_names = settings(model, wrapper)
+        decayed = {id(parameter) for key, parameter in model.named_parameters() if of_names.get(key, (0, 0))[1]}
         # the authors of Agent attention decay its biases, but in detectors and segmentors with Swin
         published = Path(name).name.startswith('agent-') and ('in1k' in name or re.search('_pvt-[tsml]_', name))
         spared = [n for n, parameter in undecayed_parameters(model) if (id(parameter) in decayed) != bool(published)]
         assert decayed and spared == []
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert PARAMETERS.get(name) == trainable, f'the metafile of {Path(name).parts[0]} should say {trainable}'
+    if gated and restore_attention(model):
+        vanilla = settings(model, wrapper)
+        shared = of_names.keys() & vanilla.keys()
+        # what a config says for names, as in custom_keys, reaches what is shared as in the vanilla model
+        assert shared and {key: of_names[key] for key in shared} == {key: vanilla[key] for key in shared}
+
+
+def settings(model: nn.Module, wrapper: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    """Return rate and weight decay of every parameter that is trained, by its name."""
+    groups = build_optim_wrapper(model, wrapper).optimizer.param_groups
+    found = {id(parameter): (group['lr'], group['weight_decay']) for group in groups for parameter in group['params']}
+    return {key: found[id(parameter)] for key, parameter in model.named_parameters() if id(parameter) in found}
 
 
 @pytest.mark.slow  # the configs themselves are built above

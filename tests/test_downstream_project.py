@@ -67,8 +67,9 @@ def test_train_and_test(project: Path, python: str) -> None:
     training = run(python, project, '-m', 'mmgate.tools.train', config, '--work-dir', str(work))
     assert training.returncode == 0, training.stderr[-3000:]
     state = torch.load(work / 'epoch_1.pth', map_location='cpu', weights_only=False)['state_dict']
-    assert {'neck.pooling.mix.weight', 'neck.pooling.temperature.weight'} <= set(state)
-    assert 'decoder.layers.0.cross_attn.gml.weight' in state
+    assert {'neck.pooling.mix.weight', 'neck.pooling.gate.temperature.weight'} <= set(state)
+    cross = 'decoder.layers.0.cross_attn'
+    assert {f'{cross}.value_proj.weight', f'{cross}.gate.gml.weight'} <= set(state)
     testing = run(python, project, '-m', 'mmgate.tools.test', config, str(work / 'epoch_1.pth'))
     assert testing.returncode == 0, testing.stderr[-3000:]
     assert 'bbox_mAP' in testing.stdout + testing.stderr

@@ -11,6 +11,8 @@ from conftest import ROOT
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
+import mmgate
+from mmgate.hosts import table
 from mmgate.train.config_file import read_config
 
 GUIDES = [ROOT / 'README.md', ROOT / 'CONTRIBUTING.md', *sorted((ROOT / 'docs').rglob('*.md'))]
@@ -61,6 +63,26 @@ def test_its_python_swaps_and_undoes(tmp_path: Path, monkeypatch: pytest.MonkeyP
     exec('mmgate.restore_attention(model)' + undo, space)
     assert not any('mmgate' in type(module).__module__ for module in model.modules())
     assert torch.equal(model.encoder.layers[0].self_attn.value_proj.weight, gates[0].value_proj.weight)
+
+
+@pytest.mark.parametrize('kind', ['PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention'])
+def test_its_adapter_lets_gates_into_a_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    (example,) = (block for block in PYTHON.values() if '@mmgate.adapts(DenseGate, Attention)' in block)
+    monkeypatch.setattr(table, '_ADAPTERS', dict(table._ADAPTERS))
+    space: dict = dict(__name__='guide')
+    exec(example, space)
+    model = nn.ModuleDict(dict(attention=space['Attention'](16, 4)))
+    host, x = model['attention'], torch.randn(2, 5, 16)
+    names, expected = [name for name, _ in host.named_parameters()], host(x)
+    assert mmgate.swap_attention(model, dict(path='attention', type=kind)) == ['attention']
+    assert model['attention'] is host and isinstance(host, space['Attention'])
+    added = {name for name, _ in host.named_parameters()} - set(names)
+    assert added and all(name.startswith('gate.') for name in added)
+    assert torch.allclose(host(x), expected, atol=1e-6) == (kind == 'PLuGMultiheadAttention')
+    host(x).square().sum().backward()
+    assert all(parameter.grad is not None for parameter in host.parameters())
+    mmgate.restore_attention(model)
+    assert type(host) is space['Attention'] and torch.equal(host(x), expected)
 
 
 @pytest.mark.parametrize('name', PYTHON)

@@ -16,22 +16,20 @@ from conftest import filled
 from mmengine.model import BaseModule
 from mmengine.registry import MODELS, WEIGHT_INITIALIZERS, init_default_scope
 from mmengine.runner import save_checkpoint
-from mmgate.finetune.parts import swaps_by_path
 from torch import Tensor, nn
 from zoo import ZOO
 
-from mmgate import gate_parameters, restore_attention, swap_attention
+from mmgate import gate_parameters, gates_disabled, restore_attention, swap_attention
 from mmgate.hosts import adapter_for, gates_for
-from mmgate.layers.base.map import MapAttention
+from mmgate.hosts.table import gate_of_type
+from mmgate.layers.base.gated import gated_modules
 from mmgate.swap import attention_modules
 
 SEED = 3
 SOME = ('conditional_detr', 'deformable_detr', 'mask2former_ade', 'retinanet_pvt', 'segformer', 'swin', 'twins_pcpvt')
-LEFT_OUT = ('.relative_position_bias_table', '.sr.', '.norm.', '.lepe.')  # by attention over the whole map
 OPTIONS: dict[str, dict[str, Any]] = {  # of gates that need some
     'AgentAttention': dict(map_size=(4, 4), agent_num=4),
     **{name: dict(map_size=(4, 4)) for name in ('SAGAAttention', 'FocusedLinearAttention', 'PolaFormerAttention')},
-    'CrossWindowAttention': dict(split=None),
 }
 
 
@@ -47,22 +45,14 @@ def initialised(cfg: Any, rules: list[dict] | None = None) -> tuple[nn.Module, T
 
 
 def named(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters by the names that they have in the vanilla model, whatever stands there now."""
-    swaps = swaps_by_path(model)
-    inside = tuple(f'{path}.' for path in swaps)
-    found = {name: p for name, p in model.named_parameters() if not name.startswith(inside)}
-    for path, swap in swaps.items():
-        own = dict(swap.gate.named_parameters())
-        found.update({f'{path}.{theirs}': own[ours] for theirs, ours in swap.shared if ours in own})
-    return found
+    """Parameters without gates, those that gated modules leave out among them."""
+    with gates_disabled(model):
+        return dict(model.named_parameters())
 
 
 def assert_starts_as(vanilla: tuple[nn.Module, Tensor], gated: tuple[nn.Module, Tensor]) -> None:
     expected, actual = dict(vanilla[0].named_parameters()), named(gated[0])
-    assert set(actual) <= set(expected)
-    maps = tuple(path for path, swap in swaps_by_path(gated[0]).items() if isinstance(swap.gate, MapAttention))
-    lacking = [n for n in set(expected) - set(actual) if not (n.startswith(maps) and any(p in n for p in LEFT_OUT))]
-    assert not lacking
+    assert list(actual) == list(expected)
     differing = [name for name, value in actual.items() if not torch.equal(value, expected[name])]
     assert not differing
     assert torch.equal(gated[1], vanilla[1]), 'the global random numbers go on otherwise'
@@ -74,7 +64,8 @@ def fitting(model: nn.Module) -> dict[str, list[str]]:
     for name, module in attention_modules(model):
         for gate in gates_for(module) if not name.startswith(tuple(f'{outer}.' for outer in found)) else ():
             with suppress(ValueError):
-                adapter_for(gate, module)(gate, copy.deepcopy(module), **OPTIONS.get(gate.__name__, {}))
+                adapter, child = adapter_for(gate, module)
+                adapter.make_gate(module.get_submodule(child), gate_of_type(gate), **OPTIONS.get(gate.__name__, {}))
                 found.setdefault(name, []).append(gate.__name__)
     return found
 
@@ -157,10 +148,11 @@ PARTNERS: dict[str, tuple[dict, dict]] = {
 
 
 @pytest.mark.parametrize('wrapped', [False, True], ids=['alone', 'in-a-model'])
-@pytest.mark.parametrize('partners', PARTNERS.values(), ids=list(PARTNERS))
-def test_backbones_start_as_their_partners(partners: tuple[dict, dict], wrapped: bool) -> None:
+@pytest.mark.parametrize('name', PARTNERS)
+def test_backbones_start_as_their_partners(name: str, wrapped: bool) -> None:
     """Alone, and inside a model that has an ``init_cfg`` and whose start mmengine reports parameter by parameter."""
     init_default_scope('mmdet')
+    partners = PARTNERS[name]
     if wrapped:
         init_cfg = [
             dict(type='TruncNormal', layer='Linear', std=0.02),
@@ -170,10 +162,11 @@ def test_backbones_start_as_their_partners(partners: tuple[dict, dict], wrapped:
         partners = tuple(dict(backbone=backbone, **whole) for backbone in partners)
     vanilla, gated = (initialised(cfg) for cfg in partners)
     assert_starts_as(vanilla, gated)
-    swaps = swaps_by_path(gated[0]).values()
-    assert not any('_params_init_info' in vars(module) for swap in swaps for module in swap.vanilla.modules())
+    assert any(True for _ in gated_modules(gated[0])) != name.endswith('-vanilla')
+    assert not any('_params_init_info' in vars(module) for module in gated[0].modules())
     restore_attention(gated[0])
-    assert dict(vanilla[0].named_modules()).keys() <= dict(gated[0].named_modules()).keys()
+    assert not any('_params_init_info' in vars(module) for module in gated[0].modules())
+    assert list(dict(vanilla[0].named_modules())) == list(dict(gated[0].named_modules()))
 
 
 @pytest.mark.parametrize(
@@ -222,8 +215,8 @@ def test_a_checkpoint_that_a_host_loads_as_it_initialises_fills_gates(tmp_path: 
     init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'own.pth'))
     alone, _ = initialised({**cfg, 'init_cfg': init_cfg})
     second, _ = initialised(gated_vit())
-    nn.init.constant_(second.layers[0].attn.attn.gml.bias, 7.0)
-    nn.init.constant_(second.layers[0].attn.attn.in_proj_bias, 5.0)
+    nn.init.constant_(second.layers[0].attn.gate.gml.bias, 7.0)
+    nn.init.constant_(second.layers[0].attn.qkv.bias, 5.0)
     save_checkpoint(dict(state_dict=second.state_dict()), str(tmp_path / 'vit.pth'))
     loaded, _ = initialised(gated_vit(init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'vit.pth'))))
     for one, other in ((first, alone), (second, loaded)):
@@ -246,11 +239,11 @@ def test_the_start_follows_a_model_that_was_made_on_meta() -> None:
 @pytest.mark.parametrize('change', ['replaced', 'wrapped', 'pruned'])
 def test_what_someone_put_in_the_place_of_a_gate_stays(change: str) -> None:
     model = MODELS.build(gated_vit())
-    gate, vanilla = model.layers[0].attn, model.attention_swaps[0].vanilla
+    gate, vanilla = model.layers[0].attn, MODELS.build(dict(type='mmpretrain.VisionTransformer', **VIT)).layers[0].attn
     if change == 'pruned':
         model.layers = model.layers[:1]
     else:
-        model.layers[0].attn = nn.Sequential(gate) if change == 'wrapped' else copy.deepcopy(vanilla)
+        model.layers[0].attn = nn.Sequential(gate) if change == 'wrapped' else vanilla
     module = model.layers[0].attn
     model.init_weights()
     assert model.layers[0].attn is module
@@ -259,7 +252,7 @@ def test_what_someone_put_in_the_place_of_a_gate_stays(change: str) -> None:
 
 def test_gates_come_off_inside_a_model_with_what_they_share() -> None:
     model = nn.Sequential(nn.Sequential(MODELS.build(gated_vit())))
-    nn.init.constant_(model[0][0].layers[0].attn.attn.out_proj.bias, 1.0)
+    nn.init.constant_(model[0][0].layers[0].attn.proj.bias, 1.0)
     model.eval()
     assert restore_attention(model)[0] == '0.0.layers.0.attn'
     assert not restore_attention(model)
@@ -272,9 +265,9 @@ def test_gates_come_off_inside_a_model_with_what_they_share() -> None:
 def test_a_second_initialisation_leaves_gates_as_the_host() -> None:
     model = MODELS.build(gated_vit())
     model.init_weights()
-    nn.init.constant_(model.layers[0].attn.attn.gml.bias, 9.0)
+    nn.init.constant_(model.layers[0].attn.gate.gml.bias, 9.0)
     model.init_weights()
-    assert model.layers[0].attn.attn.gml.bias.eq(9).all()
+    assert model.layers[0].attn.gate.gml.bias.eq(9).all()
 
 
 @WEIGHT_INITIALIZERS.register_module()
@@ -304,11 +297,3 @@ def test_twins_in_a_model_with_an_initialiser_of_ones_own() -> None:
     drawn = {name: p for name, p in gate_parameters(gated[0]).items() if p.std() > 0}
     first = [name for name in drawn if name.startswith('first.')]
     assert first and not any(torch.equal(drawn[name], drawn[f'second.{name[6:]}']) for name in first)
-
-
-def test_parameters_that_are_gone_are_named() -> None:
-    model = MODELS.build(gated_vit())
-    nn.utils.parametrizations.weight_norm(model.layers[0].attn.attn.out_proj)
-    with pytest.raises(ValueError, match=r'attn.out_proj.weight of GatedTokenAttention is gone'):
-        restore_attention(model)
-    assert len(model.attention_swaps) == 12

@@ -1,1 +1,1 @@
-"""What attention does: ``probes`` record and measure it, ``figures`` draw it, ``report`` counts and lists."""
+"""Analysis of attention: ``probes`` record and measure it, ``figures`` draw it, ``report`` counts and lists."""

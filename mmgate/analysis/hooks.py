@@ -1,4 +1,4 @@
-"""A hook that shows what gates do during a run."""
+"""A hook that logs statistics of the gates during a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from mmgate.layers.base.gate import gate_parameters
 from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 
-AT_REST = 0.01  # a gate this near, in the mean, to the value at which it changes nothing has not moved
+# A gate whose mean distance from the value at which it changes nothing is at most this has not moved.
+AT_REST = 0.01
 
 
 @HOOKS.register_module()
@@ -26,12 +27,12 @@ class GateStatisticsHook(Hook):
 
     Tags are ``gate/<path>/<mean | std | sparsity | moved | moved_most | grad_norm>``, for SAGA ``gate_k/...`` and so
     on, in all the visualizer's backends (local JSON, TensorBoard, wandb). ``moved`` and ``moved_most`` are the mean and
-    the largest distance from the value at which attention is as without the gate, where there is one. Of one iteration
-    in ``interval``, on the first process; the others cost nothing. The gradient is that of this iteration's loss and
-    process, before clipping and before an average over processes, with a loss scale divided out.
+    the largest distance from the value at which attention is as without the gate, where there is one. One iteration in
+    ``interval`` is logged, by the first process; the others cost nothing. The gradient is that of this iteration's loss
+    in this process, before clipping and averaging over processes, with a loss scale divided out.
 
-    After an epoch, or a validation in a loop of iterations, it warns if no layer's gate was seen farther than 0.01 from
-    that value, in the mean: such a model still computes about what it would without gates.
+    After an epoch, or a validation in a loop of iterations, it warns if the mean distance of every layer's gate from
+    that value stayed within 0.01: such a model still computes about what it would without gates.
 
     Args:
         interval: Iterations from one record to the next.
@@ -44,25 +45,29 @@ class GateStatisticsHook(Hook):
         self._open = ExitStack()
         self._recording: Recording | None = None
         self._squares: dict[str, Tensor] = {}
-        self._moved: dict[str, float] = {}  # the mean distance by layer, since the last look
+        # Largest mean distance of each layer since the last warning or check.
+        self._moved: dict[str, float] = {}
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        """Begin to record, one iteration in ``interval``."""
-        self._open.close()  # of an iteration that failed
-        self._recording, self._squares = None, {}
+        """Begin to record in one iteration of ``interval``."""
+        # An iteration that failed may have left hooks.
+        self._open.close()
+        self._recording = None
+        self._squares = {}
         if not self.every_n_train_iters(runner, self.interval) or runner.rank:
             return
         model = own_model(runner.model)
         has = readable(model)
         for path in dict.fromkeys(path for name in GATES for path in has.get(name, ())):
             for _, parameter in gate_parameters(model.get_submodule(path)):
-                if parameter.requires_grad:  # the optimizer wrapper clears gradients before a hook sees them
+                # The optimizer wrapper clears gradients before ``after_train_iter``, so that a hook has to take them.
+                if parameter.requires_grad:
                     self._open.callback(parameter.register_hook(partial(self._add_square, path)).remove)
         recorded = record(model, GATES, accumulate=partial(_statistics, model))
         self._recording = self._open.enter_context(recorded)
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Log what was recorded."""
+        """Log the statistics of this iteration, if they were recorded."""
         self._open.close()
         if self._recording is None:
             return
@@ -76,11 +81,12 @@ class GateStatisticsHook(Hook):
                     numbers.update(moved=found.distance, moved_most=found.farthest)
                     self._moved[path] = max(self._moved.get(path, 0.0), found.distance)
                 scalars.update({f'{name}/{path}/{key}': number for key, number in numbers.items()})
-            if path in self._squares:  # of all gates of the layer
+            # The norm is over all gates of the layer.
+            if path in self._squares:
                 scalars[f'gate/{path}/grad_norm'] = float(self._squares[path].sqrt()) / scale
         if scalars:
             runner.visualizer.add_scalars(scalars, step=runner.iter + 1)
-        else:  # none in the model, or a compiled one
+        else:  # the model has no gates, or it is compiled
             runner.logger.warning('GateStatisticsHook: no gate was seen in the forward pass, so nothing is logged.')
 
     def after_train_epoch(self, runner: Any) -> None:
@@ -113,13 +119,13 @@ def _statistics(model: nn.Module, path: str, name: str) -> RunningStatistics:
 
 @HOOKS.register_module(name=['BackendChoicesHook', 'SamplingPointsHook'])
 class FormerHook(Hook):
-    """Deprecated: does nothing but say so, under names that configs may hold; their ``options`` are dropped."""
+    """Deprecated hook that only logs a warning, under names that configs may hold; ``options`` are ignored."""
 
     def __init__(self, **options: Any) -> None:
         pass
 
     def before_run(self, runner: Any) -> None:
-        """Say what to do instead."""
+        """Warn, and name the tool to use instead."""
         runner.logger.warning(
             'BackendChoicesHook and SamplingPointsHook do nothing any more; take them out of custom_hooks. '
             'tools/analysis_tools/plot_sampling_points.py CONFIG CHECKPOINT draws sampling points.'

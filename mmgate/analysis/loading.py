@@ -1,4 +1,4 @@
-"""Models and images for the tools that draw what attention does, by one command line for all of them."""
+"""Models and images for the tools that draw attention, and the command line that these tools share."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ IMAGES = ('.jpg', '.jpeg', '.png', '.ppm', '.bmp', '.pgm', '.tif', '.tiff', '.we
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model to look at, in eval mode with its weights, and its config.
+    """A model in eval mode with its weights, and its config.
 
-    The name labels pictures: the config's file name without its ending, and the checkpoint beside another of it.
+    The name labels pictures: it is the config's file name without its ending, followed by the checkpoint where models
+    share the config.
     """
 
     name: str
@@ -77,15 +78,16 @@ class LoadedModel:
         check_data(self.cfg, [args.split])
         data = deepcopy(loader.dataset)
         own = _innermost(data)
-        own.pipeline = _still((tests if args.split == 'train' else own).pipeline)  # no random crops in a picture
+        # Pictures of training images go through the test pipeline, which crops nothing at random.
+        own.pipeline = _still((tests if args.split == 'train' else own).pipeline)
         dataset = DATASETS.build(data)
         return [partial(dataset.__getitem__, number) for number in range(min(args.max_images, len(dataset)))]
 
 
 def _still(pipeline: Sequence[Any]) -> list[Any]:
-    """Return a copy of a pipeline that flips nothing, and whose boxes lie on the image as it is on disk."""
+    """Return a copy of a pipeline without flips, and with boxes in pixels of the image on disk."""
     steps = [deepcopy(step) for step in pipeline if type_name(step) != 'RandomFlip']
-    # annotations that are loaded after a resize are as on disk
+    # Annotations that are loaded after a resize keep the pixels of the image on disk.
     return sorted(steps, key=lambda step: (type_name(step).startswith('Pack'), type_name(step) == 'LoadAnnotations'))
 
 
@@ -97,7 +99,7 @@ def _innermost(dataset: Any) -> Any:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """Return the command line that all of these tools share; a tool adds its own options."""
+    """Return the command line that all of these tools share, to which a tool adds its options."""
     shared = config_parser(description)
     add_inputs(shared)
     beside = 'another model, drawn beside, as often as there are models; --cfg-options are of its config, too'
@@ -128,9 +130,13 @@ def positive(text: str) -> int:
 
 
 def load_models(args: argparse.Namespace, readings: Sequence[str], purpose: str) -> list[LoadedModel]:
-    """Return the models that a command line of :func:`parser` names, which look at whole images.
+    """Return the models that a command line of :func:`parser` names, set to test on whole images.
 
-    Of ``readings`` each has one at least, see :func:`mmgate.analysis.probes.recording.require`.
+    Args:
+        args: The parsed command line.
+        readings: Names of readings of which every model has to have one, see
+            :func:`mmgate.analysis.probes.recording.require`.
+        purpose: The tool's purpose, for the message.
 
     Raises:
         ConfigError: A config, a checkpoint or the folder for pictures cannot be used, or a model has no such reading.
@@ -144,10 +150,11 @@ def load_models(args: argparse.Namespace, readings: Sequence[str], purpose: str)
         loaded = load_model(cfg, checkpoint, args.device)
         require(loaded.model, readings, f'{loaded.name}: {purpose}')
         settings: Any = getattr(loaded.model, 'test_cfg', None)
-        if isinstance(settings, dict) and settings.get('mode') == 'slide':  # of which the last would be seen alone
+        # Of several windows only the last would be recorded.
+        if isinstance(settings, dict) and settings.get('mode') == 'slide':
             settings['mode'] = 'whole'
-            said = 'is tested by windows that slide over an image; it is drawn on the whole image at once.'
-            print_log(f'{loaded.name} {said}', logger='current', level=logging.WARNING)
+            words = 'is tested by windows that slide over an image; it is drawn on the whole image at once.'
+            print_log(f'{loaded.name} {words}', logger='current', level=logging.WARNING)
         models.append(loaded)
     if len({model.name for model in models}) < len(models):
         given = [checkpoint for _, checkpoint in pairs]
@@ -167,12 +174,14 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool
     if checkpoint != UNTRAINED:
         check_checkpoint(checkpoint, sharded=False)
     torch.manual_seed(0)
-    model = MODELS.build(deepcopy(cfg.model))  # hosts write into the config they build from
+    # Hosts write into the config that they are built from.
+    model = MODELS.build(deepcopy(cfg.model))
     if checkpoint == UNTRAINED:
         model.init_weights()
     else:
         load_weights(model, checkpoint, whole=whole)
-    model.to(device).eval()  # some hosts return None from it
+    # Some hosts return None from ``eval``.
+    model.to(device).eval()
     return LoadedModel(Path(cfg.filename).stem, cfg, model)
 
 
@@ -192,7 +201,8 @@ def picture_names(images: Iterable[str]) -> dict[str, str]:
     listed = {image: Path(os.path.abspath(image)) for image in images}
     shared = os.path.commonpath([path.parent for path in listed.values()])
     names = {image: '_'.join(path.relative_to(shared).with_suffix('').parts) for image, path in listed.items()}
-    taken = list(names.values())  # 1.jpg and 1.png
+    # Two images may differ in their suffix alone (1.jpg and 1.png).
+    taken = list(names.values())
     return {image: name if taken.count(name) == 1 else name + listed[image].suffix for image, name in names.items()}
 
 
@@ -210,7 +220,7 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Make a folder; ConfigError, with the reason, for one that nothing can be written to."""
+    """Make a folder, or raise ConfigError if nothing can be written to it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -219,7 +229,7 @@ def check_folder(folder: Path) -> None:
 
 
 def find_images(inputs: str) -> list[str]:
-    """Return the images of a file, a URL, a folder or a pattern; ConfigError if there are none."""
+    """Return the images that a file, a URL, a folder or a pattern names; raise ConfigError if there are none."""
     if os.path.isfile(inputs) or '://' in inputs:
         return [inputs]
     found = glob.glob(os.path.join(inputs, '*') if os.path.isdir(inputs) else inputs)

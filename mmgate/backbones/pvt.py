@@ -30,7 +30,7 @@ class GatedPVT(PublishedWeights, PyramidVisionTransformer):
         arch: ``'tiny'``, ``'small'``, ``'medium'`` or ``'large'``; of PVTv2 ``'b0'`` or ``'b1'``.
         attention: Options of the attention for every stage, such as ``dict(bias=False)``, or a list of them, one a
             stage. With ``type`` they name another attention, a registered
-            :class:`~mmgate.layers.base.map.MapAttention`; ``map_size`` is filled in for a type that needs it.
+            :class:`~mmgate.layers.base.map.GatedMapAttention`; ``map_size`` is filled in for a type that needs it.
         agent_nums: Agent tokens of each stage, of agent attention; those of pre-training by default.
         pretrain_agent_nums: Agent tokens of each stage in pre-training, in the biases' shapes.
         init: ``'host'`` (default): what is shared with mmdet's PVT starts as there; ``'paper'``: as in the authors'

@@ -102,6 +102,9 @@ class GatedSwin(PublishedWeights, SwinTransformer):
             attention, self.attention_type, self.pretrain_agents, sizes, agent_nums, pretrain_agent_nums
         )
         super().__init__(**fields, init_cfg=init_cfg)
+        for module in self.modules():
+            if not pad_small_map and type(module) is ShiftWindowMSA:
+                module.__class__ = UnshiftedWhole
         swapped = [
             {'path': [f'stages.{i}.blocks.{j}.attn' for j in range(blocks[i])], **rule}
             for i, rule in enumerate(rules)
@@ -109,9 +112,6 @@ class GatedSwin(PublishedWeights, SwinTransformer):
         ]
         if swapped:
             swap_attention(self, swapped)
-        for module in self.modules():
-            if not pad_small_map and type(module) is ShiftWindowMSA:
-                module.__class__ = UnshiftedWhole
         self._freeze_stages()
 
     def train(self, mode: bool = True) -> GatedSwin:

@@ -10,13 +10,13 @@ from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from mmgate.checkpoints.tensors import State, read_checkpoint, tensors
-from mmgate.layers.base.gate import gate_parameters
+from mmgate.layers.base.gate import gate_parameters, is_gate_key
 from mmgate.layers.parts.resizing import resize_grid
 from mmgate.starts import gates_in_place
 
 DERIVED = ('.relative_position_index', '.attn_mask')  # what a backbone computes itself
 OUTPUT_NORM = re.compile(r'norm\d\.(weight|bias)')  # Swin's; a classifier has none
-PROJECTION = re.compile(r'\.(qkv|proj)\.')
+OF_AGENTS = re.compile(r'\.attn\.(?:w_msa\.)?((?:an|na|ah|aw|ha|wa|ac|ca)_bias$|dwc\.)')
 LAST = 3  # the stage whose map is classified
 _TABLE = 'relative_position_bias_table'
 _OF_CLASSIFIERS = ('head.', 'norm.', 'head_dist.', 'cls_token')  # what a backbone for dense prediction does not need
@@ -87,7 +87,7 @@ def load_pretrained(backbone: Any, init_cfg: Mapping[str, Any]) -> None:
     # of outputs that this backbone does not give
     state = {key: value for key, value in state.items() if key in own or not OUTPUT_NORM.fullmatch(key)}
     gates = tuple(name for name, _ in gate_parameters(backbone, remove_duplicate=False))
-    vanilla = not any(key.endswith(gates) for key in state)
+    vanilla = not any(is_gate_key(key) for key in state)
     may_miss = (*DERIVED, *gates) if vanilla else DERIVED
     try:
         keys = backbone.load_state_dict(state, strict=False)
@@ -146,14 +146,9 @@ def host_layout(state: State) -> State:
         key: value for key, value in state.items() if not key.endswith(DERIVED) and not key.startswith(_OF_CLASSIFIERS)
     }
     if any(key.startswith('block1.') for key in state):
-        return dict(pvt_convert(state))
+        return _in_gates(pvt_convert(state))
     if any(key.startswith('layers.0.blocks.') for key in state):
-        renamed = {key.removeprefix('backbone.'): value for key, value in swin_converter(state).items()}
-        swapped = tuple(key.removesuffix('an_bias') for key in renamed if key.endswith('.w_msa.an_bias'))
-        return {  # what belongs to agents lies in a gate beside the windows
-            key.replace('.w_msa.', '.gate.') if key.startswith(swapped) and not PROJECTION.search(key) else key: value
-            for key, value in renamed.items()
-        }
+        return _in_gates({key.removeprefix('backbone.'): value for key, value in swin_converter(state).items()})
     if any(key.startswith(('layers.0.1.', 'stages.0.blocks.')) for key in state):
         return state
     raise ValueError(
@@ -207,7 +202,7 @@ def cswin_layout(state: State) -> State:
             converted[f'stages.{int(block.group(1)) - 1}.{block.group(2)}.{rest}'] = value
         elif not key.startswith('head.'):
             converted[_renamed(key, _CSWIN)] = value
-    return converted
+    return _in_gates(converted)
 
 
 def is_deit(state: State) -> bool:
@@ -228,7 +223,12 @@ def deit_layout(state: State) -> State:
     if unknown:
         listed = ', '.join(unknown)
         raise ValueError(f"The checkpoint does not convert (keys as DeiT's authors name them): unknown: {listed}")
-    return {_renamed(key, _DEIT): value for key, value in state.items()}
+    return _in_gates({_renamed(key, _DEIT): value for key, value in state.items()})
+
+
+def _in_gates(state: State) -> State:
+    """Return tensors with those of agents below ``gate``; published models have them beside the projections."""
+    return {OF_AGENTS.sub(r'.attn.gate.\1', key): value for key, value in state.items()}
 
 
 def _renamed(key: str, names: Mapping[str, str]) -> str:

@@ -1,1 +1,1 @@
-"""How fast it is: timing, memory, tables, plots and listings of kernels; the scripts in tools/ show the result."""
+"""Benchmarks: time and memory of operators, backbones and training steps; the scripts in tools/ print and draw them."""

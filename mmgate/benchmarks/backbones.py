@@ -1,4 +1,4 @@
-"""Time and peak memory of backbones over the image size, all of them in one run, and their curves."""
+"""Time and peak memory of backbones over the image size, measured in one run, and their curves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mmgate.analysis.figures.style import COLOURS, legend, panels, save
 
 from .measure import MODES, Row, interleaved
 
-Accuracy = tuple[float, str]  # and the family that the model belongs to, or ''
+Accuracy = tuple[float, str]  # accuracy, and family of the model or ''
 
 
 def benchmark_models(
@@ -28,11 +28,22 @@ def benchmark_models(
     device: str = 'cpu',
     autocast: bool = False,
 ) -> Iterator[Row]:
-    """Measure backbones on square images, so many pixels a side, a ``batch`` at a time; the first is the peer.
+    """Measure time and peak memory of backbones on square images.
 
-    The ``builds`` return models that take images and return maps. Autocast is to bfloat16, as mixed precision trains.
+    Args:
+        builds: Functions that build the models, by name; a model takes images and returns maps. The first is the peer.
+        sizes: Sides of the images in pixels.
+        batch: Images in a call.
+        repetitions: Measurements of each model.
+        modes: Some of :data:`~mmgate.benchmarks.measure.MODES`.
+        device: Device of models and images.
+        autocast: True runs under autocast to bfloat16, as in training with mixed precision.
+
+    Yields:
+        A row for each model, mode, size and metric.
     """
-    for mode in sorted(set(modes)):  # forward first: what training leaves in the heap would count as memory
+    # The forward mode comes first, because memory that training leaves in the heap would count in it.
+    for mode in sorted(set(modes)):
         for size in sizes:
             image = torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(0)).to(device)
             models = {name: build().to(device) for name, build in builds.items()}
@@ -43,7 +54,7 @@ def benchmark_models(
 
 
 def _means(model: nn.Module, autocast: bool, image: Tensor) -> Tensor:
-    """Return the mean of every map, a small output that depends on all of the backbone."""
+    """Return the mean of every map, a small output that depends on the whole backbone."""
     with torch.autocast(image.device.type, torch.bfloat16, enabled=autocast):
         return torch.stack([map_.mean() for map_ in model(image)])
 
@@ -51,8 +62,8 @@ def _means(model: nn.Module, autocast: bool, image: Tensor) -> Tensor:
 def draw_curves(rows: Sequence[Row], out: Path, accuracies: Mapping[str, Accuracy] | None = None) -> Path:
     """Draw throughput and memory against the images' side, one panel for each mode and metric, and return the path.
 
-    With ``accuracies``, by provider, further panels draw them against the throughput on images of the first size, and
-    against the time of an image, on top.
+    With ``accuracies``, by provider, further panels draw accuracy against the throughput on images of the first size;
+    a second axis on top has the time of an image.
     """
     kinds = sorted({(row.mode, row.metric, row.unit) for row in rows})
     pace = [(mode, metric, unit) for mode, metric, unit in kinds if metric == 'throughput'] if accuracies else []
@@ -78,7 +89,7 @@ def draw_curves(rows: Sequence[Row], out: Path, accuracies: Mapping[str, Accurac
 
 
 def _draw_accuracies(axis: Any, rows: Sequence[Row], accuracies: Mapping[str, Accuracy]) -> None:
-    """Draw a point a model, in the colour of its curve, and a line through those of a family."""
+    """Draw a point for each model, in the colour of its curve, and a line through the points of each family."""
     families: dict[str, list[tuple[float, float]]] = {}
     for number, row in enumerate(rows):
         accuracy, family = accuracies[row.provider]
@@ -94,5 +105,5 @@ def _draw_accuracies(axis: Any, rows: Sequence[Row], accuracies: Mapping[str, Ac
 
 
 def _milliseconds(images_a_second: Any) -> Any:
-    """Return milliseconds an image, or images a second of those."""
+    """Convert images a second to milliseconds an image, or back."""
     return 1e3 / np.maximum(images_a_second, 1e-9)

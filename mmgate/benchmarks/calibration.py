@@ -1,8 +1,8 @@
-"""Which backend is right and fastest on this machine: each checked and timed on the same tensors, apart from others.
+"""Calibration of a machine: every backend is checked for correctness and timed on the same tensors.
 
-A backend runs in a process of its own, which may crash or hang without harm: then it is out. What it gives, output and
-gradients, is compared with float64's on the tensors that it is timed on, at an encoder's and a decoder's sizes and, for
-PLuG, with and without a mask. ``python -m mmgate.doctor --calibrate`` prints and keeps the result.
+Each backend runs in a separate process, which may crash or hang without harm: then the backend is out. Its output and
+gradients are compared with a float64 reference on the tensors on which it is timed, at an encoder's and a decoder's
+sizes and, for PLuG, with and without a mask. ``python -m mmgate.doctor --calibrate`` prints and keeps the result.
 """
 
 from __future__ import annotations
@@ -30,27 +30,30 @@ from .measure import MODES, environment, measure
 from .ops import LEVELS, sampler_inputs
 
 DTYPES = {name: getattr(torch, name) for name in ('float32', 'float16', 'bfloat16')}
-TOLERANCE = {'float32': 5e-3, 'float16': 2e-2, 'bfloat16': 6e-2}  # of the largest number
-# in float64; the reference's maps would not fit into memory, and the tests hold these to it
+TOLERANCE = {'float32': 5e-3, 'float16': 2e-2, 'bfloat16': 6e-2}  # relative to the largest value
+# Backends that compute the float64 reference. The maps of the operators' reference would not fit into memory; the tests
+# compare these backends with it.
 REFERENCES = {'ms_deform_attn': 'grid_sample', 'plug_attention': 'chunked'}
-MARGIN = 0.95  # of the time of the order's own, which another has to stay below
-SECONDS, REPETITIONS = 1.0, 10  # of timing a mode
+# Another backend wins if its time is below this share of the time of the first one in the order.
+MARGIN = 0.95
+SECONDS = 1.0  # for timing a mode
+REPETITIONS = 10
 EDGE = 0.1  # pixels between a sample and the next pixel's centre, where gradients jump
-# A sampler's queries (None: one for each token) and columns of reference points; PLuG's tokens, of which the small are
-# padded and the others multiples of every block.
+# For deformable sampling: queries (None: one for each token) and columns of the reference points. For PLuG: tokens, and
+# 1 where some are padding; the sizes without padding are multiples of every block.
 SHAPES: dict[tuple[str, str], dict[str, tuple[int | None, int]]] = {
     ('ms_deform_attn', 'full'): {'small': (300, 2), 'medium': (900, 4), 'large': (None, 2)},
     ('ms_deform_attn', 'tiny'): {'small': (5, 2), 'medium': (3, 4), 'large': (None, 2)},
     ('plug_attention', 'full'): {'small': (100, 1), 'medium': (1024, 0), 'large': (4096, 0)},
     ('plug_attention', 'tiny'): {'small': (21, 1), 'medium': (32, 0), 'large': (64, 0)},
 }
-TINY_LEVELS = [(2, 2), (1, 2)]  # few enough for Triton's interpreter
+TINY_LEVELS = [(2, 2), (1, 2)]  # small enough for Triton's interpreter
 Outcome = dict[str, Tensor]
 
 
 @dataclass
 class Row:
-    """What was found of a backend: milliseconds by mode, or why it is out."""
+    """Result of a backend: milliseconds by mode, or in ``out`` the reason why it is out."""
 
     op: str
     dtype: str
@@ -61,7 +64,7 @@ class Row:
 
 
 class Problem(NamedTuple):
-    """A call of an operator, the same numbers on every device; ``call`` takes the inputs and ``backend``."""
+    """A call of an operator with the same values on every device; ``call`` takes the inputs and ``backend``."""
 
     call: Callable[..., Tensor]
     inputs: list[Tensor]
@@ -77,9 +80,11 @@ def problem(op: str, size: str, dtype: str, scale: str, device: torch.device) ->
 
 
 def _sampler(full: bool, queries: int | None, columns: int, device: torch.device) -> Problem:
-    levels, sizes = (LEVELS, {}) if full else (TINY_LEVELS, dict(heads=1, points=2))
+    levels = LEVELS if full else TINY_LEVELS
+    sizes = {} if full else dict(heads=1, points=2)
     inputs, reference = sampler_inputs(levels, 2 if full else 1, queries, columns, 'cpu', **sizes)
-    inputs[3], points = _away_from_centres(inputs[3], reference, inputs[1]), reference.to(device)
+    inputs[3] = _away_from_centres(inputs[3], reference, inputs[1])
+    points = reference.to(device)
 
     def call(value: Tensor, *rest: Tensor, backend: str) -> Tensor:
         reference_points = points.to(torch.promote_types(value.dtype, points.dtype))
@@ -89,7 +94,9 @@ def _sampler(full: bool, queries: int | None, columns: int, device: torch.device
 
 
 def _plug(full: bool, tokens: int | None, padded: int, device: torch.device) -> Problem:
-    count, batch, heads = tokens or 1, *((2, 8) if full else (1, 2))  # two are paired
+    count = tokens or 1
+    batch = 2 if full else 1
+    heads = 8 if full else 2  # the kernel pairs two
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(batch, h, count, 32, generator=generator) for h in (heads, heads, heads, 1, 1)]
     padding = torch.arange(count, device=device) >= count - count // 5
@@ -104,7 +111,7 @@ def _plug(full: bool, tokens: int | None, padded: int, device: torch.device) -> 
 
 
 def _away_from_centres(offsets: Tensor, reference: Tensor, shapes: Tensor) -> Tensor:
-    """Move samples off the centres of pixels, where a rounding decides which gradient is right."""
+    """Move samples away from the centres of pixels, where rounding decides which gradient is right."""
     size = shapes.flip(-1)[:, None].double()  # (L, 1, 2) as (width, height)
     fraction = (offset_locations(offsets.double(), reference.double(), shapes) * size - 0.5) % 1
     moved = EDGE - 2 * EDGE * fraction
@@ -114,7 +121,7 @@ def _away_from_centres(offsets: Tensor, reference: Tensor, shapes: Tensor) -> Te
 
 
 def outcome(given: Problem, backend: str, wide: bool = False) -> Outcome:
-    """Return the output and all gradients of the output weighted by fixed noise, computed in float64 if ``wide``."""
+    """Return the output, and all gradients for a fixed random output gradient, computed in float64 if ``wide``."""
     inputs = [x.double() if wide and x.is_floating_point() else x.detach() for x in given.inputs]
     leaves = {f'argument {i}': x.requires_grad_() for i, x in enumerate(inputs) if x.is_floating_point()}
     leaves |= given.parameters
@@ -126,31 +133,36 @@ def outcome(given: Problem, backend: str, wide: bool = False) -> Outcome:
 
 
 def disagreement(found: Outcome, expected: Outcome, tolerance: float) -> str | None:
-    """Return where ``found`` is further from ``expected`` than ``tolerance`` of its largest number, or None."""
+    """Return a message if ``found`` is off by more than ``tolerance`` of the largest value ``expected``, else None."""
     for name, right in expected.items():
-        off, scale = (found[name] - right).abs().max().item(), max(right.abs().max().item(), 1e-3)
-        if not off <= tolerance * scale:  # nor if it is no number
+        off = (found[name] - right).abs().max().item()
+        scale = max(right.abs().max().item(), 1e-3)
+        # This form is true for NaN, too.
+        if not off <= tolerance * scale:
             return f'{name} is off by {off:.1e} where the reference has up to {scale:.1e}'
     return None
 
 
 def judge(row: Row, scale: str, device: torch.device, expected: Outcome) -> Row:
-    """Check a row's backend and, where it is right, time it."""
+    """Check a row's backend and, if it is correct, time it."""
     given = problem(row.op, row.size, row.dtype, scale, device)
     row.out = disagreement(outcome(given, row.backend), expected, TOLERANCE[row.dtype])
     for mode in MODES if row.out is None else ():
         times: list[float] = []
-        end = time.perf_counter() + (SECONDS if scale == 'full' else 0.0)  # times of tiny calls say nothing
+        # Times of tiny calls mean nothing, so that one is enough.
+        end = time.perf_counter() + (SECONDS if scale == 'full' else 0.0)
         while not times or (len(times) < REPETITIONS and time.perf_counter() < end):
             times.append(measure(partial(given.call, backend=row.backend), given.inputs, mode)[0])
-        row.ms[mode] = round(1e3 * min(times), 4)  # what else the machine does only adds to it
+        # Other work on the machine only adds time.
+        row.ms[mode] = round(1e3 * min(times), 4)
     return row
 
 
 def work(told: Any, rows: Sequence[Row], scale: str, device: torch.device, folder: str) -> None:
-    """Form references, or judge, and tell each row; in a process of its own."""
+    """Compute references, or judge backends, and send each row through ``told``; runs in a separate process."""
     warnings.simplefilter('ignore')
-    os.dup2(2, 1)  # what a compiler prints is no part of the doctor's page
+    # A compiler's output is no part of the doctor's page on stdout.
+    os.dup2(2, 1)
     for row in rows:
         stored = Path(folder, f'{row.op} {row.dtype} {row.size}.pt')
         try:
@@ -159,18 +171,18 @@ def work(told: Any, rows: Sequence[Row], scale: str, device: torch.device, folde
                 torch.save(outcome(given, REFERENCES[row.op], wide=True), stored)
             else:
                 judge(row, scale, device, torch.load(stored))
-        except Exception as error:  # one of the device comes again in all that follow
+        except Exception as error:  # an error of the device returns in all later rows
             row.out = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
         told.send(row)
 
 
 def _apart(rows: list[Row], limit: int, task: tuple[Any, ...]) -> list[Row]:
-    """Return the rows as a process of its own fills them in; those that it did not come to are out."""
+    """Return the rows as a separate process fills them in; rows that it did not reach are out."""
     context = multiprocessing.get_context('spawn')
     found: list[Row] = []
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=work, args=(sender, rows, *task))
-    # without mm packages a process starts in a tenth of the time; mmcv's operator is imported where it is asked for
+    # Without the mm packages a process starts in a tenth of the time. mmcv's operator is imported when it is used.
     with environment(MMGATE_TORCH_ALONE='1', **{f'MMGATE_{op.upper()}': '' for op in OPERATORS}):
         process.start()
     sender.close()
@@ -192,7 +204,15 @@ def compare(
 ) -> Iterator[Row]:
     """Yield a row for each operator's backends that can run, in each dtype and size.
 
-    At the scale ``'full'`` or ``'tiny'``; ``limit`` is of seconds for a backend's call, compiled and timed.
+    Args:
+        device: Device on which the backends run.
+        dtypes: Names in :data:`DTYPES`.
+        scale: ``'full'`` or ``'tiny'``.
+        limit: Seconds for a row, including compilation and timing.
+        sizes: Some of :data:`~mmgate.ops.backend.SIZES`.
+
+    Raises:
+        RuntimeError: A reference could not be computed.
     """
     heads = {dtype: torch.empty(1, 1, 1, 1, device=device, dtype=DTYPES[dtype]) for dtype in dtypes}
     with tempfile.TemporaryDirectory() as folder:
@@ -208,10 +228,10 @@ def compare(
 
 
 def keep(rows: Sequence[Row], device: torch.device) -> None:
-    """Write the fastest backends into the calibration's file, by dtype and size.
+    """Write the fastest backends into the calibration file, by dtype and size.
 
-    The first of the order that is right stays, unless another takes less than 95 % of its time. The reference is none,
-    where there is another: a longer call's tensors would not fit into memory.
+    The first correct backend in the operator's order stays, unless another takes less than 95 % of its time. The
+    reference is chosen only where no other is correct, because a longer call's tensors would not fit into memory.
     """
     right: dict[tuple[str, str, str], dict[str, float]] = {}
     for row in rows:

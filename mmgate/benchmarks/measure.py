@@ -1,4 +1,4 @@
-"""Time and peak memory of ours and the peers' from one run, as rows of one CSV schema."""
+"""Time and peak memory of our code and its peers from one run, as rows of one CSV schema."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ LEAD = 20_000_000  # cycles that a GPU waits before a measurement, about 10 ms
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement: percentiles over repetitions of ``metric`` in ``unit``, and the peer's over ours.
+    """One measurement: percentiles over repetitions of ``metric`` in ``unit``, and the ratio of the peer's to ours.
 
-    The latter is the median over pairs of repetitions that were measured one after the other, so that what else the
-    machine does hits both alike.
+    The ratio is the median over pairs of repetitions that were measured one after the other, so that other work on the
+    machine slows both alike.
     """
 
     op: str
@@ -49,7 +49,7 @@ class Row:
 
 @contextmanager
 def environment(**variables: str) -> Iterator[None]:
-    """Set environment variables, and set them back."""
+    """Set environment variables, and restore them when the context closes."""
     before = {name: os.environ.pop(name, None) for name in variables}
     os.environ.update(variables)
     try:
@@ -73,10 +73,16 @@ def interleaved(
 ) -> Iterator[Row]:
     """Yield time and peak memory of every provider; their repetitions alternate, so that noise hits all alike.
 
-    The first provider that runs is the peer. What does not run is left out, and a warning says why. One repetition more
-    warms up. Rows call what is measured ``op`` and its ``inputs`` ``x``. The ``mode`` is one of :data:`MODES`, or
-    ``'step'`` for what goes backward by itself. ``within`` makes a context in which a provider runs, forward and
-    backward; ``clock`` tells the seconds on a CPU.
+    Args:
+        op: Name of the operator in the rows.
+        providers: Functions to measure, by name. The first that runs is the peer; one that fails in the first
+            repetition is left out with a warning.
+        x: Name of the inputs in the rows.
+        inputs: Arguments of the functions.
+        mode: One of :data:`MODES`, or ``'step'`` for functions that run the backward pass themselves.
+        repetitions: Measurements of each provider; one more comes first, to warm up.
+        within: Functions that make the context in which a provider runs, forward and backward.
+        clock: Returns the seconds on a CPU.
 
     Raises:
         RuntimeError: None of them runs.
@@ -89,14 +95,14 @@ def interleaved(
             try:
                 with (within or {}).get(name, nullcontext)():
                     seconds, peak = measure(run, inputs, mode, clock)
-            except Exception as error:  # a kernel that does not compile, no memory, a package that is missing
+            except Exception as error:  # a kernel does not compile, memory runs out, a package is missing
                 if repetition:
                     raise
                 reason = f'{type(error).__name__}: {error}'.split('\n')[0][:200]
                 warnings.warn(f'{name} is left out, {mode}: {reason}', stacklevel=2)
                 del runs[name]
                 continue
-            if repetition:  # the first one warms up and compiles
+            if repetition:  # the first repetition warms up and compiles
                 times[name].append(seconds * 1e3)
                 memory[name].append(peak / 2**20)
     if not runs:
@@ -110,23 +116,27 @@ def interleaved(
 def measure(
     run: Callable[..., Tensor], inputs: list[Tensor], mode: str, clock: Callable[[], float] = time.perf_counter
 ) -> tuple[float, float]:
-    """Return seconds and bytes of peak memory over idle of one call, on the device of the inputs; see interleaved."""
+    """Return seconds of one call, and bytes of its peak memory above idle, on the device of the inputs."""
     leaves = _leaves(inputs, mode)
     if inputs[0].is_cuda:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         idle = torch.cuda.memory_allocated()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        if mode in MODES:  # what is timed is kernels, which the CPU queues meanwhile, and not how fast it does
+        # The GPU waits until the CPU has queued the kernels, so that only the kernels are timed.
+        if mode in MODES:
             torch.cuda._sleep(LEAD)
         start.record()
         _call(run, leaves, mode)
         end.record()
         torch.cuda.synchronize()
         return start.elapsed_time(end) / 1e3, torch.cuda.max_memory_allocated() - idle
-    ctypes.CDLL('libc.so.6').malloc_trim(0)  # what an earlier call freed must not hide what this one takes
-    Path('/proc/self/clear_refs').write_text('5')  # resets the high-water mark
-    idle, begin = _status('VmRSS'), clock()
+    # Memory that an earlier call has freed must not hide the memory of this one.
+    ctypes.CDLL('libc.so.6').malloc_trim(0)
+    # 5 resets the high-water mark.
+    Path('/proc/self/clear_refs').write_text('5')
+    idle = _status('VmRSS')
+    begin = clock()
     _call(run, leaves, mode)
     seconds = clock() - begin
     return seconds, max(0, _status('VmHWM') - idle)
@@ -149,7 +159,7 @@ def _status(key: str) -> int:
 
 
 def saved_bytes(run: Callable[..., Tensor], inputs: list[Tensor]) -> int:
-    """Return the bytes that a forward pass keeps for the backward pass, inputs included, each storage once."""
+    """Return the bytes that a forward pass keeps for the backward pass, with inputs, each storage counted once."""
     storages: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
@@ -162,7 +172,7 @@ def saved_bytes(run: Callable[..., Tensor], inputs: list[Tensor]) -> int:
 
 
 def row_of(key: Key, values: list[float], peer: list[float], device: torch.device) -> Row:
-    """Return a row of percentiles over ``values``; the ``key`` is its op, provider, mode, metric, unit and x."""
+    """Return a row of percentiles over ``values``; ``key`` holds its op, provider, mode, metric, unit and x."""
     low, middle, high = (torch.tensor(values, dtype=torch.float64).quantile(q).item() for q in (0.2, 0.5, 0.8))
     ratio = statistics.median(p / max(y, 1e-9) for p, y in zip(peer, values, strict=True))
     cpu = f'{platform.machine()} CPU, {torch.get_num_threads()} threads'
@@ -172,14 +182,14 @@ def row_of(key: Key, values: list[float], peer: list[float], device: torch.devic
 
 
 def throughput(row: Row, batch: int) -> Row:
-    """Return a row of time as one of images a second."""
+    """Convert a row of time into a row of images a second."""
     low, middle, high = (round(1e3 * batch / y, 3) for y in (row.y_80, row.y_50, row.y_20))
     ratio = round(1 / max(row.ratio_to_peer, 1e-3), 3)
     return replace(row, metric='throughput', unit='images/s', y_50=middle, y_20=low, y_80=high, ratio_to_peer=ratio)
 
 
 def told(rows: Iterable[Row]) -> Iterator[Row]:
-    """Print rows as a table while they come."""
+    """Print rows as a table and yield them, one by one."""
     print(f'{"x":14} {"mode":17} {"metric":20} {"provider":32} {"median":>10} {"20 %":>10} {"80 %":>10}  peer/ours')
     for row in rows:
         name = f'{row.metric} {row.unit}'
@@ -189,8 +199,9 @@ def told(rows: Iterable[Row]) -> Iterator[Row]:
 
 
 def write_csv(rows: Iterable[Row], path: str | Path, *, append: bool = False) -> list[Row]:
-    """Write rows as they come, under the column names that every benchmark here shares, and return them."""
-    path, kept = Path(path), []
+    """Write rows one by one to a CSV file with the columns of :class:`Row`, and return them."""
+    path = Path(path)
+    kept = []
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not (append and path.exists())
     with path.open('w' if new else 'a', newline='') as file:

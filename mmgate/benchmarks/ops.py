@@ -1,6 +1,6 @@
-"""Operators and gated layers beside their peers.
+"""Benchmarks of operators and gated layers beside their peers.
 
-Not run on a GPU by us yet; the plumbing is tried on the CPU in Triton's interpreter.
+We have not run them on a GPU yet; tests run them on the CPU in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CPU_CASES = {  # x: (levels, batch, queries, None for one a pixel, channels of a
     '128x128_b8': ([(16, 16), (8, 8), (4, 4), (2, 2)], 8, None, 32),
 }
 LEVELS = [(100, 167), (50, 84), (25, 42), (13, 21)]  # of an image of 800 x 1333
-# name: (queries, None for one a pixel; columns of the reference points: 2 for points, 4 for boxes)
+# By name: queries (None: one for each pixel), and columns of the reference points (2 for points, 4 for boxes).
 QUERIES: dict[str, tuple[int | None, int]] = dict(encoder_b2=(None, 2), decoder300_b2=(300, 2), decoder900_b2=(900, 4))
 TOKENS = {'cpu': (1024, 4096), 'cuda': (256, 1024, 4096, 16384)}
-EAGER_UP_TO = 4096  # tokens; its maps fill a GPU beyond
+EAGER_UP_TO = 4096  # tokens; with more the eager maps fill a GPU
 
 
 def pixel_centres(levels: Sequence[tuple[int, int]]) -> Tensor:
@@ -52,11 +52,12 @@ def sampler_inputs(
     dim: int = 32,
     points: int = 4,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return value, shapes, starts, offsets, logits and gate of an encoder's or a decoder's layer, and its reference.
+    """Return value, shapes, starts, offsets, logits and gate of an encoder's or a decoder's layer, and the points.
 
-    An encoder has a query at every pixel of every level, a decoder so many at random. The reference points need no
-    gradient, as in an encoder and in a decoder that refines boxes. Offsets spread over two pixels of their level from
-    points, over the boxes' size from boxes (4 ``columns``) a tenth of the image.
+    An encoder (``queries`` None) has a query at every pixel of every level, a decoder ``queries`` at random places. The
+    reference points need no gradient, as in an encoder and in a decoder that refines boxes. With 2 ``columns`` they are
+    points, and offsets spread over two pixels of the level; with 4 they are boxes of a tenth of the image, and offsets
+    spread over the box.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = torch.tensor(levels)
@@ -128,7 +129,7 @@ def benchmark_gated_layers(repetitions: int = 7) -> Iterator[Row]:
 
 
 def _glue(inputs: tuple[Tensor, ...], reference: Tensor) -> tuple[Tensor, ...]:
-    """What precedes another's sampler: gate, softmax and locations, each a pass over memory."""
+    """Return the inputs of another package's sampler; gate, softmax and locations each take a pass over memory."""
     value, shapes, start, offsets, logits, gate = inputs
     return value, shapes, start, offset_locations(offsets, reference, shapes), attention_weights(logits, gate)
 
@@ -140,7 +141,8 @@ def _mmcv(*inputs: Tensor, reference: Tensor) -> Tensor:
 
 
 def _mmcv_half(value: Tensor, *inputs: Tensor, reference: Tensor) -> Tensor:
-    return _mmcv(value.half(), *inputs, reference=reference).float()  # it takes locations and weights to half, too
+    # mmcv casts locations and weights to half, too.
+    return _mmcv(value.half(), *inputs, reference=reference).float()
 
 
 def _grid_sample(*inputs: Tensor, reference: Tensor) -> Tensor:
@@ -156,7 +158,7 @@ def _ungated(*inputs: Tensor, reference: Tensor) -> Tensor:
 
 
 def _in_bfloat16(*inputs: Tensor, reference: Tensor) -> Tensor:
-    """All in bfloat16 that linear layers give under autocast: values, offsets, logits and gate."""
+    """Run in bfloat16, like the outputs of linear layers under autocast: values, offsets, logits and gate."""
     rounded = [x.bfloat16() if x.is_floating_point() else x for x in inputs]
     return _attend(*rounded, reference=reference).float()
 
@@ -170,9 +172,9 @@ def benchmark_ms_deform_attn(
     batch: int = 2,
     **sizes: int,
 ) -> Iterator[Row]:
-    """Measure the Triton kernel beside mmcv's operator (the peer, where there is one) and grid_sample.
+    """Measure the Triton kernel beside mmcv's operator (the peer, if it runs) and grid_sample.
 
-    All start from offsets, logits and gate. Yields time, peak memory and the bytes kept for the backward pass.
+    All start from offsets, logits and gate. Rows are time, peak memory and the bytes kept for the backward pass.
     """
     runs: dict[str, Callable[..., Tensor]] = {'mmcv': _mmcv, 'mmcv, half': _mmcv_half, 'grid_sample': _grid_sample}
     runs |= {'triton': _attend, 'triton, ungated': _ungated, 'triton, bfloat16': _in_bfloat16}
@@ -183,7 +185,7 @@ def benchmark_ms_deform_attn(
 
 
 def _flex(gml: GatingModulation) -> Callable[..., Tensor]:
-    """FlexAttention with the gate's map formed beforehand, which is what its score_mod can take."""
+    """Return FlexAttention with a score_mod that reads the map of gates, which is computed beforehand."""
     compiled: Any = None
 
     def run(q: Tensor, k: Tensor, v: Tensor, gate_q: Tensor, gate_k: Tensor) -> Tensor:
@@ -191,7 +193,8 @@ def _flex(gml: GatingModulation) -> Callable[..., Tensor]:
         if compiled is None:
             from torch.nn.attention.flex_attention import flex_attention
 
-            torch.compiler.reset()  # beyond eight sizes it would not be compiled, and slow
+            # After eight sizes torch would run it uncompiled, and slowly.
+            torch.compiler.reset()
             compiled = torch.compile(flex_attention, dynamic=False)
         gate = gml(gate_q @ gate_k.transpose(-1, -2) / gate_q.shape[-1] ** 0.5)[:, 0]  # (B, N, M)
 
@@ -212,11 +215,12 @@ def benchmark_plug_attention(
 ) -> Iterator[Row]:
     """Measure PLuG's backends beside the eager formulation (the peer), FlexAttention and ungated fused attention.
 
-    The eager formulation holds the N x N maps, FlexAttention that of the gate; on a CPU it has no backward pass. Heads
-    are 8 of 32 channels that share a gate, of an image in float32 on a CPU, of two in bfloat16 on a GPU.
+    The eager formulation holds all maps ``(N, N)``, FlexAttention the gate's; on a CPU FlexAttention has no backward
+    pass. Eight heads of 32 channels share a gate, for one image in float32 on a CPU and two in bfloat16 on a GPU.
     """
     on_cpu = torch.device(device).type == 'cpu'
-    batch, dtype = 1 if on_cpu else 2, dtype or (torch.float32 if on_cpu else torch.bfloat16)
+    batch = 1 if on_cpu else 2
+    dtype = dtype or (torch.float32 if on_cpu else torch.bfloat16)
     gml = GatingModulation('product', activation='tanh', init='paper').to(device)
 
     def run(backend: str) -> Callable[..., Tensor]:
@@ -231,7 +235,7 @@ def benchmark_plug_attention(
 
 
 def _measured(op: str, providers: Providers, x: str, inputs: list[Tensor], repetitions: int) -> Iterator[Row]:
-    """Yield time and peak memory of what runs in a mode, and the bytes that are kept for the backward pass."""
+    """Yield time and peak memory of every provider in each mode, and the bytes kept for the backward pass."""
     for mode in MODES:
         rows = list(interleaved(op, providers, x, inputs, mode, repetitions))
         yield from rows

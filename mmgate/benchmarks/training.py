@@ -1,4 +1,4 @@
-"""Time and memory of whole training steps: a peer's config and ours, with each backend, in one run."""
+"""Time and memory of whole training steps: a peer's config, and ours with each backend, in one run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmgate.train.config_file import mappings, read_config
 
 from .measure import Row, environment, interleaved, throughput
 
-OBJECTS = 10  # annotated objects an image
+OBJECTS = 10  # annotated objects in an image
 Step = Callable[[Tensor], Tensor]
 
 
@@ -43,7 +43,7 @@ def _hook(name: str) -> Callable[[Config], None]:
     return lambda cfg: cfg.update(custom_hooks=[*cfg.get('custom_hooks', []), dict(type=f'mmgate.{name}')])
 
 
-# What makes a step faster, as a change to a config.
+# Changes to a config that make a step faster.
 SPEEDUPS: dict[str, Callable[[Config], None]] = {
     'groups': _group,
     'matcher': _match,
@@ -67,12 +67,24 @@ def benchmark_training(
     processor_time: bool = False,
     train: str = 'all',
 ) -> Iterator[Row]:
-    """Measure training steps (losses, gradients, clipping, optimiser) on random images with random objects.
+    """Measure training steps (losses, gradients, clipping, optimizer) on random images with random objects.
 
-    Configs are files or ``package::path``; ``ours`` is measured with each of the ``backends`` of ``op``, and with each
-    of the ``speedups``, of :data:`SPEEDUPS` (``'all'``: all of them together). ``amp`` is mixed precision in bfloat16;
-    ``processor_time`` counts the processor's seconds, of all threads, for a CPU that does other things beside;
-    ``train`` says what of ours trains, see :func:`mmgate.train_only_gates`. A step more than ``repetitions`` warms up.
+    Args:
+        peer: Config of the peer: a file or ``package::path``.
+        ours: Config that is compared with it.
+        op: Operator whose backends are measured.
+        backends: Backends of ``op``; ``ours`` is measured with each.
+        speedups: Keys of :data:`SPEEDUPS`, or ``'all'`` for all together; ``ours`` is measured with each.
+        size: Height and width of the images.
+        batch: Images in a step.
+        repetitions: Steps that are measured; one more comes first, to warm up.
+        device: Device of the models.
+        amp: True trains with mixed precision in bfloat16.
+        processor_time: True counts the processor seconds of all threads, for a CPU that does other work, too.
+        train: Parameters of ``ours`` that train, see :func:`mmgate.train_only_gates`.
+
+    Yields:
+        Rows of time, throughput and peak memory.
     """
     names = [Path(path.partition('::')[2] or path).stem for path in (peer, ours)]
     runs: dict[str, Step] = {names[0]: _step(peer, size, batch, device, amp)}
@@ -80,13 +92,15 @@ def benchmark_training(
     variables: dict[str, dict[str, str]] = {}
     for backend in backends:
         name = f'{names[1]}, {backend}'
-        runs[name], variables[name] = step, {f'MMGATE_{op.upper()}': backend}
+        runs[name] = step
+        variables[name] = {f'MMGATE_{op.upper()}': backend}
     for speedup in speedups:
         name = f'{names[1]}, {speedup}'
         changes = list(SPEEDUPS) if speedup == 'all' else [speedup]
         runs[name] = _step(ours, size, batch, device, amp, changes, train)
     within = {name: partial(environment, **values) for name, values in variables.items()}
-    x, start = f'{size[0]}x{size[1]}_b{batch}', [torch.zeros((), device=device)]
+    x = f'{size[0]}x{size[1]}_b{batch}'
+    start = [torch.zeros((), device=device)]
     clock = time.process_time if processor_time else time.perf_counter
     for row in interleaved('training', runs, x, start, 'step', repetitions, within, clock):
         yield row
@@ -130,13 +144,13 @@ def _step(
 
 
 def _drop_pretrained(model: Any) -> None:
-    """Drop what weights start from, which no time depends on, so that nothing is downloaded."""
+    """Remove pretrained weights, on which no time depends, so that nothing is downloaded."""
     for _, entry in mappings(model):
         entry.update(dict.fromkeys({'init_cfg', 'pretrained'} & set(entry)))
 
 
 def random_batch(cfg: Config, size: tuple[int, int], batch: int) -> dict[str, Any]:
-    """Return images of noise and annotations as the config's model takes them from a data loader.
+    """Return images of noise and annotations in the form that a data loader gives to the config's model.
 
     A segmentor gets a map of classes in blocks of 32 pixels, a detector boxes with their masks.
     """

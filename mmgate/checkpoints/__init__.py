@@ -1,1 +1,1 @@
-"""Checkpoints from strangers: read without running what a pickle asks for."""
+"""Loading of checkpoints, which runs no code of the file."""

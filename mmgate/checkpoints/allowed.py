@@ -1,7 +1,7 @@
-"""What a checkpoint of mmengine may ask for beside tensors, and what stands for numpy's and Python's own functions.
+"""Names that a checkpoint of mmengine may use beside tensors, with harmless replacements for some functions.
 
-torch's safe loader refuses all but tensors; what mmengine puts beside them (optimizer states, the message hub's
-histories with numpy arrays) is on the list below, and nothing else is called.
+torch's safe loader refuses all but tensors. The other objects that mmengine saves (optimizer states, the message hub's
+histories with numpy arrays) are on the list below, and nothing else is called.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 
 ALLOWED = {
     'collections': {'Counter', 'defaultdict', 'deque'},
-    # no str: of nested lists it makes a text of any length
+    # str is missing, because it makes a text of any length from nested lists.
     'builtins': {'complex', 'dict', 'float', 'frozenset', 'int', 'list', 'set', 'slice', 'tuple', 'bool'},
     'datetime': {'date', 'datetime', 'timedelta', 'timezone'},
     'pathlib': {'Path', 'PosixPath', 'PurePosixPath'},
@@ -32,7 +32,7 @@ OLD_NAMES = {'__builtin__': 'builtins', 'copy_reg': 'copyreg', 'mmcv.utils.confi
 
 
 class UnsafeCheckpoint(ValueError):
-    """A checkpoint asks for what may run code or fill the memory; the message is what it does, as "calls os.system"."""
+    """A checkpoint that may run code or fill the memory; the message says by what, such as "calls os.system"."""
 
 
 def refuse(what: str) -> NoReturn:
@@ -41,42 +41,43 @@ def refuse(what: str) -> NoReturn:
 
 
 def listed(module: str, name: str) -> Any:
-    """Return what stands for a name in a checkpoint of mmengine, and refuse one that is on no list."""
+    """Return the object or replacement for a name in a checkpoint of mmengine; refuse a name that is on no list."""
     module = OLD_NAMES.get(module, module)
     if name in REPLACED.get(module, {}):
         return REPLACED[module][name]
-    if module == HistoryBuffer.__module__ and name.startswith('HistoryBuffer.'):  # protocol 4 asks for no getattr
+    # Protocol 4 of pickle writes attributes as names with dots, older ones as calls of getattr.
+    if module == HistoryBuffer.__module__ and name.startswith('HistoryBuffer.'):
         return _attribute(_History, name.partition('.')[2])
-    if name in ALLOWED.get(module, ()):  # a name with dots is in none
+    if name in ALLOWED.get(module, ()):  # which has no names with dots
         return getattr(import_module(module), name)
     refuse(f'asks for {module}.{name}')
 
 
 class _History(HistoryBuffer):
-    """In the place of mmengine's HistoryBuffer: it makes empty ones; nested lists would become a huge array."""
+    """Replacement for mmengine's HistoryBuffer that is made empty; nested lists would become a huge array."""
 
     def __new__(cls, *content: Any) -> Any:
-        """Return an empty history, whose content follows."""
+        """Return an empty history, whose state is set later."""
         if content:
             refuse('calls HistoryBuffer')
         return object.__new__(cls)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Become mmengine's, with all but the statistics, which would replace those of its class."""
+        """Become a HistoryBuffer with all of the state but the statistics, which would replace methods of its class."""
         self.__class__ = HistoryBuffer
         self.__dict__.update({key: value for key, value in state.items() if 'statistics' not in key})
 
 
 class _Array:
-    """In the place of numpy's ndarray, which would make memory of any size."""
+    """Replacement for numpy's ndarray, which would allocate memory of any size."""
 
 
 class _OneCycle:
-    """In the place of mmengine's OneCycleParamScheduler, which is asked for its annealing functions alone."""
+    """Replacement for mmengine's OneCycleParamScheduler, of which checkpoints only need the annealing functions."""
 
 
 def _attribute(owner: Any, name: str) -> Callable[..., Any]:
-    """Stand for ``getattr``: a HistoryBuffer names its statistics by it, OneCycleLR its annealing."""
+    """Replace ``getattr``, with which a HistoryBuffer names its statistics and OneCycleLR its annealing."""
     if owner is _History and name in ('min', 'max', 'current', 'mean'):
         return getattr(HistoryBuffer, name)
     if owner is _OneCycle and name in ('_annealing_cos', '_annealing_linear'):
@@ -85,35 +86,35 @@ def _attribute(owner: Any, name: str) -> Callable[..., Any]:
 
 
 def _dtype(name: str, *_: Any) -> np.dtype:
-    """Stand for numpy's dtype, whose alignment means nothing here: numbers and strings, no objects, no structures."""
+    """Replace numpy's dtype: allow numbers and strings, no objects or structures, and ignore the alignment."""
     if not isinstance(name, str) or not re.fullmatch(r'[<|=]?(?:[biufcSU]\d+|\?|b1)', name):
         refuse(f'asks numpy for the type {name!r}')
     return np.dtype(name)
 
 
 def _empty_array(kind: Any, shape: Any, dtype: Any) -> np.ndarray:
-    """Stand for numpy's function that makes the array whose content follows: it is always empty at first."""
+    """Replace numpy's function that makes an array, which is always empty until its state is set."""
     if kind is not _Array or tuple(shape) != (0,):
         refuse(f'asks numpy for an array of shape {shape} out of nothing')
     return np.ndarray(shape, dtype)
 
 
 def _scalar(dtype: np.dtype, content: Any = None) -> Any:
-    """Stand for numpy's function that makes a scalar of its bytes; no type that is let through holds objects."""
+    """Replace numpy's function that makes a scalar of bytes; no dtype that is allowed holds objects."""
     if not isinstance(dtype, np.dtype) or not isinstance(content, bytes):
         refuse('asks numpy for a scalar of an object')
     return np.frombuffer(content, dtype)[0]
 
 
 def _bytes(text: str, encoding: str) -> bytes:
-    """Stand for ``_codecs.encode``, by which pickle's older protocols spell bytes."""
+    """Replace ``_codecs.encode``, with which older protocols of pickle write bytes."""
     if not isinstance(text, str) or encoding != 'latin1':
         refuse(f'asks for the encoding {encoding}')
     return text.encode(encoding)
 
 
 def _no_bytes(*content: Any) -> bytes:
-    """Stand for ``bytes``, by which pickle's older protocols spell those of an empty array."""
+    """Replace ``bytes``, with which older protocols of pickle write the bytes of an empty array."""
     if content:
         refuse('asks for builtins.bytes')
     return b''

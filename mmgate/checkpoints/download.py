@@ -1,4 +1,4 @@
-"""Checkpoints of web addresses, in torch's cache."""
+"""Download of checkpoints into torch's cache."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from mmgate.errors import ConfigError
 
 
 def download(url: str) -> Path:
-    """Return the file in torch's cache that holds ``url``, downloaded by one process of a machine if need be.
+    """Return the file of ``url`` in torch's cache; if it is missing, one process of a machine downloads it.
 
-    As in torch and mmengine, a file that is there under the address's name counts as downloaded.
+    As in torch and mmengine, a file of the address's name counts as downloaded.
 
     Raises:
-        ConfigError: It cannot be downloaded, or not to its end.
+        ConfigError: The download fails or ends early.
     """
     path = urlparse(url).path
-    # a cloud drive's address ends in a slash: the name is the folder's, which torch and mmengine take for no name
+    # The address of a cloud drive ends in a slash. Its file gets the folder's name; torch and mmengine would find none.
     name = PurePosixPath(path).name + ('.pth' if path.endswith('/') else '')
     file = Path(torch.hub.get_dir()) / 'checkpoints' / name
     if _local_rank() == 0:
-        with suppress(OSError, HTTPException):  # raised below, once the others wait no more
+        # An error is raised below, when the other processes no longer wait.
+        with suppress(OSError, HTTPException):
             _fetch(url, file)
     barrier()
     try:
@@ -42,7 +43,7 @@ def download(url: str) -> Path:
 
 
 def _local_rank() -> int:
-    """Return this process's number on its machine, as launchers tell it; mmengine's needs a process group."""
+    """Return this process's rank on its machine from the launcher's variables; mmengine's needs a process group."""
     rank, _ = get_dist_info()
     told = (os.environ.get(name) for name in ('LOCAL_RANK', 'OMPI_COMM_WORLD_LOCAL_RANK'))
     return int(next((one for one in told if one is not None), rank))
@@ -54,7 +55,8 @@ def _fetch(url: str, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.hub.download_url_to_file(url, str(file), progress=get_dist_info()[0] == 0)
     with file.open('rb') as opened:
-        ends_early = opened.read(2) == b'PK' and not zipfile.is_zipfile(file)  # torch takes what a server sends
+        # torch does not check that a server has sent the whole file.
+        ends_early = opened.read(2) == b'PK' and not zipfile.is_zipfile(file)
     if ends_early:
         file.unlink()
         raise OSError('it ended early')

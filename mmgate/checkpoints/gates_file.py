@@ -1,4 +1,4 @@
-"""Files of gates: their tensors in the safetensors format, and in its metadata where they belong."""
+"""Gates files: tensors in the safetensors format, with rules and the vanilla model's shapes in the metadata."""
 
 from __future__ import annotations
 
@@ -19,22 +19,24 @@ from mmgate.errors import ConfigError
 
 from .safetensors_file import read_safetensors
 
-KEY, VERSION = 'mmgate.gates', 1
+KEY = 'mmgate.gates'
+VERSION = 1
 
 
 @dataclass(frozen=True)
 class GatesFile:
-    """What a file of gates holds.
+    """Content of a gates file.
 
     Attributes:
-        tensors: The gates by their names in the gated model, and what was trained with them by its vanilla names.
-        gates: Names of those that the gates add to the vanilla model.
+        tensors: The gates' tensors by their names in the gated model, and tensors that were trained with them by their
+            names in the vanilla model.
+        gates: Names of the gates' tensors.
         host: Type of the vanilla model.
-        rules: By the module below the model in which attention was replaced ('' is the model), the rules of
-            :func:`mmgate.swap_attention`.
-        shapes: By name, the shape of every tensor of the vanilla model.
+        rules: Rules of :func:`mmgate.swap_attention`, by the path of the module whose attention they gate; ``''`` is
+            the model.
+        shapes: Shape of every tensor of the vanilla model, by name.
         trained: ``'gates'``, ``'attention'`` or ``'all'``, see :func:`mmgate.train_only_gates`.
-        values: Checksums of some of the vanilla model's tensors; none in files that were written before there were any.
+        values: Checksums of some of the vanilla model's tensors; empty in older files.
     """
 
     tensors: dict[str, Tensor]
@@ -47,14 +49,14 @@ class GatesFile:
 
     @property
     def also(self) -> dict[str, Tensor]:
-        """Return what was trained with the gates."""
+        """Return the tensors that were trained with the gates."""
         return {name: tensor for name, tensor in self.tensors.items() if name not in self.gates}
 
     def refuse_other(self, path: str, host: str, shapes: Mapping[str, list[int]]) -> None:
-        """Refuse a vanilla model of other tensors than those beside which the gates were trained.
+        """Refuse a vanilla model whose names and shapes differ from those with which the gates were trained.
 
         Raises:
-            ConfigError: With the first differences.
+            ConfigError: There are differences; the message has the first.
         """
         different = [
             f'{name} is {tuple(shapes[name]) if name in shapes else "missing"} instead of {tuple(shape)}'
@@ -70,7 +72,7 @@ class GatesFile:
             )
 
     def warn_of_other_values(self, path: str | os.PathLike[str], state: Mapping[str, Tensor]) -> None:
-        """Warn if tensors of ``state`` are others than beside the gates; of another dtype they are not compared."""
+        """Warn if values in ``state`` differ from those at training; tensors of another dtype are not compared."""
         found = {name: checksum(state[name]) for name in self.values if name in state and not state[name].is_meta}
         alike = [name for name, (dtype, _) in found.items() if dtype == self.values[name][0]]
         other = [name for name in alike if found[name] != tuple(self.values[name])]
@@ -90,7 +92,7 @@ def checksum(tensor: Tensor) -> tuple[str, int]:
 
 
 def write_gates(path: str | os.PathLike[str], content: GatesFile) -> None:
-    """Write a file of gates; a file of that name is replaced when the new one is whole.
+    """Write a gates file; an older file of that name is replaced when the new one is complete.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -111,10 +113,10 @@ def write_gates(path: str | os.PathLike[str], content: GatesFile) -> None:
 
 
 def read_gates(path: str | os.PathLike[str]) -> GatesFile:
-    """Read a file of gates, its tensors on the CPU.
+    """Read a gates file, with its tensors on the CPU.
 
     Raises:
-        ConfigError: There is no such file, it is damaged, of another version, or something else.
+        ConfigError: There is no such file, or it is damaged, of another version, or no gates file.
     """
     if not os.path.isfile(path):
         raise ConfigError(f'{path}: there is no such file of gates.')
@@ -136,7 +138,7 @@ def read_gates(path: str | os.PathLike[str]) -> GatesFile:
     try:
         described = json.loads(metadata[KEY])
         version = described.pop('version')
-        if version == VERSION:  # others have other fields
+        if version == VERSION:  # other versions have other fields
             content = GatesFile(tensors=tensors, **described)
             missing = set(content.gates) - set(tensors)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -149,7 +151,7 @@ def read_gates(path: str | os.PathLike[str]) -> GatesFile:
 
 
 def _is_of_torch(path: str | os.PathLike[str]) -> bool:
-    """Return whether a file that is not in the safetensors format begins as torch's: a zip, or a pickle before it."""
+    """Return True if a file begins like a checkpoint of torch: a zip file or, in older versions, a pickle."""
     with open(path, 'rb') as file:
         head = file.read(2)
     return head == b'PK' or head == b'\x80\x02'

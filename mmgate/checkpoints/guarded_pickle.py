@@ -1,7 +1,7 @@
-"""torch's checkpoint files, read by an unpickler that runs nothing and holds no more than the file does.
+"""Reading of torch's checkpoint files by an unpickler that runs no code and needs no more memory than the file.
 
-A pickle may call any function by its name, change what it finds, and declare tensors of any size. torch's own safe
-loader takes a list of allowed names only since 2.4, and some of its versions believe the declared sizes.
+A pickle may call any function by its name, change existing objects, and declare tensors of any size. torch's safe
+loader takes a list of allowed names only since 2.4, and some of its versions trust the declared sizes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from torch import Tensor
 from .allowed import UnsafeCheckpoint, listed, refuse
 from .safetensors_file import read_safetensors
 
-SLACK = 64 << 20  # bytes that a file may hold more inside than outside: torch does not compress
-_PythonUnpickler: Any = pickle._Unpickler  # the one in C has no instructions that could be refused
+# Bytes by which the content of a file may exceed its size; torch does not compress.
+SLACK = 64 << 20
+# The unpickler in C has no methods for instructions that could be overridden.
+_PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Unread:
-    """In the place of an object that is left out; it takes what pickle gives it."""
+    """Replacement for an object that is left out; it accepts all that pickle does with it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -40,10 +42,10 @@ class _Unread:
 
 
 class GuardedUnpickler(_PythonUnpickler):
-    """Makes tensors that fit into the file and what is listed, and changes nothing but fresh objects.
+    """Unpickler that makes only tensors that fit into the file and listed objects, and changes only new objects.
 
     Attributes:
-        tensors_alone: Whether objects of other kinds are left empty.
+        tensors_alone: True leaves other objects than tensors empty.
         sizes: Bytes of a zip's members, by their names below its folder; None for a file that is no zip.
         total: Bytes of the file.
     """
@@ -54,7 +56,7 @@ class GuardedUnpickler(_PythonUnpickler):
     total: int
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name, without importing a module that is not known."""
+        """Return the object or replacement for a name, without importing an unknown module."""
         if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         if (module, name) in _KNOWN:
@@ -62,11 +64,13 @@ class GuardedUnpickler(_PythonUnpickler):
         return _Unread if self.tensors_alone else listed(module, name)
 
     def load_build(self) -> None:
-        """Change an object, which must not be one that was there; a type of numpy's is what its name says."""
-        state, found = self.stack[-1], self.stack[-2]
+        """Set the state of an object; refuse to change classes, functions and modules."""
+        state = self.stack[-1]
+        found = self.stack[-2]
         if isinstance(found, (type, FunctionType, BuiltinFunctionType, ModuleType)):
             refuse(f'changes {found!r}')
-        if isinstance(found, np.dtype):  # its state holds flags and addresses of numpy's; the name has said all
+        # The state of a dtype holds flags and addresses of numpy. It is dropped, because the name is enough.
+        if isinstance(found, np.dtype):
             if not isinstance(state, tuple) or state[1:2] not in (('<',), ('|',), ('=',)):
                 refuse('holds numbers of another byte order')
             self.stack.pop()
@@ -74,7 +78,7 @@ class GuardedUnpickler(_PythonUnpickler):
             super().load_build()
 
     def load_binpersid(self) -> None:
-        """Refer to a storage of the file; torch believes the size that is declared here."""
+        """Check the declared size of a storage of the file, which torch trusts, and refer to it."""
         reference = self.stack[-1]
         if isinstance(reference, tuple) and reference[:1] in (('module',), (b'module',)):
             refuse('brings the source of a module')
@@ -93,7 +97,7 @@ class GuardedUnpickler(_PythonUnpickler):
         return super().load()
 
     def load_reduce(self) -> None:
-        """Call what is on the list."""
+        """Call a function, which is on a list because :meth:`find_class` has returned it."""
         self._count(self.stack[-1])
         super().load_reduce()
 
@@ -102,13 +106,13 @@ class GuardedUnpickler(_PythonUnpickler):
         super()._instantiate(kind, arguments)
 
     def _count(self, arguments: Any) -> None:
-        """Refuse more copies of lists and dicts than a file of this size can have written down."""
+        """Refuse more elements in copies of lists and dicts than the file has bytes."""
         self._copied += sum(len(one) for one in arguments if isinstance(one, (dict, list, set, tuple)))
         if self._copied > self.total:
             refuse('makes more copies of its lists than it has bytes')
 
     def load_bytearray8(self) -> None:
-        """Refuse what Python fills with zeros before it reads."""
+        """Refuse a bytearray, which Python allocates before it reads the content."""
         refuse('holds a bytearray')
 
     dispatch[pickle.REDUCE[0]] = load_reduce
@@ -118,16 +122,16 @@ class GuardedUnpickler(_PythonUnpickler):
 
 
 def load_file(path: str, map_location: Any, *, trusted: bool, tensors_alone: bool) -> Any:
-    """Return what a file of ``torch.save`` holds, or a ``.safetensors`` file.
+    """Return the content of a file of ``torch.save``, or of a ``.safetensors`` file.
 
     Args:
         path: File.
-        map_location: As :func:`torch.load` takes it; what a ``.safetensors`` file holds comes on the CPU.
-        trusted: Whether pickle's own unpickler reads it, which runs what the file asks for.
-        tensors_alone: Whether objects beside tensors, numbers, strings and plain containers are left empty.
+        map_location: Argument of :func:`torch.load`; tensors of a ``.safetensors`` file are on the CPU.
+        trusted: True reads the file with pickle's unpickler, which runs code of the file.
+        tensors_alone: True leaves objects other than tensors, numbers, strings and plain containers empty.
 
     Raises:
-        UnsafeCheckpoint: It asks for what is on no list, is a TorchScript archive or a zip bomb, or declares
+        UnsafeCheckpoint: It uses a name that is on no list, is a TorchScript archive or a zip bomb, or declares
             tensors that it does not hold.
         ValueError: It cannot be read; the message is the reason.
     """
@@ -137,7 +141,7 @@ def load_file(path: str, map_location: Any, *, trusted: bool, tensors_alone: boo
     if not trusted:
         limits = dict(sizes=_checked_members(path), total=os.path.getsize(path), tensors_alone=tensors_alone)
         limited: Any = type('LimitedUnpickler', (GuardedUnpickler,), limits)
-        # what torch.load asks of a pickle module
+        # torch.load uses these attributes of a pickle module.
         options['pickle_module'] = SimpleNamespace(
             __name__=__name__, Unpickler=limited, load=lambda file, **kwargs: limited(file, **kwargs).load()
         )
@@ -145,23 +149,24 @@ def load_file(path: str, map_location: Any, *, trusted: bool, tensors_alone: boo
         return torch.load(path, map_location=map_location, weights_only=False, **options)
     except (UnsafeCheckpoint, MemoryError, torch.cuda.OutOfMemoryError):
         raise
-    except Exception as error:  # torch and pickle raise a dozen kinds
+    except Exception as error:  # torch and pickle raise many kinds
         raise ValueError((str(error).splitlines() or [type(error).__name__])[0]) from error
 
 
 def _checked_members(path: str) -> dict[str, int] | None:
-    """Return the sizes of a zip's members, None for torch's old format; refuse what would get past the unpickler."""
+    """Return the sizes of a zip's members, None for torch's old format; refuse files that bypass the unpickler."""
     with open(path, 'rb') as file:
         head = file.read(2)
     if head != b'PK':
-        if head[:1] != b'\x80' or tarfile.is_tarfile(path):  # torch unpacks those
+        if head[:1] != b'\x80' or tarfile.is_tarfile(path):  # torch unpacks tar files
             raise ValueError(f'no checkpoint of torch; it starts with {head!r}')
         return None
-    if not zipfile.is_zipfile(path):  # cut short: torch says so
+    if not zipfile.is_zipfile(path):  # the file is cut short, and torch raises an error
         return {}
     with zipfile.ZipFile(path) as archive:
         sizes = {member.filename.partition('/')[2]: member.file_size for member in archive.infolist()}
-        inside, outside = sum(member.file_size for member in archive.infolist()), os.path.getsize(path)
+        inside = sum(member.file_size for member in archive.infolist())
+    outside = os.path.getsize(path)
     if 'constants.pkl' in sizes:
         refuse('is a TorchScript archive, which is code')
     if inside > outside + SLACK:
@@ -170,12 +175,13 @@ def _checked_members(path: str) -> dict[str, int] | None:
 
 
 def _within_storage(rebuild: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a function of torch's that makes a tensor of a storage, refusing one that reaches beyond."""
+    """Wrap torch's function that makes a tensor of a storage; refuse a tensor that reaches beyond the storage."""
 
     def checked(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Tensor:
-        width, there = torch._utils._element_size(storage.dtype), storage._untyped_storage.nbytes()
+        width = torch._utils._element_size(storage.dtype)
+        there = storage._untyped_storage.nbytes()
         last = offset + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
-        # a stride of 0 repeats what is there, which the first copy would write out
+        # A stride of 0 repeats values, and the first copy of the tensor would allocate them all.
         if prod(size) and ((last + 1) * width > there or prod(size) * width > there + SLACK):
             refuse(f'declares a tensor of shape {tuple(size)} in a storage of {there:,} bytes')
         return rebuild(storage, offset, size, stride, *rest)
@@ -187,11 +193,11 @@ _REBUILT = {name: _within_storage(getattr(torch._utils, name)) for name in ('_re
 
 
 class _Kind:
-    """In the place of torch.Tensor, which would make memory of any size."""
+    """Replacement for torch.Tensor, which would allocate memory of any size."""
 
 
 def _without_attributes(rebuild: Callable[..., Tensor], kind: Any, arguments: Any, state: Any) -> Tensor:
-    """Stand for torch's function that makes a tensor with attributes, as FSDP leaves some; loading needs none."""
+    """Replace torch's function that makes a tensor with attributes, as FSDP adds; the attributes are dropped."""
     if rebuild not in _REBUILT.values() or kind is not _Kind:
         refuse(f'asks for a tensor of kind {kind!r} by {rebuild!r}')
     return rebuild(*arguments)

@@ -1,6 +1,6 @@
-"""mmengine's loaders for files and web addresses, without running what a pickle asks for.
+"""Loaders for mmengine, for files and web addresses, that run no code of a checkpoint.
 
-A pickle may call any function by its name; mmengine falls back to the unsafe way or never took the safe one.
+A pickle may call any function by its name, and mmengine's loaders use torch's unsafe mode.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def load_checkpoint_file(filename: str, map_location: Any = None, *, tensors_alo
 
     Args:
         filename: Path.
-        map_location: As :func:`torch.load` takes it; what a ``.safetensors`` file holds comes on the CPU.
-        tensors_alone: Whether other objects than tensors, numbers, strings and plain containers are left empty, whether
-            the file is trusted or not.
+        map_location: Argument of :func:`torch.load`; tensors of a ``.safetensors`` file are on the CPU.
+        tensors_alone: True leaves objects other than tensors, numbers, strings and plain containers empty, in trusted
+            files, too.
 
     Returns:
-        What the file holds; of a ``.safetensors`` file its ``state_dict`` and ``meta``.
+        The content of the file; for a ``.safetensors`` file a dict of ``state_dict`` and ``meta``.
 
     Raises:
         FileNotFoundError: There is no such file.
-        UntrustedCheckpoint: It asks for a function that is on no list, holds a config that calls some, or is a zip bomb
-            or a TorchScript archive (unless trusted).
+        UntrustedCheckpoint: It uses a function that is on no list, holds a config that calls functions, or is a zip
+            bomb or a TorchScript archive (unless trusted).
         ConfigError: It cannot be read, most often because it is cut short.
     """
     path = osp.expanduser(filename)
@@ -67,24 +67,25 @@ def load_checkpoint_url(filename: str, map_location: Any = None) -> Any:
     """Download a checkpoint once into torch's cache and load it as :func:`load_checkpoint_file` does.
 
     Raises:
-        ConfigError: It cannot be downloaded; and as :func:`load_checkpoint_file`.
+        ConfigError: It cannot be downloaded or read.
+        UntrustedCheckpoint: See :func:`load_checkpoint_file`.
     """
     return load_checkpoint_file(str(download(filename)), map_location)
 
 
 def is_trusted() -> bool:
-    """Return whether files may run code, by ``--trust-checkpoint`` or the environment."""
+    """Return True if ``--trust-checkpoint`` or the environment allows files to run code."""
     return os.environ.get(TRUST, '') not in ('', '0')
 
 
 def register_safe_loader() -> None:
-    """Let mmengine load files and web addresses by the functions above, in the Runner, ``init_cfg`` and inferencers."""
+    """Register the loaders above for the files and web addresses of mmengine's Runner, ``init_cfg`` and inferencers."""
     CheckpointLoader.register_scheme('', load_checkpoint_file, force=True)
     CheckpointLoader.register_scheme(('http://', 'https://'), load_checkpoint_url, force=True)
 
 
 def _refuse_configs_that_run(checkpoint: Any) -> None:
-    """Refuse configs with more than values: mmengine runs their text when it resumes, and in its inferencers."""
+    """Refuse configs that would run code; mmengine executes their text when it resumes, and in its inferencers."""
 
     def inner(owner: Any, key: str) -> Any:
         return owner.get(key) if isinstance(owner, dict) else None

@@ -1,7 +1,8 @@
-"""Whether the text of a config, as it stands in a stranger's checkpoint, holds values and nothing that would run.
+"""Check of the text of a config in a checkpoint, which must hold only values and run nothing.
 
-mmengine executes such a text when a run is resumed and in its inferencers: after it has put in what stands between
-double braces, environment variables among it; it runs the files that ``_base_`` names, and calls what ``type`` names.
+mmengine executes this text when a run is resumed, and in its inferencers. First it substitutes double braces, for
+example by environment variables; it also runs the files that ``_base_`` names, and calls the classes that ``type``
+names.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 from mmengine.registry import DATASETS, HOOKS, MODELS, TRANSFORMS
 
 CALLS = {'dict', 'float', 'list', 'set', 'tuple'}
-# Packages whose classes a config may name with dots, beside those that have registries of their own in this process.
+# Packages whose classes a config may name with dots, beside those that have registries in this process.
 SCOPES = {'mmaction', 'mmcls', 'mmcv', 'mmdet', 'mmdet3d', 'mmengine', 'mmgate', 'mmocr', 'mmpose', 'mmpretrain'}
 SCOPES |= {'mmrotate', 'mmseg', 'mmtrack', 'mmyolo', 'timm', 'torch', 'torchvision'}
 _NAMED = {'type', 'host', '_scope_', 'runner_type', 'constructor'}
-_PACKAGES = {'logging'}  # of mmengine, too
+_PACKAGES = {'logging'}  # a module of the standard library whose name mmengine uses, too
 _PLAIN = (
     *(ast.Module, ast.Assign, ast.Expr, ast.Constant, ast.List, ast.Set, ast.Tuple),
     *(ast.UnaryOp, ast.unaryop, ast.expr_context),
@@ -25,13 +26,13 @@ _PLAIN = (
 
 
 def running_part(text: str) -> str | None:
-    """Return the first part of a config's text that would run something, with its line; None if it is values alone."""
+    """Return the first part of a config's text that would run code, with its line, or None."""
     if '{{' in text:
         return 'a place to be filled in, {{'
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
-        return None  # nothing that could run
+        return None  # the text is no Python and cannot run
     except (RecursionError, MemoryError):
         return 'values too deep to read'
     running: Any = next((node for node in ast.walk(tree) if not _is_value(node)), None)
@@ -39,7 +40,7 @@ def running_part(text: str) -> str | None:
 
 
 def literal_setting(text: str, name: str) -> Any:
-    """Return what a config's text sets ``name`` to, read and not run; None if it does not, or not to values alone."""
+    """Return the value of ``name`` in a config's text without running it; None if it is not set to plain values."""
     try:
         given = [node for node in ast.parse(text).body if isinstance(node, ast.Assign)]
         values = [node.value for node in given if isinstance(node.targets[0], ast.Name) and node.targets[0].id == name]
@@ -49,19 +50,20 @@ def literal_setting(text: str, name: str) -> Any:
 
 
 class _AsLiterals(ast.NodeTransformer):
-    """Writes ``dict(a=1)`` as ``{'a': 1}``."""
+    """Rewrites ``dict(a=1)`` as ``{'a': 1}``."""
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         if not isinstance(node.func, ast.Name) or node.func.id != 'dict':
-            return node  # which is no literal
-        if node.args:  # mmengine writes dict({'a.b': 1}) for keys that are no names
+            return node
+        # mmengine writes dict({'a.b': 1}) if keys are no names.
+        if node.args:
             return node.args[0]
         return ast.Dict([ast.Constant(one.arg) for one in node.keywords], [one.value for one in node.keywords])
 
 
 def _is_value(node: ast.AST) -> bool:
-    """Return whether a node itself runs nothing, whatever lies in it."""
+    """Return True if a node itself runs nothing; its children are checked separately."""
     if isinstance(node, ast.Name):
         bound_anew = isinstance(node.ctx, ast.Store) and node.id in {*CALLS, '_base_'}
         return not bound_anew and not node.id.startswith('__')
@@ -80,9 +82,9 @@ def _is_value(node: ast.AST) -> bool:
 
 
 def _calls(value: ast.expr) -> bool:
-    """Return whether a component's name has dots and is no class of a package with registries, or of torch."""
+    """Return True if the value of a ``type`` might call something else than a class of torch or of an mm package."""
     if isinstance(value, ast.Name):
-        return True  # a name from above
+        return True  # the name may be set anywhere in the text
     if not isinstance(value, ast.Constant) or not isinstance(value.value, str) or '.' not in value.value:
         return False
     first, *rest = value.value.split('.')

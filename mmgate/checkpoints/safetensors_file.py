@@ -1,4 +1,4 @@
-"""Files in the safetensors format."""
+"""Reading of files in the safetensors format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors in a checkpoint file, local or published, and nothing else of it."""
+"""Reading of the tensors, and nothing else, in a local or published checkpoint."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .download import download
 from .loading import load_checkpoint_file
 
 State = dict[str, Tensor]
-# the averaged weights first: those are what CSwin's authors, with agents and without, start from and evaluate
+# Averaged weights come first, because the authors of CSwin and of its agent variant start from them and evaluate them.
 PLACES = ('state_dict_ema', 'state_dict', 'model')
 
 
 def read_checkpoint(source: str) -> Any:
-    """Return what the checkpoint at a path or URL holds, with its tensors on the CPU.
+    """Return the content of the checkpoint at a path or URL, with its tensors on the CPU.
 
-    Training scripts pickle their whole configuration beside the weights (the published agent attention does, as a class
-    of a package that need not be installed). Only tensors, numbers, strings and plain containers are loaded; any other
-    object is left empty, and no code of the file runs. A web address is downloaded once into torch's cache; mmengine
-    reads other schemes (``torchvision://``, ``s3://``, ...) in its own way.
+    Some training scripts pickle their configuration beside the weights; that of the published agent attention is a
+    class of a package that may not be installed. Only tensors, numbers, strings and plain containers are loaded; any
+    other object is left empty, and no code of the file runs. A web address is downloaded once into torch's cache;
+    mmengine's loaders read other schemes (``torchvision://``, ``s3://``, ...).
 
     Raises:
         FileNotFoundError: There is no such file.
-        ConfigError: It cannot be downloaded, is no checkpoint, cut short, or made to run code or to fill the memory.
+        ConfigError: It cannot be downloaded, is no checkpoint, is cut short, or may run code or fill the memory.
     """
     scheme = urlparse(source).scheme if '://' in source else ''
     if scheme not in ('', 'http', 'https'):
@@ -37,9 +37,9 @@ def read_checkpoint(source: str) -> Any:
 
 
 def tensors(checkpoint: Any, prefix: str | None = None) -> State:
-    """Return the tensors of a checkpoint, under one of ``PLACES`` or at its top.
+    """Return the tensors of a checkpoint, which lie under one of ``PLACES`` or at its top.
 
-    Where keys begin with ``prefix``, or without one with ``backbone.``, those alone are returned, less the prefix.
+    If keys begin with ``prefix`` (``backbone.`` if None), only their tensors are returned, by names without the prefix.
 
     Raises:
         ValueError: There are no tensors where they are expected, or none with the ``prefix``.
@@ -55,7 +55,8 @@ def tensors(checkpoint: Any, prefix: str | None = None) -> State:
             f'its keys are {", ".join(map(str, list(top)[:8])) or "none"}.'
         )
     state = {key.removeprefix('module.'): value for key, value in state.items()}
-    start = (prefix or 'backbone.').removeprefix('module.').rstrip('.') + '.'  # mmengine adds the dot, too
+    # mmengine adds a missing dot, too.
+    start = (prefix or 'backbone.').removeprefix('module.').rstrip('.') + '.'
     part = {key.removeprefix(start): value for key, value in state.items() if key.startswith(start)}
     if prefix and not part:
         raise ValueError(f'No key of the checkpoint begins with prefix={prefix!r}: {", ".join(list(state)[:8])}.')

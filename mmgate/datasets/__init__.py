@@ -1,1 +1,1 @@
-"""What the papers' recipes need beside the hosts' data sets: SVHN, and noise on images."""
+"""Data sets and transforms of the papers that the hosts lack (SVHN, noise on images), and a check of classes."""

@@ -1,4 +1,4 @@
-"""What plain mm tools train on without a word: data whose classes are not those of the model or of their own file."""
+"""A check for data whose classes differ from those of the model or of the annotation file, which mm tools accept."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 
 HEADS = ('auxiliary_head', 'bbox_head', 'decode_head', 'head', 'mask_head', 'query_head')
-# predict something else than the data set's classes: boundaries, depth, proposals
+# Heads that predict something else than the data set's classes: boundaries, depth, proposals.
 OTHER_TARGETS = ('STDCHead', 'VPDDepthHead', 'RPNHead', 'GARPNHead', 'CascadeRPNHead', 'EmbeddingRPNHead')
-LARGEST_FILE = 32 << 20  # bytes of an annotation file that is read once more, for the names of its categories
+LARGEST_FILE = 32 << 20  # bytes up to which an annotation file is read again, for the names of its categories
 
 
 @HOOKS.register_module()
 class DataCheckHook(Hook):
-    """Refuses data to train on of which no class is in the annotation file; warns once where classes differ otherwise.
+    """Refuses training data if no class is in the annotation file, and warns once of other differences in classes.
 
-    Warnings are said of classes that the file lacks, of heads with another number of classes than the data, and of
-    labels beyond a segmentor's classes in the first maps. Data sets and samples are looked at as they are built and
-    come; nothing is read beforehand. Our command lines add the hook; ``check_data=False`` in a config leaves it out.
+    It warns of classes that the file lacks, of heads with another number of classes than the data, and of labels
+    beyond a segmentor's classes in the first maps. It checks data sets after they are built and samples in their
+    batches, and reads no data for it. Our command lines add the hook; ``check_data=False`` in a config leaves it out.
 
     Args:
-        maps: How many maps of labels are looked at, of each epoch, validation or test.
+        maps: Number of label maps that are checked in each epoch, validation or test.
 
     Raises:
-        ConfigError: At the start of a training, with the file and the names.
+        ConfigError: No class of the training data is in the file; the message has the file and the names.
     """
 
     priority = 'VERY_HIGH'
@@ -46,13 +46,13 @@ class DataCheckHook(Hook):
         self._said: set[str] = set()
 
     def before_train(self, runner: Any) -> None:
-        """Look at the data sets of training and validation, so that nothing is said after an epoch alone."""
+        """Check the data sets of training and validation, so that no message waits for the end of an epoch."""
         self._look(runner, 'train')
         if runner.val_loop is not None:
             self._look(runner, 'val')
 
     def _before_epoch(self, runner: Any, mode: str = 'train') -> None:
-        """Look at the data sets and the heads; mmengine calls this at the start of any loop."""
+        """Check the data sets and the heads; mmengine calls this at the start of any loop."""
         self._left = self.maps
         self._look(runner, mode)
 
@@ -65,9 +65,10 @@ class DataCheckHook(Hook):
                 self._say(runner, found, f'{mode}_dataloader: ')
 
     def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = 'train') -> None:
-        """Look at the labels of a batch, of any loop: mmengine calls this before each of its iterations."""
+        """Check the labels of a batch; mmengine calls this before each iteration of any loop."""
         samples = data_batch.get('data_samples') if isinstance(data_batch, dict) and self._left > 0 else None
-        if samples and isinstance(samples[0], Sequence):  # views of test-time augmentation, each of the whole batch
+        # Test-time augmentation gives several views of the whole batch.
+        if samples and isinstance(samples[0], Sequence):
             samples = samples[0]
         for sample in samples if isinstance(samples, Sequence) else ():
             self._left -= 1
@@ -80,12 +81,14 @@ class DataCheckHook(Hook):
 
 
 def refuse_foreign_classes(cfg: Config, runner: Any) -> None:
-    """Look at a training data set that could not be built: without a box mmdet drops every image, and mmengine fails.
+    """Check the classes of a training data set that could not be built.
+
+    If no class is in the file, mmdet finds no box and drops every image, and mmengine fails with another message.
 
     Raises:
         ConfigError: No class is a category of its annotation file.
     """
-    if not isinstance(runner._train_loop, dict):  # the loop is built: the error came later
+    if not isinstance(runner._train_loop, dict):  # the loop was built, so the error has another cause
         return
     for data in innermost(cfg.train_dataloader.dataset):
         dataset = DATASETS.build(dict(data, lazy_init=True))
@@ -106,11 +109,12 @@ def innermost(dataset: Any) -> Iterator[Any]:
 
 
 def lacking_categories(dataset: Any) -> tuple[str, bool]:
-    """Return which of a COCO data set's classes its annotation file lacks, in words, and whether it lacks all.
+    """Return a message on the classes that a COCO data set's annotation file lacks, and True if it lacks all.
 
-    The words are empty where it lacks none, where it is not known, and where nothing is labelled.
+    The message is empty where it lacks none, where that is unknown, and where nothing is labelled.
     """
-    classes, labels = _classes(dataset), _labels(dataset)
+    classes = _classes(dataset)
+    labels = _labels(dataset)
     if labels is None or len(labels) >= len(classes):
         return '', False
     names = _categories(str(dataset.ann_file))
@@ -131,11 +135,13 @@ def lacking_categories(dataset: Any) -> tuple[str, bool]:
 
 
 def other_numbers(model: nn.Module, dataset: Any) -> Iterator[str]:
-    """Yield which heads predict another number of classes than the data set has."""
+    """Yield a message for each head that predicts another number of classes than the data set has."""
     meta = getattr(dataset, 'metainfo', None) or {}
-    classes, things, stuff = _classes(dataset), meta.get('thing_classes'), meta.get('stuff_classes')
+    classes = _classes(dataset)
+    things = meta.get('thing_classes')
+    stuff = meta.get('stuff_classes')
     kinds = {kind.__name__ for kind in type(model).__mro__}
-    # text names classes anew; trackers find fewer than their data name
+    # With a language model a text names the classes, and trackers find fewer classes than their data have.
     if not classes or hasattr(model, 'language_model') or 'BaseMOTModel' in kinds:
         return
     for name, head in model.named_modules():
@@ -149,11 +155,11 @@ def other_numbers(model: nn.Module, dataset: Any) -> Iterator[str]:
             predicted = getattr(head, setting, None)
             if not isinstance(predicted, int):
                 continue
-            # the list may have a name for the label that is dropped, and a threshold tells two apart
+            # The list may name the label that is dropped, and one output with a threshold can tell two classes apart.
             dropped = getattr(dataset, 'reduce_zero_label', False) and predicted == len(known) - 1
             binary = getattr(head, 'out_channels', None) == 1 and len(known) <= 2
             if predicted != len(known) and not (dropped or binary or getattr(head, 'class_agnostic', False)):
-                # mmdet looks up the category of a label in the file
+                # mmdet's evaluation looks up the category of a label in the file.
                 ends = predicted > len(known) and _labels(dataset) is not None
                 yield (
                     f'{name} ({type(head).__name__}) predicts {predicted} classes, and {type(dataset).__name__} has '
@@ -168,17 +174,19 @@ def other_numbers(model: nn.Module, dataset: Any) -> Iterator[str]:
 
 
 def label_beyond(model: nn.Module, sample: Any) -> str:
-    """Return which label of a sample's map is beyond a segmentor's classes, as its file has it; empty if none is."""
+    """Return a message on the largest label in a sample's map that a segmentor does not know, or an empty one."""
     head: Any = getattr(model, 'decode_head', None)
     head = head[-1] if isinstance(head, nn.ModuleList) else head
-    classes, ignored = getattr(head, 'num_classes', None), getattr(head, 'ignore_index', 255)
+    classes = getattr(head, 'num_classes', None)
+    ignored = getattr(head, 'ignore_index', 255)
     labels = getattr(getattr(sample, 'gt_sem_seg', None), 'data', None)
     if not isinstance(labels, Tensor) or not isinstance(classes, int):
         return ''
     beyond = labels[(labels >= classes) & (labels != ignored)]
     if not beyond.numel():
         return ''
-    label, meta = int(beyond.max()), sample.metainfo
+    label = int(beyond.max())
+    meta = sample.metainfo
     return (
         f'{meta.get("seg_map_path", "a map of labels")} holds the number '
         f'{label + bool(meta.get("reduce_zero_label"))}, label {label} of the data, and the model predicts labels 0 to '
@@ -193,14 +201,14 @@ def _classes(dataset: Any) -> list[str]:
 
 
 def _labels(dataset: Any) -> dict[Any, int] | None:
-    """Return the labels that one of the mm packages has given to a file's categories; someone's own may do without."""
+    """Return the labels of a file's categories, by category, in a data set of the mm packages; None for another's."""
     load = getattr(type(dataset), 'load_data_list', None)
     theirs = str(getattr(load, '__module__', '')).partition('.')[0] in (*MM, 'mmgate')
     return getattr(dataset, 'cat2label', None) if theirs else None
 
 
 def _categories(ann_file: str) -> list[str] | None:
-    """Return the names in a local COCO file of moderate size, None of another."""
+    """Return the names of the categories in a local COCO file, None for a large or remote file."""
     if not osp.isfile(ann_file) or osp.getsize(ann_file) > LARGEST_FILE:
         return None
     with open(ann_file, encoding='utf-8') as file:

@@ -1,4 +1,4 @@
-"""Noise on images, as a transform."""
+"""A transform that adds noise to images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _speckle(image: Image, level: float) -> Image:
 
 
 def _salt_and_pepper(image: Image, level: float) -> Image:
-    draw = np.random.uniform(size=image.shape[:2])  # a pixel turns black or white in all channels
+    draw = np.random.uniform(size=image.shape[:2])  # one for all channels of a pixel
     image = image.copy()
     image[draw < level / 2] = 0
     image[draw > 1 - level / 2] = 255
@@ -34,7 +34,7 @@ def _salt_and_pepper(image: Image, level: float) -> Image:
 
 
 def _shot(image: Image, level: float) -> Image:
-    photons = 1 / level**2  # of white, so that white's deviation is the level
+    photons = 1 / level**2  # of a white pixel, whose deviation then is the level
     return np.random.poisson(image / 255 * photons) / photons * 255
 
 
@@ -49,16 +49,16 @@ NOISES: dict[str, Callable[[Image, float], Image]] = {
 
 @TRANSFORMS.register_module()
 class RandomNoise(BaseTransform):
-    """Add noise of a kind and a level drawn for every image.
+    """Add noise of a random kind and level to every image.
 
     The paper trains under "multiple distortion levels and noise types" and names none; these are the usual ones.
 
     Args:
-        kinds: Of :data:`NOISES`: ``'gaussian'`` and ``'uniform'`` are added, ``'speckle'`` multiplies, ``'shot'`` is
-            Poisson's, ``'salt_and_pepper'`` turns pixels black or white.
-        levels: Deviations over the range of a pixel (half the width of ``'uniform'``, of white in ``'shot'``), or the
-            share of pixels in ``'salt_and_pepper'``; more than 0, at most 1.
-        prob: Share of the images that have noise.
+        kinds: Some of :data:`NOISES`: ``'gaussian'`` and ``'uniform'`` add, ``'speckle'`` multiplies, ``'shot'`` is
+            Poisson noise, ``'salt_and_pepper'`` turns pixels black or white.
+        levels: Standard deviations relative to the range of a pixel (for ``'uniform'`` half the width, for ``'shot'``
+            that of a white pixel), or the share of pixels for ``'salt_and_pepper'``; more than 0, at most 1.
+        prob: Share of images that get noise.
 
     Raises:
         ValueError: An unknown kind, or a level or share out of its range.
@@ -79,13 +79,16 @@ class RandomNoise(BaseTransform):
             raise ValueError(f'levels={levels!r} must list numbers above 0, up to 1.')
         if not 0 <= prob <= 1:
             raise ValueError(f'prob={prob} must lie in 0 to 1.')
-        self.kinds, self.levels, self.prob = tuple(kinds), tuple(levels), prob
+        self.kinds = tuple(kinds)
+        self.levels = tuple(levels)
+        self.prob = prob
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
         """Add noise to ``results['img']``."""
         if np.random.uniform() >= self.prob:
             return results
-        kind, level = np.random.choice(self.kinds), np.random.choice(self.levels)
+        kind = np.random.choice(self.kinds)
+        level = np.random.choice(self.levels)
         image = results['img']
         noisy = NOISES[str(kind)](image.astype(np.float64), float(level)).clip(0, 255)
         results['img'] = (noisy.round() if np.issubdtype(image.dtype, np.integer) else noisy).astype(image.dtype)

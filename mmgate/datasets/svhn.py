@@ -1,4 +1,4 @@
-"""Street View House Numbers, cropped digits, as the authors publish them."""
+"""Street View House Numbers: cropped digits in the authors' files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FILES = {'train': 'train_32x32.mat', 'test': 'test_32x32.mat', 'extra': 'extra_3
 
 @DATASETS.register_module()
 class SVHN(BaseDataset):
-    """Digits of 32 x 32 pixels in MATLAB files; mmpretrain has no such data set.
+    """Digits of 32 x 32 pixels in MATLAB files, which mmpretrain does not have.
 
     Args:
         data_root: Folder of the files.
         split: ``'train'`` (73,257 images), ``'test'`` (26,032) or ``'extra'`` (531,131).
-        **kwargs: Of mmengine's ``BaseDataset``, such as ``pipeline``.
+        **kwargs: Arguments of mmengine's ``BaseDataset``, such as ``pipeline``.
 
     Raises:
         ValueError: An unknown split.
@@ -38,7 +38,7 @@ class SVHN(BaseDataset):
         super().__init__(data_root=data_root, **kwargs)
 
     def load_data_list(self) -> list[dict[str, Any]]:
-        """Return ``img`` ``(32, 32, 3)``, RGB, and ``gt_label`` of every digit; the files call the zero 10."""
+        """Return ``img`` ``(32, 32, 3)``, RGB, and ``gt_label`` of every digit; the files label zeros as 10."""
         from scipy.io import loadmat
 
         content = loadmat(str(Path(self.data_root) / FILES[self.split]))

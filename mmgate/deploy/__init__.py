@@ -1,1 +1,1 @@
-"""Whole detectors and segmentors as files that run without PyTorch, mmcv and mmgate: see tools/deploy/README.md."""
+"""Export of detectors and segmentors to files that run without PyTorch, mmcv and mmgate; see tools/deploy/README.md."""

@@ -1,6 +1,6 @@
-"""From dense heads to boxes, in batches of a fixed number: what mmdet does image by image and of any number.
+"""Boxes of dense heads, in batches and of a fixed number; mmdet handles image by image, and any number.
 
-Layout: boxes (B, N, 4) as (x1, y1, x2, y2) in pixels of the input; scores (B, N), -1 where a place is empty.
+Layout: boxes (B, N, 4) as (x1, y1, x2, y2) in pixels of the input; scores (B, N), -1 where there is no box.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .operators import keep
 
 
 class Boxes(NamedTuple):
-    """Boxes ``(B, N, 4)``, their scores ``(B, N)``, and labels ``(B, N)``, or levels where there is one class."""
+    """Boxes ``(B, N, 4)``, scores ``(B, N)``, and labels ``(B, N)`` or, for an RPN, levels."""
 
     boxes: Tensor
     scores: Tensor
@@ -29,13 +29,13 @@ class Boxes(NamedTuple):
 def candidates(
     head: AnchorHead, scores: Sequence[Tensor], deltas: Sequence[Tensor], sizes: Tensor, cfg: Mapping[str, Any]
 ) -> Boxes:
-    """Return the best ``nms_pre`` boxes of each level, as mmdet's ``predict_by_feat`` finds them.
+    """Return the best ``nms_pre`` boxes of each level, like mmdet's ``predict_by_feat``.
 
     Args:
-        head: A RetinaNet's head or an RPN's; labels of the latter are levels.
+        head: A RetinaNet's head, or an RPN's, whose labels are levels.
         scores: Logits ``(B, A * C, h, w)`` of each level.
-        deltas: ``(B, A * 4, h, w)`` of each level.
-        sizes: ``(B, 2)``, height and width of the images without padding.
+        deltas: Box deltas ``(B, A * 4, h, w)`` of each level.
+        sizes: Height and width of the images without padding, ``(B, 2)``.
         cfg: The head's ``test_cfg``.
     """
     proposes = isinstance(head, RPNHead)
@@ -49,7 +49,8 @@ def candidates(
         score = score.flatten(1)
         score = torch.where(score > cfg.get('score_thr', 0.0), score, -1.0)
         count = cfg.get('nms_pre', -1)
-        if count > 0:  # padded by as many, so that the number does not depend on the level's size
+        # Padding by ``count`` makes the number of boxes independent of the level's size.
+        if count > 0:
             score, index = F.pad(score, (0, count), value=-1.0).topk(count)
             index = torch.where(score > 0, index, 0)
         else:
@@ -68,7 +69,7 @@ def candidates(
 
 
 def decode(coder: Any, priors: Tensor, deltas: Tensor, sizes: Tensor) -> Tensor:
-    """Return boxes ``(B, N, 4)`` from priors and deltas of that shape, cut at the images' edges."""
+    """Return boxes ``(B, N, 4)`` from priors and deltas of that shape, clipped as the coder's ``clip_border`` asks."""
     boxes = coder.decode(priors.reshape(-1, 4), deltas.reshape(-1, 4)).view(deltas.shape)
     return cut(boxes, sizes) if coder.clip_border else boxes
 
@@ -82,7 +83,7 @@ def best(found: Boxes, cfg: Mapping[str, Any], count: int) -> Boxes:
     """Return the ``count`` best boxes after non-maximum suppression by ``cfg``, mmdet's ``nms``.
 
     Raises:
-        ConfigError: Another kind of suppression, which ONNX has no operator for.
+        ConfigError: ``cfg`` asks for a suppression for which ONNX has no operator.
     """
     known = {'type', 'iou_threshold', 'class_agnostic', 'split_thr'}
     if cfg.get('type', 'nms') != 'nms' or set(cfg) - known:
@@ -92,10 +93,12 @@ def best(found: Boxes, cfg: Mapping[str, Any], count: int) -> Boxes:
         )
     boxes, scores, labels = found
     places = labels.to(boxes.dtype) * (boxes.flatten(1).amax(1, keepdim=True) + 1)
-    apart = boxes if cfg.get('class_agnostic') else boxes + places[..., None]  # as mmcv's batched_nms
+    # Boxes of different classes are moved apart, as in mmcv's batched_nms.
+    apart = boxes if cfg.get('class_agnostic') else boxes + places[..., None]
     kept = torch.where(keep(apart, scores, cfg['iou_threshold']), scores, -1.0)
     scores, index = F.pad(kept, (0, count), value=-1.0).topk(count)
-    index = index.clamp(max=boxes.shape[1] - 1)  # where there are fewer boxes than places
+    # There may be fewer boxes than ``count``.
+    index = index.clamp(max=boxes.shape[1] - 1)
     empty = scores <= 0
     boxes = boxes.gather(1, index[..., None].expand(-1, -1, 4)).masked_fill(empty[..., None], 0.0)
     return Boxes(boxes, scores, labels.gather(1, index).masked_fill(empty, -1))

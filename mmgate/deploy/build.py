@@ -1,4 +1,4 @@
-"""Builds the network of tensors that stands for a host."""
+"""Build the network that is exported from a host."""
 
 from __future__ import annotations
 
@@ -11,21 +11,27 @@ from torch import nn
 from mmgate._environment import available
 from mmgate.errors import ConfigError
 from mmgate.layers.base.deformable import MultiScaleDeformableAttention
+from mmgate.layers.base.gated import gated_modules, is_on, remove_gate
 from mmgate.swap import swap_attention
 
 from .network import Network, refuse
 
 
 def build_network(model: nn.Module) -> Network:
-    """Return the network of tensors around a copy of a model, in eval mode.
+    """Return the network around a copy of a model, in eval mode.
 
-    mmcv's deformable attention is swapped for ours, which computes the same and can be written down.
+    Gates that are switched off are removed. mmcv's deformable attention is swapped for ours, which computes the same
+    and can be exported.
 
     Raises:
         ConfigError: The model cannot be exported.
     """
     host = deepcopy(model)
-    host.eval()  # some hosts return None from it
+    # Some hosts return None from ``eval``.
+    host.eval()
+    for _, module in list(gated_modules(host)):
+        if not is_on(module):
+            remove_gate(module)
     vanilla = [name for name, module in host.named_modules() if type(module) is MMCVMultiScaleDeformableAttention]
     if vanilla:
         swap_attention(host, dict(path=vanilla, type=MultiScaleDeformableAttention))
@@ -33,19 +39,20 @@ def build_network(model: nn.Module) -> Network:
 
 
 def serve(model: nn.Module, run: Any) -> None:
-    """Let a :class:`mmgate.deploy.runtime.Exported` file answer for a model's network.
+    """Let a model predict with a :class:`mmgate.deploy.runtime.Exported` file instead of its network.
 
     Raises:
         ConfigError: The model has no network, or the file was written from a model of another type or other classes.
     """
-    own, written = describe_model(model), run.notes['model']
+    own = describe_model(model)
+    written = run.notes['model']
     if written != own:
         raise ConfigError(f'{run.path} holds {written}, the config describes {own}. Give the config it was made of.')
     _network_of(model).serve(run)
 
 
 def describe_model(model: nn.Module) -> str:
-    """Return in words a model's type and how many classes its heads tell apart."""
+    """Return a model's type and its heads' number of classes, in words."""
     counts = [getattr(module, 'num_classes', None) for module in model.modules()]
     return f'a {type(model).__name__} of {max(count for count in counts if isinstance(count, int))} classes'
 

@@ -1,4 +1,4 @@
-"""Whether an exported file finds what PyTorch finds, on real images."""
+"""Comparison of an exported file's results with PyTorch's, on real images."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from mmgate.errors import ConfigError
 
 from .network import Network
 
-MARGIN = 1e-3  # of scores: what lies closer to the threshold may be found by one alone
-TIE = 1e-5  # of the largest logit: classes that are as close are told apart by rounding alone
-# How far results may be apart: corners of boxes in pixels of the original image, scores, the share of the pixels of a
-# class, an instance or a mask that are another's.
+# A detection whose score is this close to the threshold may be missing in one of the results.
+MARGIN = 1e-3
+# Classes whose logits differ by less than this share of the largest logit are tied: rounding decides between them.
+TIE = 1e-5
+# Tolerated differences: corners of boxes in pixels of the original image, scores, and the share of the pixels of a
+# class, an instance or a mask that differ.
 TOLERATED = {'corners': 0.1, 'scores': 1e-3, 'shares of pixels': 1e-3}
-LEAST_AREA = 1000  # pixels that a share is of at least, so that one at the edge of a small object is no difference
+# A share is of at least this number of pixels, so that one pixel at the edge of a small object is tolerated.
+LEAST_AREA = 1000
 
 
 @dataclass
 class Differences:
-    """The largest differences over all images, and how much was compared.
+    """The largest differences over all images, and the amount of data that was compared.
 
     Attributes:
-        what: What was compared, in words.
-        images: Batches and images in them are counted as images.
-        detections: Detections of PyTorch's that were looked for.
-        missing: Detections that one of the two found alone.
-        largest: By the names of :data:`TOLERATED`; infinite where a number is none.
+        what: Description of the batches that were compared.
+        images: Number of images in all batches.
+        detections: Number of PyTorch's detections that were looked for.
+        missing: Messages on detections that only one of the two has.
+        largest: Largest differences by the names of :data:`TOLERATED`; infinite where one is NaN.
     """
 
     what: str = ''
@@ -43,7 +46,7 @@ class Differences:
     largest: dict[str, float] = field(default_factory=lambda: dict.fromkeys(TOLERATED, 0.0))
 
     def tolerated(self) -> bool:
-        """Return whether all of it can be tolerated."""
+        """Return True if all differences are tolerated."""
         return not self.missing and all(self.largest[name] <= most for name, most in TOLERATED.items())
 
     def note(self, name: str, difference: float) -> None:
@@ -57,7 +60,7 @@ class Differences:
 
 
 def check_finds_something(model: Any, batches: Iterable[dict[str, Any]], threshold: float) -> None:
-    """Refuse images in which PyTorch finds nothing above a score: any file would be as PyTorch there.
+    """Refuse images in which PyTorch finds nothing above a score, because any file would agree there.
 
     Raises:
         ConfigError: There is no detection, and no map of more than one class.
@@ -76,10 +79,14 @@ def check_finds_something(model: Any, batches: Iterable[dict[str, Any]], thresho
 def compare(
     model: Any, network: Network, run: Any, batches: Iterable[dict[str, Any]], *, threshold: float = 0.05
 ) -> Differences:
-    """Test batches by a model and by what was exported from it, through the host's own ``test_step``.
+    """Test batches with a model and with its exported file, through the host's ``test_step``, and compare the results.
 
-    From here on the host of ``network`` answers by ``run``, a function of the network's inputs that returns its
-    outputs. Detections whose score is below ``threshold`` are not looked for.
+    Args:
+        model: The model.
+        network: Network of the model; from now on its host predicts with ``run``.
+        run: Function of the network's inputs that returns its outputs.
+        batches: Batches of a data loader.
+        threshold: Detections with a lower score are not looked for.
     """
     network.serve(run)
     found = Differences()
@@ -94,14 +101,15 @@ def compare(
 
 
 def _maps(result: Any) -> list[Tensor]:
-    """Return the class map and the panoptic map of a result, those that it has."""
+    """Return the class map and the panoptic map of a result, as far as it has them."""
     layers = (('pred_sem_seg', 'data'), ('pred_panoptic_seg', 'sem_seg'))
     return [getattr(getattr(result, key), layer) for key, layer in layers if key in result]
 
 
 def _ties_settled(expected: Any, actual: Tensor) -> Tensor:
-    """Return a class map with PyTorch's class wherever PyTorch's logits tie it with the map's own class."""
-    if 'seg_logits' not in expected or len(expected.seg_logits.data) == 1:  # one logit is a threshold's
+    """Return a class map in which tied classes, by PyTorch's logits, are replaced by PyTorch's class."""
+    # A single logit is compared with a threshold and has no ties.
+    if 'seg_logits' not in expected or len(expected.seg_logits.data) == 1:
         return actual
     logits = expected.seg_logits.data
     best, classes = logits.max(0, keepdim=True)
@@ -115,7 +123,8 @@ def _compare(expected: Any, actual: Any, found: Differences, threshold: float) -
         for label in torch.cat([one.unique(), other.unique()]).unique():
             found.note('shares of pixels', _apart(one == label, other == label))
     if 'pred_instances' in expected:
-        one, other = expected.pred_instances, actual.pred_instances
+        one = expected.pred_instances
+        other = actual.pred_instances
         found.detections += int((one.scores > threshold).sum())
         _match(one, other, found, threshold, 'PyTorch')
         _match(other, one, found, threshold, 'the exported file')
@@ -126,7 +135,7 @@ def _apart(one: Tensor, other: Tensor) -> float:
 
 
 def _match(these: InstanceData, those: InstanceData, found: Differences, threshold: float, whose: str) -> None:
-    """Look for each detection of ``these`` among ``those``, by class and place, for each another one."""
+    """Find a partner for each detection of ``these`` among ``those``, by class and place; none is used twice."""
     left = torch.ones_like(those.labels, dtype=torch.bool)
     for number in (these.scores > threshold + MARGIN).nonzero().flatten().tolist():
         label = int(these.labels[number])
@@ -136,7 +145,8 @@ def _match(these: InstanceData, those: InstanceData, found: Differences, thresho
             continue
         gaps = (these.bboxes[number] - those.bboxes[same]).abs().amax(-1)
         scores = (these.scores[number] - those.scores[same]).abs()
-        nearest = (gaps + 1e-6 * scores).argmin()  # equal boxes of several queries are told apart by their scores
+        # Scores tell equal boxes of several queries apart.
+        nearest = (gaps + 1e-6 * scores).argmin()
         left[same[nearest]] = False
         found.note('corners', gaps[nearest].item())
         found.note('scores', scores[nearest].item())

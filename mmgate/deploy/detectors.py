@@ -1,4 +1,4 @@
-"""Detectors of mmdet as networks of tensors: boxes, scores and labels in the graph, masks of boxes too."""
+"""Networks of mmdet's detectors: boxes, scores, labels and masks of boxes are in the graph."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from .operators import roi_align
 class BoxNetwork(Network):
     """A network that returns boxes.
 
-    Outputs: ``boxes`` ``(B, K, 4)`` as (x1, y1, x2, y2) in pixels of the input, ``scores`` ``(B, K)``, the best first,
-    -1 in empty places, and ``labels`` ``(B, K)``, int64; K is the config's ``max_per_img``.
+    Outputs: ``boxes`` ``(B, K, 4)`` as (x1, y1, x2, y2) in pixels of the input, ``scores`` ``(B, K)``, best first, -1
+    where there is no box, and ``labels`` ``(B, K)``, int64; K is the config's ``max_per_img``.
     """
 
     def results(self, outputs: Sequence[Tensor], samples: Any, rescale: bool) -> list[InstanceData]:
-        """Return the boxes of each image, and masks in the size of the original if there are."""
+        """Return the boxes of each image, and masks in the size of the original if the network has them."""
         images = zip(*outputs, strict=True)
         return [self._result(parts, sample.metainfo, rescale) for parts, sample in zip(images, samples, strict=True)]
 
@@ -43,22 +43,24 @@ class BoxNetwork(Network):
 
 
 class QueryNetwork(BoxNetwork):
-    """Deformable DETR and DINO; padding is masked as mmdet masks it."""
+    """Network of Deformable DETR and DINO; padding is masked as in mmdet."""
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return boxes, scores and labels of images ``(B, 3, H, W)`` of ``sizes`` ``(B, 2)`` within the padding."""
         logits, boxes = self._queries(images, sizes)
         head = self.host.bbox_head
         scores, index = logits.sigmoid().flatten(1).topk(head.test_cfg.get('max_per_img', boxes.shape[1]))
-        labels, place = index % head.num_classes, index // head.num_classes
+        labels = index % head.num_classes
+        place = index // head.num_classes
         boxes = bbox_cxcywh_to_xyxy(boxes.gather(1, place[..., None].expand(-1, -1, 4)))
         return cut(boxes * sizes.flip(-1).repeat(1, 2)[:, None].to(boxes.dtype), sizes), scores, labels
 
     def _queries(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits ``(B, Q, C)`` and boxes ``(B, Q, 4)`` as (centre, size), 0 to 1 over the unpadded image."""
-        host, size = self.host, images.shape[-2:]
+        host = self.host
+        size = images.shape[-2:]
         features = host.extract_feat(images)
-        # as if there were no padding, for which mmdet loops over the images; masks and what follows from them is below
+        # mmdet loops over the images to mask padding. Here it sees images without padding; the masks are made below.
         whole = SimpleNamespace(batch_input_shape=size, img_shape=size)
         to_encoder, to_decoder = host.pre_transformer(features, [whole] * 2)
         rows, columns = (torch.arange(n, device=images.device) for n in size)
@@ -81,7 +83,7 @@ class QueryNetwork(BoxNetwork):
     def _decoded(self, **inputs: Any) -> dict[str, Any]:
         if not isinstance(self.host, DINO):
             return self.host.forward_decoder(**inputs)
-        # DINO's own method asks for the length of the queries, which settles a graph's batch
+        # DINO's own method takes the length of the queries, which would fix the batch of the graph.
         names = dict(memory='value', memory_mask='key_padding_mask', dn_mask='self_attn_mask')
         inputs = {names.get(key, key): value for key, value in inputs.items()}
         states, references = self.host.decoder(**inputs, reg_branches=self.host.bbox_head.reg_branches)
@@ -89,23 +91,25 @@ class QueryNetwork(BoxNetwork):
 
 
 class AnchorNetwork(BoxNetwork):
-    """RetinaNet, and whatever else has the plain head over anchors."""
+    """Network of RetinaNet and other detectors with mmdet's plain AnchorHead."""
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
         """Return boxes, scores and labels of images ``(B, 3, H, W)`` of ``sizes`` ``(B, 2)`` within the padding."""
         head = self.host.bbox_head
         scores, deltas, *more = head(self.host.extract_feat(images))
         cfg = head.test_cfg
-        if more or cfg.get('min_bbox_size', -1) > 0:  # of the original image, whose size a graph does not know
+        # min_bbox_size is in pixels of the original image, whose size the graph does not know.
+        if more or cfg.get('min_bbox_size', -1) > 0:
             raise refuse(self.host, f'its {type(head).__name__} weights scores by another map, or has a min_bbox_size')
         found = candidates(head, scores, deltas, sizes, cfg)
-        return tuple(best(found, cfg.nms, cfg.max_per_img))  # a file knows no class of ours
+        # A file returns plain tuples only.
+        return tuple(best(found, cfg.nms, cfg.max_per_img))
 
 
 class RoINetwork(BoxNetwork):
-    """Faster and Mask R-CNN.
+    """Network of Faster and Mask R-CNN.
 
-    A further output of the latter, ``masks`` ``(B, K, 28, 28)``, holds probabilities over each box, of its class; mmdet
+    Mask R-CNN's output ``masks`` ``(B, K, 28, 28)`` holds the probabilities of each box's class over the box; mmdet
     pastes them into images of the original size.
     """
 
@@ -116,7 +120,8 @@ class RoINetwork(BoxNetwork):
 
     def forward(self, images: Tensor, sizes: Tensor) -> tuple[Tensor, ...]:
         """Return boxes, scores and labels, and masks, of images ``(B, 3, H, W)`` of ``sizes`` ``(B, 2)``."""
-        host, roi_head = self.host, self.host.roi_head
+        host = self.host
+        roi_head = host.roi_head
         features = host.extract_feat(images)
         cfg = host.rpn_head.test_cfg
         scores, deltas = host.rpn_head(features)
@@ -132,8 +137,9 @@ class RoINetwork(BoxNetwork):
         return boxes, scores, labels, masks.view(*scores.shape, *masks.shape[-2:])
 
     def _classified(self, features: Sequence[Tensor], proposals: Boxes, sizes: Tensor) -> Boxes:
-        """Return a box of each proposal and class ``(B, P * C)``."""
-        head, cfg = self.host.roi_head.bbox_head, self.host.roi_head.test_cfg
+        """Return a box for each of P proposals and C classes, ``(B, P * C)``."""
+        head = self.host.roi_head.bbox_head
+        cfg = self.host.roi_head.test_cfg
         aligned = self._align(self.host.roi_head.bbox_roi_extractor, features, proposals.boxes)
         logits, deltas = head(aligned)
         batch, count = proposals.scores.shape
@@ -148,7 +154,7 @@ class RoINetwork(BoxNetwork):
         return Boxes(boxes.flatten(1, 2), torch.where(counts, scores, -1.0).flatten(1), labels.flatten(1))
 
     def _align(self, extractor: SingleRoIExtractor, features: Sequence[Tensor], boxes: Tensor) -> Tensor:
-        """Return the features ``(B * N, C, h, w)`` of boxes ``(B, N, 4)``, each from the level that is its own."""
+        """Return the features ``(B * N, C, h, w)`` of boxes ``(B, N, 4)``, each from the level of its size."""
         maps = features[: extractor.num_inputs]
         image = torch.arange(boxes.shape[0], device=boxes.device, dtype=boxes.dtype)[:, None, None]
         rois = torch.cat([image.expand(-1, boxes.shape[1], -1), boxes], -1).flatten(0, 1)  # (B * N, 5)
@@ -156,7 +162,7 @@ class RoINetwork(BoxNetwork):
         found = []
         for level, (map_, layer) in enumerate(zip(maps, extractor.roi_layers, strict=True)):
             here = (levels == level).to(rois.dtype)[:, None]
-            # a RoI of no size has no points: its features cost nothing
+            # RoIs of other levels get no size, so that they have no points and cost nothing.
             within = torch.cat([rois[:, :1], rois[:, 1:] * here], 1)
             options = (*layer.output_size, layer.spatial_scale, layer.sampling_ratio, layer.aligned)
             found.append(roi_align(map_, within, *options) * here[..., None, None])
@@ -167,18 +173,20 @@ class RoINetwork(BoxNetwork):
         result = super()._result(outputs, meta, rescale and not head.with_mask)
         if head.with_mask:
             masks = outputs[3][outputs[1] > 0][:, None]
-            if not head.mask_head.class_agnostic:  # mmdet picks the label's
+            # mmdet selects the mask of the label among all classes.
+            if not head.mask_head.class_agnostic:
                 masks = masks.expand(-1, head.mask_head.num_classes, -1, -1)
+            # This rescales the boxes, too.
             (result,) = head.mask_head.predict_by_feat(
                 [masks], [result], [meta], rcnn_test_cfg=head.test_cfg, rescale=rescale, activate_map=True
-            )  # it rescales the boxes, too
+            )
         return result
 
 
 class MaskNetwork(Network):
-    """Mask2Former up to ``classes`` ``(B, Q, C + 1)`` and ``masks`` ``(B, Q, H, W)``, both logits.
+    """Network of Mask2Former up to the logits ``classes`` ``(B, Q, C + 1)`` and ``masks`` ``(B, Q, H, W)``.
 
-    Instances and panoptic maps, of any number and in the size of the original, are made by the host's fusion head.
+    The host's fusion head makes instances and panoptic maps of them, in the size of the original image.
     """
 
     inputs = ('images',)
@@ -196,7 +204,8 @@ class MaskNetwork(Network):
 
 def _plain_anchors(host: Any) -> bool:
     head = getattr(host, 'bbox_head', None)
-    names = ('predict_by_feat', '_predict_by_feat_single', '_bbox_post_process')  # which make boxes of a head's maps
+    # These methods make boxes of a head's maps.
+    names = ('predict_by_feat', '_predict_by_feat_single', '_bbox_post_process')
     return isinstance(head, AnchorHead) and all(getattr(type(head), x) is getattr(AnchorHead, x) for x in names)
 
 
@@ -213,7 +222,7 @@ def _plain_rois(host: Any) -> bool:
     )
 
 
-# kinds of hosts, their network, and which of them it can be
+# Class of hosts, their network, and a function that returns True for those that the network fits.
 NETWORKS: tuple[tuple[type, type[Network], Callable[[Any], bool]], ...] = (
     (DeformableDETR, QueryNetwork, lambda host: type(host) in (DeformableDETR, DINO)),
     (Mask2Former, MaskNetwork, lambda host: True),
@@ -223,5 +232,5 @@ NETWORKS: tuple[tuple[type, type[Network], Callable[[Any], bool]], ...] = (
 
 
 def detector(host: nn.Module) -> Network | None:
-    """Return the network of a detector, None for what can have none."""
+    """Return the network of a detector, or None if there is none for it."""
     return next((network(host) for kind, network, known in NETWORKS if isinstance(host, kind) and known(host)), None)

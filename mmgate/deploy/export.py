@@ -1,4 +1,4 @@
-"""A model as a file, and whether the file finds what the model finds."""
+"""Export of a model to a file, which is kept if it finds what the model finds."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from .time_limit import time_limit
 
 SUFFIXES = {'onnx': '.onnx', 'torch-export': '.pt2'}
 NEEDED = ('onnx', 'onnxscript', 'onnxruntime')
-OLDEST = (2, 9)  # torch whose export is up to whole detectors
-DIVISOR = 32  # of sides, where a backbone wants one
-TIME_LIMIT = 300.0  # seconds that writing one graph may take
+OLDEST = (2, 9)  # first torch that can export whole detectors
+DIVISOR = 32  # of the sides, for backbones that need one
+TIME_LIMIT = 300.0  # seconds for writing one graph
 
 
 def check_format(format: str) -> None:
-    """Refuse what cannot be written here.
+    """Refuse a format that cannot be written here.
 
     Raises:
         ConfigError: torch is too old, or a package is missing.
@@ -58,21 +58,21 @@ def export(
     threshold: float = 0.05,
     seconds: float = TIME_LIMIT,
 ) -> Differences:
-    """Write a model to a file that finds what it finds; what differs is not kept, and what ``path`` held then stays.
+    """Write a model to a file and compare their results; if they differ, the file is dropped and ``path`` stays.
 
     Args:
         model: A detector or a segmentor with its weights, in eval mode.
-        batches: Of a data loader, one real image each. Their values are what is compared; the size of the largest is
-            the graph's where the model takes no others.
+        batches: Batches of a data loader, one real image each, on which results are compared. The largest gives the
+            size of the graph if no graph of several sizes can be written.
         path: File to write; folders are made.
         format: ``'onnx'`` or ``'torch-export'``.
         msda: One of :data:`mmgate.deploy.sampling.SAMPLERS`.
-        fixed_size: Whether not to try for images of any size.
-        threshold: Detections are compared above this score.
-        seconds: Writing a graph is given up after it, for the next kind of sizes; 0 never.
+        fixed_size: True writes a graph of one size at once, without an attempt at any size.
+        threshold: Detections above this score are compared.
+        seconds: Time limit for writing a graph, after which the next kind of sizes is tried; 0 sets none.
 
     Returns:
-        How far the file's results were from the model's.
+        The differences between the file's results and the model's.
 
     Raises:
         ConfigError: The model cannot be exported, the images show nothing, or the file differs.
@@ -81,7 +81,8 @@ def export(
     path.parent.mkdir(parents=True, exist_ok=True)
     net = build_network(model)
     largest = max(batches, key=lambda batch: math.prod(batch['inputs'][0].shape))
-    inputs, problem = net.preprocess(largest), None
+    inputs = net.preprocess(largest)
+    problem = None
     divided = not any(side % DIVISOR for side in inputs[0].shape[-2:])
     tried = [0] if fixed_size else [1, DIVISOR, 0] if divided else [1, 0]
     with tempfile.TemporaryDirectory(dir=path.parent, prefix='.export-') as folder:
@@ -96,8 +97,9 @@ def export(
                 with time_limit(seconds):
                     takes = write(net, inputs, new, format=format, msda=msda, divisor=divisor)
                 found = _compared(model, batches, new, threshold)
-            except Exception as error:  # whatever exporters and runtimes stumble over
-                problem, said = error, f'{type(error).__name__}: {error}'.split('\n')[0]
+            except Exception as error:  # exporters and runtimes raise many kinds
+                problem = error
+                said = f'{type(error).__name__}: {error}'.split('\n')[0]
                 if isinstance(error, TimeoutError):
                     said += '; --time-limit gives it more'
                 print_log(f'not to be written for images of {sides}: {said}', logger='current')
@@ -109,7 +111,8 @@ def export(
 
 
 def _compared(model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, threshold: float) -> Differences:
-    run, net = Exported(path, trusted=True), build_network(model)
+    run = Exported(path, trusted=True)
+    net = build_network(model)
     taken, what = _taken(net, batches, run)
     found = compare(model, net, run, taken, threshold=threshold)
     found.what = what
@@ -119,9 +122,10 @@ def _compared(model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, t
 
 
 def _part(batch: dict[str, Any], divisor: int, least: int) -> dict[str, Any]:
-    """Return a batch with about three quarters of its image each way, and another shape."""
+    """Return a batch with a part of its image, about three quarters of height and width, in another aspect."""
     part = deepcopy(batch)
-    (image,), (sample,) = part['inputs'], part['data_samples']
+    (image,) = part['inputs']
+    (sample,) = part['data_samples']
     height, width = (
         max(int(side * share) // divisor * divisor, least)
         for side, share in zip(image.shape[1:], (0.75, 0.8), strict=True)
@@ -132,12 +136,14 @@ def _part(batch: dict[str, Any], divisor: int, least: int) -> dict[str, Any]:
 
 
 def _taken(net: Network, batches: Sequence[dict[str, Any]], run: Exported) -> tuple[list[dict[str, Any]], str]:
-    """Return the batches that a file takes, part of an image if it takes other sizes, and two images as one batch.
+    """Return the batches for the comparison, and a description of them.
 
-    The two are padded to one size if they may be. The words say what there is.
+    They are those that the file takes, a part of an image if it takes other sizes, and two images as one batch, padded
+    to one size if the file takes any size.
     """
     taken = [(size, batch) for batch in batches if run.takes(*(size := net.preprocess(batch)[0].shape[-2:]))]
-    listed, words = [batch for _, batch in taken], [f'{len(taken)} of {len(batches)} images']
+    listed = [batch for _, batch in taken]
+    words = [f'{len(taken)} of {len(batches)} images']
     if run.notes['divisor']:
         listed.append(_part(taken[0][1], run.notes['divisor'], run.notes['least']))
         words.append('part of one')

@@ -1,4 +1,4 @@
-"""A network as a graph of any batch and, where the model allows, any size: captured by torch.export, in a file."""
+"""Graphs of networks, captured by torch.export, for any batch and, if the model allows, any size."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from .sampling import sampled_by
 from .tracing import plain_attention, traceable
 
 MAX_BATCH = 64
-LEAST = (33, 65, 129)  # of sides: more than the strides of the last maps
+LEAST = (33, 65, 129)  # smallest sides, one more than usual strides of the last maps
 OPSET = 18
 
 
 def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, msda: str, divisor: int) -> str:
-    """Write a network to ``path`` and return which images it takes; arguments as :func:`capture`."""
+    """Write a network to ``path`` and describe the images that it takes; arguments as :func:`capture`."""
     program, taken = capture(net, inputs, divisor, msda)
     notes = dict(model=describe_model(net.host), inputs=net.inputs, outputs=net.outputs, msda=msda, **taken)
     if format == 'onnx':
@@ -37,26 +37,28 @@ def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, ms
 def capture(
     network: Network, inputs: Sequence[Tensor], divisor: int, msda: str = 'gather'
 ) -> tuple[Any, dict[str, Any]]:
-    """Write a network down as a program of torch.export, or fail in any of the exporter's ways.
+    """Return a network as a program of torch.export, and the images that it takes; torch may raise any error.
 
     Args:
-        network: What to write.
-        inputs: Of a batch; the values do not matter, the sizes do where the model takes no others.
-        divisor: Of the sides of images; 1 for any, 0 for those of ``inputs`` alone.
-        msda: How deformable attention is written, one of :data:`mmgate.deploy.sampling.SAMPLERS`.
+        network: Network to capture.
+        inputs: Inputs of a batch. Their values do not matter; their sizes matter if the program takes one size only.
+        divisor: Divisor of the images' sides; 1 for any sides, 0 for the sides of ``inputs`` only.
+        msda: Form of deformable attention, one of :data:`mmgate.deploy.sampling.SAMPLERS`.
 
     Returns:
-        The program and which images it takes: ``divisor`` and ``least`` of their sides, the ``size`` of those that it
-        was written from, and ``takes``, all of it in words.
+        The program, and a dict on the images that it takes: ``divisor`` and least value ``least`` of their sides,
+        ``size`` of ``inputs``, and ``takes``, a description in words.
     """
     from torch.export import Dim
 
-    inputs = tuple(torch.cat([x, x])[:2] if len(x) == 1 else x for x in inputs)  # a batch of one would stay one
+    # torch.export would fix a batch of one.
+    inputs = tuple(torch.cat([x, x])[:2] if len(x) == 1 else x for x in inputs)
     height, width = (int(side) for side in inputs[0].shape[-2:])
-    # below it the smallest maps of a pyramid have one pixel a side, and a graph of many is none of one
+    # On smaller images the last maps of a pyramid have sides of one pixel, for which the graph is not valid.
     least = max((side for side in LEAST if side <= min(height, width)), default=min(height, width))
     steps = -(-least // max(divisor, 1))
-    least, batch = steps * divisor, Dim('batch', min=1, max=MAX_BATCH)
+    least = steps * divisor
+    batch = Dim('batch', min=1, max=MAX_BATCH)
     images: dict[int, Any] = {0: batch}
     if divisor:
         sides = [Dim(name, min=steps) for name in ('height', 'width')]
@@ -72,7 +74,7 @@ def capture(
 def write_onnx(program: Any, network: Network, path: Path, notes: Mapping[str, Any]) -> None:
     """Write the program of :func:`capture` to ``path``, with ``notes`` in the file's metadata."""
     silenced = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # exporter and optimiser tell what they do
+    logging.disable(logging.WARNING)  # exporter and optimizer log their progress
     try:
         with plain_attention():
             written: Any = torch.onnx.export(
@@ -88,13 +90,14 @@ def write_onnx(program: Any, network: Network, path: Path, notes: Mapping[str, A
     finally:
         logging.disable(silenced)
     _keep_constants(written.model.graph)
-    written.model.graph.sort()  # the optimiser may leave a shared constant behind its first use
+    # The optimizer may put a shared constant after its first use.
+    written.model.graph.sort()
     written.model.metadata_props[NOTES_KEY] = json.dumps(notes)
     written.save(path, external_data=False)
 
 
 def _keep_constants(graph: Any) -> None:
-    """Make initializers of the constants that the optimiser leaves without a node that they came from."""
+    """Make initializers of the constants for which the optimizer leaves no node."""
     inputs = set(graph.inputs)
     for node in graph.all_nodes():
         for value in node.inputs:

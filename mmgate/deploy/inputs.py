@@ -1,4 +1,4 @@
-"""The arguments that the tools of tools/deploy share: a config, a checkpoint and the images to compare on."""
+"""Arguments that the tools of tools/deploy share: config, checkpoint, and images on which results are compared."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FOLDER = 'work_dirs/deploy'
 
 
 def add_images(parser: argparse.ArgumentParser) -> None:
-    """Add the checkpoint and the images to compare on."""
+    """Add the checkpoint and the images on which results are compared."""
     add_inputs(parser, split='test', count=4)
     parser.add_argument('--score-thr', type=float, default=0.05, help='detections are compared above it (default 0.05)')
 
 
 def load_with_images(args: argparse.Namespace, *, whole: bool = False) -> tuple[LoadedModel, list[dict[str, Any]]]:
-    """Return the model, and its images as batches of one."""
+    """Return the model, and the images as batches of one."""
     cfg = read_config(args.config)
     merge_options(cfg, args.cfg_options or {})
     loaded = load_model(cfg, args.checkpoint, whole=whole)

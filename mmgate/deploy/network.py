@@ -1,4 +1,4 @@
-"""What is exported: a module of tensors in and tensors out around a host's model."""
+"""Base of the modules that are exported: they take tensors, return tensors, and hold the host."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from mmgate.errors import ConfigError
 
 
 class Network(nn.Module):
-    """A model from preprocessed images to tensors, with what a graph cannot hold beside it.
+    """The part of a model from preprocessed images to tensors; its methods do the rest, which a graph cannot hold.
 
     Args:
         host: The model, in eval mode.
 
     Attributes:
-        inputs: Names of what :meth:`forward` takes.
-        outputs: Names of what it returns.
+        inputs: Names of the arguments of :meth:`forward`.
+        outputs: Names of the tensors that it returns.
     """
 
     inputs: ClassVar[tuple[str, ...]] = ('images', 'sizes')
@@ -36,20 +36,20 @@ class Network(nn.Module):
 
         Args:
             images: ``(B, 3, H, W)``, normalised and padded by the host's data preprocessor.
-            samples: The host's data samples, whose ``img_shape`` is the image's size without the padding.
+            samples: The host's data samples, whose ``img_shape`` is the image's size without padding.
         """
         shapes = [sample.metainfo['img_shape'][:2] for sample in samples]
         return (images, torch.tensor(shapes, dtype=torch.int64, device=images.device))[: len(self.inputs)]
 
     def preprocess(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        """Return the inputs of a batch of a data loader."""
+        """Return the :attr:`inputs` of a data loader's batch."""
         data = self.host.data_preprocessor(deepcopy(batch), False)
         return self.feeds(data['inputs'], data['data_samples'])
 
     def serve(self, run: Any) -> None:
-        """Let ``run``, a function of :attr:`inputs` that returns :attr:`outputs`, answer for the host's network.
+        """Let the host predict with ``run``, a function of :attr:`inputs` that returns :attr:`outputs`.
 
-        The host's own code does the rest, so that its tools test what was exported.
+        The host's code does all else, so that its tools test the exported file.
         """
         host = self.host
 
@@ -61,12 +61,12 @@ class Network(nn.Module):
         host.predict = predict
 
     def results(self, outputs: Sequence[Tensor], samples: Any, rescale: bool) -> Any:
-        """Return the host's results of a batch from the network's outputs, in pixels of the original images."""
+        """Return the host's results of a batch, in pixels of the original images, from the network's outputs."""
         raise NotImplementedError
 
 
 def refuse(host: nn.Module, reason: str) -> ConfigError:
-    """Return the error that a model cannot be exported."""
+    """Return an error which says that a model cannot be exported."""
     return ConfigError(
         f'{type(host).__name__} cannot be exported: {reason}. What can be exported stands in tools/deploy/README.md.'
     )

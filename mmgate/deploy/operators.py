@@ -1,7 +1,7 @@
-"""Non-maximum suppression and RoIAlign as operators that a graph holds whole: mmcv's here, ONNX's nodes in a file.
+"""Non-maximum suppression and RoIAlign as operators of a graph: they run mmcv's code, and are ONNX nodes in a file.
 
-Layout: boxes (B, N, 4) as (x1, y1, x2, y2); scores (B, N), what is not above 0 is no candidate; RoIs (R, 5) as (image,
-x1, y1, x2, y2) in pixels of the image. A program of torch.export needs this module imported where it runs.
+Layout: boxes (B, N, 4) as (x1, y1, x2, y2); scores (B, N), above 0 for candidates; RoIs (R, 5) as (image, x1, y1, x2,
+y2) in pixels of the image. A program of torch.export needs this module imported where it runs.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from torch import Tensor
 
 from mmgate.ops.library import operator
 
-BOOL, INT64 = 9, 7  # onnx.TensorProto's
+# Numbers of onnx.TensorProto.
+BOOL = 9
+INT64 = 7
 
 
 @operator('nms_keep', fake=lambda boxes, scores, *_: torch.empty_like(scores, dtype=torch.bool))
 def keep(boxes: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Return which boxes stay, ``(B, N)`` bool: those of which no better one covers more than ``iou_threshold``."""
+    """Return a mask ``(B, N)`` of boxes that overlap no better one by more than ``iou_threshold``."""
     kept = torch.zeros_like(scores, dtype=torch.bool)
     for image in range(len(boxes)):
         there = (scores[image] > 0).nonzero().flatten()
@@ -38,15 +40,17 @@ def roi_align(
 
 
 def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Return what ``torch.onnx.export`` writes for the two."""
+    """Return the functions with which ``torch.onnx.export`` writes the two operators."""
     from onnxscript.onnx_opset import opset18
     from onnxscript.onnx_types import FLOAT
 
-    op: Any = opset18  # its methods are typed for tensors alone, and take numbers
+    # Its methods take numbers, although they are typed for tensors only.
+    op: Any = opset18
 
     def nms_keep(boxes: FLOAT, scores: FLOAT, iou_threshold: float) -> Any:
-        every, threshold = op.Constant(value_int=2**31 - 1), op.Constant(value_float=iou_threshold)
-        # (M, 3) as (image, class, box), of scores above the last argument
+        every = op.Constant(value_int=2**31 - 1)
+        threshold = op.Constant(value_float=iou_threshold)
+        # (M, 3) as (image, class, box), for scores above the last argument
         chosen = op.NonMaxSuppression(boxes, op.Unsqueeze(scores, [1]), every, threshold, op.Constant(value_float=0.0))
         places = op.Gather(chosen, op.Constant(value_ints=[0, 2]), axis=1)  # (M, 2)
         ones = op.Squeeze(op.Add(op.Mul(op.Slice(places, [0], [1], [1]), 0), 1), [1])  # (M,)
@@ -56,7 +60,8 @@ def translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     def align(
         map_: FLOAT, rois: FLOAT, height: int, width: int, scale: float, sampling_ratio: int, aligned: bool
     ) -> Any:
-        boxes, image = op.Slice(rois, [1], [5], [1]), op.Squeeze(op.Slice(rois, [0], [1], [1]), [1])
+        boxes = op.Slice(rois, [1], [5], [1])
+        image = op.Squeeze(op.Slice(rois, [0], [1], [1]), [1])
         return op.RoiAlign(
             map_,
             boxes,

@@ -12,20 +12,21 @@ from torch import Tensor
 from mmgate.checkpoints.loading import HOW_TO_TRUST, is_trusted
 from mmgate.errors import ConfigError
 
-from . import operators  # noqa: F401  (programs hold them)
+from . import operators  # noqa: F401  (programs call them)
 
-NOTES_KEY, NOTES_FILE = 'mmgate', 'mmgate.json'  # in an ONNX file's metadata, beside a program
+NOTES_KEY = 'mmgate'  # in an ONNX file's metadata
+NOTES_FILE = 'mmgate.json'  # beside a program of torch.export
 
 
 class Exported:
-    """An exported file, called with tensors in the order of its inputs; it returns a tuple of its outputs.
+    """An exported file that is called with tensors, in the order of its inputs, and returns a tuple of outputs.
 
     Args:
         path: ``.onnx``, or ``.pt2`` of torch.export.
-        trusted: Whether to open a ``.pt2`` file, which may hold code and pickles; MMGATE_TRUST_CHECKPOINT=1 does, too.
+        trusted: True opens a ``.pt2`` file, which may hold code and pickles; so does MMGATE_TRUST_CHECKPOINT=1.
 
     Attributes:
-        notes: What the export wrote beside the graph: names, sizes, the model in words.
+        notes: Notes of the export: names of inputs and outputs, sizes, the model in words.
 
     Raises:
         ConfigError: The file is missing, of another kind, or not made by tools/deploy/export.py.
@@ -51,11 +52,11 @@ class Exported:
         """Return the outputs.
 
         Args:
-            *inputs: Of :attr:`notes`' ``inputs``: images ``(B, C, H, W)`` in float32, normalised and padded, and where
-                the graph asks for them ``sizes (B, 2)``, height and width of each image without its padding.
+            *inputs: The inputs that :attr:`notes` names: images ``(B, C, H, W)`` in float32, normalised and padded,
+                and for some graphs ``sizes (B, 2)``, height and width of each image without its padding.
 
         Raises:
-            ConfigError: Images of a size that the graph does not take.
+            ConfigError: The graph does not take images of this size.
         """
         height, width = inputs[0].shape[-2:]
         if not self.takes(height, width):
@@ -64,11 +65,12 @@ class Exported:
                 'pipeline or the data_preprocessor (pad_size_divisor), or export with an image of this size.'
             )
         with torch.no_grad():
-            outputs = self._run(*(x.detach().cpu().contiguous() for x in inputs))  # the file is of a CPU
+            # The file runs on a CPU.
+            outputs = self._run(*(x.detach().cpu().contiguous() for x in inputs))
         return tuple(output.to(inputs[0].device) for output in outputs)
 
     def takes(self, height: int, width: int) -> bool:
-        """Return whether the graph takes images of this size."""
+        """Return True if the graph takes images of this size."""
         divisor = self.notes['divisor']
         if not divisor:
             return [height, width] == self.notes['size']
@@ -80,7 +82,7 @@ class Exported:
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         options.log_severity_level = 3
-        # its threads would go on turning after each run, beside PyTorch's own that take the results
+        # Without it the session's threads spin on after each run and slow PyTorch's threads down.
         options.add_session_config_entry('session.force_spinning_stop', '1')
         try:
             session = onnxruntime.InferenceSession(self.path, options, providers=['CPUExecutionProvider'])
@@ -99,8 +101,8 @@ class Exported:
         extra = {NOTES_FILE: ''}
         try:
             program = torch.export.load(self.path, extra_files=extra)
-        except Exception as error:  # of a zip file of another kind, too
+        except Exception as error:  # torch raises many kinds
             raise ConfigError(f'{self.path} cannot be read as a program of torch: {error}') from error
-        # a batch of two stood for any while it was written: its guards would refuse a batch of one
+        # The program was captured with a batch of two, and its guards would refuse a batch of one.
         self._run = program.module(check_guards=False)
         return extra[NOTES_FILE]

@@ -1,4 +1,4 @@
-"""How deformable attention is written down: by gathering rows, or by GridSample.
+"""Two forms of deformable attention in a graph: gathered rows, or GridSample.
 
 TensorRT compiles deformable attention of GridSample nodes wrongly and says nothing (NVIDIA/TensorRT issue 4813), so
 gathering is the default.
@@ -19,7 +19,8 @@ from mmgate.ops.ms_deform_attn.reference import corners
 
 from .sizes import Sizes
 
-package = importlib.import_module('mmgate.ops.ms_deform_attn')  # the function of its name hides it
+# A function of the same name hides the package in ``mmgate.ops``.
+package = importlib.import_module('mmgate.ops.ms_deform_attn')
 
 
 def gather(
@@ -27,20 +28,23 @@ def gather(
 ) -> Tensor:
     """Sum weighted rows; arguments as :func:`mmgate.ops.ms_deform_attn.reference.sample`.
 
-    The rows of all corners are gathered by one index, which runtimes do at memory speed, and summed by one product of
-    matrices.
+    The rows of all corners are gathered by one index, which runtimes do at memory speed, and summed by one matrix
+    product.
     """
     batch, tokens, heads, dim = value.shape
-    queries, levels, points = weights.shape[1], *weights.shape[3:]
+    queries = weights.shape[1]
+    levels, points = weights.shape[3:]
     head = torch.arange(heads, device=value.device)[:, None, None]
     image = torch.arange(batch, device=value.device).view(-1, 1, 1, 1, 1)
     first = (image * tokens + level_start_index[:, None]) * heads + head  # (B, 1, H, L, 1)
-    rows, shares = [], []
+    rows = []
+    shares = []
     for index, bilinear in corners(spatial_shapes, sampling_locations.to(weights.dtype)):
         rows.append(first + index * heads)
         shares.append(weights * bilinear)
     shape = (batch, queries, heads, 4 * levels * points)
-    row, share = torch.stack(rows, 3).view(shape), torch.stack(shares, 3).view(shape)
+    row = torch.stack(rows, 3).view(shape)
+    share = torch.stack(shares, 3).view(shape)
     samples = value.reshape(-1, dim)[row].to(share.dtype)  # (B, Q, H, 4 L P, D)
     return (share[..., None, :] @ samples).view(batch, queries, heads * dim).to(value.dtype)
 
@@ -48,7 +52,7 @@ def gather(
 def grid(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:
-    """Sample each level by ``grid_sample``; arguments as :func:`gather`. Levels lie one after the other."""
+    """Sample each level by ``grid_sample``; arguments as :func:`gather`. Tokens of the levels follow one another."""
     areas = [height * width for height, width in spatial_shapes.tolist()]
     starts: Any = Sizes([sum(areas[:level]) for level in range(len(areas))])
     return grid_sample.sample(value, spatial_shapes, starts, sampling_locations, weights)
@@ -58,5 +62,5 @@ SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid}
 
 
 def sampled_by(name: str) -> tuple[Any, str, Any]:
-    """Return what lets deformable attention sample by one of :data:`SAMPLERS`, for :func:`.tracing.traceable`."""
+    """Return the replacement for :func:`.tracing.traceable` that samples by one of :data:`SAMPLERS`."""
     return package, 'BACKENDS', (Backend(name, lambda value: None, package._sampled(SAMPLERS[name]), plain=True),)

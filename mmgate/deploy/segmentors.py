@@ -1,4 +1,4 @@
-"""Segmentors of mmseg as networks of tensors: logits over the whole input, of whatever heads."""
+"""Networks of mmseg's segmentors: logits over the whole input, for any head."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .network import Network
 
 
 class _Size(tuple):
-    """Height and width, symbolic maybe, which data samples copy and symbols do not like to be."""
+    """Height and width, which may be symbolic: data samples copy them deeply, and symbols cannot be copied."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Size:
         return self
 
 
 class SegmentationNetwork(Network):
-    """A segmentor up to its logits ``(B, C, H, W)`` over the input; scores, not logits, of Mask2Former.
+    """Network of a segmentor up to its logits ``(B, C, H, W)`` over the input; for Mask2Former they are scores.
 
-    Sliding windows, flips, the removal of padding and the resize to the original stay the host's.
+    The host does sliding windows, flips, the removal of padding and the resize to the original.
     """
 
     inputs = ('images',)
@@ -34,16 +34,16 @@ class SegmentationNetwork(Network):
         return (self.host.encode_decode(images, [dict(img_shape=size, pad_shape=size, ori_shape=size)]),)
 
     def feeds(self, images: Tensor, samples: Sequence[BaseDataElement]) -> tuple[Tensor, ...]:
-        """Return the images, padded as they are, or where the host slides windows over them their first one."""
+        """Return the padded images or, if the host slides windows over them, the first window."""
         cfg = self.host.test_cfg
         height, width = cfg['crop_size'] if cfg.get('mode') == 'slide' else images.shape[-2:]
         return (images[..., :height, :width],)
 
     def serve(self, run: Any) -> None:
-        """Let ``run`` return the logits of whole images, or of windows, as the host's ``test_cfg`` says."""
+        """Let ``run`` return the logits of whole images or of windows, depending on the host's ``test_cfg``."""
         self.host.encode_decode = lambda inputs, batch_img_metas: run(inputs)[0]
 
 
 def segmentor(host: nn.Module) -> Network | None:
-    """Return the network of a segmentor, None for what can have none."""
+    """Return the network of a segmentor, or None if there is none for it."""
     return SegmentationNetwork(host) if type(host) is EncoderDecoder else None

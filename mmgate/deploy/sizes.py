@@ -1,7 +1,7 @@
-"""Sizes of feature maps that hosts read as numbers and compute with as tensors, while a graph of any size is written.
+"""Sizes of feature maps for hosts that use them as numbers and as tensors, while a graph of any size is captured.
 
-mmdet's transformers keep the sizes of their levels in a tensor, loop over it and make grids of what they find. The
-numbers of a tensor are unknown while a graph is written, though the sizes they came from are not.
+mmdet's transformers keep the sizes of their levels in a tensor, loop over it and make grids of the values. The values
+of a tensor are unknown during a capture, but the sizes from which it was made are known.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 
 class Sizes:
-    """Sizes that are numbers to who indexes or unpacks them and else an int64 tensor, to torch's functions, too.
+    """Sizes that give numbers when they are indexed or unpacked, and act as an int64 tensor in all other uses.
 
     Args:
-        numbers: Of one axis, or rows of them; they may be symbolic.
+        numbers: A list of sizes, or a list of such lists; they may be symbolic.
     """
 
     def __init__(self, numbers: Sequence[Any]) -> None:
@@ -25,7 +25,7 @@ class Sizes:
 
     @property
     def tensor(self) -> Tensor:
-        """The sizes as a tensor of the graph."""
+        """Tensor of the sizes in the graph."""
         if isinstance(self.numbers[0], list):
             return torch.stack([Sizes(row).tensor for row in self.numbers])
         return torch.stack([torch.scalar_tensor(number, dtype=torch.int64) for number in self.numbers])
@@ -49,11 +49,11 @@ class Sizes:
         return self.numbers
 
     def to(self, *_: Any) -> Sizes:
-        """Return the sizes as they are: a graph is written on one device."""
+        """Return the sizes unchanged, because a graph is captured on one device."""
         return self
 
     def view(self, *shape: int) -> Any:
-        """Return the rows of ``view(-1, n)``; any other shape is the tensor's."""
+        """Return the rows of ``view(-1, n)`` as sizes, and a view of the tensor for any other shape."""
         if len(shape) == 2 and shape[0] == -1:
             width = shape[1]
             return Sizes([self.numbers[i : i + width] for i in range(0, len(self.numbers), width)])
@@ -63,7 +63,7 @@ class Sizes:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Join sizes, and let any other function have the tensor."""
+        """Concatenate sizes as numbers, and call any other function with the tensor."""
         if function is torch.cat and all(isinstance(part, Sizes) for part in args[0]):
             return Sizes([number for part in args[0] for number in part])
         return function(*(_plain(arg) for arg in args), **{k: _plain(v) for k, v in (kwargs or {}).items()})

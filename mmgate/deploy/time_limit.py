@@ -1,4 +1,4 @@
-"""A time limit for exporters, which reason about symbolic sizes for as long as a model gives them reason to."""
+"""A time limit for exporters, which may reason about symbolic sizes for hours."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-AGAIN = 10.0  # seconds after which code that went on is stopped once more
+AGAIN = 10.0  # seconds after which code that has caught the first stop is stopped again
 
 
 class _Stop(BaseException):
-    """Not an Exception: exporters catch those and go on."""
+    """Signal to stop; it is no Exception, because exporters catch those and go on."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Stop the Python code within after some seconds, by an alarm of the operating system.
+    """Stop the Python code in the context after some seconds, by an alarm of the operating system.
 
-    There is none, and no limit, outside the main thread and on Windows.
+    Outside the main thread and on Windows there is no alarm and no limit.
 
     Args:
-        seconds: 0 for no limit.
+        seconds: Time limit; 0 sets none.
 
     Raises:
         TimeoutError: The code took longer.

@@ -1,7 +1,7 @@
-"""What torch and the hosts compute in another way while a graph is written, for graphs of any batch and size.
+"""Replacements for functions of torch and the hosts while a graph of any batch and size is captured.
 
-A float, an answer about a layout or the numbers of a tensor settle what a graph is of; the functions here do without.
-Each is in the place of another package's while :func:`traceable` is open, and of none before or after.
+The original functions read a symbolic size as a float, a tensor's memory layout or its values, which would fix the
+sizes of the graph. Each replacement is used while :func:`traceable` is open, and not before or after.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from .sizes import Sizes
 def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> list[Tensor]:
     """Return query, key and value projected by the thirds of ``w`` ``(3 C, C)`` and ``b`` ``(3 C,)``, as torch does."""
     biases = (None,) * 3 if b is None else b.chunk(3)
-    inputs = [x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)]  # whose layout is known
+    # The layout of a clone is known.
+    inputs = [x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)]
     return [F.linear(x, weight, bias) for x, weight, bias in zip(inputs, w.chunk(3), biases, strict=True)]
 
 
 def adaptive_avg_pool2d(x: Tensor, output_size: Any) -> Tensor:
-    """Return what torch's function returns for maps ``(..., H, W)``, by two products of matrices, which ONNX has."""
+    """Return torch's adaptive average pooling of maps ``(..., H, W)``, computed by two matrix products."""
     height, width = (output_size, output_size) if isinstance(output_size, int) else output_size
     rows = _means(x.shape[-2] if height is None else height, x.shape[-2], x)
     columns = _means(x.shape[-1] if width is None else width, x.shape[-1], x)
@@ -45,32 +46,33 @@ def _means(cells: Any, size: Any, like: Tensor) -> Tensor:
 
 
 def window_reverse(self: Any, windows: Tensor, H: Any, W: Any) -> Tensor:
-    """Return maps ``(B, H, W, C)`` of Swin's windows ``(B H/w W/w, w, w, C)``, as the hosts' method of this name."""
+    """Return maps ``(B, H, W, C)`` of Swin's windows ``(B H/w W/w, w, w, C)``, like the hosts' method of this name."""
     side = self.window_size
     rows = windows.view(-1, H // side, W // side, side, side, windows.shape[-1])
     return rows.transpose(2, 3).reshape(-1, H, W, windows.shape[-1])
 
 
 def upsample(self: Any, x: Tensor) -> Tensor:
-    """Return what mmseg's ``Upsample`` returns, sides multiplied as whole numbers where the factor is one."""
-    size, factor = self.size, self.scale_factor
+    """Return the output of mmseg's ``Upsample``; a whole factor multiplies the sides as an integer."""
+    size = self.size
+    factor = self.scale_factor
     if not size:
         size = [side * int(factor) if factor.is_integer() else int(side * factor) for side in x.shape[-2:]]
     return F.interpolate(x, size, None, self.mode, self.align_corners)
 
 
 def linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor:
-    """Return what :func:`torch.linspace` returns, which takes no symbolic number of steps."""
-    last = torch.scalar_tensor(steps - 1, **options).clamp(min=1)  # one step alone is the start
+    """Return the values of :func:`torch.linspace`; the number of steps may be symbolic."""
+    last = torch.scalar_tensor(steps - 1, **options).clamp(min=1)  # a single step is the start
     span = torch.scalar_tensor(end, **options) - start
     return start + torch.arange(steps, **options) * (span / last)
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Yield what is replaced while a graph is written: its owner, its name there, and what takes its place."""
+    """Yield the owner, the name and the replacement of each function that is replaced during a capture."""
     yield F, '_in_projection_packed', project
     yield F, 'adaptive_avg_pool2d', adaptive_avg_pool2d
-    # mmdet asks it for the sizes of its levels, and makes grids of what it finds
+    # mmdet takes the sizes of its levels from it, and makes grids of the values.
     yield torch, '_shape_as_tensor', lambda tensor: Sizes(tensor.shape)
     yield torch, 'linspace', linspace
     for host in filter(available, ('mmdet', 'mmseg')):
@@ -84,7 +86,7 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
 @contextmanager
 def traceable(*more: tuple[Any, str, Any]) -> Iterator[None]:
-    """Let a host be traced, with ``more`` replaced."""
+    """Replace functions so that a host can be captured, those of ``more``, too, until the context closes."""
     from torch.fx.experimental import _config as symbols
 
     with ExitStack() as stack:
@@ -97,14 +99,15 @@ def traceable(*more: tuple[Any, str, Any]) -> Iterator[None]:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter('ignore')
         stack.enter_context(plain_attention())
-        # sides of 1 pixel are as any other: no graph is written for maps of more alone
+        # With this, the graph is valid for sides of 1 pixel, too.
         stack.enter_context(symbols.patch(backed_size_oblivious=True))  # type: ignore[attr-defined]
         yield
 
 
 def plain_attention() -> Any:
-    """Keep attention from its fused kernels, whose result lies in memory as the plain one's does not.
+    """Return a context in which attention uses no fused kernel.
 
-    A view that is written for one fails on the other, so what takes a program apart needs this as what writes it does.
+    The outputs of fused and plain kernels differ in their memory layout, and a view that fits one fails on the other.
+    Capturing and decomposing a program therefore both need this context.
     """
     return torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)

@@ -35,9 +35,8 @@ def save_gates(model: nn.Module, path: str | os.PathLike[str]) -> None:
     and checksums of some.
 
     Raises:
-        ConfigError: The file cannot be written, a rule has an option that JSON cannot hold, or a rule's type is a class
-            without a registered name.
-        ValueError: The model has no gates, or what they share with the vanilla model is parametrized.
+        ConfigError: The model has no gates or is sharded, the file cannot be written, a rule has an option that JSON
+            cannot hold, or a rule's type is a class without a registered name.
     """
     write_gates(path, gates_content(model))
 
@@ -58,7 +57,8 @@ def gates_content(model: nn.Module) -> GatesFile:
         raise ConfigError(f'this {type(model).__name__} has no gates to be saved.')
     trained = [vars(module).get('trained_with_gates') for module in model.modules()]
     train = next((mode for mode in trained if mode), 'all')
-    also = {name: t for name, t in vanilla.items() if train != 'all' and t.requires_grad and name not in gates}
+    trains = {id(tensor) for tensor in state.values() if train != 'all' and tensor.requires_grad}  # left out: no
+    also = {name: t for name, t in vanilla.items() if id(t) in trains and name not in gates}
     beside = {name: t for name, t in vanilla.items() if name not in gates}
     kept = [n for n, t in beside.items() if isinstance(t, nn.Parameter) and n not in also and state.get(n) is t]
     return GatesFile(

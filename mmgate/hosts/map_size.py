@@ -107,11 +107,16 @@ def _of_several_stages(model: nn.Module, names: Collection[str]) -> bool:
     return len({next(model.get_submodule(name).parameters()).shape for name in names}) > 1
 
 
-def _image_size(owner: Any) -> tuple[int, int]:
+def _kept_size(owner: Any) -> Any:
+    """Return the size of images that a backbone keeps, or None."""
     embedding = getattr(owner, 'patch_embed', None)
     kept = [*(getattr(owner, name, None) for name in IMAGE_SIZES), getattr(embedding, 'init_input_size', None)]
-    size = next((size for size in kept if size), IMAGE)
-    if not any(kept):
+    return next((size for size in kept if size), None)
+
+
+def _image_size(owner: Any) -> tuple[int, int]:
+    size = _kept_size(owner) or IMAGE
+    if _kept_size(owner) is None:
         name = type(owner).__name__
         log(
             f'mmgate: {name} keeps no pretrain_img_size, so that maps are taken as those of images of {IMAGE} pixels. '
@@ -125,7 +130,9 @@ def _noting(found: dict[int, dict[str, Any]], key: int, name: str, owner: Any) -
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         tokens = next(iter(given.values())).shape[1]
-        told = given.get('hw_shape') or getattr(owner, 'patch_resolution', None)
+        # of a backbone that forgets its image size, the resolution is of other images than those of this pass
+        resolution = None if _kept_size(owner) is None else getattr(owner, 'patch_resolution', None)
+        told = given.get('hw_shape') or resolution
         sides = told or (isqrt(tokens),) * 2
         before = tokens - sides[0] * sides[1]
         if told and before > 1:

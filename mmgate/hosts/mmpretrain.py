@@ -25,7 +25,7 @@ from mmgate.hosts.table import adapts
 from mmgate.hosts.window import OLD_NAMES, adapt_swin
 from mmgate.layers.base.dense import DenseGate, DenseHost
 from mmgate.layers.base.gate import Gate, Sizes
-from mmgate.layers.base.map import MapGate, MapHost
+from mmgate.layers.base.map import MapGate, MapHost, Size
 from mmgate.layers.plug_dense import PLuGGate
 from mmgate.layers.sdpa_gate import SDPAGate
 
@@ -153,9 +153,24 @@ class GatedTokenAttention(DenseHost):
         return self.out_drop(self.gamma1(self.proj_drop(out)))
 
 
+def note_map(gated: Any, embedding: nn.Module, args: Any, output: Any) -> None:
+    """Note the map of embedded tokens at a gated attention."""
+    if isinstance(output, tuple) and len(output) == 2 and isinstance(output[1], (tuple, list)):
+        gated.noted_map = tuple(output[1])
+
+
 @adapts(MapGate, MultiheadAttention)
 class MixedTokenAttention(MapHost):
-    """Adapter of the same class for gates over a map; the map's size comes from the rule, or from the backbone."""
+    """Adapter of the same class for gates over a map.
+
+    Its host is not told the map. The gate's ``map_size`` is that of pre-training; in a backbone with a ``patch_embed``
+    that returns tokens and their map, the map of each image is noted.
+
+    Attributes:
+        noted_map: Height and width of the map that the backbone has embedded last.
+    """
+
+    noted_map: Size | None = None
 
     proj: nn.Module
     proj_drop: nn.Module
@@ -183,9 +198,20 @@ class MixedTokenAttention(MapHost):
         """Project the output, scale it, and drop what the host drops."""
         return self.out_drop(self.gamma1(self.proj_drop(self.proj(x))))
 
+    def placed(self, model: nn.Module) -> None:
+        """Let the embedding of the nearest backbone around the host note its map."""
+        names = self.gating.name.split('.')
+        around = [model.get_submodule('.'.join(names[:count])) for count in range(len(names))]
+        embedding = next((part.patch_embed for part in reversed(around) if hasattr(part, 'patch_embed')), None)
+        if isinstance(embedding, nn.Module):
+            self.gating.handles.append(embedding.register_forward_hook(partial(note_map, self)))
+
     def forward(self, x: Tensor) -> Tensor:
-        """Attend over ``(B, N, C)`` tokens of the map of pre-training, or else of a square."""
-        return self.attend(x, None)
+        """Attend over ``(B, N, C)`` tokens of the noted map, of that of pre-training, or else of a square."""
+        tokens = x.shape[1] - self.gate.class_tokens
+        noted = self.noted_map
+        fits = noted is not None and noted[0] * noted[1] == tokens
+        return self.attend(x, noted if fits else None)
 
 
 @adapts(DenseGate, LeAttention)

@@ -1,1 +1,1 @@
-"""A faster step apart from attention: matching, compiled parts, memory layout."""
+"""Faster training steps outside of attention: matching, compiled parts, memory layout."""

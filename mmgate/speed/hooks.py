@@ -1,4 +1,4 @@
-"""Hooks that make training steps faster: parts compiled, a layout, and what mixed precision needs beside it."""
+"""Hooks for faster training steps: compiled parts, channels-last layout, and float32 parts in mixed precision."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mmgate.swap import path_regex
 
 
 class _PathsHook(Hook):
-    """A hook for modules that patterns name.
+    """Base of hooks for modules that patterns name.
 
     Args:
-        paths: Patterns as those of ``mmgate.Gated``, each of which has to match; None for the ``usual``, of which
-            one has to.
+        paths: Patterns like those of ``mmgate.Gated``, each of which has to match; None takes ``usual``, of which at
+            least one has to match.
     """
 
     usual: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class _PathsHook(Hook):
             raise ConfigError(f'{type(self).__name__}: paths must be a pattern or a list of some, got {paths!r}.')
 
     def modules(self, runner: Any) -> dict[str, nn.Module]:
-        """Return the modules by name; of one and another inside it the outer alone.
+        """Return the modules by name, without those that lie inside of another.
 
         Raises:
             ConfigError: A pattern matches nothing; the message lists the model's parts.
@@ -60,17 +60,17 @@ class _PathsHook(Hook):
 class CompileHook(_PathsHook):
     """Compile parts of the model for training: backbone and encoder layers, each by itself.
 
-    mmengine's ``compile=True`` takes in the whole step with losses and matching, whose sizes differ from image to
-    image. Here modules are compiled in place, so that checkpoints keep their keys and go on without the hook. The first
-    iterations wait for the compiler, minutes on a CPU; evaluation between epochs has its own forms. Probes and
+    mmengine's ``compile=True`` compiles the whole step with losses and matching, whose sizes differ from image to
+    image. This hook compiles modules in place, so that checkpoints keep their keys and load without it. The first
+    iterations wait for the compiler, minutes on a CPU; evaluation between epochs is compiled separately. Probes and
     :class:`GateStatisticsHook` do not see into compiled modules.
 
     Args:
-        paths: Patterns as those of ``mmgate.Gated``; by default ``'backbone'`` and ``'**encoder.layers.*'``, of which
-            one has to match.
-        mode: Of torch.compile.
-        dynamic: Of torch.compile: None compiles for the first size and, at the second, for any.
-        backend: Of torch.compile.
+        paths: Patterns like those of ``mmgate.Gated``; by default ``'backbone'`` and ``'**encoder.layers.*'``, of which
+            at least one has to match.
+        mode: Option of torch.compile.
+        dynamic: Option of torch.compile; None compiles for the first size and, at the second, for any size.
+        backend: Option of torch.compile.
 
     Raises:
         ConfigError: ``paths`` is malformed, or a pattern matches nothing (from :meth:`before_train`).
@@ -90,7 +90,7 @@ class CompileHook(_PathsHook):
         self.options: dict[str, Any] = dict(mode=mode, dynamic=dynamic, backend=backend)
 
     def before_train(self, runner: Any) -> None:
-        """Compile; what runs is compiled at its first call."""
+        """Mark the modules for compilation at their first call."""
         modules = self.modules(runner)
         for module in dict.fromkeys(modules.values()):
             module.compile(**self.options)
@@ -101,7 +101,7 @@ class CompileHook(_PathsHook):
 class ChannelsLastHook(_PathsHook):
     """Hand images to the backbone with their channels last in memory, where a CPU's convolutions are faster.
 
-    Convolutions, norms and activations keep the layout that they are given. Weights stay as they are, in memory and in
+    Convolutions, norms and activations keep the layout of their input. Weights do not change, in memory and in
     checkpoints. ``paths`` (``'backbone'`` by default) and errors are as in :class:`CompileHook`, from
     :meth:`before_run`.
     """
@@ -109,7 +109,7 @@ class ChannelsLastHook(_PathsHook):
     usual = ('backbone',)
 
     def before_run(self, runner: Any) -> None:
-        """Turn what the modules are given, from now on."""
+        """Convert the inputs of the modules from now on."""
         for module in dict.fromkeys(self.modules(runner).values()):
             if _channels_last not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_channels_last)
@@ -124,11 +124,11 @@ def _channels_last(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @HOOKS.register_module()
 class Float32Hook(_PathsHook):
-    """Keep parts of the model in float32 where mixed precision would have 16 bits: coordinates and logits.
+    """Keep parts of the model in float32 under mixed precision: those that predict coordinates and logits.
 
-    A coordinate of bfloat16 has 8 bits, four pixels in a thousand, and mmdet's heads refine boxes in the type that
-    autocast gives to the layers that predict them. Without autocast the hook changes nothing. ``paths`` (by default
-    what predicts reference points, boxes, classes and sampling offsets in DETR-like detectors) and errors are as in
+    A coordinate in bfloat16 has 8 bits, which is four pixels in a thousand, and mmdet's heads refine boxes in the dtype
+    of the layers that predict them. Without autocast the hook changes nothing. ``paths`` (by default the layers that
+    predict reference points, boxes, classes and sampling offsets in DETR-like detectors) and errors are as in
     :class:`CompileHook`, from :meth:`before_run`.
     """
 
@@ -141,7 +141,7 @@ class Float32Hook(_PathsHook):
 
 
 def keep_float32(module: nn.Module) -> None:
-    """Let ``module`` compute in float32 within autocast, from then on."""
+    """Let ``module`` compute in float32 under autocast from now on."""
     if not isinstance(module, _Float32):
         module.__class__ = _in_float32(type(module))  # type: ignore[arg-type]
 
@@ -153,7 +153,7 @@ class _Float32(nn.Module):
             return super().forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by the module's class: the one that is made of it has no name in any module."""
+        """Pickle by the original class, because the derived class has no name in any module."""
         return _empty, (type(self).__bases__[1],), vars(self)
 
 

@@ -1,1 +1,1 @@
-"""The tools as modules, for where no checkout is at hand: ``python -m mmgate.tools.train CONFIG``."""
+"""The tools as modules, for use without a checkout: ``python -m mmgate.tools.train CONFIG``."""

@@ -1,8 +1,8 @@
 """Run a tool that mmdet or mmseg ships, with mmgate imported: ``python -m mmgate.tools.mm [NAME [ARGUMENTS]]``.
 
-NAME is a file's name (``print_config``), its path (``analysis_tools/confusion_matrix.py``) or either of them behind its
+NAME is a file's name (``print_config``) or its path (``analysis_tools/confusion_matrix.py``), and may begin with its
 package (``mmseg:browse_dataset``). A tool that both packages have is taken from the one whose config is among the
-arguments; configs may be given as ``package::path``. Without a NAME: a list.
+arguments; configs may be given as ``package::path``. Without a NAME the command lists all tools.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def run(argv: list[str]) -> None:
-    """Run the tool ``argv[0]`` in this process, with the rest of ``argv`` as its arguments; without any, list them."""
+    """Run the tool ``argv[0]`` in this process, with the rest of ``argv`` as its arguments; without any, list tools."""
     if not argv:
         for package in PACKAGES:
             print(package, *tools_of(package), sep='\n  ')
@@ -37,20 +37,21 @@ def run(argv: list[str]) -> None:
         path = find(argv[0], argv[1:])
         print(path, file=sys.stderr)
         sys.argv = [str(path), *(read_config(given).filename if _is_external(given) else given for given in argv[1:])]
-        sys.path.insert(0, str(path.parent))  # as Python does for a script; some import their neighbours
+        # Python does this for a script, too, and some tools import modules of their folder.
+        sys.path.insert(0, str(path.parent))
         runpy.run_path(str(path), run_name='__main__')
 
 
 def tools_of(package: str) -> dict[str, Path]:
-    """Return the scripts of a package by their names below its tools, those of the top folder first.
+    """Return the scripts of a package by their paths below its tools, those of the top folder first.
 
-    There are none where the package is not installed, or came without its tools.
+    The result is empty if the package is not installed, or has come without its tools.
     """
     spec = find_spec(package)
     if spec is None or not spec.origin:
         return {}
     folder = Path(spec.origin).parent
-    # an editable install has them in the checkout, beside the package
+    # An editable install has the tools in the checkout, beside the package.
     root = folder / '.mim/tools' if (folder / '.mim/tools').is_dir() else folder.parent / 'tools'
     paths = [path.relative_to(root) for path in root.rglob('*.py')] if (root / 'train.py').is_file() else []
     return {
@@ -61,14 +62,14 @@ def tools_of(package: str) -> dict[str, Path]:
 
 
 def find(name: str, arguments: Sequence[str] = ()) -> Path:
-    """Return the tool that is meant by ``name``.
+    """Return the path of the tool ``name``.
 
     Args:
         name: A file's name or path, with or without ``.py``, with or without ``package:`` before it.
-        arguments: Those of the tool. A config among them decides where mmdet and mmseg both have a tool of that name.
+        arguments: The tool's arguments. If mmdet and mmseg both have such a tool, a config among them decides.
 
     Raises:
-        ConfigError: There is no such tool, or there are two and nothing decides.
+        ConfigError: There is no such tool, or there are two and no config decides.
     """
     package, _, wanted = name.rpartition(':')
     wanted = wanted.removesuffix('.py').removeprefix('tools/')

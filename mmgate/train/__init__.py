@@ -1,1 +1,1 @@
-"""What our command lines add to mmengine's Runner."""
+"""Additions of our command lines to mmengine's Runner."""

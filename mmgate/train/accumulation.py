@@ -1,4 +1,4 @@
-"""The batch of an optimizer step: images a process x processes x accumulation, and what follows from it."""
+"""The batch of an optimizer step: images of a process x processes x accumulation, and settings that depend on it."""
 
 from __future__ import annotations
 
@@ -12,36 +12,38 @@ from mmgate.errors import ConfigError
 
 from .config_file import mappings, type_name
 
-# Settings that count iterations: of a loop of iterations, and of schedulers and hooks where by_epoch=False.
+# Settings that count iterations, in IterBasedTrainLoop, and in schedulers and hooks with by_epoch=False.
 _LOOP_COUNTS = ('max_iters', 'val_interval', 'val_begin', 'dynamic_intervals')
 _COUNTS = ('begin', 'end', 'milestones', 'T_max', 'step_size', 'total_steps', 'periods', 'interval', 'save_begin')
 _PROCESSES = {'pytorch': 'WORLD_SIZE', 'slurm': 'SLURM_NTASKS', 'mpi': 'OMPI_COMM_WORLD_SIZE'}
 
 
 def accumulation(cfg: Config) -> int:
-    """Return over how many iterations the config accumulates gradients."""
+    """Return the number of iterations over which the config accumulates gradients."""
     return int((cfg.get('optim_wrapper') or {}).get('accumulative_counts', 1))
 
 
 def enable_auto_accumulate(cfg: Config) -> str:
     """Set the accumulation that brings a step to ``auto_scale_lr.base_batch_size`` images.
 
-    mmengine counts iterations, not optimizer steps. Whatever the config counts in iterations (``max_iters``, warm-ups,
-    schedules, intervals of validation and checkpoints with ``by_epoch=False``) is stretched by the same factor, so that
-    the run sees as many optimizer steps and images as the recipe, however few the GPUs. What a config counts in epochs
-    stays, and so do hooks that count iterations without ``by_epoch`` (logging, moving averages).
+    mmengine counts iterations, not optimizer steps. Settings in iterations (``max_iters``, warm-ups, schedules,
+    intervals of validation and checkpoints with ``by_epoch=False``) are stretched by the same factor, so that the run
+    has as many optimizer steps and images as the recipe on any number of GPUs. Settings in epochs stay, and so do hooks
+    that count iterations without ``by_epoch`` (logging, moving averages).
 
     Returns:
-        What was set, for the log.
+        A line for the log.
 
     Raises:
         ConfigError: No whole accumulation gives that batch; the message has the numbers.
     """
-    base, loader = int(_base_batch_size(cfg, '--auto-accumulate')), cfg.get('train_dataloader') or {}
+    base = int(_base_batch_size(cfg, '--auto-accumulate'))
+    loader = cfg.get('train_dataloader') or {}
     batch = loader.get('batch_size') or (loader.get('batch_sampler') or {}).get('batch_size')
     if not batch:
         raise ConfigError('the images of an iteration are not known: the config has no train_dataloader.batch_size.')
-    world = int(os.environ.get(_PROCESSES.get(cfg.launcher, ''), 1))  # none of them may be connected yet
+    # The processes may not be connected yet, so their number is the launcher's.
+    world = int(os.environ.get(_PROCESSES.get(cfg.launcher, ''), 1))
     at_once = f'{world} processes x {batch} images = {world * batch} at a time'
     if base % (world * batch):
         raise ConfigError(
@@ -49,7 +51,8 @@ def enable_auto_accumulate(cfg: Config) -> str:
             'the number of processes, or give --auto-scale-lr instead.'
         )
     counts = base // (world * batch)
-    wrapper, strategy = cfg.get('optim_wrapper') or {}, cfg.get('strategy') or {}
+    wrapper = cfg.get('optim_wrapper') or {}
+    strategy = cfg.get('strategy') or {}
     if strategy.get('type') == 'DeepSpeedStrategy' or 'optimizer' not in wrapper:
         raise ConfigError(
             f'--auto-accumulate sets optim_wrapper.accumulative_counts={counts} beside one optimizer. Set it for each '
@@ -63,18 +66,19 @@ def enable_auto_accumulate(cfg: Config) -> str:
 
 
 def enable_auto_scale_lr(cfg: Config) -> str:
-    """Scale the learning rate by the images of a step over the base batch size, accumulated ones included.
+    """Scale the learning rate by the images of a step, accumulated ones included, over the base batch size.
 
     mmengine leaves accumulation out, so the base batch size is divided by it. A config that scales already, such as the
     one that a run has dumped, is left as it is.
 
     Returns:
-        What was set, for the log.
+        A line for the log.
 
     Raises:
         ConfigError: The config names no base batch size.
     """
-    base, counts = _base_batch_size(cfg, '--auto-scale-lr'), accumulation(cfg)
+    base = _base_batch_size(cfg, '--auto-scale-lr')
+    counts = accumulation(cfg)
     if not cfg.auto_scale_lr.get('enable'):
         cfg.auto_scale_lr.update(enable=True, base_batch_size=base / counts)
     note = f'; a step accumulates {counts} iterations' if counts > 1 else ''
@@ -89,7 +93,7 @@ def _base_batch_size(cfg: Config, flag: str) -> float:
 
 
 def _stretch(cfg: Config, factor: Fraction) -> list[str]:
-    """Multiply what counts iterations by ``factor`` and return the changes as text."""
+    """Multiply every setting in iterations by ``factor`` and return the changes as text."""
     loop = cfg.get('train_cfg') or {}
     iterates = type_name(loop).endswith('IterBasedTrainLoop') or loop.get('by_epoch') is False
     counting: list[tuple[str, Any, tuple[str, ...]]] = [('train_cfg', loop, _LOOP_COUNTS)] if iterates else []
@@ -111,5 +115,5 @@ def _stretch(cfg: Config, factor: Fraction) -> list[str]:
 def _times(value: Any, factor: Fraction) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(_times(one, factor) for one in value)
-    # a count of 0 is a start, a negative one switches something off
+    # A count of 0 is a start, and a negative one switches something off.
     return max(1, round(value * factor)) if isinstance(value, int) and value > 0 else value

@@ -1,6 +1,6 @@
-"""The command lines of tools/train.py and tools/test.py, and what their flags change in a config.
+"""The command lines of tools/train.py and tools/test.py, and the changes of their flags to a config.
 
-Data and checkpoints that are missing are found before the Runner exists, so that such a start leaves nothing behind.
+Missing data and checkpoints are reported before the Runner exists, so that such a start leaves no work dir.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .processes import prepare_processes
 
 
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
-    """Run a command and turn what the user can mend into one message on stderr (MMGATE_TRACEBACK=1: a traceback).
+    """Run a command and print an error that the user can mend as one message (MMGATE_TRACEBACK=1: a traceback).
 
     Returns:
-        0, 2 after an error in the input, 130 after Ctrl-C.
+        The exit status: 0, 2 after an error in the input, 130 after Ctrl-C.
     """
     try:
         command(sys.argv[1:] if argv is None else argv)
         if distributed.is_initialized():
-            # threads of gloo that outlive the interpreter abort the process, and the model's wrapper holds their group
+            # Threads of gloo that outlive the interpreter abort the process; the model's wrapper holds their group.
             gc.collect()
             distributed.destroy_process_group()
     except (ConfigError, KeyboardInterrupt) as error:
@@ -85,7 +85,9 @@ def train(argv: list[str]) -> None:
         note = enable_auto_scale_lr(cfg)
     if args.resume is not None:
         last = find_latest_checkpoint(cfg.work_dir) if args.resume == 'auto' else args.resume
-        cfg.resume, cfg.load_from = last is not None, last or cfg.get('load_from')  # a first start is no resume
+        # A first start has no checkpoint to resume from.
+        cfg.resume = last is not None
+        cfg.load_from = last or cfg.get('load_from')
     check_files(cfg, ('train', 'val'))
     runner = build_runner(cfg)
     untrained = () if starts_from_checkpoint(cfg) else frozen_parts_without_weights(runner.model)
@@ -133,7 +135,7 @@ def test(argv: list[str]) -> None:
     if args.show or args.show_dir:
         enable_visualization(cfg, show=args.show, show_dir=args.show_dir, wait_time=args.wait_time)
     note = enable_gates(cfg, args.gates) if args.gates else ''
-    if args.tta:  # wraps the model, gates and all
+    if args.tta:  # after the gates, because it wraps the model
         enable_tta(cfg)
     if args.out and not pickled:
         for evaluator in cfg.test_evaluator if isinstance(cfg.test_evaluator, list) else [cfg.test_evaluator]:
@@ -160,16 +162,16 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
             ``check_data=False`` leaves :class:`~mmgate.datasets.data_check_hook.DataCheckHook` out.
 
     Raises:
-        ConfigError: A launcher or a backend that cannot work here, or a rule that does not fit the model.
+        ConfigError: A launcher or a backend cannot work here, or a rule does not fit the model.
     """
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     prepare_processes(cfg)
     runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
-    if isinstance(runner, FlexibleRunner):  # it would build the model when it starts
+    if isinstance(runner, FlexibleRunner):  # else it builds the model only when it starts
         runner.model = runner.strategy.build_model(runner.model)
     check_backends(runner.model)
     if cfg.get('check_data', True) and not any(isinstance(hook, DataCheckHook) for hook in runner.hooks):
-        runner.register_hook(DataCheckHook())  # which the config may name, too
+        runner.register_hook(DataCheckHook())
     return runner
 
 
@@ -177,7 +179,7 @@ def check_backends(model: nn.Module) -> None:
     """Refuse a backend, of a rule or of an environment variable, that cannot run on the device of the run.
 
     Raises:
-        ConfigError: With the attention's name and the reason.
+        ConfigError: A backend cannot run; the message has the gate's name and the reason.
     """
     for name, module in model.named_modules():
         if not isinstance(module, Gate) or module.operator is None:
@@ -209,7 +211,7 @@ def check_amp(cfg: Config) -> None:
     """Refuse mixed precision, by the flag or the config, on a device for which mmengine has none.
 
     Raises:
-        ConfigError: With the device.
+        ConfigError: The run is on such a device.
     """
     wrappers = [one for _, one in mappings(cfg.get('optim_wrapper')) if type_name(one) == 'AmpOptimWrapper']
     if wrappers and get_device() in ('cpu', 'mps'):
@@ -220,7 +222,7 @@ def check_amp(cfg: Config) -> None:
 
 
 def starts_from_checkpoint(cfg: Config) -> bool:
-    """Return whether the run begins with the weights of a checkpoint."""
+    """Return True if the run begins with the weights of a checkpoint."""
     return bool(cfg.get('load_from') or (cfg.get('resume') and find_latest_checkpoint(cfg.work_dir)))
 
 
@@ -230,12 +232,14 @@ def enable_visualization(cfg: Config, *, show: bool, show_dir: str | None, wait_
     Raises:
         ConfigError: The config has no visualization hook.
     """
-    hook, scope = cfg.get('default_hooks', {}).get('visualization'), cfg.get('default_scope')
+    hook = cfg.get('default_hooks', {}).get('visualization')
+    scope = cfg.get('default_scope')
     if hook is None:
         raise ConfigError('--show and --show-dir need default_hooks.visualization in the config.')
     hook['enable' if scope == 'mmpretrain' else 'draw'] = True
     if show:
-        hook.show, hook.wait_time = True, wait_time
+        hook.show = True
+        hook.wait_time = wait_time
     if show_dir and scope == 'mmseg':
         cfg.visualizer.save_dir = show_dir
     elif show_dir:
@@ -246,10 +250,10 @@ def enable_gates(cfg: Config, path: str) -> str:
     """Put the gates of a file on the config's model, vanilla or gated.
 
     Returns:
-        A warning that names the gates of the config which they replace; empty if it has none.
+        A warning that names the gates of the config that are replaced; empty if it has none.
 
     Raises:
-        ConfigError: The file is none of gates.
+        ConfigError: The file is no gates file.
     """
     read_gates(path)
     cfg.setdefault('custom_imports', dict(imports=['mmgate'], allow_failed_imports=False))
@@ -275,15 +279,17 @@ def enable_tta(cfg: Config) -> None:
     model: dict = dict(type='DetTTAModel', tta_cfg=tta_cfg)
     pack: dict = dict(type='PackDetInputs', meta_keys=keys)
     if cfg.get('default_scope') == 'mmseg':
-        model, pack = dict(type='SegTTAModel'), dict(type='PackSegInputs')
+        model = dict(type='SegTTAModel')
+        pack = dict(type='PackSegInputs')
     elif cfg.get('default_scope') == 'mmpretrain':
-        model, pack = dict(type='AverageClsScoreTTA'), {}
+        model = dict(type='AverageClsScoreTTA')
+        pack = {}
     dataset = cfg.test_dataloader.dataset
     while 'dataset' in dataset:
         dataset = dataset.dataset
     if 'tta_pipeline' not in cfg:
         *steps, last = deepcopy(dataset.pipeline)
-        # annotations stay outside: they must not be flipped
+        # Annotations stay outside, because they must not be flipped.
         flips = [dict(type='RandomFlip', prob=prob) for prob in (0.0, 1.0)]
         cfg.tta_pipeline = [*steps, dict(type='TestTimeAug', transforms=[flips, [pack or last]])]
     cfg.model = ConfigDict(**cfg.get('tta_model', model), module=cfg.model)
@@ -295,7 +301,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     parser.add_argument('--work-dir', help='folder for logs, checkpoints and metrics')
     add_trust_option(parser)
     parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none', help='job launcher')
-    # torchrun sets the variable, torch.distributed.launch passes the argument, in either spelling
+    # torchrun sets the variable; torch.distributed.launch passes the argument, in either spelling.
     parser.add_argument('--local_rank', '--local-rank', type=int, default=0, help=argparse.SUPPRESS)
     return parser
 

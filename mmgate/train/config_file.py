@@ -1,6 +1,6 @@
-"""Configs of a command line: read from a file or a package, changed by ``--cfg-options``, and looked through.
+"""Configs of a command line: read from a file or a package, changed by ``--cfg-options``, and checked.
 
-Data and checkpoints that a config names and that are not there are found before anything is built.
+Missing data and checkpoints are reported before anything is built.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PACKAGES = (*MM, 'mmgate')
 
 
 def config_parser(description: str | None) -> argparse.ArgumentParser:
-    """Return a parser of a config and its overrides."""
+    """Return an argument parser for a config and its overrides."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument('config', help="config file, or 'package::path' of an installed package's config")
     changed = 'override settings: key=value, nested keys by dots, lists as key="[a,b]"'
@@ -35,7 +35,7 @@ def config_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def load_config(args: argparse.Namespace) -> Config:
-    """Read ``args.config``, merge ``args.cfg_options`` and settle the work dir: argument, then config, then file name.
+    """Read ``args.config``, merge ``args.cfg_options`` and set the work dir: argument, then config, then file name.
 
     Raises:
         ConfigError: The file is missing or malformed, or an option cannot be merged into the config.
@@ -52,7 +52,7 @@ def read_config(config: str) -> Config:
     """Return the config of a file or of ``package::path``.
 
     Raises:
-        ConfigError: The file is missing or malformed, or is one of mmpretrain's, which is not here.
+        ConfigError: The file is missing or malformed, or it needs mmpretrain, which is not installed.
     """
     path = config
     if '::' in path:
@@ -81,7 +81,7 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
     """Merge ``options`` (dotted keys) into ``cfg`` as the mm tools do.
 
     Raises:
-        ConfigError: A key goes beyond a list, or below what is neither a dict nor a list.
+        ConfigError: A key goes beyond the end of a list, or into a value that is neither a dict nor a list.
     """
     try:
         cfg.merge_from_dict(dict(options))
@@ -101,7 +101,7 @@ def mappings(node: Any, where: str = '') -> Iterator[tuple[str, Any]]:
 
 
 def differences(before: Any, now: Any, where: str) -> Iterator[str]:
-    """Yield which values of nested dicts and lists differ, as ``model.attention.gml: 'sum' -> 'product'``.
+    """Yield the differences of nested dicts and lists, as ``model.attention.gml: 'sum' -> 'product'``.
 
     Args:
         before: The older value.
@@ -127,13 +127,13 @@ _NOTHING = _Nothing()
 
 
 def type_name(entry: Mapping[str, Any]) -> str:
-    """Return the bare name of what a config entry's ``type`` is: a class, or its name with or without a scope."""
+    """Return the name of a config entry's ``type``, without a scope; the type may be a class."""
     kind = entry.get('type')
     return getattr(kind, '__name__', str(kind)).rpartition('.')[2]
 
 
 def add_trust_option(parser: argparse.ArgumentParser) -> None:
-    """Add ``--trust-checkpoint``, which holds for this process and those that it starts."""
+    """Add ``--trust-checkpoint``, which is valid for this process and those that it starts."""
     parser.add_argument(
         '--trust-checkpoint',
         action=_Trust,
@@ -151,7 +151,7 @@ def check_files(cfg: Config, splits: Sequence[str]) -> None:
     """Refuse a config whose data, pretrained parts or checkpoint to load are missing or unreadable.
 
     Raises:
-        ConfigError: With what names them and the reason.
+        ConfigError: A file cannot be used; the message has its setting and the reason.
     """
     check_data(cfg, splits)
     if 'train' in splits:
@@ -164,7 +164,7 @@ def check_data(cfg: Config, splits: Sequence[str]) -> None:
     """Refuse a config whose local annotation files or data folders are missing, as far as the mm packages read them.
 
     Raises:
-        ConfigError: With the config path of the entry and the path looked for.
+        ConfigError: A file or folder is missing; the message has its setting and its path.
     """
     for split in splits:
         if cfg.get(f'{split}_cfg') is None:
@@ -174,7 +174,7 @@ def check_data(cfg: Config, splits: Sequence[str]) -> None:
         if split != 'train':
             entries += mappings(cfg.get(f'{split}_evaluator'), f'{split}_evaluator')
         for where, entry in entries:
-            # someone's own data set may find its files otherwise; some of mmpretrain's download theirs, or know them
+            # A user's data set may find its files otherwise, and some of mmpretrain's download or list theirs.
             theirs = 'split' in entry or entry.get('download') or entry.get('backend_args')
             if not theirs and _is_of_packages(entry, cfg.get('default_scope')):
                 _check_files(entry, where)
@@ -192,8 +192,10 @@ def _is_of_packages(entry: Mapping[str, Any], scope: str | None) -> bool:
 
 
 def _check_files(entry: Mapping[str, Any], where: str) -> None:
-    """Look for a data set's or a metric's annotation file or, where it names none, for the folders that it lists."""
-    root, ann_file, prefix = entry.get('data_root') or '', entry.get('ann_file'), entry.get('data_prefix')
+    """Look for the annotation file of a data set or a metric or, without one, for the folders that it lists."""
+    root = entry.get('data_root') or ''
+    ann_file = entry.get('ann_file')
+    prefix = entry.get('data_prefix')
     named = {'ann_file': ann_file} if ann_file else {'data_prefix': prefix}
     if not ann_file and isinstance(prefix, Mapping):
         named = {f'data_prefix.{key}': prefix[key] for key in ('img', 'img_path') if prefix.get(key)}
@@ -211,7 +213,7 @@ def check_pretrained(cfg: Config) -> None:
     """Refuse a config whose model starts from a local checkpoint that cannot be read.
 
     Raises:
-        ConfigError: With the config path of the ``init_cfg`` and the reason.
+        ConfigError: A checkpoint cannot be read; the message has the setting of its ``init_cfg`` and the reason.
     """
     for where, entry in mappings(cfg.get('model') or {}, 'model'):
         path = str(entry.get('checkpoint'))
@@ -229,10 +231,10 @@ def check_checkpoint(path: str, *, sharded: bool = False) -> None:
 
     Args:
         path: File or URL.
-        sharded: Whether a folder with one file a process will do, as FSDP and DeepSpeed write them.
+        sharded: True accepts a folder with one file for each process, as FSDP and DeepSpeed write it.
 
     Raises:
-        ConfigError: With the reason.
+        ConfigError: The file cannot be used; the message has the reason.
     """
     if '://' in path or (sharded and osp.isdir(path)):
         return

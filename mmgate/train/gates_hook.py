@@ -1,4 +1,4 @@
-"""Files of gates beside whole checkpoints, or in their place."""
+"""Gates files beside whole checkpoints or instead of them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from mmgate.registry import HOOKS
 class GatesCheckpointHook(Hook):
     """Writes ``epoch_N.gates.safetensors`` or ``iter_N.gates.safetensors`` into the work dir.
 
-    Among ``custom_hooks`` it writes beside the whole checkpoints; as ``default_hooks.checkpoint`` in their place, and
-    then the run cannot be resumed.
+    Among ``custom_hooks`` it writes beside the whole checkpoints; as ``default_hooks.checkpoint`` it writes instead of
+    them, and then the run cannot be resumed.
 
     Args:
-        interval: Epochs (or iterations) from file to file; the last one is always written.
-        by_epoch: Whether ``interval`` counts epochs; by default what the loop counts.
-        max_keep_ckpts: Number of files to keep, the newest; -1 keeps all.
-        max_keep: Older name of ``max_keep_ckpts``; it wins where both are given.
-        **others: Refused: further options of mmengine's CheckpointHook, which a config may inherit.
+        interval: Epochs (or iterations) from file to file; a file is always written at the end.
+        by_epoch: True counts epochs, False iterations; by default as the loop counts.
+        max_keep_ckpts: Number of newest files to keep; -1 keeps all.
+        max_keep: Older name of ``max_keep_ckpts``, which it overrides.
+        **others: Other options of mmengine's CheckpointHook, which a config may inherit; they are refused.
 
     Raises:
         ConfigError: There are such options; a rule of the gates fits into no file, or everything trains and there are
             no whole checkpoints (from :meth:`before_train`).
     """
 
-    priority = 'VERY_LOW'  # after what updates the weights
+    priority = 'VERY_LOW'  # after hooks that update the weights
 
     def __init__(
         self,
@@ -48,12 +48,13 @@ class GatesCheckpointHook(Hook):
                 f'mmgate.GatesCheckpointHook has no {", ".join(others)}. Where default_hooks.checkpoint inherits that, '
                 "write checkpoint=dict(_delete_=True, type='mmgate.GatesCheckpointHook', ...)."
             )
-        self.interval, self.by_epoch = interval, by_epoch
+        self.interval = interval
+        self.by_epoch = by_epoch
         self.max_keep = max_keep_ckpts if max_keep is None else max_keep
         self._written: list[Path] = []
 
     def before_train(self, runner: Any) -> None:
-        """Look what the loop counts, whether the gates fit into a file, and whether more trains than that will hold."""
+        """Set ``by_epoch`` as the loop counts, and check that a file can hold the gates and all that trains."""
         if self.by_epoch is None:
             self.by_epoch = not isinstance(runner.train_loop, IterBasedTrainLoop)
         if gates_content(runner.model).trained == 'all':
@@ -66,12 +67,12 @@ class GatesCheckpointHook(Hook):
             runner.logger.warning(said)
 
     def after_train_epoch(self, runner: Any) -> None:
-        """Write after an epoch, if epochs are counted."""
+        """Write a file after an epoch, if epochs are counted."""
         if self.by_epoch and (self.every_n_epochs(runner, self.interval) or self.is_last_train_epoch(runner)):
             self._write(runner, f'epoch_{runner.epoch + 1}')
 
     def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
-        """Write after an iteration, if iterations are counted."""
+        """Write a file after an iteration, if iterations are counted."""
         if not self.by_epoch and (self.every_n_train_iters(runner, self.interval) or self.is_last_train_iter(runner)):
             self._write(runner, f'iter_{runner.iter + 1}')
 
@@ -79,7 +80,8 @@ class GatesCheckpointHook(Hook):
         if not is_main_process():
             return
         averages = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]
-        for hook in averages:  # what a whole checkpoint holds, too: the averaged weights
+        # The file holds the averaged weights, as a whole checkpoint does.
+        for hook in averages:
             hook.before_val_epoch(runner)
         path = Path(runner.work_dir) / f'{name}.gates.safetensors'
         try:

@@ -1,4 +1,4 @@
-"""An opt-in hook that saves a run when it is told to end, by Ctrl-C or by a cluster."""
+"""An opt-in hook that saves a run when Ctrl-C or a cluster ends it."""
 
 from __future__ import annotations
 
@@ -24,21 +24,22 @@ from mmgate.errors import ConfigError
 from mmgate.registry import HOOKS
 
 INTERRUPTED = 'interrupted.pth'
-KEY = 'mmgate_interrupted'  # in a checkpoint's meta: how many of how many batches of the epoch were trained
-FORWARDED = 1.0  # seconds within which a launcher hands on the Ctrl-C that the terminal has sent to all
+# Key in a checkpoint's meta: the trained batches of the epoch, and the batches of an epoch.
+KEY = 'mmgate_interrupted'
+FORWARDED = 1.0  # seconds within which a launcher forwards a Ctrl-C that the terminal has sent to all processes
 
 
 @HOOKS.register_module()
 class SaveOnInterruptHook(Hook):
     """Saves a run at Ctrl-C or SIGTERM and ends it; ``--resume`` goes on from there, in the middle of an epoch, too.
 
-    The step under way is finished (the optimizer's, where gradients are accumulated; after a validation the next), and
-    all processes stop after the same one. ``interrupted.pth`` is written where the run's checkpoints are, and
-    ``last_checkpoint`` names it. The exit status is 130 after Ctrl-C and 143 after SIGTERM, as a shell has it. A second
+    The current step is finished (the optimizer's, where gradients are accumulated; during a validation, the next one),
+    and all processes stop after the same step. ``interrupted.pth`` is written beside the run's checkpoints, and
+    ``last_checkpoint`` names it. The exit status is 130 after Ctrl-C and 143 after SIGTERM, as in a shell. A second
     Ctrl-C ends the run at once and saves nothing. torchrun and slurm send SIGKILL 30 seconds after SIGTERM.
 
     Args:
-        signals: Names of what saves; ``'SIGUSR1'`` for ``sbatch --signal=USR1@120``, say.
+        signals: Names of the signals at which to save, such as ``'SIGUSR1'`` for ``sbatch --signal=USR1@120``.
 
     Raises:
         ConfigError: There is no signal of that name.
@@ -50,23 +51,24 @@ class SaveOnInterruptHook(Hook):
         if isinstance(signals, str) or not set(signals) <= set(signal.Signals.__members__):
             raise ConfigError(f"SaveOnInterruptHook: signals={signals!r} must be a list of names such as 'SIGTERM'.")
         self.signals = [signal.Signals[name] for name in signals]
-        self._asked: int | None = None  # the signal
+        self._asked: int | None = None  # the signal that came
         self._before: dict[int, Any] = {}
         self._trained: dict[str, int] = {}
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
-        """Note where in the epoch a resumed run was."""
+        """Note the place in the epoch of a resumed run."""
         if getattr(runner, '_resume', False):
             self._trained = checkpoint.get('meta', {}).get(KEY) or {}
 
     def before_train(self, runner: Any) -> None:
-        """Listen, shield the loaders' workers, and leave out what an interrupted epoch has trained."""
+        """Install the signal handlers, shield the loaders' workers, and skip what an interrupted epoch has trained."""
         atexit.register(_end_workers)
         for loop in filter(None, (runner.train_loop, runner.val_loop)):
             loop.dataloader.worker_init_fn = partial(_start_shielded, loop.dataloader.worker_init_fn)
         if isinstance(runner.train_loop, IterBasedTrainLoop):
             _restart_workers(runner.train_loop)
-        self._asked, self._process = None, os.getpid()
+        self._asked = None
+        self._process = os.getpid()
         self._group: Any = distributed.new_group(backend='gloo') if is_distributed() else None
         self._before = {number: signal.signal(number, self._note) for number in self.signals}
         if self._trained:
@@ -75,24 +77,27 @@ class SaveOnInterruptHook(Hook):
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Save and end after an optimizer's step, if a process was asked to."""
-        loop, wrapper = runner.train_loop, runner.optim_wrapper
+        """Save and end the run after an optimizer step, if a process got a signal."""
+        loop = runner.train_loop
+        wrapper = runner.optim_wrapper
         if self._is_asked() and (isinstance(wrapper, OptimWrapperDict) or wrapper.should_update()):
             in_epoch = dict(batches=batch_idx + 1, of=len(loop.dataloader))
             self._end(runner, {KEY: in_epoch} if isinstance(loop, EpochBasedTrainLoop) else {})
 
     def after_train(self, runner: Any) -> None:
-        """Listen no longer."""
+        """Restore the signal handlers."""
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
     def _note(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._process:  # a worker that has just been forked
+        if os.getpid() != self._process:  # this is a worker that has just been forked
             return
         if self._asked is None:
-            self._asked, self._since = number, time.monotonic()
-            if is_main_process():  # not by a logger, which may be at work
+            self._asked = number
+            self._since = time.monotonic()
+            # A logger may be writing at this moment, so the message goes to stderr directly.
+            if is_main_process():
                 os.write(2, b'\nSaving after a step of training, if one is left; Ctrl-C once more ends it at once.\n')
         elif number == signal.SIGINT and time.monotonic() - self._since > FORWARDED:
             raise KeyboardInterrupt
@@ -109,46 +114,51 @@ class SaveOnInterruptHook(Hook):
         folder = getattr(hook, 'out_dir', None) or runner.work_dir
         options: dict[str, Any] = dict(meta=meta, by_epoch=False, backend_args=getattr(hook, 'backend_args', None))
         runner.save_checkpoint(folder, INTERRUPTED, save_param_scheduler=runner.param_schedulers is not None, **options)
-        asked, path = signal.Signals(self._asked or signal.SIGINT), f'{folder.rstrip("/")}/{INTERRUPTED}'
+        asked = signal.Signals(self._asked or signal.SIGINT)
+        path = f'{folder.rstrip("/")}/{INTERRUPTED}'
         if is_main_process():
             put_text(path, osp.join(runner.work_dir, 'last_checkpoint'))
-            said = f'{asked.name}: the run is saved as {path} after {runner.iter + 1} iterations; --resume goes on.'
-            runner.logger.info(said)
+            words = f'{asked.name}: the run is saved as {path} after {runner.iter + 1} iterations; --resume goes on.'
+            runner.logger.info(words)
         if self._group is not None:
-            distributed.barrier(self._group)  # a launcher ends all once one has ended
+            # A launcher ends all processes as soon as one has ended.
+            distributed.barrier(self._group)
         self.after_train(runner)
         raise SystemExit(128 + asked)
 
     def _leave_out(self, runner: Any, batches: int, of: int) -> None:
-        loop, there = runner.train_loop, len(runner.train_loop.dataloader)
+        loop = runner.train_loop
+        there = len(loop.dataloader)
         if there != of:
-            said = f'The run was interrupted after {batches} of {of} batches of an epoch, which has {there} now'
-            runner.logger.warning(f'{said}: it starts anew.')
+            words = f'The run was interrupted after {batches} of {of} batches of an epoch, which has {there} now'
+            runner.logger.warning(f'{words}: it starts anew.')
             return
-        epoch, run_iter = loop.epoch, loop.run_iter
+        epoch = loop.epoch
+        run_iter = loop.run_iter
         runner.logger.info(f'{batches} of {of} batches of epoch {epoch + 1} are trained; they are read and left out.')
 
         def untrained(idx: int, data_batch: Any) -> None:
             if loop.epoch != epoch or idx >= batches:
                 run_iter(idx, data_batch)
             elif idx == batches - 1:
-                runner.call_hook('after_left_out')  # of ReproducibleHook
+                runner.call_hook('after_left_out')  # ReproducibleHook has it
 
         loop.run_iter = untrained
 
 
 def _restart_workers(loop: Any) -> None:
-    """Start the workers of a loop of iterations anew, shielded: mmengine 0.10.7 starts them when it builds the loop."""
+    """Restart the workers of an IterBasedTrainLoop, shielded: mmengine 0.10.7 starts them when it builds the loop."""
     first = getattr(loop.dataloader_iterator, '_iterator', None)
     if first is not None and loop.dataloader.num_workers:
         first._shutdown_workers()
-        loop.dataloader._iterator = None  # else kept workers would be asked again
+        loop.dataloader._iterator = None  # else persistent workers, which are gone, would be used again
         loop.dataloader_iterator._iterator = iter(loop.dataloader)
-        loop.first_iterator = first  # with it would end the sampler's endless generator
+        # The sampler's endless generator would end with the first iterator.
+        loop.first_iterator = first
 
 
 def _start_shielded(start: Callable[[int], None] | None, worker: int) -> None:
-    """Let a worker outlive the signals that a terminal or a cluster sends to all."""
+    """Start a worker that ignores the signals that a terminal or a cluster sends to all processes."""
     if start is not None:
         start(worker)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -156,8 +166,9 @@ def _start_shielded(start: Callable[[int], None] | None, worker: int) -> None:
 
 
 def _end_workers() -> None:
-    """End the workers that are left at exit, which multiprocessing would send a SIGTERM and wait for."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise for each
+    """Kill the workers that are left at exit, which ignore the SIGTERM for which multiprocessing would wait."""
+    # torch's handler would raise an error for each.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()

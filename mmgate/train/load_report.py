@@ -1,4 +1,4 @@
-"""What a run says about the checkpoint that it read: how much of it fitted."""
+"""Report of a checkpoint that was loaded: the keys of the model that it filled."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from mmgate.paths import own_model
 
 from .resuming import refuse_other_run
 
-COUNTERS = 'num_batches_tracked'  # batch norms', often left out of checkpoints
+COUNTERS = 'num_batches_tracked'  # of batch norms; often left out of checkpoints
 OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
 
 
 class LoadReportHook(Hook):
-    """Says how many keys of the model a checkpoint filled before testing or training goes on from it.
+    """Logs the number of the model's keys that a checkpoint filled, before testing or training starts from it.
 
-    A key counts as filled when loading wrote into its tensor, so that keys which are renamed or resized on loading
-    count. Testing refuses a checkpoint that fills less than half of them. Training may start from one, of another head
-    say, with a warning, but not from one that fills none. Gates that a vanilla checkpoint leaves as they are do not
-    count; gates in a checkpoint for which the model has no place are warned of. Sharded models (FSDP, DeepSpeed) are
-    not counted: theirs are not the model's own tensors.
+    A key counts as filled when loading wrote into its tensor, even if it was renamed or resized on loading. Testing
+    refuses a checkpoint that fills less than half of the keys. Training may start from one with a warning, for example
+    if its head is another, but not from one that fills none. Gates that a vanilla checkpoint leaves as they are do not
+    count; the hook warns of gates in a checkpoint for which the model has no place. Sharded models (FSDP, DeepSpeed)
+    are not counted, because their state dicts hold other tensors than the model.
 
     Args:
-        checkpoint: What the message calls it.
-        allow_mismatch: Whether to test with less than half.
-        gates: File of gates that are to be tested; a checkpoint that has gates, too, is warned of.
+        checkpoint: Name of the checkpoint in messages.
+        allow_mismatch: True allows to test with less than half of the keys.
+        gates: Gates file that is to be tested; the hook warns if the checkpoint has gates, too.
 
     Raises:
         ConfigError: Too few keys were filled (from :meth:`before_test` and :meth:`before_train`), or a run is to be
@@ -43,13 +43,16 @@ class LoadReportHook(Hook):
     """
 
     def __init__(self, checkpoint: str, *, allow_mismatch: bool = False, gates: str | None = None) -> None:
-        self.checkpoint, self.allow_mismatch, self.gates = checkpoint, allow_mismatch, gates
+        self.checkpoint = checkpoint
+        self.allow_mismatch = allow_mismatch
+        self.gates = gates
         self._before: dict[str, tuple[int, int]] = {}
         self._given: list[str] = []
 
     def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
         """Note the state of every tensor; mmengine calls this when the file is read and nothing is copied yet."""
-        whole = 'iter' in checkpoint.get('meta', {}) and 'message_hub' in checkpoint  # what mmengine resumes from
+        # mmengine resumes from these two.
+        whole = 'iter' in checkpoint.get('meta', {}) and 'message_hub' in checkpoint
         if getattr(runner, '_resume', False) and not whole:
             raise ConfigError(
                 f'{self.checkpoint} holds weights alone, no run that could be resumed. '
@@ -61,14 +64,14 @@ class LoadReportHook(Hook):
         self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
 
     def before_train(self, runner: Any) -> None:
-        """Report, refuse a checkpoint of which nothing fits, warn of one of which little does."""
+        """Log the report; refuse a checkpoint that fills nothing, and warn of one that fills less than half."""
         found, share = self.report(runner)
         if not share:
             raise ConfigError(f'{found}. It is of another model; leave load_from away, or give one of this model.')
         self.say(runner, found, share >= 0.5)
 
     def before_test(self, runner: Any) -> None:
-        """Report, and refuse."""
+        """Log the report; refuse a checkpoint that fills less than half."""
         found, share = self.report(runner)
         if share < 0.5 and not self.allow_mismatch:
             raise ConfigError(
@@ -85,11 +88,13 @@ class LoadReportHook(Hook):
             )
 
     def report(self, runner: Any) -> tuple[str, float]:
-        """Return what was loaded, in words and as a share of the keys; no words where nothing can be said.
+        """Return the keys that were loaded, in words and as a share; the words are empty for a sharded model.
 
         Gates that were not filled do not count in the share: a vanilla checkpoint in a gated model is whole.
         """
-        own, keys, missing = own_model(runner.model), _versions(runner.model), self.missing(runner)
+        own = own_model(runner.model)
+        keys = _versions(runner.model)
+        missing = self.missing(runner)
         if not self._before or not keys:
             return '', 1.0
         found = (
@@ -108,7 +113,7 @@ class LoadReportHook(Hook):
         return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
 
     def say(self, runner: Any, found: str, fits: bool) -> None:
-        """Log what :meth:`report` returned, and warn of gates that the model has no place for."""
+        """Log the words of :meth:`report`, and warn of gates for which the model has no place."""
         if not found:
             return
         log(f'{found}.', logging.INFO if fits else logging.WARNING)
@@ -125,17 +130,18 @@ class LoadReportHook(Hook):
 
 
 def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> None:
-    """Load a checkpoint into a model where there is no runner, and log what it filled.
+    """Load a checkpoint into a model without a runner, and log the keys that it filled.
 
     Args:
         model: Model.
         checkpoint: File or address.
-        whole: Whether every parameter has to be filled, but for those of heads that training alone has.
+        whole: True requires every parameter to be filled, except for those of heads that only training has.
 
     Raises:
         ConfigError: It fills less than half of the model's keys, or leaves a parameter as it is.
     """
-    hook, runner = LoadReportHook(checkpoint), SimpleNamespace(model=model)
+    hook = LoadReportHook(checkpoint)
+    runner = SimpleNamespace(model=model)
     hook.after_load_checkpoint(runner, CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu'))
     load_checkpoint(model, checkpoint, map_location='cpu')
     found, share = hook.report(runner)
@@ -151,9 +157,9 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    if is_model_wrapper(model) and not isinstance(model, DistributedDataParallel):  # it is sharded
+    if is_model_wrapper(model) and not isinstance(model, DistributedDataParallel):  # the model is sharded
         return {}
-    # torch counts writes into a tensor
+    # torch counts the writes into a tensor in its _version.
     return {
         key: (id(value), value._version)
         for key, value in own_model(model).state_dict(keep_vars=True).items()

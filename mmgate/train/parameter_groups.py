@@ -1,4 +1,4 @@
-"""Parameter groups of whatever constructs the optimizer: no weight decay for what gates spare, and few groups."""
+"""Optimizer constructors that change another's parameter groups: no weight decay for some of the gates, few groups."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ TORCH = tuple(int(part) for part in torch.__version__.split('.')[:2])
 
 
 class ChangesGroups:
-    """Lets another constructor make the optimizer, then changes its parameter groups.
+    """Base of constructors that let another constructor make the optimizer and then change its parameter groups.
 
     Args:
         optim_wrapper_cfg: mmengine's optimizer wrapper config.
-        paramwise_cfg: That of the other constructor, and its registered name under :attr:`named`;
+        paramwise_cfg: The other constructor's ``paramwise_cfg``, and its registered name under :attr:`named`;
             ``'DefaultOptimWrapperConstructor'`` by default.
     """
 
     named: str
 
     def __init__(self, optim_wrapper_cfg: dict[str, Any], paramwise_cfg: dict[str, Any] | None = None) -> None:
-        self.wrapper, self.options = dict(optim_wrapper_cfg), dict(paramwise_cfg or {})
+        self.wrapper = dict(optim_wrapper_cfg)
+        self.options = dict(paramwise_cfg or {})
         self.host = self.options.pop(self.named, 'DefaultOptimWrapperConstructor')
 
     def __call__(self, model: nn.Module) -> OptimWrapper | OptimWrapperDict:
@@ -55,26 +56,27 @@ class ChangesGroups:
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class GateOptimWrapperConstructor(ChangesGroups):
-    """Take the weight decay off what gates declare as ``undecayed``, whichever constructor makes the optimizer.
+    """Take the weight decay off the parameters that gates declare as ``undecayed``, after any other constructor.
 
-    mmengine's own exempts BatchNorm, InstanceNorm, GroupNorm and LayerNorm alone, those with a decay by layer go by a
-    parameter's dimensions, and a key of ``custom_keys`` loses to any longer one, such as ``backbone``.
+    mmengine's default constructor exempts only BatchNorm, InstanceNorm, GroupNorm and LayerNorm, constructors with
+    layer-wise decay go by a parameter's dimensions, and a longer key of ``custom_keys``, such as ``backbone``, wins
+    over a shorter one.
 
     ``paramwise_cfg`` is the other constructor's, with its registered name under ``constructor``. Its ``custom_keys``
-    may have the key ``'mmgate.gates'``, whose ``lr_mult`` and ``decay_mult`` are those of every parameter that gates
-    add, whatever its name, where the other constructor knows no such keys, too.
+    may have the key ``'mmgate.gates'``, whose ``lr_mult`` and ``decay_mult`` apply to every parameter of a gate, even
+    if the other constructor has no ``custom_keys``.
     """
 
     named = 'constructor'
 
     def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return them without the key of gates."""
+        """Return the other constructor's settings without the key of gates."""
         options = dict(self.options)
         keys = {name: key for name, key in (options.pop('custom_keys', None) or {}).items() if name != GATES}
         return self.wrapper, {**options, **({'custom_keys': keys} if keys else {})}
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Set what the key of gates says, then take the weight decay off what is spared."""
+        """Apply the key of gates, then take the weight decay off the undecayed parameters."""
         of_gates = (self.options.get('custom_keys') or {}).get(GATES, {})
         factors = dict(lr=of_gates.get('lr_mult'), weight_decay=of_gates.get('decay_mult'))
         settings = {name: optimizer.defaults[name] * by for name, by in factors.items() if by is not None}
@@ -83,7 +85,7 @@ class GateOptimWrapperConstructor(ChangesGroups):
 
 
 def _set(optimizer: Optimizer, parameters: Iterable[nn.Parameter], **settings: float) -> None:
-    """Give parameters their settings, in groups of their own where others are beside them."""
+    """Change the settings of parameters; split a group if it has other parameters, too."""
     chosen = {id(parameter) for parameter in parameters}
     for group in list(optimizer.param_groups):
         own = [id(parameter) in chosen for parameter in group['params']]
@@ -98,19 +100,19 @@ def _set(optimizer: Optimizer, parameters: Iterable[nn.Parameter], **settings: f
 
 
 def _part(group: dict[str, Any], own: list[bool], taken: bool) -> dict[str, list[Any]]:
-    """Return a group's parameters, and their names where a constructor lists them, that are spared or are not."""
+    """Return a group's parameters, and their names if listed, for which ``own`` equals ``taken``."""
     lists = [key for key in ('params', 'param_names') if len(group.get(key, ())) == len(own)]
     return {key: [value for value, is_own in zip(group[key], own, strict=True) if is_own is taken] for key in lists}
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class GroupedOptimWrapperConstructor(ChangesGroups):
-    """Merge the groups of equal settings, whichever constructor makes the optimizer.
+    """Merge the parameter groups of equal settings, after any other constructor.
 
     mmengine makes a group of each parameter as soon as one differs, 300 of two settings in a Deformable DETR, and an
-    optimizer launches its kernels group by group. What is computed stays the same, and schedulers, logs and checkpoints
-    see the merged groups: a run is resumed with the constructor that it began with. The optimizer is fused where torch
-    can and the config does not say ``fused=False``.
+    optimizer launches its kernels group by group. The computation stays the same, and schedulers, logs and checkpoints
+    see the merged groups: resume a run with the constructor that it began with. The optimizer is fused where torch can
+    and the config does not set ``fused=False``.
 
     ``paramwise_cfg`` is the other constructor's, with its registered name under ``grouped``.
     """
@@ -118,13 +120,13 @@ class GroupedOptimWrapperConstructor(ChangesGroups):
     named = 'grouped'
 
     def settings(self, model: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return them with the fused form of the optimizer, where it can be asked for."""
+        """Return the other constructor's settings, with a fused optimizer where possible."""
         if 'optimizer' not in self.wrapper or not _can_fuse(self.wrapper['optimizer'], model):
             return self.wrapper, self.options
         return {**self.wrapper, 'optimizer': {**self.wrapper['optimizer'], 'fused': True}}, self.options
 
     def change(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Merge; groups keep the order of their first members."""
+        """Merge the groups, in the order of their first members."""
         settings: list[dict[str, Any]] = []
         members: list[list[nn.Parameter]] = []
         for group in optimizer.param_groups:
@@ -137,7 +139,7 @@ class GroupedOptimWrapperConstructor(ChangesGroups):
 
 
 def _can_fuse(optimizer: dict[str, Any], model: nn.Module) -> bool:
-    """Return whether to ask for the fused form: the optimizer has it, the parameters are where torch has it."""
+    """Return True if the optimizer has a fused form on the parameters' device and the config chooses none."""
     if {'fused', 'foreach', 'capturable', 'differentiable'} & set(optimizer):
         return False
     kind = optimizer['type']

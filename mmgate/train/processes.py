@@ -1,4 +1,4 @@
-"""Several processes without a GPU, where mmengine's own start does not do."""
+"""Training in several processes without a GPU, which mmengine cannot start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmgate.registry import MODEL_WRAPPERS, STRATEGIES
 
 from .config_file import type_name
 
-# deprecated: names that older runs wrote into their configs
+# Deprecated names, which older runs wrote into their configs.
 MODEL_WRAPPERS.register_module('DistributedDataParallelOnCPU', module=MMDistributedDataParallel)
 STRATEGIES.register_module('FSDPStrategy', module=FSDPStrategy)
 WITH_DEVICES = ('MMDistributedDataParallel', 'MMSeparateDistributedDataParallel', 'DistributedDataParallelOnCPU')
@@ -25,10 +25,10 @@ WITH_DEVICES = ('MMDistributedDataParallel', 'MMSeparateDistributedDataParallel'
 def prepare_processes(cfg: Config) -> None:
     """Without a GPU, connect the processes over gloo and wrap the model of ``cfg`` without device numbers.
 
-    mmengine selects a CUDA device before it starts a process group, and hands device numbers to the model's wrapper.
+    mmengine selects a CUDA device before it starts a process group, and passes device numbers to the model's wrapper.
 
     Raises:
-        ConfigError: What the config wants does not run on a CPU.
+        ConfigError: The config's launcher needs GPUs.
     """
     if cfg.launcher == 'none' or get_device() != 'cpu':
         return

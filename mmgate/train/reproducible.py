@@ -1,4 +1,4 @@
-"""An opt-in hook for runs that go on exactly where they were."""
+"""An opt-in hook for runs that resume exactly."""
 
 from __future__ import annotations
 
@@ -19,23 +19,25 @@ from mmgate.registry import HOOKS
 class ReproducibleHook(Hook):
     """Makes a resumed run equal to one that was never stopped: random numbers follow from seed, step and process.
 
-    mmengine saves no state of the random generators, so that dropout and drop path go on differently after a resume.
-    The hook seeds them at every step. A resumed run then ends with the same weights, bit for bit, on the same machine,
-    if its loader does not keep its workers (``persistent_workers=False``): kept ones draw on from epoch to epoch. In a
-    loop of iterations the workers read what was trained once more, to draw what they drew.
+    mmengine saves no state of the random generators, so that dropout and drop path differ after a resume. The hook
+    seeds the generators at every step. A resumed run then ends with the same weights, bit for bit, on the same machine,
+    if its loader does not keep its workers (``persistent_workers=False``), whose generators run on from epoch to epoch.
+    In an IterBasedTrainLoop the workers read the trained batches once more, to draw the same numbers.
 
     Raises:
-        ConfigError: The config has no ``randomness=dict(seed=...)``, the loader keeps its workers, or a loop of
-            iterations has none or does not go through its data again.
+        ConfigError: The config has no ``randomness=dict(seed=...)``, the loader keeps its workers, or an
+            IterBasedTrainLoop has no workers or does not read its data again.
     """
 
     priority = 'VERY_HIGH'
 
     def before_train(self, runner: Any) -> None:
-        """Check that there is a seed and a loader that starts anew."""
-        loop, loader = runner.train_loop, runner.train_dataloader
+        """Check that there is a seed and a loader that starts its workers anew."""
+        loop = runner.train_loop
+        loader = runner.train_dataloader
         iterates = isinstance(loop, IterBasedTrainLoop)
-        # kept workers go on with random numbers that a resumed run cannot know; without any, data and model share them
+        # Persistent workers have generators whose state a resumed run cannot know. Without workers data and model share
+        # the generators.
         wanted = {
             'randomness.seed=0': runner._randomness_cfg.get('seed') is not None,
             'train_dataloader.persistent_workers=False': not getattr(loader, 'persistent_workers', False),
@@ -46,7 +48,8 @@ class ReproducibleHook(Hook):
         if lacking:
             raise ConfigError(f'mmgate.ReproducibleHook needs --cfg-options {" ".join(lacking)}.')
         batches: Any = loop.dataloader_iterator if iterates else None
-        if hasattr(batches, 'skip_iter'):  # newer than 0.10.7, it leaves out in the sampler what workers drew for
+        # mmengine after 0.10.7 skips batches in the sampler, so that the workers would not draw for them.
+        if hasattr(batches, 'skip_iter'):
 
             def read(count: int) -> None:
                 for _ in range(count):
@@ -55,17 +58,17 @@ class ReproducibleHook(Hook):
             batches.skip_iter = read
 
     def before_train_epoch(self, runner: Any) -> None:
-        """Seed what the loader draws from."""
+        """Seed the generators from which the loader draws."""
         self._seed(runner, runner.epoch, 1)
 
     def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
-        """Seed what the model draws from."""
+        """Seed the generators from which the model draws."""
         self._seed(runner, runner.iter, 0)
 
     def after_train_iter(
         self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Seed what a loader without workers draws the next batch from."""
+        """Seed the generators from which a loader without workers draws the next batch."""
         self._seed(runner, runner.iter, 2)
 
     def after_left_out(self, runner: Any) -> None:

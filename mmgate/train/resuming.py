@@ -1,4 +1,4 @@
-"""Resuming a run: its gates and its optimizer have to be those of the config that goes on."""
+"""Checks of a checkpoint that a run resumes from: gates and optimizer have to be those of the config."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MOST = 3  # settings in one message
 def refuse_other_run(runner: Any, checkpoint: Mapping[str, Any], source: str) -> None:
     """Refuse a checkpoint whose gates or groups of parameters are not this run's; warn of rules that changed.
 
-    The optimizer's state would be of other tensors, of which torch says so without a name, some at the first step.
+    The optimizer's state would belong to other tensors; torch's error, at times only at the first step, names none.
 
     Args:
         runner: mmengine's Runner, its model and optimizer built and nothing loaded.
-        checkpoint: Of the run that is to be resumed.
-        source: File or address of it.
+        checkpoint: Checkpoint of the run that is to be resumed.
+        source: Its file or address.
 
     Raises:
-        ConfigError: With what does not fit, and the settings of model and optimizer that changed since.
+        ConfigError: It does not fit; the message has the settings of model and optimizer that changed since.
     """
     problem = _other_gates(runner, checkpoint) or _other_groups(runner, checkpoint)
     changed = sorted(_changed(runner, checkpoint), key=lambda one: not _is_of_rules(one))
@@ -49,8 +49,9 @@ def refuse_other_run(runner: Any, checkpoint: Mapping[str, Any], source: str) ->
 
 
 def _other_gates(runner: Any, checkpoint: Mapping[str, Any]) -> str:
-    """Return which gate is not as in the checkpoint, empty if all are or if there is no state of an optimizer."""
-    state, model = checkpoint.get('state_dict', {}), own_model(runner.model)
+    """Return a message on the first gate that differs in the checkpoint; empty if none does or it has no optimizer."""
+    state = checkpoint.get('state_dict', {})
+    model = own_model(runner.model)
     if 'optimizer' not in checkpoint:
         return ''
     for name, gate in gate_parameters(model).items():
@@ -64,7 +65,7 @@ def _other_gates(runner: Any, checkpoint: Mapping[str, Any]) -> str:
 
 
 def _other_groups(runner: Any, checkpoint: Mapping[str, Any]) -> str:
-    """Return how the groups of parameters differ, empty if they do not or if there is not one optimizer."""
+    """Return a message on parameter groups that differ; empty if none do or if there is no single optimizer."""
     state = checkpoint.get('optimizer')
     groups = getattr(getattr(getattr(runner, 'optim_wrapper', None), 'optimizer', None), 'param_groups', None)
     given = state.get('param_groups') if isinstance(state, Mapping) else None
@@ -73,7 +74,7 @@ def _other_groups(runner: Any, checkpoint: Mapping[str, Any]) -> str:
     counts = [[len(group['params']) for group in listed] for listed in (given, groups)]
     if counts[0] == counts[1]:
         return ''
-    there, here = (f'{sum(count)} parameters in {len(count)} groups' for count in counts)
+    there, here = [f'{sum(count)} parameters in {len(count)} groups' for count in counts]
     return f"its optimizer has {there}, this run's {here}"
 
 

@@ -1,4 +1,4 @@
-"""The cosine of timm, with which the authors of the papers' classifiers train."""
+"""timm's cosine schedule, with which the papers' classifiers were trained."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mmgate.registry import PARAM_SCHEDULERS
 
 @PARAM_SCHEDULERS.register_module()
 class CosineLR(CosineAnnealingLR):
-    """A cosine over the whole training, the beginning of which a warm-up takes.
+    """Cosine schedule over the whole training, including a warm-up.
 
-    At step t of the training, from ``begin`` on, the rate is ``eta_min + (lr - eta_min) (1 + cos(pi t / end)) / 2``.
-    mmengine's ``CosineAnnealingLR`` counts t from ``begin``: after a warm-up it starts anew, at the full rate.
+    From ``begin`` on, the rate at step t of the training is ``eta_min + (lr - eta_min) (1 + cos(pi t / end)) / 2``.
+    mmengine's ``CosineAnnealingLR`` counts t from ``begin``, so that it starts at the full rate after a warm-up.
 
     Arguments are those of ``CosineAnnealingLR``; ``convert_to_iter_based=True`` in a config counts iterations.
 

@@ -1,6 +1,6 @@
 """Draw TABLE.png from TABLE.csv, results.csv by default: means and ranges over seeds, by layer and while training."""
 
-import sys
+import argparse
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -16,7 +16,13 @@ PANELS = {  # by the table's column: label of x, label of y, x of a value
 }
 
 if __name__ == '__main__':
-    table = Path(sys.argv[1]) if sys.argv[1:] else Path(__file__).with_name('results.csv')
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        'table', nargs='?', type=Path, default=Path(__file__).with_name('results.csv'), help='of study.py'
+    )
+    table = parser.parse_args().table
+    if not table.is_file():
+        parser.error(f'{table}: there is no such table; python -m projects.gated_lm.study run writes one.')
     same = dict(rate=str(RATE), steps=str(STEPS), rotated='0.25').items()
     rows = [row for row in read(table) if same <= row.items()]
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout='constrained')

@@ -68,7 +68,7 @@ def test_a_map_of_pairs_keeps_each_pair_and_the_class_token_apart() -> None:
     gate[..., range(1, 7), range(1, 7)] = -1
     gate[:, :, 0] = 0.5
     for layer in model:
-        layer.read_gate = lambda name, *inputs: gate[..., : inputs[0].shape[1], : inputs[0].shape[1]]
+        layer.gate.read_gate = lambda name, *inputs: gate[..., : inputs[0].shape[1], : inputs[0].shape[1]]
     images = [torch.randn(1, tokens, 8) for tokens in (1 + TOKENS, 1 + TOKENS, 4)]  # the last has other pairs
     (found,) = mean_maps(gate_statistics(model, images))
     np.testing.assert_array_equal(found.values, gate[0, 0])
@@ -137,7 +137,8 @@ def test_a_hook_warns_of_gates_that_do_not_move(name: str) -> None:
     """After an epoch, and at a validation in a loop of iterations; one layer that moved is enough."""
     options, moved, warns = AT_REST[name]
     model, batches = gated(options)
-    bias = next((p for n, p in model.named_parameters() if n in ('1.gml.bias', '1.gate_bias')), None)
+    bias = next((p for n, p in model.named_parameters() if n in ('1.gate.gml.bias', '1.gate.gate_bias')), None)
+    assert (bias is None) == ('dgsa' in name)
     if bias is not None:
         bias.data[: len(bias) // 2] += moved
     hook, runner = GateStatisticsHook(interval=1), Runner(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,8 +13,10 @@ import torch
 from conftest import filled, run_python, tool
 from mmengine.registry import init_default_scope
 from published import agent_pvt, agent_swin, random_pvt, random_swin
+from published_cswin import SMALL, random_cswin
 from torch import Tensor, nn
 
+import mmgate
 from mmgate.backbones.convert import convert
 from mmgate.registry import MODELS
 from mmgate.train import cli
@@ -42,6 +45,21 @@ def assert_maps_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         error = ((a - e).norm() / e.norm()).item()
         assert error < 1e-4, f'stage {i + 1}: relative error {error:.1e}'
+
+
+OF_0_1 = {'gate.': '', 'attn.in_proj_': 'qkv.', 'attn.out_proj.': 'proj.', 'w_msa.': ''}
+
+
+def names_of_0_1(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a state dict by the names of mmgate 0.1, whose gates lay beside projections of one name in all hosts."""
+    gated = tuple({key.partition('.gate.')[0] + '.' for key in state if '.gate.' in key})
+    renamed = {}
+    for key, value in state.items():
+        prefix = next((prefix for prefix in gated if key.startswith(prefix)), key)
+        rest = key.removeprefix(prefix)
+        new = next((new for new in OF_0_1 if rest.startswith(new)), '')
+        renamed[prefix + OF_0_1.get(new, '') + rest.removeprefix(new)] = value
+    return renamed
 
 
 def convert_file(src: Path, dst: Path, *options: str) -> int:
@@ -74,12 +92,13 @@ def test_a_vanilla_checkpoint_fills_what_is_shared(tmp_path: Path, kind: str, co
     if 'PVT' in kind:
         options, state = TINY, random_pvt([1, 1, 1, 1], ())
         block, same = 'block2.0.attn', {'layers.3.1.0.pos_embed': state['pos_embed4'][:, 1:]}
-        same['layers.1.1.1.attn.proj.bias'] = state[f'{block}.proj.bias']
-        same['layers.1.1.1.attn.qkv.weight'] = torch.cat([state[f'{block}.q.weight'], state[f'{block}.kv.weight']])
+        same['layers.1.1.1.attn.attn.out_proj.bias'] = state[f'{block}.proj.bias']
+        joint = torch.cat([state[f'{block}.q.weight'], state[f'{block}.kv.weight']])
+        same['layers.1.1.1.attn.attn.in_proj_weight'] = joint
     else:
         options, state = dict(arch='tiny'), random_swin([2, 2, 6, 2], (0, 0, 0, 0), ())
         block, table = 'blocks.1.attn', 'relative_position_bias_table'
-        same = {f'stages.0.{block}.qkv.weight': state[f'layers.0.{block}.qkv.weight']}
+        same = {f'stages.0.{block}.w_msa.qkv.weight': state[f'layers.0.{block}.qkv.weight']}
         same[f'stages.3.{block}.w_msa.{table}'] = state[f'layers.3.{block}.{table}']
     checkpoint = {'state_dict': convert(state) if converted else state}
     model = start_from(dict(type=f'mmgate.{kind}', **options), checkpoint, tmp_path)
@@ -145,6 +164,61 @@ def test_own_checkpoint_starts_a_backbone(tmp_path: Path, name: str, outputs: tu
     assert all(torch.equal(built[key], value) for key, value in trained.state_dict().items())
 
 
+@torch.no_grad()
+@pytest.mark.parametrize('way', ['init_cfg', 'load_state_dict'])
+@pytest.mark.parametrize('name', BACKBONES)
+def test_checkpoint_of_mmgate_0_1_starts_a_backbone(tmp_path: Path, name: str, way: str) -> None:
+    """By names that a gated attention had instead of its host's; one that lacks a part of a gate is refused."""
+    trained = filled(build(name), 0.1).eval()
+    state = names_of_0_1(trained.state_dict())
+    assert not any('.gate.' in key or '.in_proj_weight' in key for key in state)
+    model = build(name)
+    if way == 'init_cfg':
+        model = start_from(BACKBONES[name], state, tmp_path)
+    else:
+        model.load_state_dict(state)
+    for key, value in trained.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+    x = torch.randn(1, 3, 64, 64)
+    for actual, expected in zip(model.eval()(x), trained(x), strict=True):
+        assert torch.equal(actual, expected)
+    lost = next(key for key in state if key.endswith(('.an_bias', '.position_encoding')))
+    del state[lost]
+    with pytest.raises((ValueError, RuntimeError), match=re.escape(lost.replace('.attn.', '.attn.gate.'))):
+        start_from(BACKBONES[name], state, tmp_path) if way == 'init_cfg' else build(name).load_state_dict(state)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    'kind, partner, options',
+    [
+        ('AgentPVT', dict(type='mmgate.LinearPVT'), TINY),
+        ('SAGAPVTv2', dict(type='mmgate.LinearPVTv2'), TINY),
+        ('AgentSwin', dict(type='mmgate.LinearSwin'), TINY_SWIN),
+        ('SAGASwin', dict(type='mmgate.LinearSwin'), dict(pad_small_map=False, **TINY_SWIN)),
+        ('AgentCSwin', dict(type='mmgate.AgentCSwin', agent_nums=(None,) * 4), SMALL),
+    ],
+    ids=str,
+)
+def test_a_backbone_without_its_gates_is_its_vanilla_partner(
+    kind: str, partner: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """It starts with the same numbers, and computes the same once the gates are off: maps smaller than windows, too."""
+    models = []
+    for cfg in (dict(type=f'mmgate.{kind}'), partner):
+        torch.manual_seed(0)
+        model = MODELS.build({**cfg, **options})
+        model.init_weights()
+        models.append(model.eval())
+    gated, vanilla = models
+    assert any('.gate.' in key for key in gated.state_dict())
+    mmgate.restore_attention(gated)
+    assert list(gated.state_dict()) == list(vanilla.state_dict())
+    assert all(torch.equal(value, vanilla.state_dict()[key]) for key, value in gated.state_dict().items())
+    x = torch.randn(1, 3, 32, 64)
+    assert all(torch.equal(actual, expected) for actual, expected in zip(gated(x), vanilla(x), strict=True))
+
+
 def test_what_a_backbone_derives_may_be_missing(tmp_path: Path) -> None:
     state = swin_state(classifier=True)
     model = dict(type='mmgate.AgentSwin', arch='tiny')
@@ -157,10 +231,10 @@ def test_what_a_backbone_derives_may_be_missing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     'trained, model, fault',
     [
-        (dict(blocks=(2, 2, 2, 0)), dict(blocks=(2, 2, 6, 0)), r'missing: stages\.2\.blocks\.2\.attn\.an_bias'),
-        (dict(blocks=(2, 2, 6, 0)), dict(blocks=(2, 2, 2, 0)), r'unknown: stages\.2\.blocks\.2\.attn\.an_bias'),
-        (dict(), dict(pretrain_agent_nums=(9, 9, 49, 49)), r'size mismatch for stages\.1\.blocks\.0\.attn\.an_bias'),
-        (dict(), dict(type='mmgate.SAGASwin'), r'size mismatch for stages\.0\.blocks\.0\.attn\.dwc\.weight'),
+        (dict(blocks=(2, 2, 2, 0)), dict(blocks=(2, 2, 6, 0)), 'missing: stages.2.blocks.2.attn.gate.an_bias'),
+        (dict(blocks=(2, 2, 6, 0)), dict(blocks=(2, 2, 2, 0)), 'unknown: stages.2.blocks.2.attn.gate.an_bias'),
+        (dict(), dict(pretrain_agent_nums=(9, 9, 49, 49)), 'size mismatch for stages.1.blocks.0.attn.gate.an_bias'),
+        (dict(), dict(type='mmgate.SAGASwin'), 'size mismatch for stages.0.blocks.0.attn.gate.dwc.weight'),
     ],
     ids=['more blocks', 'fewer blocks', 'agents', 'other attention'],
 )
@@ -168,8 +242,28 @@ def test_agents_fill_all_or_are_refused(
     tmp_path: Path, trained: dict[str, Any], model: dict[str, Any], fault: str
 ) -> None:
     base = dict(type='mmgate.AgentSwin', arch='tiny')
-    with pytest.raises(ValueError, match=fault):
+    with pytest.raises(ValueError, match=re.escape(fault)):
         start_from({**base, **model}, MODELS.build({**base, **trained}).state_dict(), tmp_path)
+
+
+@pytest.mark.parametrize('lost', ['na_bias', 'wa_bias', 'dwc.weight'])
+@pytest.mark.parametrize('kind', ['AgentPVT', 'AgentSwin', 'AgentCSwin'])
+def test_a_published_file_without_a_part_of_its_agents_is_refused(tmp_path: Path, kind: str, lost: str) -> None:
+    """One with the rest of their parameters is not taken for a vanilla one, beside which gates keep their start."""
+    model: dict[str, Any] = dict(type=f'mmgate.{kind}')
+    if kind == 'AgentPVT':
+        model, state = {**model, **TINY}, random_pvt([1, 1, 1, 1], (9, 16, 49, 49))
+        key, name = f'block2.0.attn.{lost}', f'layers.1.1.1.attn.gate.{lost}'
+    elif kind == 'AgentSwin':
+        state = swin_state()
+        key, name = f'layers.1.blocks.0.attn.{lost}', f'stages.1.blocks.0.attn.gate.{lost}'
+    else:
+        model, state = {**model, **SMALL}, random_cswin(True)
+        part = lost.replace('dwc', 'get_v')
+        key, name = f'stage2.1.attns.0.{part}', f'stages.1.1.attn.gate.{lost}'
+    del state[key]
+    with pytest.raises(ValueError, match=rf'keys by its names\):\n  missing: {re.escape(name)}\n\S'):
+        start_from(model, state, tmp_path)
 
 
 def test_init_cfg_of_another_kind_is_refused() -> None:

@@ -46,7 +46,7 @@ def test_vanilla_fills_what_is_shared_and_misfits_are_listed(tmp_path: Path) -> 
 @pytest.mark.parametrize('size', [(64, 64), (33, 90)], ids=str)
 def test_any_size_and_more_agents(size: tuple[int, int]) -> None:
     model = MODELS.build(dict(type='mmgate.AgentCSwin', agent_nums=(25, 36, 16, None), drop_path_rate=0.2, **SMALL))
-    assert [stage[0].attn.pretrain_grid**2 for stage in model.stages[:3]] == [9, 16, 16]  # of the third in use
+    assert [stage[0].attn.gate.pretrain_grid ** 2 for stage in model.stages[:3]] == [9, 16, 16]  # of the third in use
     model.init_weights()
     maps = model(torch.randn(2, 3, *size))
     assert [m.shape[1] for m in maps] == [16, 32, 64, 128]

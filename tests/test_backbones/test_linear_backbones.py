@@ -12,7 +12,7 @@ from torch import nn
 
 from mmgate.backbones.swin import UnshiftedWhole
 from mmgate.layers import AgentAttention
-from mmgate.layers.base.map import MapAttention
+from mmgate.layers.base.map import MapGate
 from mmgate.layers.parts.stripes import merge_stripes, split_stripes
 from mmgate.registry import MODELS
 
@@ -34,7 +34,7 @@ def build(kind: str, attention: Any, **overrides: Any) -> nn.Module:
 def test_any_type_in_any_size(kind: str, attention: str) -> None:
     model = build(kind, dict(type=attention))
     model.init_weights()
-    assert sum(type(m).__name__ == attention for m in model.modules()) == 4
+    assert sum(type(m) is MODELS.get(attention).gate_type for m in model.modules()) == 4
     for size in ((32, 32), (33, 70)):
         maps = model.eval()(torch.randn(1, 3, *size))
         assert len(maps) == 4 and all(m.isfinite().all() for m in maps)
@@ -44,7 +44,8 @@ def test_any_type_in_any_size(kind: str, attention: str) -> None:
 def test_an_attention_for_each_stage() -> None:
     kinds = ['HydraAttention', 'EfficientAttention', 'AgentAttention', 'SAGAAttention']
     model = build('LinearPVT', [dict(type=kind) for kind in kinds])
-    assert [type(m).__name__ for m in model.modules() if isinstance(m, MapAttention)] == kinds
+    gates = [type(m) for m in model.modules() if isinstance(m, MapGate)]
+    assert gates == [MODELS.get(kind).gate_type for kind in kinds]
 
 
 @pytest.mark.parametrize('stripe', [(2, 2), (4, 1), (3, 5), (4, 6)], ids=str)
@@ -76,7 +77,7 @@ def test_agent_windows_of_a_vit(size: tuple[int, int], window: int) -> None:
     attention = AgentAttention(8, 2, map_size=size, agent_num=4, window=window).double()
     x = torch.randn(2, size[0] * size[1], 8, dtype=torch.float64)
     assert torch.equal(attention(x), attention(x, size))
-    assert attention.ah_bias.shape[3] == attention.aw_bias.shape[4] == window
+    assert attention.gate.ah_bias.shape[3] == attention.gate.aw_bias.shape[4] == window
 
 
 @needs_mmpretrain
@@ -97,7 +98,7 @@ def test_windows_of_odd_blocks_shift() -> None:
     sizes: dict[str, Any] = dict(depths=(2, 2, 2, 2), blocks=(2, 0, 0, 0), pretrain_img_size=64, pad_small_map=False)
     model: Any = MODELS.build(dict(type='mmgate.AgentSwin', attention=dict(window=8), **sizes))
     even, odd = (block.attn for block in model.stages[0].blocks)
-    assert (even.shifted, odd.shifted) == (False, True) and even.ah_bias.shape == (1, 3, 9, 8, 1)
+    assert (even.gate.shifted, odd.gate.shifted) == (False, True) and even.gate.ah_bias.shape == (1, 3, 9, 8, 1)
     x = torch.randn(1, 256, 96, requires_grad=True)
 
     def reached(*layers: Any) -> torch.Tensor:
@@ -111,9 +112,9 @@ def test_windows_of_odd_blocks_shift() -> None:
     assert reached(odd).nonzero().unique().tolist() == [0, 1, 2, 3, 12, 13, 14, 15]  # of both sides, without a mask
     assert reached(even, odd).all()
     rolled = odd(x.view(1, 16, 16, 96).roll((4, 4), (1, 2)).flatten(1, 2), (16, 16)).view(16, 16, 96)
-    odd.shifted = False
+    odd.gate.shifted = False
     torch.testing.assert_close(odd(x, (16, 16)).view(16, 16, 96).roll((4, 4), (0, 1)), rolled)
-    odd.shifted = True
+    odd.gate.shifted = True
     assert odd(x[:, :35], (7, 5)).isfinite().all() and odd(x[:, :110], (10, 11)).isfinite().all()
 
 
@@ -122,7 +123,7 @@ def test_windows_of_odd_blocks_shift() -> None:
     [
         (dict(bias=False), '_bias', set()),
         (dict(dwc=False), 'dwc.', set()),
-        (dict(agents='static'), 'none', {'agent_tokens'}),
+        (dict(agents='static'), 'none', {'gate.agent_tokens'}),
     ],
     ids=str,
 )
@@ -130,10 +131,10 @@ def test_windows_of_odd_blocks_shift() -> None:
 def test_agent_switches(options: dict[str, Any], gone: str, added: set[str], agent_num: int) -> None:
     full = AgentAttention(8, 2, map_size=(4, 4)).state_dict()
     layer = AgentAttention(8, 2, map_size=(4, 4), agent_num=agent_num, pretrain_agent_num=4, **options).double()
-    layer.init_weights()
+    layer.gate.init_weights()
     assert set(layer.state_dict()) == {name for name in full if gone not in name} | added
     x = torch.randn(2, 20, 8, dtype=torch.float64)
     layer(x, (4, 5)).sum().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
     if added:
-        assert layer._agents(x, (4, 5)).equal(layer._agents(x + 1, (4, 5)))
+        assert layer.gate._agents(x, (4, 5)).equal(layer.gate._agents(x + 1, (4, 5)))

@@ -6,15 +6,21 @@ from typing import Any
 
 import pytest
 from mmengine.config import Config
+from torch import nn
 
 from mmgate.analysis.report.structure import build_structure
-from mmgate.layers import AgentAttention, CrossWindowAttention
-from mmgate.layers.base.map import MapAttention
+from mmgate.layers import CrossWindowAttention
+from mmgate.layers.agent import AgentGate
+from mmgate.layers.base.map import MapGate
 from mmgate.registry import MODELS
 
 
 def structure(kind: str, arch: str, **options: Any) -> Any:
     return build_structure(Config(dict(model=dict(type=f'mmgate.{kind}', arch=arch, **options), default_scope='mmdet')))
+
+
+def gate_of(attention: nn.Module) -> Any:
+    return getattr(attention, 'gate', None)
 
 
 # stages by block: A the new attention over the whole map, w Swin's own windows
@@ -36,17 +42,20 @@ SWIN = {
 def test_swin(kind: str, arch: str) -> None:
     options = dict(attention=dict(type='FocusedLinearAttention')) if kind == 'LinearSwin' else {}
     stages = structure(kind, arch, **options).stages
-    assert tuple(''.join('wA'[isinstance(b.attn, MapAttention)] for b in s.blocks) for s in stages) == SWIN[kind, arch]
+    kinds = tuple(''.join('wA'[isinstance(gate_of(b.attn), MapGate)] for b in s.blocks) for s in stages)
+    assert kinds == SWIN[kind, arch]
     width, heads = (128, 4) if arch == 'base' else (96, 3)
     for i, stage in enumerate(stages):
-        for attention in (getattr(block.attn, 'w_msa', block.attn) for block in stage.blocks):
-            assert (attention.embed_dims, attention.num_heads) == (width * 2**i, heads * 2**i)
-            if isinstance(attention, MapAttention):
-                assert attention.map_size == (56 // 2**i, 56 // 2**i)
-                if isinstance(attention, AgentAttention):
-                    assert attention.grid**2 == attention.pretrain_grid**2 == (9, 16, 49, 49)[i]
-            else:
-                assert attention.window_size == (7, 7)
+        for block in stage.blocks:
+            windows, gate = block.attn.w_msa, gate_of(block.attn)
+            assert (windows.embed_dims, windows.num_heads) == (width * 2**i, heads * 2**i)
+            assert windows.window_size == (7, 7)
+            if gate is not None:
+                assert (gate.embed_dims, gate.num_heads) == (width * 2**i, heads * 2**i)
+                assert gate.map_size == (56 // 2**i, 56 // 2**i)
+                assert isinstance(gate, AgentGate) == (kind == 'AgentSwin')
+            if isinstance(gate, AgentGate):
+                assert gate.grid**2 == gate.pretrain_grid**2 == (9, 16, 49, 49)[i]
 
 
 PVT = {
@@ -72,10 +81,12 @@ def test_pvt(kind: str, arch: str) -> None:
             assert block.norm1.eps == 1e-6
             attention = block.attn
             assert attention.embed_dims == (64, 128, 320, 512)[i] // (2 if arch == 'b0' else 1)
-            assert attention.num_heads == (1, 2, 5, 8)[i] and attention.map_size == (56 // 2**i, 56 // 2**i)
+            gate = attention.gate
+            assert (gate.embed_dims, gate.num_heads) == (attention.embed_dims, attention.num_heads)
+            assert attention.num_heads == (1, 2, 5, 8)[i] and gate.map_size == (56 // 2**i, 56 // 2**i)
             assert block.ffn.layers[0].out_channels == (8, 8, 4, 4)[i] * attention.embed_dims
             if kind == 'AgentPVT':
-                assert attention.grid**2 == attention.pretrain_grid**2 == (9, 16, 49, 49)[i]
+                assert gate.grid**2 == gate.pretrain_grid**2 == (9, 16, 49, 49)[i]
 
 
 CSWIN = {
@@ -94,10 +105,12 @@ def test_cswin(arch: str) -> None:
         for attention in (block.attn for block in stage):
             assert (attention.embed_dims, attention.num_heads) == (width * 2**i, heads[i])
             if i < 2:
-                assert isinstance(attention, AgentAttention) and attention.grid**2 == (9, 16)[i]
-                assert attention.map_size == (56 // 2**i, 56 // 2**i)
+                gate = attention.gate
+                assert (gate.embed_dims, gate.num_heads) == (width * 2**i, heads[i])
+                assert isinstance(gate, AgentGate) and gate.grid**2 == (9, 16)[i]
+                assert gate.map_size == (56 // 2**i, 56 // 2**i)
             else:
-                assert isinstance(attention, CrossWindowAttention) and attention.split == (7, None)[i - 2]
+                assert type(attention) is CrossWindowAttention and attention.split == (7, None)[i - 2]
     vanilla = structure('AgentCSwin', arch, agent_nums=(None,) * 4).stages
     assert [stage[0].attn.split for stage in vanilla] == [1, 2, 7, None]
 
@@ -119,13 +132,14 @@ OTHERS: list[tuple[dict[str, Any], list[int | None]]] = [  # agents of every blo
 def test_defaults_give_way(config: dict[str, Any], agents: list[int | None]) -> None:
     """To a stage's own type and to other numbers of stages and of blocks."""
     model = MODELS.build(dict(config, type=f'mmgate.{config["type"]}'))
-    found = [module.attn for module in model.modules() if hasattr(module, 'attn')]
-    assert [attn.grid**2 if isinstance(attn, AgentAttention) else None for attn in found] == agents
+    attentions = [module.attn for module in model.modules() if hasattr(module, 'attn')]
+    found = [gate_of(attn) for attn in attentions if type(attn) is not nn.MultiheadAttention]  # PVT's is inside
+    assert [gate.grid**2 if isinstance(gate, AgentGate) else None for gate in found] == agents
 
 
 def test_strides_make_the_maps() -> None:
     model = MODELS.build(dict(type='mmgate.SAGASwin', depths=(1, 1, 1, 1), strides=(4, 2, 1, 2)))
-    assert [stage.blocks[0].attn.map_size[0] for stage in model.stages[:3]] == [56, 28, 28]
+    assert [stage.blocks[0].attn.gate.map_size[0] for stage in model.stages[:3]] == [56, 28, 28]
 
 
 PARAMETERS = [  # millions at the papers' rounding; SAGA Swin-T comes to 32.6, the paper prints 32

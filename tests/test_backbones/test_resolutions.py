@@ -13,6 +13,7 @@ from mmengine.registry import MODELS
 from mmengine.runner import load_checkpoint
 from published import agent_swin, pooled_logits, random_swin
 from published_cswin import SMALL, published_cswin, random_cswin
+from test_backbones import names_of_0_1
 from test_classification import vit
 from torch import nn
 
@@ -32,16 +33,18 @@ BACKBONES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize('way', ['init_cfg', 'classifier'])
+@pytest.mark.parametrize('way', ['init_cfg', 'init_cfg of 0.1', 'classifier', 'classifier of 0.1'])
 @pytest.mark.parametrize('name', BACKBONES)
 def test_loading_resizes_as_a_forward_pass_does(name: str, way: str, tmp_path: Path) -> None:
     """What is loaded into the larger model computes what the smaller one does on larger images."""
     small = filled(MODELS.build(dict(BACKBONES[name], pretrain_img_size=64)), 0.1).eval()
     checkpoint = str(tmp_path / 'small.pth')
-    prefix = '' if way == 'init_cfg' else 'backbone.'
-    torch.save({'state_dict': {f'{prefix}{key}': value for key, value in small.state_dict().items()}}, checkpoint)
+    starts = way.startswith('init_cfg')
+    prefix = '' if starts else 'backbone.'
+    state = names_of_0_1(small.state_dict()) if way.endswith('0.1') else small.state_dict()
+    torch.save({'state_dict': {f'{prefix}{key}': value for key, value in state.items()}}, checkpoint)
     large = dict(BACKBONES[name], pretrain_img_size=96)
-    if way == 'init_cfg':
+    if starts:
         model = MODELS.build(dict(large, init_cfg=dict(type='Pretrained', checkpoint=checkpoint)))
         model.init_weights()
     else:

@@ -17,7 +17,7 @@ from mmengine.hub import get_config
 from torch import Tensor
 
 from mmgate._environment import available
-from mmgate.benchmarks import measure, ops, training
+from mmgate.benchmarks import measure, ops
 from mmgate.benchmarks.training import benchmark_training, random_batch
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import plug_attention

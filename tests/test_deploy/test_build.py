@@ -11,8 +11,10 @@ from conftest import one_graph
 from exported import FAMILIES, SIZE, batches, build
 from mmengine.registry import MODELS
 
+from mmgate import gates_disabled
 from mmgate.deploy.build import build_network
 from mmgate.deploy.compare import compare
+from mmgate.layers.base.gate import gate_parameters
 
 QUICK = ('plug-deformable-detr', 'plug-mask2former', 'agent-retinanet', 'agent-mask-rcnn')
 SIZES = ((96, 128), (160, 96))
@@ -40,6 +42,17 @@ def test_equals_its_host(name: str, folder: Path) -> None:
     assert found.images == len(tried) + ('sizes' in net.inputs)
     most = {'corners': 1e-2, 'scores': 1e-4, 'shares of pixels': 1e-4}
     assert not found.missing and all(found.largest[name] < most[name] for name in most), str(found)
+
+
+def test_gates_that_are_off_are_left_out(folder: Path) -> None:
+    name = 'plug-deformable-detr'
+    model = build(name)
+    batch = batches(name, folder)[:1]
+    with gates_disabled(model):
+        net = build_network(model)
+        found = compare(model, build_network(model), lambda *inputs: tuple(net(*inputs)), batch)
+    assert not list(gate_parameters(net)) and list(gate_parameters(model))
+    assert found.detections and found.tolerated(), str(found)
 
 
 @pytest.mark.parametrize(

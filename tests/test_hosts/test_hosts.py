@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
+import cv2
+import numpy as np
 import pytest
 import torch
 import zoo
 from conftest import ROOT
+from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmengine.registry import MODELS
+from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
 
 import mmgate.registry
 from mmgate import swap_attention
+from mmgate.analysis.figures.gates import draw_gates
+from mmgate.analysis.figures.maps import draw_maps
+from mmgate.analysis.probes.gates import gate_statistics
 from mmgate.analysis.probes.recording import record
+from mmgate.analysis.probes.relevance import head_maps
+from mmgate.analysis.report.flops import count_model
 from mmgate.layers.base.gate import gate_parameters
 
 SIDE = 64
@@ -54,8 +65,15 @@ def test_training_step(name: str) -> None:
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-def test_the_guide_for_contributors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CONTRIBUTING.md's examples, followed literally: both layers, and the rules that name them."""
+def macs(model: nn.Module, x: Tensor) -> int:
+    return count_model(copy.deepcopy(model), x).macs  # which freezes what it counts
+
+
+def test_the_guide_for_contributors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CONTRIBUTING.md's examples, followed literally: both layers, and the rules that name them.
+
+    They train, are counted, and drawn where there is something to read.
+    """
     guide = (ROOT / 'CONTRIBUTING.md').read_text()
     layers = [part.split('```')[0] for part in guide.split('```python\n')[1:]]
     rules = [eval(part.split('`')[0]) for part in guide.split('`attention=')[1:]]
@@ -65,18 +83,37 @@ def test_the_guide_for_contributors(monkeypatch: pytest.MonkeyPatch) -> None:
     over_map, dense = rules
     swin = dict(type='mmgate.Gated', host='mmdet.SwinTransformer', depths=(2, 2, 2, 2))
     model = MODELS.build(dict(swin, attention=dict(over_map, path=over_map['path'].replace('backbone.', ''))))
-    assert type(model.stages[0].blocks[1].attn).__name__ == 'MeanAttention'
-    assert all(map_.isfinite().all() for map_ in model(torch.randn(1, 3, 64, 64)))
+    attn = model.stages[0].blocks[1].attn
+    assert isinstance(attn, ShiftWindowMSA) and type(attn.gate).__name__ == 'MeanGate'
+    image = torch.randn(1, 3, 64, 64)
+    assert all(map_.isfinite().all() for map_ in model(image))
+    vanilla = MODELS.build(dict(type='mmdet.SwinTransformer', depths=(2, 2, 2, 2)))
+    assert 0 < macs(model, image) < macs(vanilla, image)
     encoder = nn.ModuleDict(dict(encoder=nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 16), 2)))
-    x = torch.randn(5, 2, 16)
+    x = torch.randn(6, 2, 16)
     encoder.eval()
     expected = encoder['encoder'](x)
+    counted = macs(encoder['encoder'], x)
     assert len(swap_attention(encoder, dense)) == 2
     torch.testing.assert_close(encoder['encoder'](x), expected)
+    assert macs(encoder['encoder'], x) == counted + 2 * (6 * 2) * 16 * 4  # layers, tokens, channels, heads
     gates = dict(gate_parameters(encoder))
-    assert {name.split('self_attn.')[1] for name in gates} == {'gate_proj.weight', 'gate_proj.bias'}
+    assert {name.split('self_attn.')[1] for name in gates} == {'gate.gate_proj.weight', 'gate.gate_proj.bias'}
     encoder['encoder'](x).square().sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in gates.values())
     with record(encoder, ('gate', 'attention')) as recording:
         encoder['encoder'](x)
-    assert recording['encoder.layers.0.self_attn']['gate'].tensors[0].shape == (2, 4, 5, 1)
+    assert recording['encoder.layers.0.self_attn']['gate'].tensors[0].shape == (2, 4, 6, 1)
+
+    cv2.imwrite(str(tmp_path / 'image.png'), np.full((4, 6, 3), 128, np.uint8))
+    seen = dict(img_path=str(tmp_path / 'image.png'), img_shape=(4, 6), ori_shape=(4, 6), batch_input_shape=(4, 6))
+    encoder.test_step = lambda batch: [encoder['encoder'](batch), BaseDataElement(metainfo=seen)][1:]
+    statistics = gate_statistics(encoder, [x])
+    assert [gate.path for gate in statistics] == [f'encoder.layers.{i}.self_attn' for i in (0, 1)]
+    path, maps, sample = head_maps(encoder, x[:, :1])  # one image
+    assert path == 'encoder.layers.1.self_attn' and maps.shape == (4, 2, 3)
+    pictures = [
+        draw_gates([('guide', statistics)], tmp_path / 'gates.png'),
+        draw_maps(sample, [('head 0', maps[0])], tmp_path / 'map.png', columns=2, label='attention'),
+    ]
+    assert all(picture.stat().st_size > 5_000 for picture in pictures)

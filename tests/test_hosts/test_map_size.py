@@ -13,7 +13,7 @@ from mmengine.registry import MODELS
 from test_adapters import PRETRAIN, SVT, SWIN
 from torch import nn
 
-from mmgate import swap_attention
+from mmgate import restore_attention, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts.table import gate_of_type, registered_gates
 from mmgate.layers import SoftmaxAttention
@@ -155,3 +155,32 @@ def test_one_size_for_stages_of_other_maps_is_said(path: str, warns: bool, monke
 def test_no_size_is_one_for_all_stages() -> None:
     model = MODELS.build(PVT)
     assert len(swap_attention(model, dict(type='FocusedLinearAttention', path='**', map_size=None))) == 4
+
+
+@needs_mmpretrain
+@pytest.mark.parametrize('window', [None, 4], ids=['whole map', 'windows'])
+def test_images_of_another_shape_have_their_own_map(window: int | None) -> None:
+    """4 x 16 patches are as many as the 8 x 8 of pre-training, and 7 x 14 are no square."""
+    arch = dict(embed_dims=16, num_layers=1, num_heads=2, feedforward_channels=16)
+    sizes = dict(arch=arch, img_size=(128, 128), patch_size=16, out_type='featmap', with_cls_token=window is None)
+    vit: Any = MODELS.build(dict(VIT, **sizes))
+    swap_attention(vit, dict(type='AgentAttention', path='layers.*.attn', agent_num=4, window=window))
+    attention = vit.layers[0].attn
+    seen: list[tuple[int, int]] = []
+    attention.gate.mix = lambda x, q, k, v, hw_shape: seen.append(hw_shape) or v
+    for size in ((64, 256), (112, 224), (128, 128)):
+        vit(torch.randn(1, 3, *size))
+    assert seen == [(4, 16), (7, 14), (8, 8)]
+    del attention.gate.mix
+    restore_attention(vit)
+    assert not vit.patch_embed._forward_hooks
+
+
+@needs_mmpretrain
+def test_a_backbone_that_forgets_its_image_size_may_have_its_class_token() -> None:
+    """T2T-ViT knows its patches' map at 64 pixels, but the pass that looks for the token is one of 224."""
+    sizes = dict(embed_dims=16, num_layers=1, t2t_cfg=dict(token_dims=8, use_performer=False))
+    t2t: Any = MODELS.build(
+        dict(type='mmpretrain.T2T_ViT', img_size=64, layer_cfgs=dict(num_heads=2, feedforward_channels=16), **sizes)
+    )
+    assert swap_attention(t2t, dict(type='SoftmaxAttention', path='encoder.*.attn')) == ['encoder.0.attn']

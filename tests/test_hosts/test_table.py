@@ -276,7 +276,7 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
             continue
         gated = anatomy(model)
         left_out = {f'{name}|class' for name, _ in gated_modules(model)}
-        for name, part in gated_modules(model):
+        for _, part in gated_modules(model):
             left_out |= {left.rpartition('.')[2] for left in part.leaves_out}
         lost = [place for place, one in before.items() if place not in gated or gated[place] is not one]
         assert not [place for place in lost if left_out.isdisjoint((place, *re.split(r'[.|]', place)))]

@@ -107,7 +107,8 @@ def test_identity_start_is_torchs_attention(kind: type, options: dict, mask: str
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     assert gated(*x, **MASKS[mask])[1] is None
     actual[0].square().sum().backward()
-    assert any(p.grad.abs().max() > 0 for name, p in gated.named_parameters() if name.startswith(('gate.gml', 'gate.gate_w')))
+    made_of = [p for name, p in gated.named_parameters() if name.startswith(('gate.gml', 'gate.gate_w'))]
+    assert any(parameter.grad.abs().max() > 0 for parameter in made_of)
 
 
 @pytest.mark.parametrize('mask', MASKS)

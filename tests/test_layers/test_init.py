@@ -13,7 +13,8 @@ import torch
 from mmcv.ops import MultiScaleDeformableAttention
 from torch import Tensor, nn
 
-from mmgate import restore_attention, swap_attention
+from mmgate import gates_disabled, restore_attention, swap_attention
+from mmgate.errors import ConfigError
 from mmgate.layers import PLuGMultiheadAttention
 from mmgate.layers.gml import VARIANTS, GatingModulation
 from mmgate.registry import MODELS
@@ -191,6 +192,12 @@ def test_a_gated_model_copies_and_pickles() -> None:
         other.init_weights()
         assert torch.count_nonzero(other.layers[0].gate.gate_weight) == 0
         assert not torch.equal(other.layers[0].in_proj_weight, before), "the host's start is not the copy's"
+
+
+def test_a_gate_that_is_off_is_not_put_there_twice() -> None:
+    model = gated('detr', (dense, SDPA))
+    with gates_disabled(model), pytest.raises(ConfigError, match='layers.0 is gated already, by a SDPAGate'):
+        swap_attention(model, dict(path='layers.0', **SDPA))
 
 
 @pytest.mark.parametrize('gate', ['DifferentialGatedMultiheadAttention', 'PLuGMultiheadAttention'])

@@ -96,7 +96,7 @@ def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int], power: float) ->
     elif isinstance(layer, SAGAAttention):
         gates = (part and heads(part(x).sigmoid()) for part in (gate.gate_k, gate.gate_v))
         out = gated_linear_attention_reference(heads(q), heads(k), heads(v), *gates)
-        out = out if layer.scale_by_tokens else out * v.shape[1] * (C // HEADS) ** 0.5
+        out = out if gate.scale_by_tokens else out * v.shape[1] * (C // HEADS) ** 0.5
     elif isinstance(layer, InLineAttention):
         out = ops.inline_attention_reference(heads(q), heads(k), heads(v))
         weights = gate.local(x.mean(1)[..., None]).view(len(x), C, 9, 1)

@@ -1,11 +1,12 @@
-"""Agent attention against the published one, its options, and what SAGA needs in half precision."""
+"""Agent attention against the published one, options, older checkpoints, and what SAGA needs in half precision."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_same, half_on_cpu, values_and_gradients
+from conftest import assert_same, filled, half_on_cpu, values_and_gradients
+from families import HEADS, MAP, C
 from published import agent_attention as published_agent_attention
 from torch import nn
 
@@ -68,20 +69,20 @@ def test_wrong_maps_and_heads() -> None:
 def test_saga_as_printed() -> None:
     """Eq. 9 and 10, token by token and without a factor: ``[Q ((K * A)^T (V * B)) + DWC(V)] * G``."""
     layer = SAGAAttention(12, 3, map_size=(3, 5), scale_by_tokens=False).double()
-    nn.init.normal_(layer.position_encoding)
+    nn.init.normal_(layer.gate.position_encoding)
     x = torch.randn(2, 15, 12, dtype=torch.float64, requires_grad=True)
 
     def printed(x: torch.Tensor) -> torch.Tensor:
         q, k, v = layer.qkv(x).chunk(3, -1)
-        gated_k = (k + layer.position_encoding) * layer.gate_k(x).sigmoid()
-        gated_v = v * layer.gate_v(x).sigmoid()
+        gated_k = (k + layer.gate.position_encoding) * layer.gate.gate_k(x).sigmoid()
+        gated_v = v * layer.gate.gate_v(x).sigmoid()
         out = torch.zeros_like(q)
         for head in (slice(0, 4), slice(4, 8), slice(8, 12)):
             out[..., head] = sum(
                 torch.einsum('bnc,bc,bd->bnd', q[..., head], gated_k[:, j, head], gated_v[:, j, head])
                 for j in range(15)
             )
-        return layer.proj((out + layer.convolve(v, (3, 5))) * layer.gate_out(x))
+        return layer.proj((out + layer.gate.convolve(v, (3, 5))) * layer.gate.gate_out(x))
 
     def computed(x: torch.Tensor) -> torch.Tensor:
         return layer(x, (3, 5))
@@ -131,3 +132,31 @@ def test_a_scale_that_is_not_the_default() -> None:
         else:
             heads = (q @ k.mT * factor).softmax(-1) @ v
         torch.testing.assert_close(layer(x, (3, 5)), layer.proj(heads.transpose(1, 2).flatten(2)))
+
+
+OTHER_NAMES = {
+    'mmgate 0.1': ('qkv.', 'proj.'),
+    'PVT': ('attn.in_proj_', 'attn.out_proj.'),
+    'Swin': ('w_msa.qkv.', 'w_msa.proj.'),
+}
+LEFT = (
+    'w_msa.relative_position_bias_table',
+    'w_msa.relative_position_index',
+    'sr.weight',
+    'norm.bias',
+    'lepe.0.weight',
+)
+
+
+@pytest.mark.parametrize('host', OTHER_NAMES)
+@pytest.mark.parametrize('name', [name for name in MAP if name != 'cross_window'])
+def test_loads_gates_that_lay_beside_projections_of_any_host(name: str, host: str) -> None:
+    """And drops what the hosts have besides; a gate that was loaded is not drawn anew."""
+    kind, options = MAP[name]
+    saved = filled(kind(C, HEADS, **options), 0.5).state_dict()
+    qkv, proj = OTHER_NAMES[host]
+    names = {key: key.removeprefix('gate.').replace('qkv.', qkv).replace('proj.', proj) for key in saved}
+    layer = kind(C, HEADS, **options)
+    layer.load_state_dict({names[key]: value for key, value in saved.items()} | {key: torch.ones(1) for key in LEFT})
+    layer.init_weights()
+    assert all(torch.equal(value, saved[key]) for key, value in layer.state_dict().items())

@@ -61,9 +61,7 @@ def test_identity_start_is_exact_and_trains(options: dict) -> None:
     expected = vanilla(**call)
     torch.testing.assert_close(gated(**call), expected, rtol=0, atol=1e-6)
 
-    before = {
-        name: p.detach().clone() for name, p in gated.named_parameters() if name.startswith('gate.')
-    }
+    before = {name: p.detach().clone() for name, p in gated.named_parameters() if name.startswith('gate.')}
     optimizer = torch.optim.SGD(gated.parameters(), lr=0.1)
     for _ in range(2):  # one step moves one factor of a product, from then on the other moves too
         optimizer.zero_grad()
@@ -190,6 +188,14 @@ def test_a_host_of_any_width_and_a_gate_that_was_loaded() -> None:
         layer.load_state_dict(dict(layer.state_dict(), **{'gate.gml.bias': torch.tensor([5.0, 6.0])}))
         layer.init_weights()
         assert layer.gate.gml.bias.tolist() == [5.0, 6.0]
+
+
+def test_a_checkpoint_of_mmgate_0_1_loads() -> None:
+    """Its gate lay beside the projections."""
+    saved = filled(PLuGMultiScaleDeformableAttention(**SIZES), 0.5).state_dict()
+    ours = PLuGMultiScaleDeformableAttention(**SIZES)
+    ours.load_state_dict({key.removeprefix('gate.'): value for key, value in saved.items()})
+    assert all(torch.equal(value, saved[key]) for key, value in ours.state_dict().items())
 
 
 def test_the_name_means_ours_in_a_rule_and_mmcvs_elsewhere() -> None:

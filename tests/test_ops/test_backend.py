@@ -184,7 +184,9 @@ def sampler() -> list[Tensor]:
 def test_traced_models_take_the_calibrated_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """By one graph, as the answer is a constant there."""
     package = choice.sys.modules['mmgate.ops.ms_deform_attn']
-    tripled = Backend('tripled', lambda value: None, lambda *x: 3 * choice.find('', package.BACKENDS, 'torch').run(*x), in_order=False)
+    tripled = Backend(
+        'tripled', lambda value: None, lambda *x: 3 * choice.find('', package.BACKENDS, 'torch').run(*x), in_order=False
+    )
     monkeypatch.setattr(package, 'BACKENDS', (*package.BACKENDS, tripled))
     monkeypatch.setitem(choice.OPERATORS, 'ms_deform_attn', package.BACKENDS)
     choice.write('ms_deform_attn', CPU, {'torch.float32 small': 'tripled'})

@@ -144,7 +144,11 @@ def test_no_points_and_no_channels(backend: str) -> None:
 # name: (inputs in the place of the usual ones, options, message)
 BAD: dict[str, tuple[dict[int, Tensor], dict[str, str], str]] = {
     'unknown_backend': ({}, dict(backend='cuda'), 'choose one of auto, mmcv, native, cpu, grid_sample'),
-    'impossible_backend': ({}, dict(backend='mmcv'), 'value is on cpu. Usable here: (native, )?cpu, grid_sample, torch'),
+    'impossible_backend': (
+        {},
+        dict(backend='mmcv'),
+        'value is on cpu. Usable here: (native, )?cpu, grid_sample, torch',
+    ),
     'position': ({}, dict(position='pre'), 'choose one of pre_softmax, post_softmax'),
     'areas': ({1: torch.tensor([(4, 6), (2, 2)])}, {}, 'value has 30 tokens, but .* hold 28'),
     'levels': ({1: torch.tensor([(5, 6)])}, {}, r'spatial_shapes must be \(L, 2\) with L = 2'),

@@ -220,9 +220,17 @@ def test_auto_takes_it_first_and_says_why_it_cannot(monkeypatch: pytest.MonkeyPa
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match=r"takes float32, float64, bfloat16 and float16, got torch.float8"):
+    with pytest.raises(ValueError, match=r'takes float32, float64, bfloat16 and float16, got torch.float8'):
         run('native')(*make()[:4], make()[4].to(torch.float8_e4m3fn), None, None)
     huge = torch.zeros(1).expand(1, 2**30, 1, 1)
     one = torch.zeros(1, 1, 1, 1, 1)
     with pytest.raises(ValueError, match=r'up to 2\^30 tokens an image, got 1073741824'):
-        run('native')(huge, torch.tensor([(2**15, 2**15)]), torch.tensor([0]), one[..., None].expand(*one.shape, 2), one, None, None)
+        run('native')(
+            huge,
+            torch.tensor([(2**15, 2**15)]),
+            torch.tensor([0]),
+            one[..., None].expand(*one.shape, 2),
+            one,
+            None,
+            None,
+        )

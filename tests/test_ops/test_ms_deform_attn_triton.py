@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from conftest import DEVICES, assert_same, one_graph
 from samplings import CASES, REAL, TINY, agree, make, results, run
 from torch import Tensor
 
-from mmgate.ops.ms_deform_attn import blocks
+from mmgate.ops.ms_deform_attn import blocks, grid_sample, mmcv
 from mmgate.ops.ms_deform_attn import triton as fused
 
 pytest.importorskip('triton', minversion='3.2')
@@ -112,6 +113,16 @@ def test_compiles_without_a_graph_break(device: str) -> None:
     backend = 'aot_eager' if device == 'cpu' else 'inductor'
     compiled = torch.compile(run('triton'), fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(*inputs), run('triton')(*inputs))
+
+
+def test_what_is_not_deterministic_on_cuda_is_refused_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mmcv's operator adds up in no fixed order, and grid_sample raises in its backward pass."""
+    on_cuda = SimpleNamespace(device=torch.device('cuda'), dtype=torch.float32, is_cuda=True)
+    assert grid_sample.why_not(on_cuda) is None
+    monkeypatch.setattr(torch, 'are_deterministic_algorithms_enabled', lambda: True)
+    for backend in (mmcv, grid_sample):
+        assert 'use_deterministic_algorithms is on' in backend.why_not(on_cuda)
+    assert grid_sample.why_not(torch.zeros(1)) is None
 
 
 def test_refused_under_deterministic_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_chunks_are_the_whole(
     changed: dict[str, Any], learnt: bool, residual: bool, position: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs and all gradients, those of a learnt bias and of the gate's scalars as well."""
-    monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     gate = GatingModulation(activation='tanh', init='paper').double()
     tensors = make(torch.float64, **changed)
     differentiable = range(len(tensors) if learnt else 5)
@@ -70,7 +70,7 @@ class Host(nn.Module):
 @pytest.mark.parametrize('learnt', [False, True], ids=['fixed', 'learnt'])
 def test_chunks_formed_anew_have_the_same_gate(learnt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a gate that is frozen in part, exchanged for the call, and in part a plain attribute as FSDP leaves it."""
-    monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     gate, tensors = GatingModulation('mlp', init='paper').double(), make(torch.float64, bias=(5, 6))
     tensors['bias'].requires_grad_(learnt)
     given = {f'gate.{name}': torch.randn_like(x).requires_grad_() for name, x in gate.named_parameters()}
@@ -90,7 +90,7 @@ def test_chunks_formed_anew_have_the_same_gate(learnt: bool, monkeypatch: pytest
 
 def test_chunks_run_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """On 'meta', where models are counted, and which autocast does not know."""
-    monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     tensors = {name: x.to('meta').requires_grad_() for name, x in make().items()}
     output = plug_attention(**tensors, modulation=GatingModulation().to('meta'), backend='chunked')
     output.sum().backward()
@@ -100,7 +100,7 @@ def test_chunks_run_without_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_chunks_formed_anew_drop_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The output is linear in the values, and its gradient says so."""
-    monkeypatch.setattr(chunked, 'CHUNK', 2 * 2 * 4 * 6)
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 2 * 2 * 4 * 6)
     tensors = make(torch.float64)
     value = tensors['value'].requires_grad_()
     output = plug_attention(**tensors, modulation=torch.tanh, dropout=0.5, backend='chunked')
@@ -116,7 +116,7 @@ def test_small_gates_count_in_16_bits(
     chunk: int, autocast: bool, position: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16 1 + G is 1 for all G below 0.0039."""
-    monkeypatch.setattr(chunked, 'CHUNK', chunk)
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: chunk)
     query, key = (torch.randn(1, 1, 8, 16) * 8).bfloat16(), torch.randn(1, 1, 8, 16).bfloat16()
     value, gate_key = torch.eye(8, 16).bfloat16()[None, None], torch.ones(1, 1, 8, 4).bfloat16()
     small = torch.tensor(0.0035 / 2).bfloat16()
@@ -135,12 +135,17 @@ def test_small_gates_count_in_16_bits(
     torch.testing.assert_close(weights(small).double(), exact, rtol=2**-6, atol=1e-3)
 
 
+def test_a_gpu_gets_larger_chunks() -> None:
+    """At 4,096 tokens, 8 heads and 2 images a CPU's would be 128 of some 20 launches each."""
+    assert chunked.chunk_on(torch.device('cuda')) == 32 * chunked.chunk_on(torch.device('cpu'))
+
+
 @half_on_cpu
 @every_position
 @pytest.mark.parametrize('chunk', [1 << 21, 8], ids=['whole', 'chunks'])
 def test_products_beyond_half_precision(chunk: int, position: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 channels of 35 and 36 have the logit 10,080 and, before it is scaled, the product 80,640."""
-    monkeypatch.setattr(chunked, 'CHUNK', chunk)
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: chunk)
     query, key = torch.full((1, 1, 4, 64), 35.0), torch.full((1, 1, 4, 64), 36.0)
     query[:, :, 1::2] *= -1
     tensors = [x.half() for x in (query, key, torch.randn(1, 1, 4, 64), query, key)]

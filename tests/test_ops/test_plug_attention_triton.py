@@ -144,7 +144,7 @@ def test_blocks_as_on_a_gpu(case: str, dtype: torch.dtype, arch: int, monkeypatc
 @pytest.mark.parametrize('backend', ['chunked', 'triton'])
 def test_gradients_of_one_hot_rows_in_16_bits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Are off by the rounding of the output, by which delta is formed, as in other fused attentions."""
-    monkeypatch.setattr(chunked, 'CHUNK', 1 << 10)
+    monkeypatch.setattr(chunked, 'chunk_on', lambda device: 1 << 10)
     tensors, _, gml = make('cpu', dtype=torch.bfloat16)
     tensors[0] = 8 * tensors[0]
     expected = results('torch', [x.double() for x in tensors], None, gml.double())

@@ -12,16 +12,20 @@ from typing import Any
 import pytest
 import torch
 from conftest import tool
+from mmcv.cnn.bricks.transformer import MultiheadAttention
+from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention as Fused
 from mmengine.config import Config
 from mmengine.hub import get_config
+from torch import nn
 
-import mmgate  # noqa: F401
+import mmgate
 from mmgate.analysis.report.structure import Attention, build_structure, list_attention
 from mmgate.errors import ConfigError
 from mmgate.train.config_file import read_config
 
 DENSE = {'PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention', 'DifferentialGatedMultiheadAttention'}
 MAP = {'AgentAttention', 'SAGAAttention'}
+PLUG = 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py'
 
 
 def attention(config: str) -> dict[str, Attention]:
@@ -74,6 +78,32 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert 'num_levels=4' in rows['encoder.layers.0.self_attn']
     assert 'PLuGMultiheadAttention, SDPAGatedMultiheadAttention' in rows['decoder.layers.0.self_attn']
     assert rows['decoder.layers.0.self_attn.attn'].endswith('  use decoder.layers.0.self_attn')
+
+
+def test_a_gated_module_is_named_by_its_host_and_its_gate(capsys: pytest.CaptureFixture[str]) -> None:
+    tool('list_attention').main([f'mmgate::{PLUG}'])
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()}
+    for path in ('encoder.layers.0.self_attn', 'decoder.layers.1.cross_attn'):
+        kind, *sizes, gated, by, gate = rows[path]
+        assert kind == 'MultiScaleDeformableAttention' and 'num_levels=4' in ' '.join(sizes)
+        assert (gated, by, gate) == ('gated', 'by', 'PLuGDeformableGate')
+    assert not any(path.endswith('.gate') for path in rows)
+
+
+def test_a_gate_in_the_child_of_a_host() -> None:
+    model = nn.ModuleDict(dict(a=MultiheadAttention(8, 2), b=MultiheadAttention(8, 2), c=Fused(8, 8, 8, 2)))
+    mmgate.swap_attention(model, dict(path=['a', 'c'], type='PLuGMultiheadAttention'))
+    rows = {row.path: row for row in list_attention(model)}
+    assert {path: (row.kind, row.gate) for path, row in rows.items()} == {
+        'a': ('MultiheadAttention', None),
+        'a.attn': ('MultiheadAttention', 'PLuGGate'),
+        'b': ('MultiheadAttention', None),
+        'b.attn': ('MultiheadAttention', None),
+        'c': ('BiMultiHeadAttention', 'PLuGGate'),
+    }
+    assert [rows[path].gates for path in ('a', 'a.attn', 'c')] == [()] * 3 and rows['b'].gates
+    with pytest.raises(ConfigError, match=r'a\.attn: torch\.\S+\.MultiheadAttention, gated by PLuGGate'):
+        mmgate.swap_attention(model, dict(path='d', type='PLuGMultiheadAttention'))
 
 
 # What keeps a config of the zoos from being read: what is not installed where the tests run, ...

@@ -23,6 +23,7 @@ from mmgate.analysis.figures.maps import seen_part
 from mmgate.analysis.loading import UNTRAINED, class_names, load_models, parser, picture_names
 from mmgate.benchmarks import backbones
 from mmgate.benchmarks.measure import MODES
+from mmgate.layers import SDPAGate
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
 
@@ -208,7 +209,7 @@ def test_efficiency_of_what_rules_gate(configs: dict[str, str], tmp_path: Path) 
         f"_base_ = {configs['pvt']!r}\nmodel = dict(type='mmgate.Gated', host='mmdet.MaskRCNN', attention={rule!r})"
     )
     built = tool('plot_efficiency').backbone(read_config(str(tmp_path / 'gated.py')))
-    assert any(type(module).__name__.startswith('SDPAGated') for module in built.modules())
+    assert any(isinstance(module, SDPAGate) for module in built.modules())
 
 
 def test_points_on_a_photograph(configs: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

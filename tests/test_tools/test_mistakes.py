@@ -81,7 +81,8 @@ MISTAKES = {
         goes_on=True,
     ),
     'backend': Mistake(
-        r"encoder\.layers\.0\.self_attn: ms_deform_attn: backend 'triton' cannot run here: it is for CUDA tensors",
+        r'encoder\.layers\.0\.self_attn\.gate: '
+        "ms_deform_attn: backend 'triton' cannot run here: it is for CUDA tensors",
         "model = dict(attention=dict(backend='triton'))",
     ),
 }

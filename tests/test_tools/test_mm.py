@@ -111,9 +111,9 @@ def test_the_inferencers_take_the_path_of_a_config(tmp_path: Path, path: str) ->
 @pytest.mark.parametrize(
     'path, kind, gate',
     [
-        (DETECTOR, 'DeformableDETR', 'PLuGMultiScaleDeformableAttention'),
-        (SEGMENTOR, 'EncoderDecoder', 'PLuGMultiheadAttention'),
-        ('mmgate::agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py', 'MaskRCNN', 'AgentAttention'),
+        (DETECTOR, 'DeformableDETR', 'PLuGDeformableGate'),
+        (SEGMENTOR, 'EncoderDecoder', 'PLuGGate'),
+        ('mmgate::agent/mask_rcnn/agent-mask-rcnn_pvt-demo_1xb8-8e_shapes.py', 'MaskRCNN', 'AgentGate'),
     ],
     ids=['detector', 'segmentor', 'backbone'],
 )

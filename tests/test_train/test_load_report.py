@@ -76,9 +76,9 @@ def gated(*paths: str) -> nn.Module:
 @pytest.mark.parametrize(
     'trained, loaded, level, said',
     [
-        ((), ('first', 'second'), 'INFO', 'not loaded: first.gate_q_proj.weight'),
+        ((), ('first', 'second'), 'INFO', 'not loaded: first.gate.gate_q_proj.weight'),
         (('first',), ('first',), 'INFO', '14 of 14 keys'),
-        (('first', 'second'), ('first',), 'WARNING', r'their 6 tensors are left out: second.gate_q_proj.weight'),
+        (('first', 'second'), ('first',), 'WARNING', r'their 6 tensors are left out: second.gate.gate_q_proj.weight'),
         (('first',), (), 'WARNING', 'holds gates for which ModuleDict has no place'),
     ],
     ids=['vanilla in gated', 'the same', 'gated in half-gated', 'gated in vanilla'],

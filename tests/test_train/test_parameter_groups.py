@@ -77,7 +77,7 @@ def test_what_gates_add_is_not_decayed(paramwise: dict[str, Any] | None) -> None
     spared = dict(undecayed_parameters(net))
     assert {name.rpartition('.')[2] for name in spared} >= {'an_bias', 'wa_bias', 'position_encoding'}
     assert {name for name in spared if 'gml' in name} == {n for n, _ in net.named_parameters() if '.gml.' in n}
-    assert [name for name in spared if 'dgsa' in name] == ['dgsa.attn.head_norm.weight']
+    assert [name for name in spared if 'dgsa' in name] == ['dgsa.attn.gate.head_norm.weight']
     assert not any(name.startswith('sdpa') for name in spared)
     for name, parameter in net.named_parameters():
         flat = (paramwise or {}).get('constructor') and parameter.ndim == 1
@@ -86,7 +86,7 @@ def test_what_gates_add_is_not_decayed(paramwise: dict[str, Any] | None) -> None
         assert len(group.get('param_names', group['params'])) == len(group['params'])
     rates = {id(p): group['lr'] for group in groups for p in group['params']}
     slow = (paramwise or {}).get('custom_keys')
-    assert rates[id(net['backbone'][0].an_bias)] == pytest.approx(1e-4 if slow else 1e-3)
+    assert rates[id(net['backbone'][0].gate.an_bias)] == pytest.approx(1e-4 if slow else 1e-3)
     for parameter in net.parameters():
         parameter.grad = torch.zeros_like(parameter)
     before = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
@@ -171,5 +171,5 @@ def test_together_with_the_decay_of_gates() -> None:
         cfg = dict(optimizer=adamw, paramwise_cfg=paramwise, constructor=constructor)
         optimizer = build_optim_wrapper(net, cfg).optimizer
         decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
-        assert [decay[id(p)] for p in gate.attn.gml.parameters()] == [0.0, 0.0] and decay[id(net[0].weight)] == 0.1
+        assert [decay[id(p)] for p in gate.attn.gate.gml.parameters()] == [0.0, 0.0] and decay[id(net[0].weight)] == 0.1
         assert (len(optimizer.param_groups) == 2) == (constructor == MERGED)

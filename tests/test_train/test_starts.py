@@ -96,7 +96,7 @@ VANILLA = "model = dict(_delete_=True, type='StartedNet')"
 CHANGES = {
     'another_gml': (
         rules("gml='single'"),
-        r'first.attn.gml.weight is \(2,\) in it and \(1,\) .* since: model.attention.0.gml: not set -> .single',
+        r'first.attn.gate.gml.weight is \(2,\) in it and \(1,\) .* since: model.attention.0.gml: not set -> .single',
     ),
     'of_the_second': (rules('', "gml='mlp'"), r"it has no second.*since: model.attention.1.gml: not set -> 'mlp'"),
     'fewer_gates': (rules('', None), r'it has second.attn.gate.*no such gate.*model.attention.1: {.*} -> not set'),

@@ -16,9 +16,10 @@ from torch import nn
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
 from hub_models import DEFORMABLE, DENSE, build, feed, largest_difference, moved, outputs
-from mmgate.hosts.hosted import Shell
 
 import mmgate
+from mmgate.layers.base.gate import Gate
+from mmgate.layers.base.gated import GatedModule
 
 PLUG = dict(path='**', type='PLuGMultiScaleDeformableAttention')
 DENSE_GATES: dict[str, dict[str, Any]] = {
@@ -157,7 +158,7 @@ def test_copies_and_pickles(name: str, kind: str) -> None:
     file.seek(0)
     for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         assert largest_difference(expected, outputs(twin, fed)) == 0
-        assert isinstance(next(m for m in twin.modules() if isinstance(m, Shell)).gate, nn.Module)
+        assert isinstance(next(m for m in twin.modules() if isinstance(m, GatedModule)).gate, Gate)
 
 
 def test_recorders_of_attention_weights_go_on() -> None:

@@ -54,7 +54,7 @@ def test_gates_and_weights_of_dense_attention() -> None:
     with record(model, ('gate', 'attention')) as recording:
         after = outputs(model, fed)
     assert largest_difference(before, after) == 0
-    assert [*recording] == [f'model.encoder.layers.{i}.self_attn.gate' for i in range(2)]
+    assert [*recording] == [f'model.encoder.layers.{i}.self_attn' for i in range(2)]
     for found, expected in zip(recording.values(), weights, strict=True):
         torch.testing.assert_close(found['attention'].last, expected, rtol=1e-4, atol=1e-6)
         assert found['gate'].last.shape == (2, 1, 6, 6)

@@ -56,6 +56,9 @@ except ValueError as error:
 LAYERS = """
 import torch
 from mmgate import layers
+from mmgate.layers.base.deformable import DeformableGate
+from mmgate.layers.base.dense import DenseGate, GatedMultiheadAttention, make_gated
+from mmgate.layers.base.gate import Sizes
 x = torch.randn(2, 16, 32)
 shapes, start = torch.tensor([[4, 4], [2, 2]]), torch.tensor([0, 16])
 made = 0
@@ -65,11 +68,15 @@ for name in layers.__all__:
         module = kind(32, 4, 2, 2, batch_first=True, dropout=0.0)
         points = dict(reference_points=torch.rand(2, 16, 2, 2), spatial_shapes=shapes, level_start_index=start)
         y = module(x, value=torch.randn(2, 20, 32), query_pos=x, **points)
-    elif hasattr(kind, 'core'):
+    elif issubclass(kind, GatedMultiheadAttention):
         drop = dict(type='DropPath', drop_prob=0.5)
         y = kind(32, 4, batch_first=True, dropout_layer=drop)(x, query_pos=x)
-    elif issubclass(kind, torch.nn.MultiheadAttention):
-        y, _ = kind(32, 4, batch_first=True)(x, x, x)
+    elif issubclass(kind, DenseGate):
+        y, _ = make_gated(torch.nn.MultiheadAttention(32, 4, batch_first=True), kind)(x, x, x)
+    elif issubclass(kind, DeformableGate):
+        gate = kind(Sizes(32, 4, levels=2, points=2))
+        gate.reset_gate()
+        y = x * gate.modulate(x)['gate'].mean()
     elif name == 'GatingModulation':
         y = kind()(x)
     else:

@@ -1,4 +1,4 @@
-"""Measure whole training steps of a peer's config and of ours on random images: prints a table and writes a CSV."""
+"""Measure training steps of a peer's config and of ours on random images, print a table and write a CSV."""
 
 import argparse
 import sys

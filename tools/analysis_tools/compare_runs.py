@@ -20,7 +20,7 @@ from mmgate.analysis.loading import write_csv
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 
-METRICS = ('coco/bbox_mAP', 'coco/segm_mAP', 'mIoU', 'accuracy/top1')  # what is compared unless one is named
+METRICS = ('coco/bbox_mAP', 'coco/segm_mAP', 'mIoU', 'accuracy/top1')  # compared by default, the first that is there
 CONFIDENCE = 0.95
 NAN = float('nan')
 
@@ -30,11 +30,11 @@ class Run:
     """The log of one run.
 
     Attributes:
-        folder: Its work dir.
-        curves: By metric, ``(steps, values)`` of its validations.
-        seconds: Median seconds of a training step; NaN without one.
-        memory: Largest memory that mmengine logged, in MB, of GPU; NaN without one.
-        seed: Of its config, None if it says nothing.
+        folder: Work dir of the run.
+        curves: ``(steps, values)`` of its validations, by metric.
+        seconds: Median seconds of a training step; NaN without any.
+        memory: Largest GPU memory in MB that mmengine logged; NaN without any.
+        seed: Seed in its config, or None.
         gates: Mean and largest distance of its gates from the value at which they change nothing, in the last record
             of GateStatisticsHook; None without the hook.
     """
@@ -50,7 +50,7 @@ class Run:
         """Return the last value of a metric.
 
         Raises:
-            ConfigError: The run was never validated by it.
+            ConfigError: The run has no validation with it.
         """
         if metric not in self.curves:
             raise ConfigError(f'{self.folder} has no {metric}; it has {", ".join(self.curves) or "no validation"}.')
@@ -58,7 +58,7 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read the logs below a work dir; where it was resumed, a later log replaces the same step of an earlier one.
+    """Read the logs below a work dir; after a resume, a later log replaces the same steps of an earlier one.
 
     Raises:
         ConfigError: There is no log.
@@ -68,7 +68,8 @@ def read_run(folder: str | Path) -> Run:
     if not logs:
         raise ConfigError(f'{folder} is no work dir of a run: there is no */vis_data/scalars.json in it.')
     curves: dict[str, dict[int, float]] = {}
-    seconds, memory = [], []
+    seconds = []
+    memory = []
     gates: tuple[float, float] | None = None
     for log in logs:
         for line in log.read_text().splitlines():
@@ -92,14 +93,14 @@ def read_run(folder: str | Path) -> Run:
 
 
 def _moved(row: Mapping[str, float]) -> tuple[float, float] | None:
-    """Return the mean over layers of their gates' mean distance from rest, and the largest distance of any."""
+    """Return the mean over layers of the gates' mean distance from rest, and the largest distance."""
     means = [value for name, value in row.items() if name.startswith('gate') and name.endswith('/moved')]
     most = [value for name, value in row.items() if name.startswith('gate') and name.endswith('/moved_most')]
     return (float(np.mean(means)), max(most)) if means and most else None
 
 
 def _seed(config: Path) -> int | None:
-    """Return the seed in the config that mmengine wrote beside a log."""
+    """Return the seed in the config that mmengine has written into the folder of a log."""
     if not config.is_file():
         return None
     return (Config.fromfile(config, import_custom_modules=False).get('randomness') or {}).get('seed')
@@ -109,7 +110,7 @@ def choose_metric(runs: Sequence[Run], metric: str | None = None) -> str:
     """Return ``metric``, or the first of :data:`METRICS` that every run has.
 
     Raises:
-        ConfigError: There is none, or a run does not have the one asked for.
+        ConfigError: The runs share none, or a run does not have ``metric``.
     """
     shared = set.intersection(*(set(run.curves) for run in runs))
     if metric is None:
@@ -124,53 +125,56 @@ UNKNOWN = dict.fromkeys(('difference', 'standard_error', 'low', 'high', 'p'), NA
 
 
 def paired_difference(values: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
-    """Return the mean difference of ``values`` and ``baseline``, pairs of one seed each; what is not known is NaN.
+    """Return the mean difference of ``values`` and ``baseline``, which are pairs of one seed each.
 
     Returns:
-        ``difference``; of two pairs or more its ``standard_error``, the ends ``low`` and ``high`` of Student's 95 %
-        interval, and ``p`` of a two-sided paired t-test. Pairs that all differ alike, as rounded figures of few seeds
-        may, say nothing of the spread, so that they have no interval.
+        ``difference``; for two pairs or more its ``standard_error``, the ends ``low`` and ``high`` of Student's 95 %
+        interval, and ``p`` of a two-sided paired t-test. Pairs with equal differences, as rounded values of few seeds
+        may have, give no spread and no interval. An unknown value is NaN.
 
     Raises:
-        ValueError: The two are not of one length.
+        ValueError: The two differ in length.
     """
     if len(values) != len(baseline) or not values:
         raise ValueError(f'{len(values)} and {len(baseline)} values make no pairs; give each group the same seeds.')
     from scipy.stats import t
 
     differences = np.asarray(values, np.float64) - np.asarray(baseline, np.float64)
-    mean, count = float(differences.mean()), len(differences)
+    mean = float(differences.mean())
+    count = len(differences)
     if count == 1:
         return dict(UNKNOWN, difference=mean)
     error = float(differences.std(ddof=1) / count**0.5)
     if error < 1e-9 * np.abs(differences).max() or error == 0:  # 0.3 - 0.2 is not 0.2 - 0.1
         return dict(UNKNOWN, difference=mean, standard_error=0.0)
-    reach, p = error * float(t.ppf((1 + CONFIDENCE) / 2, count - 1)), float(2 * t.sf(abs(mean / error), count - 1))
+    reach = error * float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
+    p = float(2 * t.sf(abs(mean / error), count - 1))
     return dict(difference=mean, standard_error=error, low=mean - reach, high=mean + reach, p=p)
 
 
 def summary(
     groups: Mapping[str, Sequence[float]], baselines: Mapping[str, str] | None = None
 ) -> list[dict[str, float | str | int]]:
-    """Return a row a group: mean, spread, and the paired difference to another group where seeds are as many.
+    """Return a row for each group: mean, spread, and the paired difference to another group of as many seeds.
 
     Args:
-        groups: By name, a value for each seed, in one order of seeds.
-        baselines: By name, what a group is compared with (default: the first one).
+        groups: Values of each group, one for each seed, in the same order of seeds.
+        baselines: Name of the group that a group is compared with (default: the first one), by the group's name.
     """
     first = next(iter(groups))
     rows: list[dict[str, Any]] = []
     for name, values in groups.items():
         other = (baselines or {}).get(name, first)
         paired = name != other and len(values) == len(groups[other])
-        mean, spread = float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else NAN
+        mean = float(np.mean(values))
+        spread = float(np.std(values, ddof=1)) if len(values) > 1 else NAN
         row = dict(name=name, runs=len(values), mean=mean, std=spread, against=other if paired else '-')
         rows.append({**row, **(paired_difference(values, groups[other]) if paired else UNKNOWN)})
     return rows
 
 
 def gates_of(runs: Sequence[Run]) -> dict[str, float]:
-    """Return ``moved``, the mean over runs of how far gates are from rest, and ``moved_most``; nothing without any."""
+    """Return ``moved``, the mean over runs of the gates' distance from rest, and ``moved_most``, if any."""
     known = [run.gates for run in runs if run.gates is not None]
     if not known:
         return {}
@@ -179,7 +183,7 @@ def gates_of(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def as_table(rows: Sequence[dict[str, float | str | int]]) -> str:
-    """Return a Markdown table; what is not a number is a dash. Gates that moved have a column if a row knows of any."""
+    """Return a Markdown table, with a dash for NaN and a column of the gates' distances if a row has any."""
     keys = ['name', 'runs', 'mean', 'std', 'against', 'difference', 'interval', 'p']
     titles = ['', *keys[1:6], '95 % interval', 'p']
     if any('moved' in row for row in rows):
@@ -197,13 +201,13 @@ def as_table(rows: Sequence[dict[str, float | str | int]]) -> str:
 def draw_curves_of_runs(
     groups: dict[str, list[Run]], metric: str, out: Path, *, starts: Mapping[str, float] | None = None
 ) -> Path:
-    """Draw a metric over the steps, each run thin and the mean of a group thick, or by group; return the path.
+    """Draw a metric over the steps, with thin lines for runs and a thick one for their mean; return the path.
 
     Args:
-        groups: By name, the runs.
-        metric: Which.
-        out: Of the picture.
-        starts: By name, the values of checkpoints that runs went on from, each a dashed line.
+        groups: The runs of each group, by its name.
+        metric: Name of the metric.
+        out: Path of the picture.
+        starts: Values of the checkpoints that runs started from, by name; each is a dashed line.
     """
     validations = {tuple(run.curves[metric][0]) for runs in groups.values() for run in runs}
     once = all(len(steps) == 1 for steps in validations)
@@ -220,7 +224,7 @@ def draw_curves_of_runs(
 
 
 def _draw_final_values(axis: Any, groups: dict[str, list[Run]], metric: str) -> None:
-    """Draw runs that were validated once: over one step there is no curve."""
+    """Draw the values of runs with a single validation, which have no curve."""
     for number, runs in enumerate(groups.values()):
         colour = COLOURS[number % len(COLOURS)]
         values = [run.final(metric) for run in runs]
@@ -282,7 +286,7 @@ def main(argv: list[str]) -> None:
 
 
 def unpaired(groups: dict[str, list[Run]]) -> Iterator[str]:
-    """Yield why the runs of a group are no pairs with those of the first."""
+    """Yield the reasons why the runs of a group are no pairs with those of the first."""
     (first, baseline), *others = groups.items()
     for name, runs in others:
         if len(runs) != len(baseline):

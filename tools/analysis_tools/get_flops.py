@@ -23,7 +23,8 @@ def main(argv: list[str]) -> None:
     if len(args.shape) > 2 or min(args.shape) < 32:
         parser.error('--shape takes a height and a width, or one side, of 32 pixels or more')
     MMLogger.get_current_instance().setLevel('ERROR')
-    height, width = args.shape[0], args.shape[-1]
+    height = args.shape[0]
+    width = args.shape[-1]
     counted = count_config(read_config(args.config), height, width)
     if args.json:
         print(json.dumps(dict(asdict(counted), shape=[height, width])))

@@ -1,11 +1,10 @@
-"""Write the table of which gate fits which attention of mmdet's and mmseg's zoos into configs/README.md."""
+"""Write a table of the gates that fit each attention of mmdet's and mmseg's zoos into configs/README.md."""
 
 import argparse
 import logging
 import re
 import sys
 from collections.abc import Iterator
-from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,10 +15,12 @@ import mmgate  # noqa: F401
 from mmgate.analysis.report.structure import build_structure, list_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts import adapter_for, gates_for
+from mmgate.hosts.table import gate_of_type
 from mmgate.train import cli
 
 README = Path(__file__).parents[2] / 'configs/README.md'
-BEGIN, END = '<!-- host_table.py begins -->\n', '<!-- host_table.py ends -->\n'
+BEGIN = '<!-- host_table.py begins -->\n'
+END = '<!-- host_table.py ends -->\n'
 PACKAGES = ('mmdet', 'mmseg')
 SKIPPED = ('_base_', 'common', 'dsdl', 'empirical_attention', 'misc', 'selfsup_pretrain', 'timm_example')
 REASONS = {  # of a class without an adapter
@@ -38,11 +39,11 @@ class Host:
     Attributes:
         package: ``'mmdet'`` or ``'mmseg'``.
         config: The config, below the package's configs.
-        path: The pattern for a rule.
-        kind: The attentions' class.
-        count: How many match.
-        gates: The gates that fit, and how many of the attentions each fits.
-        refusals: Why a gate does not fit, by its name.
+        path: Pattern for a rule.
+        kind: Class of the attentions.
+        count: Number of attentions that match.
+        gates: Number of attentions that each gate fits, by its name.
+        refusals: Reason why a gate does not fit, by its name.
     """
 
     package: str
@@ -55,13 +56,13 @@ class Host:
 
 
 def configs_of(package: str) -> Path:
-    """Return the folder of a package's configs, which need not be there."""
+    """Return the folder of a package's configs, which may not exist."""
     spec = find_spec(package)
     return Path((spec and spec.origin) or '').parent / '.mim/configs'
 
 
 def zoo(package: str) -> Iterator[str]:
-    """Yield one config of every architecture and family of backbones in the zoo of ``package``; none without it."""
+    """Yield one config of every architecture and family of backbones in the zoo of ``package``, if it is installed."""
     root = configs_of(package)
     seen: set[tuple[str, ...]] = set()
     # short names first: they are the plain configs
@@ -98,8 +99,9 @@ def hosts_in(package: str, config: str) -> list[Host]:
         host.count += 1
         module = model.get_submodule(attention.path)
         for gate in gates_for(module):
+            adapter, child = adapter_for(gate, module)  # type: ignore[misc]
             try:
-                adapter_for(gate, module)(gate, deepcopy(module))  # type: ignore[misc]
+                adapter.make_gate(module.get_submodule(child), gate_of_type(gate))  # type: ignore[arg-type]
             except ValueError as error:
                 host.refusals[gate.__name__] = str(error)
                 continue
@@ -116,7 +118,7 @@ def shortened(message: str, root: Path) -> str:
 
 
 def markdown(hosts: list[Host], unbuilt: list[str]) -> str:
-    """Return the table, one row for all architectures that have the same, and under it what could not be built."""
+    """Return the table, with one row for architectures of equal cells, and a list of configs that cannot be built."""
     rows: dict[tuple[str, str, str, str], list[str]] = {}
     for host in hosts:
         folders = rows.setdefault((host.package, host.path, host.kind, _cell(host)), [])
@@ -139,7 +141,7 @@ def _cell(host: Host) -> str:
 
 
 def reasons(refusals: dict[str, str]) -> list[str]:
-    """Return why gates do not fit, each reason once behind the gates that give it."""
+    """Return the reasons why gates do not fit; gates with the same reason are listed together."""
     gates: dict[str, list[str]] = {}
     for gate in sorted(refusals):
         reason = refusals[gate].removeprefix(f'{gate} ')
@@ -148,7 +150,7 @@ def reasons(refusals: dict[str, str]) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    """Parse arguments, read the zoos and rewrite the file between its markers."""
+    """Parse arguments, read the zoos and replace the text between the file's markers."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--file', type=Path, default=README, help='file with the markers')
     parser.add_argument('--print', action='store_true', help='print the table and leave the file as it is')
@@ -157,7 +159,8 @@ def main(argv: list[str]) -> None:
     if not args.print and not (BEGIN in text and END in text):
         raise ConfigError(f'{args.file} lacks the markers {BEGIN.strip()} and {END.strip()}.')
     logging.getLogger('mmengine').setLevel(logging.ERROR)
-    hosts, unbuilt = [], []
+    hosts = []
+    unbuilt = []
     for package in PACKAGES:
         for config in zoo(package):
             print(f'{package}::{config}', file=sys.stderr)

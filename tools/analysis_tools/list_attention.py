@@ -1,4 +1,4 @@
-"""Print every attention module of a config's model: path, class, sizes, and which gates fit it."""
+"""Print every attention module of a config's model: path, class, sizes, and the gates that fit it or that it has."""
 
 import argparse
 import logging
@@ -19,7 +19,12 @@ def main(argv: list[str]) -> None:
     rows = [('path', 'class', 'sizes', 'gates that fit')]
     for attention in list_attention(build_structure(cfg)):
         sizes = ', '.join(f'{name}={size}' for name, size in attention.sizes.items())
-        gates = f'use {attention.inside}' if attention.inside else ', '.join(attention.gates) or '-'
+        if attention.gate:
+            gates = f'gated by {attention.gate}'
+        elif attention.inside:
+            gates = f'use {attention.inside}'
+        else:
+            gates = ', '.join(attention.gates) or '-'
         rows.append((attention.path, attention.kind, sizes, gates))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

@@ -53,7 +53,8 @@ class Classifier(nn.Module):
 
     def __init__(self, backbone: dict[str, Any], in_channels: int) -> None:
         super().__init__()
-        self.backbone, self.head = MODELS.build(backbone), nn.Linear(in_channels, 1000)
+        self.backbone = MODELS.build(backbone)
+        self.head = nn.Linear(in_channels, 1000)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits ``(B, 1000)`` for images ``(B, 3, H, W)``."""
@@ -66,12 +67,12 @@ class Row:
 
     Attributes:
         method: Folder under ``configs/``.
-        name: What the paper calls it.
+        name: Name in the paper.
         model: ``'package::config'`` or a model's config; None if it cannot be built here.
         shape: Height and width of the image.
-        parameters: The paper's, in millions; None where it gives none.
+        parameters: The paper's parameters, in millions; None where it gives none.
         macs: The paper's multiply-accumulates, in billions.
-        reason: Why ours differ, if they do.
+        reason: Reason why ours differ, if they do.
     """
 
     method: str
@@ -97,7 +98,7 @@ def _deit(**options: Any) -> dict[str, Any]:
 
 
 def _classifiers(method: str, name: str, rows: Iterable[tuple[Any, ...]], reason: str = COUNTER) -> Iterator[Row]:
-    """Yield a row for each ``(size, backbone, arch, channels, parameters, macs, reason if it is another)``."""
+    """Yield a row for each ``(size, backbone, arch, channels, parameters, macs[, reason])``."""
     for size, kind, arch, channels, parameters, macs, *other in rows:
         model = _classifier(kind, arch, channels)
         yield Row(method, f'{name.format(size)}, classifier', model, IMAGENET, parameters, macs, *(other or [reason]))
@@ -114,8 +115,10 @@ def _plug() -> Iterator[Row]:
         ('-refine', '+ box refinement', 40.6, 173, 40.7, 174),
         ('-refine-twostage', 'two-stage, encoder gated', 40.9, 173, 41.0, 174),
     ):
-        title, stem = f'Deformable DETR {name}', f'deformable-detr{suffix}_r50_8xb4-50e_coco.py'
-        folder, shape = 'deformable_detr', (800, 1066)
+        title = f'Deformable DETR {name}'
+        stem = f'deformable-detr{suffix}_r50_8xb4-50e_coco.py'
+        folder = 'deformable_detr'
+        shape = (800, 1066)
         yield Row('plug', title, f'mmgate::vanilla/{folder}/{stem}', shape, vanilla, macs, ORIGINAL)
         yield Row('plug', f'{title} + PLuG', f'mmgate::plug/{folder}/plug-{stem}', shape, gated, gated_macs, ORIGINAL)
     for name, stem, side, parameters, macs in (
@@ -183,8 +186,10 @@ def _agent() -> Iterator[Row]:
     ):
         model = f'{folder}/{stem}_8xb128-300e_in1k.py'
         yield Row('agent', f'Agent-Swin-T, {name}, classifier', model, IMAGENET, 29, macs, *(other or [SWIN]))
-    coco, ade = (800, 1280), (512, 2048)
-    pvt, swin = 'Agent-PVT-{} ', 'Agent-Swin-{} '
+    coco = (800, 1280)
+    ade = (512, 2048)
+    pvt = 'Agent-PVT-{} '
+    swin = 'Agent-Swin-{} '
     for name, path, shape, figures in (
         (f'{pvt}Mask R-CNN', 'mask_rcnn/agent-mask-rcnn_pvt-{}_1x_coco', coco, dict(t=230, s=293, m=400, l=510)),
         (f'{pvt}RetinaNet', 'retinanet/agent-retinanet_pvt-{}_1x_coco', coco, dict(t=211, s=274, m=382, l=492)),
@@ -282,7 +287,8 @@ def _linear() -> Iterator[Row]:
 
 
 ROWS = (*_plug(), *_agent(), *_saga(), *_larger(), *_linear())
-START, END = '<!-- model table -->', '<!-- end of the model table -->'
+START = '<!-- model table -->'
+END = '<!-- end of the model table -->'
 HEADER = (
     '| model | input | parameters, paper | ours | difference | MACs, paper | ours | difference | why |\n'
     '|---|---|---|---|---|---|---|---|---|'
@@ -297,8 +303,10 @@ def markdown(row: Row) -> str:
     elif row.model is not None:
         counted = count_config(Config(dict(model=row.model, default_scope='mmdet')), *row.shape)
     if row.model is not None:
-        parameters, macs = counted.parameters / 1e6, counted.macs / 1e9
-    cells, differs = [], False
+        parameters = counted.parameters / 1e6
+        macs = counted.macs / 1e9
+    cells = []
+    differs = False
     for paper, ours, least in ((row.parameters, parameters, 1), (row.macs, macs, 0)):
         digits = max(_digits(paper), least if paper is None else 0)
         difference = '' if paper is None or ours is None else f'{ours - paper:+.2f}'

@@ -1,4 +1,4 @@
-"""Draw what each agent token attends to, on the image."""
+"""Draw the attention of each agent token on the image."""
 
 import sys
 from pathlib import Path

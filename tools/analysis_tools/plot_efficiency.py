@@ -56,10 +56,10 @@ def main(argv: list[str]) -> None:
 
 
 def read_accuracies(path: Path, names: Iterable[str]) -> dict[str, Accuracy]:
-    """Return the accuracies that a CSV file has, by the names of the configs.
+    """Return the accuracies in a CSV file, by the names of the configs.
 
     Raises:
-        ConfigError: The file cannot be read, lacks a column or one of the ``names``, or what it has is no number.
+        ConfigError: The file cannot be read, lacks a column or one of the ``names``, or has a value that is no number.
     """
     try:
         with path.open(newline='') as file:
@@ -75,7 +75,7 @@ def read_accuracies(path: Path, names: Iterable[str]) -> dict[str, Accuracy]:
 
 
 def backbone(cfg: Config) -> nn.Module:
-    """Return a config's backbone, with the gates of its rules and without weights to fetch, which cost no time."""
+    """Return a config's backbone with the gates of its rules, without downloading weights."""
     init_default_scope(cfg.get('default_scope') or 'mmdet')
     model = deepcopy(cfg.model)
     if model.get('backbone') is None:

@@ -1,4 +1,4 @@
-"""Draw what gates are: mean maps, centred on what changes nothing, mean and spread of every layer, histogram."""
+"""Draw gates: mean maps, centred on the value that changes nothing, mean and spread of every layer, histogram."""
 
 import sys
 from pathlib import Path

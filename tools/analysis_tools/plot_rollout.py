@@ -84,7 +84,7 @@ def _computed(model: Any, batch: dict[str, Any], args: argparse.Namespace) -> tu
 
 
 def _panels(drawn: Any) -> tuple[int, Any]:
-    """Return the columns of a picture, and titles and maps; heads of each model begin below the image."""
+    """Return the number of columns of a picture, and titles and maps; the heads of each model begin below the image."""
     if drawn[0][2].ndim == 2:
         return len(drawn) + 1, [(name, crop_to_image(values, sample)) for name, sample, values in drawn]
     columns = min(max(len(maps) for *_, maps in drawn), 4) + 1

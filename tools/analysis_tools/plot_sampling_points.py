@@ -1,4 +1,4 @@
-"""Draw where deformable attention samples: points on each image, or their density over all images."""
+"""Draw sampling points of deformable attention on each image, or their density over all images."""
 
 import os
 import sys

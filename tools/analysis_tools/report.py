@@ -1,4 +1,4 @@
-"""Write a page of what attention does in the demos' models, vanilla beside gated: index.html, which needs no network.
+"""Write a page on the attention of the demos' models, vanilla and gated: index.html, which needs no network.
 
 A model without a checkpoint below the work dirs is trained first, by tools/train.py; ``make report`` calls this.
 """
@@ -32,7 +32,7 @@ SAGA = 'configs/saga/mask_rcnn/saga-mask-rcnn_pvt-demo_1xb8-8e_shapes.py'
 FAMILIES = {'Deformable DETR': (VANILLA_DETR, DETR), 'Mask2Former': (VANILLA_MASK2FORMER, MASK2FORMER)} | {
     'Mask R-CNN with PVT': (PVT, AGENT, SAGA)
 }
-PICTURES = (  # tool, model, the one beside it, what one sees
+PICTURES = (  # tool, model, second model, text
     ('sampling_points', DETR, VANILLA_DETR, 'Where the best queries sample, sized by attention, coloured by level.'),
     ('gates', DETR, None, "PLuG's gates of deformable attention by head and level."),
     ('gates', MASK2FORMER, None, "PLuG's gates between Mask2Former's queries."),
@@ -57,7 +57,7 @@ img { background: #fff; height: auto; max-width: 100%; }
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: heading, what one sees, what made it, PNG files, and the rows of a table, of equal keys."""
+    """A part of the page: heading, text, commands, PNG files, and the rows of a table, which have the same keys."""
 
     title: str
     text: str
@@ -88,13 +88,14 @@ def main(argv: list[str]) -> None:
         command += ['--against', against, checkpoints[against]] if against else []
         title = f'{figure.replace("_", " ")}, {Path(config).stem}'
         sections.append(drawn(title, text, command, args.out / f'{number}'))
-    command, text = ['plot_efficiency', PVT, AGENT, SAGA, '--sizes', *args.sizes], 'Throughput and peak memory here.'
+    command = ['plot_efficiency', PVT, AGENT, SAGA, '--sizes', *args.sizes]
+    text = 'Throughput and peak memory here.'
     sections.append(drawn('efficiency of the backbones', text, command, args.out / 'efficiency'))
     print(write_page(args.out, 'What attention does in the demos, vanilla beside gated', sections))
 
 
 def checkpoint_of(config: str, work_dirs: Path, options: list[str]) -> str:
-    """Return a config's last checkpoint, trained first if there is none, or to its end if it was stopped."""
+    """Return a config's last checkpoint; train the model first if it is missing or was stopped."""
     work_dir = work_dirs / Path(config).stem
     last = work_dir / 'last_checkpoint'
     if not is_trained(work_dir, Path(config).name):
@@ -104,8 +105,9 @@ def checkpoint_of(config: str, work_dirs: Path, options: list[str]) -> str:
 
 
 def is_trained(work_dir: Path, config: str) -> bool:
-    """Return whether a work dir's last checkpoint is that of the last epoch or iteration of the config kept there."""
-    last, kept = work_dir / 'last_checkpoint', work_dir / config
+    """Return True if a work dir's last checkpoint is of the last epoch or iteration of the config in it."""
+    last = work_dir / 'last_checkpoint'
+    kept = work_dir / config
     if not (last.is_file() and kept.is_file()):
         return False
     loop = Config.fromfile(kept).train_cfg
@@ -114,7 +116,7 @@ def is_trained(work_dir: Path, config: str) -> bool:
 
 
 def drawn(title: str, text: str, command: list[str], out: Path) -> Section:
-    """Run a tool of this folder and return its pictures; those of an earlier report go."""
+    """Run a tool of this folder and return its pictures; delete those of an earlier report."""
     for old in (*out.glob('*.png'), *out.glob('*.csv')):
         old.unlink()
     run([str(TOOLS / f'{command[0]}.py'), *command[1:], '--out', str(out)])
@@ -126,7 +128,8 @@ def runs_of(family: str, configs: tuple[str, ...], args: argparse.Namespace) -> 
     """Return the table and the curves of a family's runs."""
     folders = {Path(config).stem: args.work_dirs / Path(config).stem for config in configs}
     command = ['compare_runs', *(f'{name}={folder}' for name, folder in folders.items())]
-    text, out = 'One seed each: a difference says little.', args.out / family.replace(' ', '-')
+    text = 'One seed each: a difference says little.'
+    out = args.out / family.replace(' ', '-')
     section = drawn(f'runs of {family}', text, command, out)
     runs = {name: read_run(folder) for name, folder in folders.items()}
     metric = choose_metric(list(runs.values()))
@@ -135,7 +138,7 @@ def runs_of(family: str, configs: tuple[str, ...], args: argparse.Namespace) -> 
 
 
 def run(command: list[str]) -> None:
-    """Run Python; the output is the user's to see."""
+    """Run Python and show its output."""
     code = subprocess.run([sys.executable, '-W', 'ignore', *command], check=False).returncode
     if code:
         raise ConfigError(f'python {" ".join(command)} ended with {code}; see above.')
@@ -160,7 +163,8 @@ def write_page(out: Path, title: str, sections: Sequence[Section]) -> Path:
 def _section(anchor: str, section: Section) -> str:
     parts = [f'<section id="{anchor}"><h2>{html.escape(section.title)}</h2>', f'<p>{html.escape(section.text)}</p>']
     for path in section.pictures:
-        data, caption = base64.b64encode(path.read_bytes()).decode(), html.escape(path.stem)
+        data = base64.b64encode(path.read_bytes()).decode()
+        caption = html.escape(path.stem)
         picture = f'<img alt="{caption}" src="data:image/png;base64,{data}">'
         parts.append(f'<figure>{picture}<figcaption>{caption}</figcaption></figure>')
     if section.table:

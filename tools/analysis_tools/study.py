@@ -1,4 +1,4 @@
-"""Run a study, configs times seeds, resuming what was stopped; write results.csv, table.md and curves.png."""
+"""Run a study of several configs and seeds, resume stopped runs, write results.csv, table.md and curves.png."""
 
 import argparse
 import json
@@ -18,7 +18,8 @@ from mmgate.errors import ConfigError
 from mmgate.train import cli
 from mmgate.train.config_file import differences, read_config
 
-RESULT, SETTINGS = 'result.json', 'settings.json'
+RESULT = 'result.json'
+SETTINGS = 'settings.json'
 MOST = 4  # changed settings in one message
 KEYS = {'runs', 'seeds', 'metric', 'options', 'budgets', 'baselines', 'interactions'}
 Execute = Callable[[list[str]], None]
@@ -26,19 +27,19 @@ Execute = Callable[[list[str]], None]
 
 @dataclass(frozen=True)
 class Study:
-    """What a study's file says.
+    """The settings in a study's file.
 
     Attributes:
         path: The file.
-        runs: By name, a config.
-        seeds: Of every run; equal seeds make the pairs of the comparison.
-        metric: What is compared, as the test writes it.
+        runs: Config of each run, by its name.
+        seeds: Seeds of every run; equal seeds make the pairs of the comparison.
+        metric: Name of the metric to compare, as the test logs it.
         options: ``--cfg-options`` of every run.
-        budgets: By name, further options: the same study on a larger machine.
-        baselines: By name of a run, that of the one that it is compared with (default: the first).
-        interactions: By name of a run, that of another: whether the first is further from its baseline than the other
-            from its own, a difference of differences.
-        starts: By name of a run, the checkpoint that its config goes on from (``load_from``).
+        budgets: Further options by name of a budget, for example for a larger machine.
+        baselines: Name of the run that a run is compared with (default: the first), by the run's name.
+        interactions: Name of another run, by a run's name. The difference of the first to its baseline is compared with
+            the difference of the other to its baseline.
+        starts: Checkpoint that a run's config starts from (``load_from``), by the run's name.
     """
 
     path: Path
@@ -53,13 +54,14 @@ class Study:
 
 
 def read_study(path: str | Path) -> Study:
-    """Read a study: a Python file with ``runs``, ``seeds``, ``metric``, and if wanted the others of :class:`Study`.
+    """Read a study: a Python file with ``runs``, ``seeds``, ``metric``, and optional settings of :class:`Study`.
 
     Raises:
         ConfigError: Something is missing, unknown or malformed, or a config cannot be read.
     """
     cfg = read_config(str(path))
-    unknown, missing = sorted(set(cfg.keys()) - KEYS), sorted({'runs', 'seeds', 'metric'} - set(cfg.keys()))
+    unknown = sorted(set(cfg.keys()) - KEYS)
+    missing = sorted({'runs', 'seeds', 'metric'} - set(cfg.keys()))
     if unknown or missing:
         raise ConfigError(
             f'study {path} lacks {", ".join(missing) or "nothing"} and has unknown {", ".join(unknown) or "nothing"}; '
@@ -79,20 +81,20 @@ def read_study(path: str | Path) -> Study:
 def run_study(
     study: Study, out: Path, *, budget: str | None = None, execute: Execute | None = None, most: int | None = None
 ) -> int:
-    """Train and test what has no result yet, seed by seed, and return how many runs are still to be done.
+    """Train and test the runs without a result, seed by seed, and return the number of runs that remain.
 
-    A run that was stopped goes on from its last checkpoint; one that has its result is not run again. A checkpoint that
-    runs go on from is tested first, by the config of the first run that does.
+    A stopped run resumes from its last checkpoint; a run with a result is not repeated. A checkpoint that runs start
+    from is tested first, with the config of the first of these runs.
 
     Args:
         study: The study.
         out: Folder of the runs: ``out/<name>/seed<seed>``.
         budget: One of the study's budgets.
-        execute: Runs a command of ``tools``; a process by default.
-        most: Stop after this many runs.
+        execute: Function that runs a command of ``tools``; by default in a process.
+        most: Number of runs after which to stop.
 
     Raises:
-        ConfigError: The budget is unknown, or a result or a run that was stopped is of other settings.
+        ConfigError: The budget is unknown, or a result or a stopped run has other settings.
     """
     execute = execute or _execute
     planned = list(_planned(study, out, budget))
@@ -109,13 +111,13 @@ def run_study(
 
 
 def report_study(study: Study, out: Path, *, budget: str | None = None) -> str:
-    """Write ``results.csv``, ``table.md`` and ``curves.png`` of the seeds that every run has done; return the table.
+    """Write ``results.csv``, ``table.md`` and ``curves.png`` of seeds that are done for every run; return the table.
 
-    Its first row is the checkpoint that the runs went on from, if they did. Below the table stands how far the widest
-    interval reaches: what is less cannot be told from no difference.
+    The first row is the checkpoint that the runs started from, if there is one. The text below the table gives the
+    half-width of the widest interval, below which a difference cannot be told from none.
 
     Raises:
-        ConfigError: No seed is done by every run, or some are of other settings.
+        ConfigError: No seed is done for every run, or some runs have other settings.
     """
     values: dict[str, dict[int, float]] = {name: {} for name in study.runs}
     planned = list(_planned(study, out, budget))
@@ -167,12 +169,12 @@ def report_study(study: Study, out: Path, *, budget: str | None = None) -> str:
 def interaction(
     name: str, pair: tuple[Sequence[float], Sequence[float]], other: tuple[Sequence[float], Sequence[float]]
 ) -> dict[str, Any]:
-    """Return a row of :func:`summary`: by how much the difference in ``pair`` exceeds that in ``other``.
+    """Return a row of :func:`summary` for the difference in ``pair`` minus that in ``other``.
 
     Args:
-        name: Of the row.
+        name: Name of the row.
         pair: A group and its baseline, a value for each seed.
-        other: Another group and its own, by the same seeds.
+        other: Another group and its baseline, with the same seeds.
     """
     differences = [[value - base for value, base in zip(*both, strict=True)] for both in (pair, other)]
     row: dict[str, Any] = dict(name=name, runs=len(differences[0]), mean=float('nan'), std=float('nan'))
@@ -189,10 +191,10 @@ def _planned(study: Study, out: Path, budget: str | None) -> Iterator[tuple[Path
 
 
 def _refuse_other_settings(planned: Sequence[tuple[Path, dict[str, Any]]], out: Path) -> None:
-    """Refuse runs, begun or done, of other settings than the study has now.
+    """Refuse runs, stopped or done, whose settings differ from the study's.
 
     Raises:
-        ConfigError: With the settings that differ, and what keeps the runs or drops them.
+        ConfigError: Settings differ; the message lists them and says how to keep or drop the runs.
     """
     begun = [(folder, _kept(folder), settings) for folder, settings in planned if _kept(folder) is not None]
     changed = {folder: list(differences(kept, _as_json(now), '')) for folder, kept, now in begun}
@@ -212,7 +214,7 @@ def _refuse_other_settings(planned: Sequence[tuple[Path, dict[str, Any]]], out: 
 
 
 def _kept(folder: Path) -> dict[str, Any] | None:
-    """Return the settings of the run in a folder, None where none has begun."""
+    """Return the settings of the run in a folder, or None if there is no run."""
     for name in (RESULT, SETTINGS):
         if (folder / name).is_file():
             kept = json.loads((folder / name).read_text())
@@ -221,12 +223,12 @@ def _kept(folder: Path) -> dict[str, Any] | None:
 
 
 def _as_json(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings as a file has them: a tuple is a list there."""
+    """Return settings as they are read back from JSON, with lists for tuples."""
     return json.loads(json.dumps(settings))
 
 
 def _starts(study: Study, out: Path, budget: str | None) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield folder and settings of the test of every checkpoint that runs go on from."""
+    """Yield folder and settings of the test of every checkpoint that runs start from."""
     options = {**study.options, **(study.budgets[budget] if budget else {})}
     first: dict[str, str] = {}  # the first run of each checkpoint
     for name in study.runs:
@@ -275,7 +277,7 @@ def _execute(command: list[str]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Parse arguments, run what is missing, report."""
+    """Parse arguments, run missing runs, write the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('study', help='a file of configs/studies')
     parser.add_argument('--out', help='folder of the runs (default: work_dirs/<name of the study>[-<budget>])')

@@ -1,4 +1,4 @@
-"""What generated shapes are drawn from: outlines, surfaces, backgrounds and things that are no objects."""
+"""Parts of the pictures of generated shapes: outlines, surfaces, backgrounds, and fragments that are no objects."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ def shape_mask(rng: np.random.Generator, label: int, size: int, diameter: float)
     """Return the pixels of one rotated, slightly stretched shape whose centre lies in the image."""
     margin = diameter * 0.3
     cx, cy = rng.uniform(margin, size - margin, 2)
-    angle, stretch, radius = rng.uniform(0, 2 * np.pi), rng.uniform(0.8, 1.25), diameter / 2
+    angle = rng.uniform(0, 2 * np.pi)
+    stretch = rng.uniform(0.8, 1.25)
+    radius = diameter / 2
     y, x = np.mgrid[:size, :size] + 0.5
-    dx, dy = x - cx, y - cy
+    dx = x - cx
+    dy = y - cy
     u = (dx * np.cos(angle) + dy * np.sin(angle)) / (radius * stretch)
     v = (-dx * np.sin(angle) + dy * np.cos(angle)) / radius * stretch
-    distance, direction = np.hypot(u, v), np.arctan2(v, u)
+    distance = np.hypot(u, v)
+    direction = np.arctan2(v, u)
     name = CLASSES[label]
     if name == 'circle':
         return distance < 1
@@ -37,9 +41,10 @@ def shape_mask(rng: np.random.Generator, label: int, size: int, diameter: float)
 
 
 def fragment_mask(rng: np.random.Generator, size: int, diameter: float) -> np.ndarray:
-    """Return the pixels of a thing that is none of the classes: an arc, a bent stroke or a blob, ``(S, S)`` bool."""
+    """Return the pixels of a fragment that belongs to no class: an arc, a bent stroke or a blob, ``(S, S)`` bool."""
     mask = np.zeros((size, size), np.uint8)
-    centre, radius = rng.uniform(0, size, 2), diameter / 2
+    centre = rng.uniform(0, size, 2)
+    radius = diameter / 2
     thickness = max(2, round(diameter * rng.uniform(0.1, 0.2)))
     kind = int(rng.integers(3))
     if kind == 0:
@@ -62,7 +67,7 @@ def _muted_colour(rng: np.random.Generator) -> np.ndarray:
 
 
 def _object_colours(rng: np.random.Generator, label: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return two saturated colours, the hue spread around the class's so that neighbouring classes overlap."""
+    """Return two saturated colours, with random hues around the class's; those of neighbouring classes overlap."""
     hue = (label * 180 / len(CLASSES) + rng.normal(0, HUE_SPREAD)) % 180  # OpenCV's hues are half degrees
     hsv = np.array([[[hue, 220, 235], [hue, rng.uniform(90, 220), rng.uniform(90, 170)]]], np.uint8)
     bgr = cv2.cvtColor(hsv, cv2.COLOR_HSV2BGR)[0].astype(np.float64)
@@ -73,8 +78,10 @@ def texture(rng: np.random.Generator, label: int, size: int) -> np.ndarray:
     """Return a plain, graded, striped, checkered or speckled surface, ``(S, S, 3)``."""
     y, x = np.mgrid[:size, :size].astype(np.float64)
     first, second = _object_colours(rng, label)
-    angle, period = rng.uniform(0, np.pi), rng.uniform(4, 14)
-    along, across = x * np.cos(angle) + y * np.sin(angle), -x * np.sin(angle) + y * np.cos(angle)
+    angle = rng.uniform(0, np.pi)
+    period = rng.uniform(4, 14)
+    along = x * np.cos(angle) + y * np.sin(angle)
+    across = -x * np.sin(angle) + y * np.cos(angle)
     kind = int(rng.integers(5))
     share: np.ndarray
     if kind == 0:
@@ -96,11 +103,13 @@ def background(rng: np.random.Generator, size: int) -> np.ndarray:
     grid = int(rng.integers(2, 6))
     image = cv2.resize(_clutter_grid(rng, grid), (size, size), interpolation=cv2.INTER_CUBIC)
     for _ in range(int(rng.integers(0, 8))):
-        start, end = rng.integers(0, size, 2), rng.integers(0, size, 2)
+        start = rng.integers(0, size, 2)
+        end = rng.integers(0, size, 2)
         thickness = int(rng.integers(1, 3))
         cv2.line(image, start.tolist(), end.tolist(), _muted_colour(rng).tolist(), thickness, cv2.LINE_AA)
     for _ in range(int(rng.integers(0, 12))):
-        centre, radius = rng.integers(0, size, 2), int(rng.integers(1, max(2, size // 40)))
+        centre = rng.integers(0, size, 2)
+        radius = int(rng.integers(1, max(2, size // 40)))
         cv2.circle(image, centre.tolist(), radius, _muted_colour(rng).tolist(), -1, cv2.LINE_AA)
     return image
 

@@ -1,4 +1,4 @@
-"""Images for classification in ImageNet's layout, ``root/{train,val}/class/*``: generated shapes, written digits."""
+"""Images for classification in ImageNet's layout, ``root/{train,val}/class/*``: shapes, handwritten digits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGEST_VALUE = 16  # of a pixel in scikit-learn's digits
 
 
 def render_object(index: int, label: int, *, size: int = 64, seed: int = 0, split: str = 'train') -> np.ndarray:
-    """Draw one object of a class as :func:`shapes.render` draws them, ``(S, S, 3)`` uint8, BGR.
+    """Draw one object of a class in the style of :func:`shapes.render`, ``(S, S, 3)`` uint8, BGR.
 
     Args:
         index: Number of the image within its class, from 0.
@@ -55,10 +55,10 @@ def write_shapes_folder(
     seed: int = 0,
     force: bool = False,
 ) -> bool:
-    """Write images of one object each, ``num_train`` and ``num_val`` of them shared evenly by the classes.
+    """Write images of one object each, ``num_train`` and ``num_val`` in total, the same number for each class.
 
     Returns:
-        Whether anything was written; a folder that holds the same is left.
+        True if files were written; False if the folder held the same ones already.
 
     Raises:
         ValueError: An argument out of range.
@@ -83,11 +83,11 @@ def write_shapes_folder(
 def write_digits(root: str | os.PathLike[str], *, size: int = 32, seed: int = 0, force: bool = False) -> bool:
     """Write scikit-learn's 1,797 handwritten digits, which come with the package, as images of ``size`` x ``size``.
 
-    They are 8 x 8 pixels, here enlarged; every digit's last fifth, in an order that ``seed`` shuffles, is for
+    The originals have 8 x 8 pixels. The last fifth of each digit, in an order that ``seed`` shuffles, is for
     validation.
 
     Returns:
-        Whether anything was written; a folder that holds the same is left.
+        True if files were written; False if the folder held the same ones already.
 
     Raises:
         ImportError: scikit-learn is not installed.

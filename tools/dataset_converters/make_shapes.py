@@ -1,6 +1,6 @@
 """Write the generated shapes data set, as a COCO folder and as an ADE20K folder over the same images.
 
-Beside them ROOT/imagenet holds images of one object each, one class a folder.
+ROOT/imagenet holds images of one object each, in a folder for each class.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Shapes: a generated data set for detection, instance and semantic segmentation, small enough to learn on a CPU.
 
-One set of images carries COCO annotations and ADE20K label maps. Image ``i`` of a split depends on the seed, the size
-and ``i`` alone.
+The same images have COCO annotations and ADE20K label maps. Image ``i`` of a split depends only on the seed, the size
+and ``i``.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MIN_PIXELS = 40
 
 @dataclass(frozen=True)
 class Difficulty:
-    """How hard the images are.
+    """Difficulty of the images.
 
     Attributes:
-        objects: Fewest and most objects that are tried an image.
-        diameters: Smallest and largest, as shares of the image's side.
-        min_visible: Share of an object's own area that no other hides; an object that would leave less is not drawn.
-        fragments: Fewest and most pieces in the objects' own colours and surfaces that are no objects.
+        objects: Smallest and largest number of objects that are tried in an image.
+        diameters: Smallest and largest diameter, as shares of the image's side.
+        min_visible: Least visible share of an object's area; an object that would hide more of another is not drawn.
+        fragments: Smallest and largest number of pieces that are no objects but have their colours and surfaces.
     """
 
     objects: tuple[int, int]
@@ -105,7 +105,9 @@ def render(index: int, *, size: int = 128, seed: int = 0, split: str = 'train', 
         if shape.sum() < MIN_PIXELS or hidden:
             continue
         image[shape] = surface[shape]
-        masks, areas, labels = [*remaining, shape], [*areas, int(shape.sum())], [*labels, label]
+        masks = [*remaining, shape]
+        areas = [*areas, int(shape.sum())]
+        labels = [*labels, label]
     noise = rng.normal(0, rng.uniform(1, 6), image.shape)
     image = np.clip(image + noise, 0, 255).astype(np.uint8)
     stacked = np.stack(masks) if masks else np.zeros((0, size, size), bool)
@@ -129,7 +131,7 @@ def write_shapes(
     ``root/ade/annotations/...*.png`` are an ADE20K data set, 0 being the background that mmseg reduces away.
 
     Args:
-        root: Folder to write. It appears complete or not at all.
+        root: Folder to write. It appears only when it is complete.
         num_train: Training images.
         num_val: Validation images.
         size: Side of the images in pixels, at least 64.
@@ -138,11 +140,11 @@ def write_shapes(
         force: Replace a shapes data set that was written with other arguments.
 
     Returns:
-        Whether anything was written.
+        True if files were written.
 
     Raises:
         ValueError: An argument out of range.
-        FileExistsError: ``root`` holds other arguments' shapes and ``force`` is not set, or something else.
+        FileExistsError: ``root`` holds shapes of other arguments and ``force`` is not set, or other files.
     """
     if min(num_train, num_val) < 1:
         raise ValueError(f'num_train and num_val must be 1 or more; got {num_train} and {num_val}.')
@@ -157,13 +159,13 @@ def write_shapes(
 
 
 def write_once(root: Path, stamp: str, recipe: dict[str, Any], write: Callable[[Path], None], *, force: bool) -> bool:
-    """Write a folder that appears complete or not at all, or leave it if its file ``stamp`` holds the same recipe.
+    """Write a folder that appears only when it is complete, or leave it if its file ``stamp`` holds the same recipe.
 
     Returns:
-        Whether anything was written.
+        True if files were written.
 
     Raises:
-        FileExistsError: ``root`` holds what another recipe made and ``force`` is not set, or something else.
+        FileExistsError: ``root`` holds files of another recipe and ``force`` is not set, or other files.
     """
     text = json.dumps(recipe)
     if root.exists() and (root.is_file() or any(root.iterdir())):
@@ -179,7 +181,8 @@ def write_once(root: Path, stamp: str, recipe: dict[str, Any], write: Callable[[
             )
     root.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=root.parent, prefix=f'.{root.name}-') as folder:
-        new, old = Path(folder) / 'new', Path(folder) / 'old'
+        new = Path(folder) / 'new'
+        old = Path(folder) / 'old'
         new.mkdir()
         write(new)
         (new / stamp).write_text(text)
@@ -190,7 +193,8 @@ def write_once(root: Path, stamp: str, recipe: dict[str, Any], write: Callable[[
 
 
 def _write_split(root: Path, split: str, count: int, *, size: int, seed: int, difficulty: str) -> None:
-    images, ade_images = root / split, root / 'ade' / 'images' / SPLITS[split]
+    images = root / split
+    ade_images = root / 'ade' / 'images' / SPLITS[split]
     ade_maps = root / 'ade' / 'annotations' / SPLITS[split]
     for folder in (images, ade_images, ade_maps, root / 'annotations'):
         folder.mkdir(parents=True, exist_ok=True)
@@ -213,8 +217,10 @@ def _write_split(root: Path, split: str, count: int, *, size: int, seed: int, di
         coco['images'].append({'id': index + 1, 'file_name': name, 'width': size, 'height': size})
         for mask, label in zip(scene.masks, scene.labels, strict=True):
             semantic[mask] = label + 1
-            rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-            x, y = int(columns[0]), int(rows[0])
+            rows = np.flatnonzero(mask.any(1))
+            columns = np.flatnonzero(mask.any(0))
+            x = int(columns[0])
+            y = int(rows[0])
             coco['annotations'].append(
                 {
                     'id': len(coco['annotations']) + 1,

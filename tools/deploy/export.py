@@ -58,5 +58,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, which leaves no half file
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, after which no partial file is left
     sys.exit(cli.main(main))

@@ -1,4 +1,4 @@
-"""Ask for known vulnerabilities of the packages in this environment, and say of how many there was an answer."""
+"""Look up known vulnerabilities of the packages in this environment, and count the packages with an answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def main() -> int:
 
 
 def report(dependencies: list[dict[str, Any]]) -> tuple[int, str]:
-    """Return the exit status and the page for what pip-audit says of each package."""
+    """Return the exit status and the page for pip-audit's result on each package."""
     asked = [package for package in dependencies if 'skip_reason' not in package]
     unknown = [package['name'] for package in dependencies if 'skip_reason' in package]
     lines = [

@@ -1,4 +1,4 @@
-"""The demos: make the data, train, test and draw, through the tools that a user runs. Called by ``make demo``."""
+"""The demos: make the data, train, test and draw with the tools for users. ``make demo`` calls it."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ TASKS = {
 
 
 def run(*command: str) -> None:
-    """Run one of the tools; its output is the user's to see."""
+    """Run one of the tools and show its output."""
     print('demo: python', ' '.join(command), flush=True)
     subprocess.run([sys.executable, '-W', 'ignore', *command], check=True)
 
@@ -35,7 +35,7 @@ def evaluate(config: str, checkpoint: Path, work_dir: Path) -> dict[str, float]:
 
 
 def demo(config: str) -> str:
-    """Train and test ``config`` and return the line that sums it up."""
+    """Train and test ``config`` and return a line of results."""
     cfg = Config.fromfile(config)
     metrics, draw = TASKS[cfg.default_scope]
     work_dir = Path('work_dirs') / Path(config).stem

@@ -1,4 +1,4 @@
-"""Mask R-CNN from a classifier of shapes and from scratch: what pre-training is worth; for ``make demo-pretrain``."""
+"""Benefit of pre-training: Mask R-CNN from a classifier of shapes and from scratch; for ``make demo-pretrain``."""
 
 import argparse
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Build what a release consists of: source archive, wheel, bill of materials, checksums.
+"""Build the files of a release: source archive, wheel, bill of materials, checksums.
 
-The same commit gives the same bytes: from a copy of what git knows, with the commit's time (or SOURCE_DATE_EPOCH) and
-the same rights on every file, by this environment's setuptools and wheel. The bill of materials lists this environment,
-the one that the tests run in.
+The same commit gives the same bytes. The build runs in a copy of the files that git tracks, with the commit's time (or
+SOURCE_DATE_EPOCH) and the same rights on every file, and uses this environment's setuptools and wheel. The bill of
+materials lists this environment, in which the tests run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def git(*arguments: str) -> str:
-    """Return what git prints."""
+    """Return the output of a git command."""
     return subprocess.run(['git', *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
 
 
@@ -63,7 +63,8 @@ def build(out: Path, epoch: int) -> list[Path]:
     """Build the source archive, and the wheel from it, into ``out``; return both."""
     os.umask(0o022)
     with tempfile.TemporaryDirectory(prefix='dist-') as folder:
-        tree, raw = Path(folder) / 'tree', Path(folder) / 'raw'
+        tree = Path(folder) / 'tree'
+        raw = Path(folder) / 'raw'
         copy_tree(tree)
         for path in tree.rglob('*'):
             if not path.is_symlink():
@@ -78,7 +79,7 @@ def build(out: Path, epoch: int) -> list[Path]:
 
 
 def repack(source: Path, target: Path, epoch: int) -> None:
-    """Write the archive once more, sorted, of one time and no owner: setuptools says when it was built, and by whom."""
+    """Rewrite the archive, sorted, with one time and no owner, because setuptools writes the builder's."""
     with (
         tarfile.open(source) as old,
         target.open('wb') as file,
@@ -86,7 +87,11 @@ def repack(source: Path, target: Path, epoch: int) -> None:
         tarfile.open(fileobj=packed, mode='w', format=tarfile.PAX_FORMAT) as new,
     ):
         for member in sorted(old.getmembers(), key=lambda member: member.name):
-            member.mtime, member.uid, member.gid, member.uname, member.gname = epoch, 0, 0, '', ''
+            member.mtime = epoch
+            member.uid = 0
+            member.gid = 0
+            member.uname = ''
+            member.gname = ''
             member.pax_headers = {}
             new.addfile(member, old.extractfile(member) if member.isfile() else None)
 

@@ -1,9 +1,9 @@
-"""All that there is to measure on a GPU, in one command: ``python tools/dev/gpu.py --out DIR`` or ``make gpu``.
+"""Run all measurements on a GPU: ``python tools/dev/gpu.py --out DIR`` or ``make gpu``.
 
-Tests of the kernels, compute-sanitizer, calibration, the operators beside their peers, the kernels launched otherwise,
-training steps: each step is a process with a time limit, results are written as they come, and the table at the end
-says what could not run. It needs torch, triton, numpy and pytest; what needs more says so. Where mmgate is not
-installed, ``PYTHONPATH=.`` stands before it. ``--device cpu --tiny`` tries it without a GPU.
+The steps are tests of the kernels, compute-sanitizer, calibration, operators and their peers, other launches of the
+kernels, and training steps. Each is a process with a time limit, results are written one by one, and the table at the
+end lists the steps that could not run. It needs torch, triton, numpy and pytest; a step that needs more reports it. If
+mmgate is not installed, set ``PYTHONPATH=.``. ``--device cpu --tiny`` tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_csv(ROWS[args.step](args.device, args.tiny), args.out, append=True)
         return 0
     if args.device == 'cpu':
-        os.environ.setdefault('TRITON_INTERPRET', '1')  # in which alone the kernels run there
+        os.environ.setdefault('TRITON_INTERPRET', '1')  # without a GPU the kernels run only in it
     device = torch.device(args.device)
     name = torch.cuda.get_device_name(device) if device.type == 'cuda' else 'CPU'
     args.out.mkdir(parents=True, exist_ok=True)
@@ -88,9 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: list[str] | str, limit: int, log: Path, alone: bool) -> str:
-    """Run a command, write what it says to ``log``, and return in words how it ended; words are why it cannot run.
+    """Run a command with its output in ``log`` and return a description of its end, or the reason why it cannot run.
 
-    What needs operators ``alone`` is spared the import of the mm packages.
+    A command that needs operators ``alone`` does not import the mm packages.
     """
     if isinstance(command, str):
         return f'could not run: {command}'
@@ -141,24 +141,25 @@ def _train(peer: str, ours: str, args: argparse.Namespace, csv_file: Path) -> li
 
 
 def sampler_rows(device: str, tiny: bool) -> Iterator[Row]:
-    """Yield the sampler beside its peers, in float32 and bfloat16, of an encoder and two decoders."""
+    """Yield rows of the sampler and its peers, in float32 and bfloat16, for an encoder and two decoders."""
     small: dict[str, Any] = dict(repetitions=1, queries={'encoder': (None, 2), 'decoder': (3, 4)}, **TINY)
     return ops.benchmark_ms_deform_attn(device=device, **(small if tiny else {}))
 
 
 def plug_rows(device: str, tiny: bool) -> Iterator[Row]:
-    """Yield dense PLuG beside the eager form, FlexAttention over a gate formed before, and ungated fused attention."""
+    """Yield rows of dense PLuG, its eager form, FlexAttention with a precomputed gate, and ungated fused attention."""
     cases = [(4096, torch.bfloat16), (4096, torch.float32), (1024, torch.bfloat16), (16384, torch.bfloat16)]
-    for tokens, dtype in [(16, torch.float32)] if tiny else cases:  # what matters most comes before time is up
+    for tokens, dtype in [(16, torch.float32)] if tiny else cases:  # the most important cases come first
         yield from ops.benchmark_plug_attention(1 if tiny else 10, device=device, tokens=[tokens], dtype=dtype)
 
 
 def step_rows(device: str, tiny: bool) -> Iterator[Row]:
-    """Yield training steps (AdamW) of a deformable encoder's layers, ungated by grid_sample and gated by others."""
+    """Yield rows of training steps (AdamW) of a deformable encoder, ungated with grid_sample and gated with others."""
     levels, width, count = (TINY['levels'], 32, 1) if tiny else (ops.LEVELS, 256, 6)
     (_, shapes, starts, *_), reference = ops.sampler_inputs(levels, 2, None, 2, device, heads=2)
     maps = dict(reference_points=reference, spatial_shapes=shapes, level_start_index=starts)
-    gated, ungated = PLuGMultiScaleDeformableAttention, MultiScaleDeformableAttention
+    gated = PLuGMultiScaleDeformableAttention
+    ungated = MultiScaleDeformableAttention
     kinds = [('ungated', ungated, 'grid_sample'), *(('gated', gated, x) for x in ('auto', 'grid_sample', 'triton'))]
     x = torch.randn(2, reference.shape[1], width, device=device)
     runs = {}
@@ -181,8 +182,9 @@ def step_rows(device: str, tiny: bool) -> Iterator[Row]:
 
 
 ROWS: dict[str, Callable[[str, bool], Iterator[Row]]] = {'sampler': sampler_rows, 'plug': plug_rows, 'step': step_rows}
-OURS, SWITCHES = ['tools/dev/gpu.py', '--step'], ['tools/dev/kernels/switches.py']
-STEPS: dict[str, tuple[int, Any]] = {  # seconds, and what makes the command
+OURS = ['tools/dev/gpu.py', '--step']
+SWITCHES = ['tools/dev/kernels/switches.py']
+STEPS: dict[str, tuple[int, Any]] = {  # seconds, and function that returns the command
     'sampler-tests': (65, partial(_tests, OPS[0])),
     'plug-tests': (40, partial(_tests, OPS[1])),
     **{tool: (25, partial(_sanitizer, tool)) for tool in ('memcheck', 'racecheck')},

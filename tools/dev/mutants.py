@@ -1,10 +1,9 @@
-"""Try small changes of the code against the tests that concern them: which survive says what no test notices.
+"""Mutation testing: make small changes to the code, and list those that no test notices.
 
-cosmic-ray knows the changes: other operators and numbers, conditions turned round, loops left out, decorators removed.
-Places are drawn by a seed, as many from each package, and at each place one of its changes. Left out is what means
-nothing when the code runs: annotations, and the arguments of :data:`MEANINGLESS`. The tree itself is not touched: a
-copy is. What was tried is written down at once, and not tried again unless its code or its tests have changed, so that
-a run that was interrupted goes on.
+cosmic-ray has the changes: other operators and numbers, inverted conditions, skipped loops, removed decorators. Places
+are drawn by a seed, the same number from each package, with one change at each. Annotations and the arguments of
+:data:`MEANINGLESS`, which have no effect when the code runs, are left out. Changes are made in a copy of the tree. Each
+result is saved at once and used again until its code or its tests change, so that an interrupted run can continue.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ LEFT_OUT = (
     'ops/*/triton.py',
     'ops/*/blocks.py',
     'ops/triton_backend.py',
-    'hosts/hosted.py',
+    'hosts/points.py',
     'hosts/transformers.py',
 )  # kernels, their launches; what is tested beside transformers, in an environment without mm packages
 # Keyword arguments that change no result: whose line a warning names, and a check of lengths that are one by the code.
@@ -49,16 +48,19 @@ MEANINGLESS = ('stacklevel', 'strict')
 CONCERNS = {
     'backbones/': ('test_backbones/test_presets.py', 'test_backbones/test_backbones.py'),
     'checkpoints/': ('test_checkpoints/test_guarded_pickle.py', 'test_checkpoints/test_loading.py'),
-    'checkpoints/gates_file': ('test_gates.py',),
+    'checkpoints/gates_file': ('test_finetune.py',),
     'layers/agent': ('test_backbones/test_resolutions.py', 'test_backbones/test_backbones.py'),
     'layers/base/without_mmcv': ('test_transformers/test_stand_ins.py',),
     'layers/base/dense': ('test_layers/test_open_gates.py', 'test_layers/test_dropout.py'),
+    'layers/base/gate': ('test_starts.py', 'test_layers/test_init.py'),
+    'layers/base/gated': ('test_swap.py', 'test_finetune.py'),
+    'layers/base/map': ('test_layers/test_map_attention.py', 'test_layers/test_linear.py'),
     'layers/cross_window': ('test_backbones/test_cswin.py',),
     'layers/linear': ('test_layers/test_map_attention.py', 'test_backbones/test_linear_backbones.py'),
     'layers/plug': ('test_layers/test_open_gates.py',),
-    'layers/resizing': ('test_backbones/test_resolutions.py',),
-    'layers/stripes': ('test_backbones/test_cswin.py', 'test_backbones/test_linear_backbones.py'),
-    'layers/swiglu': ('test_backbones/test_dgvit.py',),
+    'layers/parts/resizing': ('test_backbones/test_resolutions.py',),
+    'layers/parts/stripes': ('test_backbones/test_cswin.py', 'test_backbones/test_linear_backbones.py'),
+    'layers/parts/swiglu': ('test_backbones/test_dgvit.py',),
     'ops/agent_attention': ('test_layers/test_map_attention.py', 'test_backbones/test_resolutions.py'),
     'ops/differential_attention': ('test_layers/test_dense.py', 'test_layers/test_open_gates.py'),
     'ops/gated_linear_attention': ('test_layers/test_linear.py', 'test_layers/test_map_attention.py'),
@@ -89,7 +91,7 @@ SETTINGS = {'PYTHONDONTWRITEBYTECODE': '1', 'OMP_NUM_THREADS': '1', 'TRITON_INTE
 
 @dataclass(frozen=True)
 class Place:
-    """Where a file may be changed: its path below ``mmgate``, line and column."""
+    """A place where a file may be changed: path below ``mmgate``, line and column."""
 
     module: str
     line: int
@@ -105,7 +107,7 @@ class Change:
 
 
 def main() -> None:
-    """Draw a sample, try it and report."""
+    """Draw a sample of changes, run their tests and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--sample', type=int, default=60, help='how many changes, shared out among the packages')
     parser.add_argument('--seed', type=int, default=0)
@@ -141,7 +143,7 @@ def main() -> None:
 
 
 def preload() -> None:
-    """Import the packages that tests need, so that each run of them is a fork that need not."""
+    """Import the packages that tests need once, in the process from which each run of tests is forked."""
     os.environ.update(SETTINGS)
     sys.dont_write_bytecode = True
     for name in PRELOADED:
@@ -151,7 +153,7 @@ def preload() -> None:
 
 
 def sample(package: Path, number: int, seed: int) -> list[tuple[Place, Change]]:
-    """Return ``number`` places, as many from each of :data:`PACKAGES`, with a change at each, in a random order."""
+    """Return ``number`` places, the same share from each of :data:`PACKAGES`, with a change at each, in random order."""
     draw = random.Random(seed)
     chosen = []
     for name in PACKAGES:
@@ -182,7 +184,7 @@ def tests_of(module: str) -> list[str]:
 
 
 def draw_change(draw: random.Random, code: str, possible: list[Change], place: Place) -> tuple[Place, Change] | None:
-    """Return one of the changes that are possible at a place and leave code that Python reads, or None."""
+    """Return a random change of a place after which the code can still be parsed, or None."""
     for change in draw.sample(possible, len(possible)):
         try:
             ast.parse(mutate_code(code, get_operator(change.operator)(), change.occurrence))
@@ -193,7 +195,7 @@ def draw_change(draw: random.Random, code: str, possible: list[Change], place: P
 
 
 def changes(module: str, code: str) -> dict[Place, list[Change]]:
-    """Return what cosmic-ray can change in a file, by place, without what means nothing when the code runs."""
+    """Return cosmic-ray's changes of a file by place, without those that have no effect when the code runs."""
     found: dict[Place, list[Change]] = {}
     tree, (unread, operands) = get_ast(code), spans(code)
     nodes = list(ast_nodes(tree))
@@ -213,8 +215,9 @@ def changes(module: str, code: str) -> dict[Place, list[Change]]:
 
 
 def spans(code: str) -> tuple[list[tuple], list[tuple]]:
-    """Return from where to where reaches what means nothing, and what lies between the operands of binary operators."""
-    unread, between = [], []
+    """Return the spans of code without effect, and the spans between the operands of binary operators."""
+    unread = []
+    between = []
     for node in ast.walk(ast.parse(code)):
         skipped = [getattr(node, 'annotation', None), getattr(node, 'returns', None)]
         if isinstance(node, ast.keyword) and node.arg in MEANINGLESS:
@@ -228,7 +231,7 @@ def spans(code: str) -> tuple[list[tuple], list[tuple]]:
 
 
 def key_of(place: Place, change: Change) -> str:
-    """Return what names an attempt: the change, the file's code and its tests'."""
+    """Return a key of an attempt, made of the change, the file's code and the tests' code."""
     read = [f'mmgate/{place.module}', *tests_of(place.module)]
     state = repr((place, change)).encode() + b''.join((ROOT / name).read_bytes() for name in read)
     return hashlib.sha256(state).hexdigest()[:16]
@@ -240,12 +243,15 @@ def attempt(tree: Path, place: Place, change: Change, timeout: float) -> dict:
     before = path.read_text()
     after = mutate_code(before, get_operator(change.operator)(), change.occurrence)
     assert after is not None
-    started, outcome, failed = time.monotonic(), 'survived', ''
+    started = time.monotonic()
+    outcome = 'survived'
+    failed = ''
     try:
         path.write_text(after)
         status, output = run(tests_of(place.module), tree, timeout)
         if status not in (0, 5):  # 5: all of its tests are skipped or deselected here
-            outcome, failed = ('timeout' if status is None else 'killed'), first_failure(output)
+            outcome = 'timeout' if status is None else 'killed'
+            failed = first_failure(output)
     finally:
         path.write_text(before)
     lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm='')
@@ -279,7 +285,7 @@ def run(arguments: list[str], tree: Path, timeout: float) -> tuple[int | None, s
 
 
 def _test(arguments: list[str], tree: Path, output: int) -> NoReturn:
-    """Become a test run of a tree; what it starts belongs to its group."""
+    """Run the tests of a tree in this process, as the leader of a process group."""
     status = 1
     try:
         os.setsid()
@@ -298,7 +304,7 @@ def _test(arguments: list[str], tree: Path, output: int) -> NoReturn:
 
 
 def first_failure(output: str) -> str:
-    """Return what pytest calls the failing test, or its last words where it could not start one."""
+    """Return the name of the failing test in pytest's output, or the last line if no test has started."""
     failures = [line for line in output.splitlines() if line.startswith(('FAILED', 'ERROR'))]
     return (failures or output.strip().splitlines()[-1:] or [''])[0][:200]
 

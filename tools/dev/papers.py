@@ -1,7 +1,7 @@
-"""Write docs/papers.md, every table and figure of the five papers row by row, from docs/papers.yml and the metafiles.
+"""Write docs/papers.md, with all rows of the tables and figures of five papers, from docs/papers.yml and metafiles.
 
 python tools/dev/papers.py           writes the page
-python tools/dev/papers.py --check   says what is wrong with an answer, or that the page is stale
+python tools/dev/papers.py --check   reports wrong answers and a stale page
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PAGE, ROWS = ROOT / 'docs/papers.md', ROOT / 'docs/papers.yml'
+PAGE = ROOT / 'docs/papers.md'
+ROWS = ROOT / 'docs/papers.yml'
 KINDS = ('config', 'run', 'option', 'see', 'not')
-# what a host's models are judged by, and ours by the task of their metafile
+# Metrics of a host's models, and of ours by the task in their metafile.
 HOSTS = {'mmdet': {'box AP', 'mask AP'}, 'mmseg': {'mIoU'}, 'mmpretrain': {'Top 1 Accuracy'}}
 TASKS = {
     'Object Detection': {'box AP'},
@@ -48,7 +49,7 @@ SVHN here. A classifier's recipe is named where it is one of ImageNet's. Written
 
 
 def read_rows() -> dict[str, dict[str, Any]]:
-    """Return the papers, with their tables and rows, as docs/papers.yml has them."""
+    """Return the papers in docs/papers.yml, with their tables and rows."""
     return yaml.safe_load(ROWS.read_text())
 
 
@@ -60,7 +61,7 @@ def read_models() -> dict[str, dict[str, Any]]:
 
 
 def find_problems(papers: Mapping[str, Any], models: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong: answers that are none or not there, figures of another table or missing, links that lack."""
+    """Yield the problems: wrong or missing answers, wrong or missing figures, missing links."""
     for paper, entry in papers.items():
         for table, content in entry['tables'].items():
             for row, given in content['rows'].items():
@@ -68,7 +69,8 @@ def find_problems(papers: Mapping[str, Any], models: Mapping[str, Any]) -> Itera
                 reason = reason or _answered_by_project(given, entry, table, row)
                 if reason:
                     yield f'{paper}, {table}, {row}: {reason}'
-        project, readme = entry.get('project'), entry['readme']
+        project = entry.get('project')
+        readme = entry['readme']
         if project and f'{project}/README.md' not in (ROOT / readme).read_text():
             yield f'{readme} does not link {project}/README.md'
     for name, model in models.items():
@@ -102,7 +104,7 @@ def make_page(papers: Mapping[str, Any], models: Mapping[str, Any]) -> str:
 
 
 def _answer(given: Any) -> tuple[str, Any, Any]:
-    """Return kind, text and figure of a row's answer; the kind is empty where it is none."""
+    """Return kind, text and figure of a row's answer; the kind is empty if the answer is not valid."""
     if isinstance(given, str):
         return 'config', given, None
     kinds = [key for key in given if key != 'figure'] if isinstance(given, Mapping) else []
@@ -112,7 +114,7 @@ def _answer(given: Any) -> tuple[str, Any, Any]:
 
 
 def _fault(given: Any, paper: Mapping[str, Any], models: Mapping[str, Any]) -> str:
-    """Return why an answer is none, or leads nowhere."""
+    """Return the reason why an answer is not valid, or why its file or link does not exist."""
     kind, text, _ = _answer(given)
     if not kind:
         return f'neither a config nor one of {", ".join(KINDS)}'
@@ -129,7 +131,7 @@ def _fault(given: Any, paper: Mapping[str, Any], models: Mapping[str, Any]) -> s
 
 
 def script(command: str) -> Path:
-    """Return the file that a command runs after ``python``, or the module's after ``python -m``."""
+    """Return the script that a command runs with ``python``, or the file of the module after ``python -m``."""
     words = command.removeprefix('python ').split()
     if words[0] == '-m':
         return ROOT / words[2] if words[1] == 'pytest' else ROOT / f'{words[1].replace(".", "/")}.py'
@@ -137,7 +139,7 @@ def script(command: str) -> Path:
 
 
 def _wrong_figure(given: Any, paper: str, table: str, content: Mapping[str, Any], models: Mapping[str, Any]) -> str:
-    """Return why a row's figure is not the one that its table prints."""
+    """Return the reason why a row's figure differs from the one that its table prints."""
     kind, text, figure = _answer(given)
     metrics = _metrics(content)
     if not metrics:
@@ -163,8 +165,9 @@ def _wrong_figure(given: Any, paper: str, table: str, content: Mapping[str, Any]
 
 
 def _answered_by_project(given: Any, paper: Mapping[str, Any], table: str, row: str) -> str:
-    """Return the project whose README names the row of a "none": its table or figure, or what the row is called."""
-    kind, project = _answer(given)[0], paper.get('project')
+    """Return the project whose README names the table, the figure or the row of an answer "none"."""
+    kind = _answer(given)[0]
+    project = paper.get('project')
     if kind != 'not' or not project:
         return ''
     readme = (ROOT / project / 'README.md').read_text()
@@ -191,7 +194,7 @@ def _metrics(content: Mapping[str, Any]) -> list[str]:
 
 
 def _written(figure: Any, metrics: list[str]) -> dict[str, Any]:
-    """Return a row's figures by metric; one without a name is of the table's first."""
+    """Return a row's figures by metric; a figure without a name is of the table's first metric."""
     if figure is None:
         return {}
     return dict(figure) if isinstance(figure, Mapping) else {metrics[0]: figure}
@@ -206,7 +209,7 @@ def _judged_by(model: Mapping[str, Any]) -> set[str]:
 
 
 def _of_metafile(name: str, paper: str, table: str, models: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config's figures by metric, as far as its metafile has them from this table."""
+    """Return the figures by metric that a config's metafile has from this table."""
     model = models.get(name)
     if model is None:
         return {}
@@ -223,7 +226,7 @@ def _source(model: Mapping[str, Any]) -> tuple[str, str]:
 def _figures(
     given: Any, paper: str, table: str, content: Mapping[str, Any], models: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what the table prints in a row, by metric: the metafile's, if they are of this table, and the row's."""
+    """Return the printed figures of a row by metric: the metafile's, if they are of this table, and the row's."""
     kind, text, figure = _answer(given)
     metrics = _metrics(content)
     printed = _of_metafile(text, paper, table, models) if kind == 'config' else {}
@@ -260,7 +263,8 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--check', action='store_true', help='write nothing; fail where the page is wrong')
     args = parser.parse_args(argv)
-    papers, models = read_rows(), read_models()
+    papers = read_rows()
+    models = read_models()
     problems = list(find_problems(papers, models))
     if not problems:
         page = make_page(papers, models)

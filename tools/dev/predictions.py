@@ -1,4 +1,4 @@
-"""Pictures of predictions beside the ground truth."""
+"""Pictures of predictions and the ground truth."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def draw_predictions(config: str, checkpoint: str, out: Path) -> Path:
 
 
 def draw_detections(samples: Sequence[Any], classes: Sequence[str], out: Path, *, columns: int) -> Path:
-    """Draw data samples with predictions likewise."""
+    """Draw data samples with predictions in the same way."""
     figure, axes = panels(-(-len(samples) // columns), columns, height=2.4, width=2.3 * columns)
     for axis in axes.flat:
         axis.set_axis_off()
@@ -39,7 +39,8 @@ def draw_detections(samples: Sequence[Any], classes: Sequence[str], out: Path, *
             painted = np.ma.masked_equal(np.asarray(mask) * (int(label) % 10 + 1), 0)
             axis.imshow(painted, cmap='tab10', vmin=1, vmax=10, alpha=0.6, extent=(0, width, height, 0))
         drawn.append((axis, found))
-    figure.draw_without_rendering()  # the layout decides which labels would hide one another, and is kept
+    # The layout decides which labels would hide one another. It is made now and kept.
+    figure.draw_without_rendering()
     figure.set_layout_engine('none')
     for axis, found in drawn:
         label_boxes(axis, found, classes)
@@ -54,7 +55,8 @@ def draw_segmentation(config: str, checkpoint: str, out: Path) -> Path:
     from matplotlib.patches import Patch
 
     cfg = read_config(config)
-    samples, classes = _predict(cfg, checkpoint), class_names(cfg)
+    samples = _predict(cfg, checkpoint)
+    classes = class_names(cfg)
     figure, axes = panels(3, len(samples), height=1.3, width=1.2 * len(samples) + 0.6)
     for column, sample in zip(axes.T, samples, strict=True):
         image = mmcv.imread(sample.img_path, channel_order='rgb')

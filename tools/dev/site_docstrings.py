@@ -13,6 +13,6 @@ class PlainNames(griffe.Extension):
     """Rewrites every docstring as it is read."""
 
     def on_instance(self, *, obj: griffe.Object, **kwargs: object) -> None:
-        """Take the roles out of the docstring of ``obj``."""
+        """Remove the roles from the docstring of ``obj``."""
         if obj.docstring:
             obj.docstring.value = ROLE.sub(lambda role: f'`{role[1]}`', obj.docstring.value)

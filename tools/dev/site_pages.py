@@ -1,4 +1,4 @@
-"""A hook of MkDocs: the pages that stand beside the code join the site at their own paths, with what they link."""
+"""A hook of MkDocs that adds the pages in the code's folders to the site, at their paths, with the files they link."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINK = re.compile(r'\]\(([^)#:\s]+)')
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Give every page its path in the repository; a link to a file that is no page brings the file along."""
+    """Give every page its path in the repository, and add files that pages link to."""
     pages = [path for pattern in PAGES for path in ROOT.glob(pattern) if '.mim' not in path.parts]
     for file in [file for file in files if Path(str(file.abs_src_path)).is_relative_to(config.docs_dir)]:
         files.remove(file)

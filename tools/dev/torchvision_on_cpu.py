@@ -1,9 +1,9 @@
-"""Let a torchvision that was built for a CUDA torch be imported beside a CPU torch, where no fitting one is to be had.
+"""Make a torchvision for CUDA importable with a CPU torch, if there is no torchvision for it.
 
-For development environments alone: ``setup_env.sh`` copies this file and a ``.pth`` that imports it there
-if torchvision cannot be imported there. torchvision's compiled operators do not load then, and its Python code fails at
-the first of them that it describes; declaring those two is enough for transforms and models, which is what mmpretrain
-uses. Calling them fails.
+It is for development environments only: if torchvision cannot be imported, ``setup_env.sh`` copies this file and a
+``.pth`` that imports it into the environment. torchvision's compiled operators are not loaded then, and its Python code
+fails at the first operator for which it registers a fake. Declaring the two operators is enough for transforms and
+models, which mmpretrain uses; calling the operators fails.
 """
 
 import sys
@@ -14,7 +14,7 @@ _kept = []
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """Finds nothing; declares the operators when torchvision is first looked for."""
+    """Finder that finds nothing, and declares the operators when torchvision is first imported."""
 
     def find_spec(self, fullname, path=None, target=None):
         """Declare the operators once."""

@@ -1,4 +1,4 @@
-"""Our sampler in transformers' detectors: how far its outputs are from theirs, and how much sooner they are there.
+"""Our sampler in transformers' detectors: differences in their outputs, and speed.
 
 ``python tools/dev/transformers_table.py`` prints a table and, with ``--file``, writes it between two markers. Models
 have the sizes of transformers' default configs and random weights; nothing is downloaded.
@@ -11,6 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,10 +20,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from mmgate.finetune import gates_disabled
 from mmgate.swap import swap_attention
 
-BEGIN, END = '<!-- transformers_table begins -->\n', '<!-- transformers_table ends -->\n'
+BEGIN = '<!-- transformers_table begins -->\n'
+END = '<!-- transformers_table ends -->\n'
 RULE = dict(type='MultiScaleDeformableAttention')
 SIZE = (480, 640)
 # by the name of a model: what its config and class are called, the size of its images, and what the config is given
@@ -46,35 +47,31 @@ def measure(name: str, rounds: int) -> str:
 
     Args:
         name: One of :data:`MODELS`.
-        rounds: Pairs of forward passes after one that is not counted; a pair is one of theirs and one of ours.
+        rounds: Pairs of forward passes, one of theirs and one of ours, after a first pair that is not counted.
     """
     kind, image, options = MODELS[name]
     torch.manual_seed(0)
     model = build(kind, options)
     fed = _feed(kind, image)
-    theirs = {path: module for path, module in model.named_modules() if hasattr(module, 'sampling_offsets')}
+    paths = [path for path, module in model.named_modules() if hasattr(module, 'sampling_offsets')]
     calls: dict[str, dict[str, Any]] = {}
     handles = [
-        module.register_forward_pre_hook(_noting(calls, path), with_kwargs=True) for path, module in theirs.items()
+        model.get_submodule(path).register_forward_pre_hook(_noting(calls, path), with_kwargs=True) for path in paths
     ]
     expected = _outputs(model(**fed))
     for handle in handles:
         handle.remove()
-    swapped = swap_attention(model, dict(RULE, path=list(theirs)))
-    ours = {path: model.get_submodule(path) for path in calls}
+    vanilla = deepcopy(model)
+    swapped = swap_attention(model, dict(RULE, path=paths))
+    theirs, ours = ({path: one.get_submodule(path) for path in calls} for one in (vanilla, model))
     layer_error = max(_error([ours[path](**call)[0]], [theirs[path](**call)[0]]) for path, call in calls.items())
     model_error = _error(_outputs(model(**fed)), expected)
     slowest = max(calls, key=lambda path: calls[path]['hidden_states'].numel())
-
-    def vanilla() -> None:
-        with gates_disabled(model):
-            model(**fed)
-
     speeds = [
         f'{before:.0f} ms, {after:.0f} ms | {before / after:.2f}x'
         for before, after in (
             _pairs(lambda: theirs[slowest](**calls[slowest]), lambda: ours[slowest](**calls[slowest]), rounds),
-            _pairs(vanilla, lambda: model(**fed), rounds),
+            _pairs(lambda: vanilla(**fed), lambda: model(**fed), rounds),
         )
     ]
     size = f'{image[0]} x {image[1]} | {len(swapped)}'
@@ -82,7 +79,7 @@ def measure(name: str, rounds: int) -> str:
 
 
 def build(kind: str, options: dict[str, Any]) -> nn.Module:
-    """Return a model with random weights whose points lie anywhere around their references."""
+    """Return a model with random weights whose sampling points are spread around the reference points."""
     if kind == 'DeformableDetr':  # its default backbone is timm's
         stages = transformers.ResNetConfig(out_features=['stage2', 'stage3', 'stage4'])
         options = dict(options, backbone_config=stages)
@@ -126,7 +123,7 @@ def _error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def _pairs(theirs: Callable[[], Any], ours: Callable[[], Any], rounds: int) -> tuple[float, float]:
-    """Return the medians of CPU milliseconds; what else runs on the machine changes those little."""
+    """Return the medians of CPU milliseconds, on which other work on the machine has little effect."""
     times: list[list[float]] = [[], []]
     for number in range(rounds + 1):
         for run, seconds in zip((theirs, ours), times, strict=True):
@@ -138,7 +135,7 @@ def _pairs(theirs: Callable[[], Any], ours: Callable[[], Any], rounds: int) -> t
 
 
 def markdown(rows: Sequence[str], rounds: int) -> str:
-    """Return the table, and in what it was measured."""
+    """Return the table, and the environment of the measurement."""
     head = 'model | image | layers | layer error | model error | slowest layer: theirs, ours | | model: theirs, ours | '
     where = f'{platform.machine()}, {torch.get_num_threads()} thread(s), torch {torch.__version__}'
     end = f'transformers {transformers.__version__}; float32, batch 1, medians of {rounds} pairs, CPU time'

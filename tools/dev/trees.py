@@ -1,4 +1,4 @@
-"""Copies of the checkout, for what must not write into it."""
+"""Copies of the checkout, for commands that must not write into it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def copy_tree(target: Path, source: Path = ROOT) -> None:
-    """Copy what git knows of ``source``, or would know, links as links."""
+    """Copy the files of ``source`` that git tracks or does not ignore; links stay links."""
     listed = ['git', 'ls-files', '-coz', '--exclude-standard']
     names = subprocess.run(listed, cwd=source, check=True, capture_output=True, text=True).stdout
     for name in filter(None, names.split('\0')):

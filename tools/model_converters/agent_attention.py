@@ -1,9 +1,9 @@
-"""Convert a published PVT, Swin, CSwin or DeiT checkpoint, with agents or vanilla, into one of mmgate's names.
+"""Convert a published PVT, Swin, CSwin or DeiT checkpoint, with agents or vanilla, to mmgate's parameter names.
 
-The backbones read the published files themselves (init_cfg); this writes a file of their own names, without what the
-training script left in it. ``--to classifier`` keeps the head and the final norm, for mmpretrain's ImageClassifier as
-configs/agent/classification builds it, so that tools/test.py takes the file. Only tensors are read, and no code of the
-file runs.
+The backbones read the published files directly (init_cfg); this tool writes a file with the backbones' names, and
+without the training script's other objects. ``--to classifier`` keeps the head and the final norm for mmpretrain's
+ImageClassifier, as configs/agent/classification builds it, so that tools/test.py takes the file. Only tensors are
+read, and no code of the file runs.
 """
 
 import argparse

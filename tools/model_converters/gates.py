@@ -1,4 +1,4 @@
-"""Take the gates out of a whole checkpoint into a file of their own, or put such a file's back into a vanilla one.
+"""Extract the gates of a whole checkpoint into a gates file, or merge a gates file into a vanilla checkpoint.
 
 python tools/model_converters/gates.py extract CONFIG CHECKPOINT gates.safetensors
 python tools/model_converters/gates.py merge VANILLA_CHECKPOINT gates.safetensors CHECKPOINT
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
 
 
 def _load(checkpoint: str, model: Any = None) -> Any:
-    """Return what a file holds; of a model that is given, which it fills, the state dict alone."""
+    """Return the content of a file, or only its state dict if a model is given, which is then filled."""
     try:
         if model is None:
             return CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu')

@@ -1,1 +1,1 @@
-"""Figures of what the probes found."""
+"""Figures of the readings that the probes record."""

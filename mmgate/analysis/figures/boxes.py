@@ -13,8 +13,9 @@ MOST_BOXES = 10
 
 
 def draw_boxes(axis: Any, sample: Any) -> tuple[int, Any]:
-    """Draw true boxes and the best predicted ones; return the number of the first, and the second, best first."""
-    truth, found = sample.get('gt_instances'), sample.get('pred_instances')
+    """Draw true and predicted boxes; return the number of true ones, and the predictions drawn, best first."""
+    truth = sample.get('gt_instances')
+    found = sample.get('pred_instances')
     known = [] if truth is None or 'bboxes' not in truth else getattr(truth.bboxes, 'tensor', truth.bboxes).tolist()
     for box in known:
         add_box(axis, box, edgecolor='black', linewidth=1.6)
@@ -29,14 +30,16 @@ def draw_boxes(axis: Any, sample: Any) -> tuple[int, Any]:
 
 
 def label_boxes(axis: Any, found: Any, names: Sequence[str]) -> None:
-    """Write class and score at the upper left corner of each box where they hide no better one's, or not at all."""
-    height, taken = axis.get_ylim()[0], list[Any]()
+    """Write class and score at the upper left corner of each box, best first; skip a label that would hide another."""
+    height = axis.get_ylim()[0]
+    taken: list[Any] = []
     for instance in found:
-        (left, top, *_), label = instance.bboxes[0].tolist(), int(instance.labels)
-        said, place = f'{class_name(label, names)} {float(instance.scores):.2f}', (max(left, 0), max(top, 0))
+        left, top, *_ = instance.bboxes[0].tolist()
+        words = f'{class_name(int(instance.labels), names)} {float(instance.scores):.2f}'
         look = dict(facecolor=PREDICTED, edgecolor='none', pad=0.6)
         side = 'bottom' if top > 0.05 * height else 'top'  # above the box where there is room
-        text = axis.text(*place, said, fontsize=5.5, color='white', va=side, clip_on=True, bbox=look)
+        font = dict(fontsize=5.5, color='white')
+        text = axis.text(max(left, 0), max(top, 0), words, va=side, clip_on=True, bbox=look, **font)
         extent = text.get_window_extent()
         if any(extent.overlaps(other) for other in taken):
             text.remove()

@@ -1,4 +1,4 @@
-"""Gates drawn: mean maps, mean and spread of every layer, histogram."""
+"""Figures of gates: mean maps, mean and spread of every layer, histogram."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from mmgate.analysis.probes.gates import GateMap, LayerGate, mean_maps
 from mmgate.analysis.probes.statistics import EDGES
 
 BARS = 40  # of a histogram
-SHORT, LONGEST = 20, 80  # characters of a layer's name: what a panel has room for, where its middle is left out
-MAP_INCHES, MOST_DPI = 1.5, 600  # of a map, about
+SHORT = 20  # characters of a layer's name for which a panel has room
+LONGEST = 80  # characters from which the middle of a layer's name is left out
+MAP_INCHES = 1.5  # width of a map, about
+MOST_DPI = 600
 KINDS = dict(pairs='of pairs', levels='of levels', heads='of heads', channels='of channels')
 MEANINGS = {
     0: 'A gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
@@ -27,16 +29,18 @@ MEANINGS = {
 def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> Path:
     """Draw a row of panels for each model: its gates' maps, every layer's mean, a histogram; return the path.
 
-    A map has a scale centred on the value at which its gates change nothing, which maps of one kind share. Histograms
-    count every layer alike, however many values it has.
+    The colours of a map are centred on the value at which its gates change nothing; maps of one kind share a scale.
+    Histograms count every layer alike, no matter how many values it has.
     """
     maps = [mean_maps(gates) for _, gates in models]
     every = [gate for _, gates in models for gate in gates]
-    used, labels = _used(every), _labels(every)
+    used = _used(every)
+    labels = _labels(every)
     names = [_names(gates) for _, gates in models]
     left = max(map(len, maps))  # gates of channels, as SAGA's, have no map
     columns = left + 2
-    tallest, longest = max(map(len, names)), max(len(name) for listed in names for name in listed)
+    tallest = max(map(len, names))
+    longest = max(len(name) for listed in names for name in listed)
     by_head = sum(any(found[i].kind == 'heads' for found in maps if i < len(found)) for i in range(left))
     width = style.WIDTH / 3 * max(columns, 3) + 0.05 * max(longest - SHORT, 0) * (1 + by_head)
     figure, axes = style.panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9), width=width)
@@ -63,12 +67,13 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         lines.append("Grey lines, and the middle of a map's colours: where nothing is changed.")
     style.legend(figure, note='\n'.join(lines))
     cells = max((max(of_kind.values.shape) for found in maps for of_kind in found), default=0)
-    figure.set_dpi(min(cells / MAP_INCHES * 2, MOST_DPI))  # two pixels a cell, so that a diagonal is seen
+    # Two pixels a cell show a diagonal.
+    figure.set_dpi(min(cells / MAP_INCHES * 2, MOST_DPI))
     return style.save(figure, out)
 
 
 def _names(gates: Sequence[LayerGate]) -> list[str]:
-    """Return what each gate of a model is called: its layer, and which of the layer's gates it is."""
+    """Return the label of each gate of a model: the name of its layer, with ``_k`` and the like for a ``gate_k``."""
     layers = style.layer_labels([gate.path for gate in gates], length=LONGEST)
     return [f'{layer} {gate.name[5:]}'.strip() for layer, gate in zip(layers, gates, strict=True)]
 
@@ -92,11 +97,13 @@ def _draw_map(figure: Any, axis: Any, of_kind: GateMap, alike: Sequence[np.ndarr
 
 
 def _apart(of_kind: GateMap) -> np.ndarray:
-    """Return the values of a map, with those of the class token, queries above and keys to the left, as broad bands."""
-    values, count = of_kind.values, of_kind.class_tokens
+    """Return the values of a map, with the rows and columns of class tokens widened and set apart by a gap."""
+    values = of_kind.values
+    count = of_kind.class_tokens
     if not count:
         return values
-    broad, gap = max(len(values) // 20, 1), max(len(values) // 60, 1)
+    broad = max(len(values) // 20, 1)
+    gap = max(len(values) // 60, 1)
     for axis in (0, 1):
         of_class, of_image = np.split(values, [count], axis)
         empty = np.full_like(of_class.take([0], axis), np.nan).repeat(gap, axis)
@@ -106,7 +113,8 @@ def _apart(of_kind: GateMap) -> np.ndarray:
 
 def _draw_layers(axis: Any, gates: Sequence[LayerGate], names: Sequence[str]) -> None:
     places = np.arange(len(gates))
-    means, spreads = ([getattr(gate.statistics, name) for gate in gates] for name in ('mean', 'deviation'))
+    means = [gate.statistics.mean for gate in gates]
+    spreads = [gate.statistics.deviation for gate in gates]
     neutral = [(gate.unchanged, place) for gate, place in zip(gates, places, strict=True) if gate.unchanged is not None]
     if neutral:
         axis.scatter(*zip(*neutral, strict=True), marker='|', s=120, color='0.6', linewidth=1, zorder=1)
@@ -116,9 +124,9 @@ def _draw_layers(axis: Any, gates: Sequence[LayerGate], names: Sequence[str]) ->
 
 
 def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, int | None], str]:
-    """Return what the histograms call the gates of one name, kind and value at which they change nothing.
+    """Return the histograms' label of each series of gates: those of one name, kind and unchanged value.
 
-    The name is enough where all of a name are alike.
+    It is the gates' name, with their kind where several series share the name.
     """
     series = dict.fromkeys(_series(gate) for gate in gates)
     names = [name for name, *_ in series]
@@ -155,7 +163,7 @@ def _draw_histogram(
 
 
 def _used(gates: Sequence[LayerGate]) -> tuple[float, float]:
-    """Return where the histograms' axis begins and ends: some bars beyond those that hold values."""
+    """Return the limits of the histograms' axis: some bars beyond those that hold values."""
     filled = np.flatnonzero(sum(gate.statistics.histogram for gate in gates))
     first, last = (filled[0], filled[-1]) if len(filled) else (0, len(EDGES))
     return EDGES[max(first - 4, 0)], EDGES[min(last + 5, len(EDGES) - 1)]

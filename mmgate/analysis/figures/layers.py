@@ -1,4 +1,4 @@
-"""Curves and matrices over the layers, drawn: sinks, ranks, similarities."""
+"""Figures over the layers of models: sinks, ranks, similarities."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from mmgate.analysis.figures import style
 def draw_sinks(models: list[tuple[str, list[dict[str, Any]]]], out: Path) -> Path:
     """Draw shares, maximum activation and sparsity over the layers of each model; return the path.
 
-    Empty markers are the first token's, where there is a class token. Attentions of another name (self- and
-    cross-attention, of other keys) are curves of their own, in the order in which they run. Of each model its name, and
-    the rows of :func:`~mmgate.analysis.probes.layers.sinks`.
+    Empty markers are the first token's, where there is a class token. Attentions of different names, such as self- and
+    cross-attention, get separate curves, in the order in which they run.
+
+    Args:
+        models: The name of each model, and its rows of :func:`~mmgate.analysis.probes.layers.sinks`.
+        out: PNG to write.
     """
     figure, ((left, middle, right),) = style.panels(1, 3, height=2.9)
     for number, (name, layers) in enumerate(models):
-        colour, drawn = style.COLOURS[number % len(style.COLOURS)], set[tuple[float, ...]]()
+        colour = style.COLOURS[number % len(style.COLOURS)]
+        drawn: set[tuple[float, ...]] = set()
         kinds: dict[str, list[dict[str, Any]]] = {}
         for layer in layers:
             kinds.setdefault(_kind(layer['layer']), []).append(layer)
@@ -36,7 +40,8 @@ def draw_sinks(models: list[tuple[str, list[dict[str, Any]]]], out: Path) -> Pat
             if not np.isnan(found['first_token_share']).all():
                 left.plot(found['first_token_share'], **of_first)
             activations = tuple(found['maximum_activation'])
-            if activations not in drawn:  # self- and cross-attention of one layer
+            # Self- and cross-attention of one layer share its activations.
+            if activations not in drawn:
                 middle.plot(activations, **look)
                 middle.plot(found['first_token_activation'], **of_first)
                 drawn.add(activations)
@@ -56,12 +61,12 @@ def draw_sinks(models: list[tuple[str, list[dict[str, Any]]]], out: Path) -> Pat
 
 
 def _kind(path: str) -> str:
-    """Return what an attention is called in its layer, past the one that mmcv's attention wraps."""
+    """Return the last name in an attention's path that is neither a number nor ``attn``, as inside mmcv's attention."""
     return next((name for name in reversed(path.split('.')) if name != 'attn' and not name.isdigit()), path)
 
 
 def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: Path, *, label: str) -> Path:
-    """Draw matrices over layers, 0 to 1, a panel each, side by side; return the path."""
+    """Draw matrices over layers, of values from 0 to 1, one panel each; return the path."""
     figure, axes = style.panels(1, len(models), height=2.9, width=3.6 * len(models) + 0.6)
     for axis, (title, paths, values) in zip(axes[0], models, strict=True):
         drawn = style.show_map(axis, values, cmap=style.SEQUENTIAL, vmin=0, vmax=1)
@@ -75,13 +80,15 @@ def draw_matrices(models: Sequence[tuple[str, Sequence[str], np.ndarray]], out: 
 
 
 def draw_ranks(models: Sequence[tuple[str, Sequence[dict[str, Any]]]], out: Path) -> Path:
-    """Draw mean and spread of the ranks over the layers, a panel a kind; return the path."""
+    """Draw mean and spread of the ranks over the layers, one panel for each kind of rank; return the path."""
     figure, (axes,) = style.panels(1, 2, height=3.0)
     most = ', '.join(map(str, sorted({row['channels'] for _, rows in models for row in rows})))
     for axis, kind in zip(axes, ('matrix_rank', 'effective_rank'), strict=True):
         for number, (name, rows) in enumerate(models):
-            means, spreads = ([row[key] for row in rows] for key in (kind, f'{kind}_std'))
-            colour, marker = style.COLOURS[number % len(style.COLOURS)], 'os^D'[number % 4]
+            means = [row[kind] for row in rows]
+            spreads = [row[f'{kind}_std'] for row in rows]
+            colour = style.COLOURS[number % len(style.COLOURS)]
+            marker = 'os^D'[number % 4]
             look = dict(color=colour, marker=marker, markersize=4, capsize=2, linewidth=1.2)
             axis.errorbar(range(len(rows)), means, yerr=spreads, label=name, **look)
         axis.set(ylabel=f'{kind.replace("_", " ")} of $K^T V$\n(of at most {most})', ylim=(0, None))

@@ -1,4 +1,4 @@
-"""Maps over an image, and what queries predict and depend on there, drawn."""
+"""Figures on an image: attention maps over it, and the predictions and relevances of queries."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def draw_maps(
     """Draw an image, and maps ``(h, w)`` over it in multiples of their means; return the path.
 
     All are on one scale, from 0 to twice the mean or more, on which an even map looks even. Where a map has negative
-    values, M-DGSA's inhibition, the scale is centred on 0 and inhibition is blue; the mean is that of sizes. None in
-    the place of values leaves a panel empty.
+    values, M-DGSA's inhibition, the scale is centred on 0, inhibition is blue, and the mean is that of absolute values.
+    None instead of values leaves a panel empty.
     """
     picture = seen_part(style.read_image(sample.img_path), sample)
     height, width = picture.shape[:2]
@@ -45,12 +45,13 @@ def draw_maps(
         axis.set_title(fill(title, style.LINE // columns))
     of_what = f'{label},\ntimes its mean{" size; blue inhibits" if signed else ""}'
     bar = style.colour_bar(figure, drawn, axes, of_what, fraction=0.03)
-    bar.ax.set_facecolor('0.5')  # seen through its colours, as the image is
+    # The bar's colours are as transparent as the map's, so it gets a grey ground like the image.
+    bar.ax.set_facecolor('0.5')
     return style.save(figure, out)
 
 
 def seen_part(picture: np.ndarray, sample: Any) -> np.ndarray:
-    """Return what a model sees of an image on disk: all of it, or its middle, to which classifiers' pipelines crop."""
+    """Return the part of an image on disk that the model sees: all of it, or the middle that a pipeline crops to."""
     whole = np.array(picture.shape[:2])
     scales = np.array((sample.get('scale_factor') or (1.0, 1.0))[1::-1])
     sides = np.minimum((np.array(sample.img_shape[:2]) / scales).round().astype(int), whole)
@@ -59,7 +60,7 @@ def seen_part(picture: np.ndarray, sample: Any) -> np.ndarray:
 
 
 def crop_to_image(values: np.ndarray, sample: Any) -> np.ndarray:
-    """Leave out the rows and columns of a map that lie on a batch's padding."""
+    """Return a map without the rows and columns that lie on a batch's padding."""
     shapes = zip(values.shape, sample.img_shape[:2], padded_size(sample), strict=True)
     rows, columns = (max(round(tokens * own / padded), 1) for tokens, own, padded in shapes)
     return values[:rows, :columns]
@@ -68,10 +69,12 @@ def crop_to_image(values: np.ndarray, sample: Any) -> np.ndarray:
 def draw_queries(
     models: Sequence[tuple[str, Any, Sequence[Query]]], classes: Sequence[Sequence[str]], out: Path
 ) -> Path:
-    """Draw two rows a model, predictions above relevances, a column a query; return the path.
+    """Draw two rows for each model, predictions above relevances, and a column for each query; return the path.
 
-    Of each model its name, the data sample of one image, and the queries, of which masks or boxes are outlined; the
-    ``classes`` are the names of each model's, as far as they are known.
+    Args:
+        models: The name of each model, the data sample of the image, and the queries with masks or boxes to outline.
+        classes: The names of each model's classes, as far as they are known.
+        out: PNG to write.
     """
     image = style.read_image(models[0][1].img_path)
     height_to_width = image.shape[0] / image.shape[1]
@@ -85,9 +88,10 @@ def draw_queries(
         if len(models) > 1:
             axes[2 * number, 0].set_ylabel(title, y=-0.1)  # along both rows
         for column, query in enumerate(queries):
-            above, below = axes[2 * number, column], axes[2 * number + 1, column]
-            said = f'{style.class_name(query.label, names)} {query.score:.2f}'
-            above.set_title(said if query.label >= 0 else f'query {query.number}')
+            above = axes[2 * number, column]
+            below = axes[2 * number + 1, column]
+            words = f'{style.class_name(query.label, names)} {query.score:.2f}'
+            above.set_title(words if query.label >= 0 else f'query {query.number}')
             _prediction(above, image, query, sample)
             below.set_title(f'query {query.number}')
             relevance = crop_to_image(query.relevance, sample)
@@ -104,7 +108,8 @@ def _prediction(axis: Any, image: np.ndarray, query: Query, sample: Any) -> None
     if query.place is not None and query.place.ndim == 2:
         mask = crop_to_image(query.place, sample)
         rows, columns = mask.shape
-        x, y = (np.arange(columns) + 0.5) * width / columns, (np.arange(rows) + 0.5) * height / rows
+        x = (np.arange(columns) + 0.5) * width / columns
+        y = (np.arange(rows) + 0.5) * height / rows
         if mask.min() < 0 < mask.max():
             axis.contour(x, y, mask, levels=[0], colors=['white'], linewidths=2.2)
             axis.contour(x, y, mask, levels=[0], colors=[style.COLOURS[5]], linewidths=1.2)

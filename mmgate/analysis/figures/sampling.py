@@ -1,4 +1,4 @@
-"""Sampling points drawn on their image."""
+"""Figures of sampling points on their image."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONTOURS = np.array([0.1, 0.3, 0.5, 0.7, 0.9])  # shares of the highest density
 def draw_sampling(
     drawn: Sequence[tuple[str, SamplingPoints, Any]], out: str | Path, *, classes: Sequence[Sequence[str]] = ()
 ) -> Path:
-    """Draw points sized by weight, coloured by level, their kernel density and boxes, side by side; return the path.
+    """Draw sampling points, sized by weight and coloured by level, with their density and boxes; return the path.
 
     Args:
         drawn: For each panel its title, its points and the data sample of its image (with predictions, if any).
@@ -31,7 +31,7 @@ def draw_sampling(
     across = style.WIDTH if len(drawn) > 1 else 4.6
     of_rest = 1.15  # titles, legend
     figure, (axes,) = style.panels(1, len(drawn), height=across / len(drawn) * height / width + of_rest, width=across)
-    # one scale of sizes for all panels, so that they can be compared
+    # All panels share one scale of sizes, so that they can be compared.
     largest = max(max(float(points.weights.max()) for _, points, _ in drawn), 1e-12)
     panel_boxes = []
     for axis, (title, points, sample) in zip(axes, drawn, strict=True):
@@ -41,7 +41,8 @@ def draw_sampling(
         axis.set_title(f'{title}\n{where}: {style.short(points.path)}'.strip())
         axis.set(xlim=(0, width), ylim=(height, 0), xticks=[], yticks=[])
     _legend(figure, drawn, largest, panel_boxes)
-    figure.draw_without_rendering()  # the layout decides which labels would hide one another, and is kept
+    # The layout decides which labels would hide one another. It is made now and kept.
+    figure.draw_without_rendering()
     figure.set_layout_engine('none')
     for axis, (_, found), names in zip(axes, panel_boxes, classes or [()] * len(drawn), strict=True):
         label_boxes(axis, found, names)
@@ -61,18 +62,22 @@ def draw_densities(models: Sequence[tuple[str, np.ndarray]], out: Path, *, image
 
 def _draw_points(axis: Any, image: np.ndarray, points: SamplingPoints, largest: float) -> None:
     height, width = image.shape[:2]
-    # dim and grey, so that the colours of the levels stand out
+    # A dim, grey image lets the colours of the levels be seen.
     grey = image.mean(-1, keepdims=True)
     pale = 255 - (255 - (0.6 * grey + 0.4 * image)) * 0.6
     axis.imshow(pale.clip(0, 255).astype(np.uint8), extent=(0, width, height, 0))
     each = [density(xy, weights, (height, width)) for xy, weights in zip(points.xy, points.weights, strict=True)]
     found = [values for values in each if values is not None]
     if found:
-        heights = np.sum(found, axis=0)  # a query's points say nothing of another's
-        x, y = np.linspace(0, width, heights.shape[1]), np.linspace(0, height, heights.shape[0])
+        # Each query's density is estimated from its points alone.
+        heights = np.sum(found, axis=0)
+        x = np.linspace(0, width, heights.shape[1])
+        y = np.linspace(0, height, heights.shape[0])
         axis.contour(x, y, heights, levels=heights.max() * CONTOURS, colors='black', linewidths=0.6, alpha=0.55)
-    for place, level in reversed([*enumerate(points.levels)]):  # fine levels on top: their points spread less
-        xy, weights = points.xy[:, :, place].reshape(-1, 2), points.weights[:, :, place].ravel()
+    # Fine levels are drawn last, on top, as their points spread less.
+    for place, level in reversed([*enumerate(points.levels)]):
+        xy = points.xy[:, :, place].reshape(-1, 2)
+        weights = points.weights[:, :, place].ravel()
         sizes = 2 + 40 * weights.clip(min=0) / largest
         look = dict(color=style.COLOURS[level % len(style.COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85)
         axis.scatter(*xy.T, s=sizes, **look)

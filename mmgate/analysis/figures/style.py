@@ -1,4 +1,4 @@
-"""How figures look: sizes, colours, panels. Colours are Okabe and Ito's, told apart by the colour-blind, too."""
+"""Style of the figures: sizes, colours, panels. The colour-blind can tell the colours (Okabe and Ito's) apart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 7.0  # inches: at half a page, text of 9 points stays above 4
 
 
 def read_image(path: str) -> np.ndarray:
-    """Return an image ``(h, w, 3)``, RGB, turned as its camera was held."""
+    """Return an image ``(h, w, 3)``, RGB, turned upright by its EXIF orientation."""
     from PIL import Image, ImageOps
 
     with Image.open(path) as image:
@@ -24,7 +24,7 @@ def read_image(path: str) -> np.ndarray:
 
 
 def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> tuple[Any, Any]:
-    """Return a figure ``width`` inches wide that no window knows of, and its axes, rows of ``height`` inches."""
+    """Return a figure that opens no window, ``width`` inches wide, and its axes, in rows of ``height`` inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -37,7 +37,7 @@ def panels(rows: int, columns: int, *, height: float, width: float = WIDTH) -> t
 
 
 def save(figure: Any, path: str | Path) -> Path:
-    """Write a figure as PNG, folders made, and return the path."""
+    """Write a figure as PNG, make the folders that it needs, and return the path."""
     for axis in figure.axes:
         axis.title.set_fontsize(9)
         for label in (axis.xaxis.label, axis.yaxis.label):
@@ -49,7 +49,7 @@ def save(figure: Any, path: str | Path) -> Path:
 
 
 def show_map(axis: Any, values: np.ndarray, image: np.ndarray | None = None, **style: Any) -> Any:
-    """Draw a map ``(h, w)`` on an axis, over an image ``(H, W, 3)`` in grey, if one is given; return what was drawn."""
+    """Draw a map ``(h, w)`` on an axis, over a grey image ``(H, W, 3)`` if one is given; return matplotlib's image."""
     if image is None:
         return axis.imshow(values, **style)
     height, width = image.shape[:2]
@@ -59,7 +59,7 @@ def show_map(axis: Any, values: np.ndarray, image: np.ndarray | None = None, **s
 
 
 def colour_bar(figure: Any, drawn: Any, axes: Any, label: str = '', **options: Any) -> Any:
-    """Add the scale of what :func:`show_map` drew on ``axes``, and return it."""
+    """Add the colour bar of a map that :func:`show_map` drew on ``axes``, and return it."""
     bar = figure.colorbar(drawn, ax=axes, **{'shrink': 0.8, **options})
     bar.ax.tick_params(labelsize=7)
     bar.set_label(label, fontsize=8)
@@ -67,14 +67,14 @@ def colour_bar(figure: Any, drawn: Any, axes: Any, label: str = '', **options: A
 
 
 def layer_axis(axis: Any, xlabel: str = 'layer') -> None:
-    """Let an axis count layers, or steps: whole numbers, and a grid."""
+    """Set whole numbers and a grid on an axis that counts layers or steps."""
     axis.set_xlabel(xlabel)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(alpha=0.3)
 
 
 def legend(figure: Any, handles: Sequence[Any] = (), *, note: str = '', columns: int = 2) -> None:
-    """Write a note, which says how to read the figure, and a legend below it."""
+    """Write a legend and a note on reading the figure below it."""
     style: dict[str, Any] = dict(fontsize=7, title_fontsize=7, frameon=False, ncols=columns)
     figure.legend(handles=handles, title=note or None, loc='outside lower center', **style)
 
@@ -101,8 +101,8 @@ def layer_labels(paths: Sequence[str], length: int = 34) -> list[str]:
     """Return modules' paths without the names that all of them begin and end with; numbers stay.
 
     Args:
-        paths: Of the modules.
-        length: From which a label's middle is left out.
+        paths: The modules' paths.
+        length: Characters from which a label's middle is left out.
     """
     split = [path.split('.') for path in paths]
     shortest = min(len(names) for names in split)

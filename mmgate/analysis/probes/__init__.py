@@ -1,1 +1,1 @@
-"""What attention does while a model runs: gates, maps, sampling points, and the measures computed from them."""
+"""Readings of attention while a model runs (gates, maps, sampling points) and measures computed from them."""

@@ -1,8 +1,8 @@
 """Readings of attention modules: gates, attention weights, sampling locations, maps, from a module's inputs.
 
-They are computed anew from what the module was called with, so that no forward code knows of it and nothing is
-computed that is not asked for. What is read of a gated module, its gate says. Vanilla classes are found by package and
-name, so that no mm package has to be imported; hosts.py has those that attend by themselves.
+A reading is computed anew from the arguments of a module's call, so that no forward code knows of it and nothing is
+computed that is not asked for. The gate of a gated module declares the module's readings. Vanilla classes are found by
+package and name, so that no mm package has to be imported; hosts.py has the hosts that compute attention themselves.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from mmgate.layers.base.map import MapGate
 from mmgate.ops.ms_deform_attn import attention_weights, offset_locations
 
 Given = dict[str, Any]  # the arguments of a call, by their names
-Read = Callable[[Any, Given], Tensor]
+Read = Callable[[Any, Given], Tensor]  # takes a module and the arguments of its call
 GATES = ('gate', 'gate_k', 'gate_v', 'gate_out')
-PLACES = ('geometry', 'map_size')  # where attention lies, read beside it
+PLACES = ('geometry', 'map_size')  # sizes of the map and of windows on it
 POINTS = ('locations', 'weights', 'reference_points', 'spatial_shapes', 'gate')  # of deformable attention
 NAMES = (*GATES, 'attention', *POINTS[:4], 'agents', 'kv', *PLACES)
 OF_TRANSFORMERS = (
@@ -38,12 +38,12 @@ _READS: dict[str, dict[str, Read]] = {}
 
 
 def reads(*classes: str, **how: Read) -> None:
-    """Say how readings, named as in :data:`NAMES`, of classes named ``'package.Class'`` are computed."""
+    """Register functions that compute the readings, named as in :data:`NAMES`, of classes ``'package.Class'``."""
     _READS.update({name: how for name in classes})
 
 
 def reads_of(module: nn.Module) -> dict[str, Read]:
-    """Return what can be read of a vanilla module, as its class or the nearest of its bases says."""
+    """Return the readings of a vanilla module, registered for its class or the nearest of its bases."""
     for base in type(module).__mro__:
         found = _READS.get(f'{base.__module__.split(".")[0]}.{base.__name__}')
         if found is not None:
@@ -52,7 +52,7 @@ def reads_of(module: nn.Module) -> dict[str, Read]:
 
 
 def gated_reads(module: Any) -> dict[str, dict[str, Read]]:
-    """Return what can be read of a gated module, by the name of each gate in it; '' is its only one."""
+    """Return the readings of a gated module, by the name of each gate in it; the only gate is ``''``."""
     gates = {name: gate for name, gate in module.gate.named_modules() if isinstance(gate, Gate)}
     if isinstance(module.gate, Gate):
         gates = {'': module.gate}
@@ -61,14 +61,15 @@ def gated_reads(module: Any) -> dict[str, dict[str, Read]]:
 
 def _gate_reads(module: Any, gate: Gate) -> dict[str, Read]:
     if isinstance(gate, DeformableGate):
-        reads = _deformable(lambda module, given: _handed_samples(module, given), gate)
+        reads = _deformable(lambda module, given: _of_gated(module, given), gate)
         return reads if gate.gate_readings else {name: how for name, how in reads.items() if name != 'gate'}
     if isinstance(gate, MapGate):
         of_gate: dict[str, Read] = {name: partial(_map_gate, gate, name) for name in gate.gate_readings}
         return {**{name: partial(_map_reading, gate, name) for name in gate.map_readings()}, **of_gate}
     if isinstance(gate, DenseGate):
         reads = {name: how for name, how in reads_of(module).items() if name in PLACES}
-        if not getattr(module, 'over_channels', False):  # XCiT has no map of tokens to look at
+        # XCiT attends over channels and has no map of tokens.
+        if not getattr(module, 'over_channels', False):
             reads['attention'] = partial(_dense_attention, gate)
             reads.update({name: partial(_dense_gate, gate, name) for name in gate.gate_readings})
         return reads
@@ -76,7 +77,7 @@ def _gate_reads(module: Any, gate: Gate) -> dict[str, Read]:
 
 
 def gate_at(module: Any) -> Any:
-    """Return the gate that a module is or has."""
+    """Return the first gate of a gated module, or the module itself if it is a gate."""
     return module.gates()[0] if isinstance(module, GatedModule) else module
 
 
@@ -89,7 +90,7 @@ def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 
 @contextmanager
 def without_dropout(module: nn.Module) -> Iterator[None]:
-    """No dropout in a module, and so no random number taken that the model would have got."""
+    """Switch a module's dropout off, so that no random number is drawn, and back on when the context closes."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         for part, _ in modes:
@@ -100,10 +101,16 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def handed(module: Any, method: str, host: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what ``module`` gets in a call of its ``method``, while ``host`` runs once more.
+def arguments_of(module: Any, method: str, host: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Run ``host`` once more and return the arguments with which it last calls ``module.method``.
 
-    So a host that projects, masks and cuts windows in its own manner needs no probe of its own.
+    The host projects, masks and cuts windows as it always does, so that no probe has to know how.
+
+    Args:
+        module: The host's gate, or another part of it, or the host itself.
+        method: Name of the method.
+        host: The module that was called.
+        given: The arguments of that call, by name.
     """
     noted: list[tuple[Any, ...]] = []
 
@@ -123,13 +130,14 @@ def handed(module: Any, method: str, host: Any, given: Mapping[str, Any]) -> tup
 Sampled = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]  # query, offsets, logits, reference points, shapes of levels
 
 
-def _handed_samples(module: Any, given: Given) -> Sampled:
-    query, _, shapes, _, offsets, logits, points = handed(module, 'sample', module, given)
+def _of_gated(module: Any, given: Given) -> Sampled:
+    query, _, shapes, _, offsets, logits, points = arguments_of(module, 'sample', module, given)
     return query, offsets, logits, points.expand(-1, -1, logits.shape[3], -1), shapes
 
 
 def _of_mmcv(module: Any, given: Given) -> Sampled:
-    query, position = given['query'], given.get('query_pos')
+    query = given['query']
+    position = given.get('query_pos')
     query = query if position is None else query + position
     query = query if module.batch_first else query.transpose(0, 1)
     sizes = (module.num_heads, module.num_levels, module.num_points)
@@ -140,18 +148,25 @@ def _of_mmcv(module: Any, given: Given) -> Sampled:
 
 
 def _of_transformers(module: Any, given: Given) -> Sampled:
-    query, position = given['hidden_states'], given.get('position_embeddings')
+    query = given['hidden_states']
+    position = given.get('position_embeddings')
     query = query if position is None else query + position
     shapes = given.get('spatial_shapes')
     shapes = torch.tensor(given['spatial_shapes_list']) if shapes is None else shapes
-    points = given['reference_points'].expand(-1, -1, module.n_levels, -1)  # which are those of all levels
+    # One reference point serves all levels.
+    points = given['reference_points'].expand(-1, -1, module.n_levels, -1)
     return query, *sampled(module, query, points), points, shapes
 
 
 def _deformable(sample: Callable[[Any, Given], Sampled], gate: Any = None) -> dict[str, Read]:
-    """Return how locations ``(B, Q, H, L, P, 2)``, weights ``(B, Q, H, L, P)`` and a gate that broadcasts are read.
+    """Return the readings of deformable attention.
 
-    Locations are (x, y), 0 to 1 over a level, padding included.
+    They are the sampling locations ``(B, Q, H, L, P, 2)`` as (x, y), 0 to 1 over a level with its padding; the weights
+    ``(B, Q, H, L, P)``; reference points and shapes of levels; and the gate, which broadcasts to the weights.
+
+    Args:
+        sample: Returns a call's query, offsets, logits, reference points and shapes of levels.
+        gate: The module's gate, if it has one.
     """
 
     def weights(module: Any, given: Given) -> Tensor:
@@ -174,29 +189,29 @@ def _deformable(sample: Callable[[Any, Given], Sampled], gate: Any = None) -> di
 
 
 def _torch_attention(module: Any, given: Given) -> Tensor:
-    """Return the attention weights ``(B, H, N, M)`` of torch's module, which mmcv's and PVT's hold."""
+    """Return the attention weights ``(B, H, N, M)`` of torch's MultiheadAttention, which mmcv's and PVT's wrap."""
     with without_dropout(module):
         return module.forward(**{**given, 'need_weights': True, 'average_attn_weights': False})[1]
 
 
 def _dense_attention(gate: DenseGate, module: Any, given: Given) -> Tensor:
-    """Return the weights ``(B, H, N, M)``; a row of masked keys alone is uniform, or in torch's module 0."""
+    """Return the weights ``(B, H, N, M)``; a row whose keys are all masked is uniform, or 0 in torch's module."""
     if 'need_weights' in given:
         return _torch_attention(module, given)
-    query, key, _, inputs, bias = handed(gate, 'attend', module, given)
+    query, key, _, inputs, bias = arguments_of(gate, 'attend', module, given)
     return gate.attention_map(query, key, inputs, bias)
 
 
 def _dense_gate(gate: DenseGate, name: str, module: Any, given: Given) -> Tensor:
-    return gate.read_gate(name, *handed(gate, 'attend', module, given)[3])
+    return gate.read_gate(name, *arguments_of(gate, 'attend', module, given)[3])
 
 
 def _map_reading(gate: MapGate, name: str, module: Any, given: Given) -> Tensor:
-    return gate.read_map(name, *handed(gate, 'mix', module, given))
+    return gate.read_map(name, *arguments_of(gate, 'mix', module, given))
 
 
 def _map_gate(gate: MapGate, name: str, module: Any, given: Given) -> Tensor:
-    return gate.read_gate(name, handed(gate, 'mix', module, given)[0])  # (B, N, C)
+    return gate.read_gate(name, arguments_of(gate, 'mix', module, given)[0])  # (B, N, C)
 
 
 reads('mmcv.MultiScaleDeformableAttention', **_deformable(_of_mmcv))

@@ -13,17 +13,17 @@ from mmgate.analysis.probes.recording import predict
 from mmgate.analysis.probes.relevance import attended, query_rows, record_maps
 from mmgate.errors import ConfigError
 
-MOST_IMAGES = 1024  # that are compared at once
-LEAST_IMAGES = 4  # that the unbiased dependence needs
+MOST_IMAGES = 1024  # compared at once
+LEAST_IMAGES = 4  # for the unbiased dependence
 
 
 def attention_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[list[str], np.ndarray]:
-    """Return the layers with attention weights and the CKA of their patterns over images, ``(layers, layers)``.
+    """Return the paths of the layers, and the CKA of their attention patterns over images, ``(layers, layers)``.
 
-    A sample is an image. Its features are what the class token attends to among the regions, in a layer without one
-    what the mean query attends to; heads, of which the paper does not speak, stand side by side. Unbiased dependences
-    of blocks of 1024 images are summed up before their ratio is taken, so that a data set of any size fits; up to
-    three images that are left over do not count.
+    A sample is an image. Its features are the weights of the class token for each region, or in a layer without one the
+    weights of the mean query; heads, which the paper does not mention, are concatenated. Unbiased dependences of blocks
+    of 1024 images are summed up before their ratio is taken, so that a data set of any size fits; up to three images
+    that are left over do not count.
 
     Raises:
         ConfigError: There are fewer than four images, or images of different sizes.
@@ -40,7 +40,8 @@ def attention_cka(model: nn.Module, batches: Iterable[dict[str, Any]]) -> tuple[
         paths = list(features)
         block.append([x.flatten() for x in features.values()])
         if len(block) == MOST_IMAGES:
-            total, block = total + _block(block), []
+            total = total + _block(block)
+            block = []
     if len(block) >= LEAST_IMAGES:
         total = total + _block(block)
     if np.ndim(total) == 0:
@@ -61,22 +62,23 @@ def _block(images: Sequence[Sequence[Tensor]]) -> np.ndarray:
 
 
 def dependences(layers: Sequence[Tensor]) -> np.ndarray:
-    """Return the dependences ``(L, L)`` of layers, whose rows ``(n, p)`` belong together; see :func:`dependence_of`."""
+    """Return the dependences ``(L, L)`` of layers ``(n, p)``, of which row i is image i; see :func:`dependence_of`."""
     kernels = [products(layer) for layer in layers]
     return np.array([[dependence_of(one, other) for other in kernels] for one in kernels])
 
 
 def products(x: Tensor) -> Tensor:
-    """Return the products ``(n, n)`` of different rows of ``(n, p)``, centred: a shift of all changes but rounding."""
+    """Return the products ``(n, n)`` of the centred rows of ``(n, p)``, with 0 on the diagonal."""
+    # The dependence does not change by the shift, but its rounding gets better.
     centred = x.double() - x.double().mean(0)
     return (centred @ centred.T).fill_diagonal_(0)
 
 
 def dependence_of(one: Tensor, other: Tensor) -> float:
-    """Return the Hilbert-Schmidt independence criterion of two matrices' :func:`products`, unbiased.
+    """Return the unbiased Hilbert-Schmidt independence criterion of two matrices' :func:`products`.
 
     The biased one grows with the width: maps of unrelated layers would look alike as soon as they have more regions
-    than there are images. NaN for fewer than four rows.
+    than there are images. It is NaN for fewer than four rows.
 
     Source: Song et al., Feature selection via dependence maximization (JMLR 13, 2012), Eq. 5.
     """

@@ -1,4 +1,4 @@
-"""What gates are: mean and spread a layer, histograms, mean maps over heads, layers and images."""
+"""Statistics of gates: mean and spread of each layer, histograms, mean maps over heads, layers and images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmgate.analysis.probes.attention import GATES, gate_at
 from mmgate.analysis.probes.recording import class_tokens, predict, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 
-# what a gate's mean map over images is, by what the gate's class says that its values belong to
+# The mean map of a gate's values, by their kind, which the gate's class declares in ``gate_readings``.
 MAPS = {
     'pairs': lambda x: x.mean((0, 1)),  # of (B, H|1, N, M)
     'levels': lambda x: x.mean((0, 1, 4)),  # of (B, Q, H|1, L|1, P|1)
@@ -24,15 +24,15 @@ MAPS = {
 
 @dataclass(frozen=True)
 class GateMap:
-    """The map that several layers' gates have.
+    """The mean map of the gates of several layers.
 
     Attributes:
-        values: The mean over images, and over layers: ``(N, M)`` of pairs of queries and keys, ``(H, L)`` of levels; of
-            heads a row a layer, ``(layers, H)``.
-        kind: Which of the three: ``'pairs'``, ``'levels'`` or ``'heads'``.
+        values: The mean over images and layers: ``(N, M)`` for pairs of queries and keys, ``(H, L)`` for levels; for
+            heads one row for each layer, ``(layers, H)``.
+        kind: ``'pairs'``, ``'levels'`` or ``'heads'``.
         unchanged: The value at which attention is as without the gates; None if there is none.
-        gates: The layers' own.
-        class_tokens: How many of the queries and keys stand before those of the image.
+        gates: The gates of the layers.
+        class_tokens: Number of queries and keys before those of the image.
     """
 
     values: np.ndarray
@@ -42,7 +42,7 @@ class GateMap:
     class_tokens: int = 0
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of a CSV, one a value: a query and a key (``class``, or a number from 0 on), or what else."""
+        """Yield a row of a CSV for each value, with its query and key (``class`` or a number), level or head."""
         classes = [f'class {number}'.removesuffix(' 0') for number in range(self.class_tokens)]
         lines, columns = ([*classes, *range(length - self.class_tokens)] for length in self.values.shape)
         if self.kind == 'heads':
@@ -53,30 +53,32 @@ class GateMap:
 
 
 class LayerGate:
-    """A gate of a layer over a data set.
+    """Statistics of the gate of a layer over a data set.
 
     Attributes:
-        path: Of the layer.
+        path: Path of the layer.
         name: One of :data:`~mmgate.analysis.probes.attention.GATES`.
-        kind: What its values belong to: ``'pairs'``, ``'levels'``, ``'heads'``, or what has no map.
+        kind: The gate has a value for each of these: ``'pairs'``, ``'levels'``, ``'heads'``, or others without a map.
         unchanged: The value at which attention is as without the gate; None if there is none.
-        statistics: Over all its values.
-        class_tokens: How many of the queries and keys stand before those of the image, where they are the same tokens.
+        statistics: Statistics over all values.
+        class_tokens: Number of queries and keys before those of the image, where both are the same tokens.
     """
 
     class_tokens = 0
 
     def __init__(self, path: str, name: str, gate: Any) -> None:
-        self.path, self.name = path, name
-        self.kind, self.unchanged = gate.gate_readings[name], unchanged_value(gate, name)
+        self.path = path
+        self.name = name
+        self.kind = gate.gate_readings[name]
+        self.unchanged = unchanged_value(gate, name)
         self.statistics = RunningStatistics(self.unchanged)
-        self._maps: Any = 0.0  # their sum
+        self._maps: Any = 0.0  # sum over images
         self._count = 0
 
     def add(self, x: Tensor) -> None:
-        """Take the values of a forward pass in."""
+        """Add the values of a forward pass."""
         self.statistics.add(x)
-        if self.kind == 'heads' and x.shape[1] == 1:  # shared by the heads
+        if self.kind == 'heads' and x.shape[1] == 1:  # one gate for all heads
             self.kind = ''
         if self.kind in MAPS:
             found = MAPS[self.kind](x.float()).to('cpu', torch.float64)
@@ -86,14 +88,14 @@ class LayerGate:
 
     @property
     def coefficients(self) -> np.ndarray | None:
-        """The mean over images: ``(N, M)`` of pairs of queries and keys, ``(H, L)`` of levels, ``(H,)`` of heads.
+        """Mean over images: ``(N, M)`` for pairs of queries and keys, ``(H, L)`` for levels, ``(H,)`` for heads.
 
-        Pairs are those of images with as many tokens as the first; others have other pairs.
+        Images with another number of tokens than the first are left out of pairs. It is None where there is no map.
         """
         return (self._maps / self._count).numpy() if self._count else None
 
     def row(self) -> dict[str, Any]:
-        """Return the row of the CSV; ``moved`` is the distance from :attr:`unchanged`, in the mean and at most."""
+        """Return the row of the CSV; ``moved`` and ``moved_most`` are distances from :attr:`unchanged`."""
         found = self.statistics
         numbers = dict(mean=found.mean, std=found.deviation, minimum=found.minimum, maximum=found.maximum)
         known = self.unchanged is not None
@@ -122,13 +124,14 @@ def unchanged_value(gate: Any, name: str) -> int | None:
         return 0 if gate.residual else 1
     if hasattr(gate, 'form'):
         return 1 if gate.form == 'multiplicative' else 0
-    return 1 if name != 'gate' else None  # K, V and the output are multiplied
+    # Gates of K, V and the output are factors.
+    return 1 if name != 'gate' else None
 
 
 def mean_maps(gates: Iterable[LayerGate]) -> list[GateMap]:
-    """Return the maps of gates: one for those of a kind, a shape and a value at which they change nothing.
+    """Return the mean maps of gates, one for all that share kind, shape and unchanged value.
 
-    Pairs come first, then levels, then heads. What has no map, such as gates of channels, is in none.
+    Pairs come first, then levels, then heads. Gates without a map, such as those of channels, are left out.
     """
     alike: dict[tuple[str, int | None, int, tuple[int, ...]], list[LayerGate]] = {}
     for gate in gates:

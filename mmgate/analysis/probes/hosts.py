@@ -1,4 +1,4 @@
-"""Readings of hosts that compute their attention themselves, with a gate in it or without, and of where it lies."""
+"""Readings of hosts that compute attention without torch's or mmcv's module, and the geometry of their maps."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mmgate.analysis.probes.attention import Given, Read, handed, reads
+from mmgate.analysis.probes.attention import Given, Read, arguments_of, reads
 
 
 def _before_dropout(module: Any, given: Given) -> Tensor:
-    """Return what a host hands to its ``attn_drop``, ``(B, H, N, M)``, in windows ``(B nW, H, N, N)``."""
-    return handed(module.attn_drop, 'forward', module, given)[0]
+    """Return the weights that a host passes to its ``attn_drop``, ``(B, H, N, M)``, in windows ``(B nW, H, N, N)``."""
+    return arguments_of(module.attn_drop, 'forward', module, given)[0]
 
 
 def _le_attention(module: Any, given: Given) -> Tensor:
@@ -25,7 +25,7 @@ def _le_attention(module: Any, given: Given) -> Tensor:
 
 def _tokens(module: Any, given: Given) -> Tensor:
     query, key, _ = module.qkv(given['x']).unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    # a qk_scale is handed on as what the host's product divides by
+    # The host passes a qk_scale on as the divisor of its product.
     divisor = getattr(module.scaled_dot_product_attention, 'keywords', {}).get('scale')
     return (query / (query.shape[-1] ** 0.5 if divisor is None else divisor) @ key.transpose(-1, -2)).softmax(-1)
 
@@ -34,7 +34,7 @@ def _shifted_windows(module: Any, given: Given) -> list[int]:
     size = given['hw_shape']
     shift = module.shift_at(size) if hasattr(module, 'shift_at') else module.shift_size
     if min(size) == module.window_size and not getattr(module, 'pad_small_map', True):
-        shift = 0  # mmpretrain's: one window holds the smaller side
+        shift = 0  # in mmpretrain one window then holds the smaller side
     return [*size, module.window_size, shift]
 
 
@@ -57,8 +57,8 @@ reads(  # Conditional DETR's and DAB-DETR's
 )
 reads('mmpretrain.LeAttention', attention=_le_attention)
 reads('mmpretrain.MultiheadAttention', attention=_tokens)
-# geometry is (height, width, window, shift), (height, width, window height, window width, shift), or
-# (height, width, ratio) of the keys of PVT and MiT
+# A geometry is (height, width, window, shift), (height, width, window height, window width, shift), or, where PVT and
+# MiT reduce the keys, (height, width, ratio).
 reads(
     'mmseg.LocallyGroupedSelfAttention',
     attention=lambda module, given: _before_dropout(module, given).flatten(0, 1),
@@ -80,5 +80,5 @@ reads(
     'mmpretrain.TinyViTBlock',
     geometry=_numbers(lambda module, given: [*module.img_size, module.window_size, 0]),
 )
-# (height, width) of a map that gets positions: of what a decoder's queries attend to
+# The map size is (height, width) of the map that gets positions and to which a decoder's queries attend.
 reads('mmdet.SinePositionalEncoding', 'mmdet.LearnedPositionalEncoding', map_size=_numbers(_encoded))

@@ -1,4 +1,4 @@
-"""What attentions do by layer: how much one token draws, how large hidden states become, the rank of K^T V."""
+"""Measures by layer: attention sinks, largest hidden states, the rank of K^T V."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ NAN = float('nan')
 
 
 def _shares(weights: Tensor) -> Tensor:
-    shares, keys = row_shares(weights.float()).mean(2), weights.shape[-1]  # (B, H, M), of images or of windows
+    shares = row_shares(weights.float()).mean(2)  # (B, H, M), of images or of windows
+    keys = shares.shape[-1]
     mean = shares.mean(1)
-    most, head = mean.amax(-1).mean(), shares.amax((1, 2)).mean()
+    most = mean.amax(-1).mean()
+    head = shares.amax((1, 2)).mean()
     return torch.stack([most, head, mean[:, 0].mean(), mean.new_tensor(1 / keys), mean.new_tensor(keys)])
 
 
 def _activations(states: Tensor) -> Tensor:
-    sizes = states.float().abs().nan_to_num(0.0, torch.inf)  # no number comes of a row without a key
+    # A row without a key is NaN.
+    sizes = states.float().abs().nan_to_num(0.0, torch.inf)
     return torch.stack([sizes.max(), sizes[:, 0].max()])
 
 
@@ -40,12 +43,12 @@ def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str,
     """Run a model over batches and return a row for every attention with weights or a gate, as they run.
 
     Returns:
-        ``layer``; ``sink_share``, that of attention on the most attended key of an image or a window, mean over them;
-        ``largest_head_share``, that of the head in which it is largest: a sink of one head fades in the mean over
-        heads; ``first_token_share``, that on the class token, mean over heads and images: the study's first-token
-        score; ``uniform``, what a share would be if attention were uniform; ``maximum_activation``, the largest
-        absolute value of the hidden states after the layer, and ``first_token_activation``, of the first token alone;
-        ``gate_sparsity``, the share of the gate's values near 0. NaN is what a layer does not have.
+        ``layer``, its path; ``sink_share``, the share of attention on the most attended key, mean over images (or
+        windows); ``largest_head_share``, the same in the head where it is largest, because a sink of one head fades in
+        the mean over heads; ``first_token_share``, the share on the class token, mean over heads and images (the
+        study's first-token score); ``uniform``, the share of a key in uniform attention; ``maximum_activation``, the
+        largest absolute value of the hidden states after the layer, and ``first_token_activation``, that of the first
+        token; ``gate_sparsity``, the share of the gate's values near 0. A value that a layer does not have is NaN.
 
     Source: Gated attention for large language models, section 4.3.
     """
@@ -74,29 +77,33 @@ def sinks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[str,
 
 
 def matrix_rank(matrices: Tensor) -> Tensor:
-    """Return the rank of ``(..., d, e)`` as linear algebra has it: singular values that rounding does not explain.
+    """Return the rank of matrices ``(..., d, e)``: the number of singular values that rounding does not explain.
 
-    Those count that exceed the largest times the longer side times the precision of the matrices' dtype, numpy's and
-    Matlab's rule; SAGA names no other.
+    A singular value counts if it exceeds the largest times the longer side times the precision of the matrices' dtype.
+    This is the rule of numpy and Matlab; SAGA names no other.
 
     Source: SAGA, Figs. 1 and 5.
     """
-    precision = torch.finfo(matrices.dtype).eps  # in float64 the rounding of float32 would look like full rank
+    # By float64's precision the rounding of float32 would look like full rank.
+    precision = torch.finfo(matrices.dtype).eps
     return torch.linalg.matrix_rank(matrices.double(), rtol=max(matrices.shape[-2:]) * precision)
 
 
 def effective_rank(matrices: Tensor) -> Tensor:
-    """Return ``exp`` of the entropy of the singular values' shares, of ``(..., d, d)``; needs no tolerance.
+    """Return the exponential of the entropy of the shares of singular values of ``(..., d, d)``.
+
+    It needs no tolerance.
 
     Source: Roy and Vetterli, The effective rank (EUSIPCO 2007), Definition 1.
     """
     values = torch.linalg.svdvals(matrices.double())
     shares = values / values.sum(-1, keepdim=True).clamp(min=1e-300)
-    return torch.special.entr(shares).sum(-1).exp() * values.any(-1)  # of nothing it is 0, not exp(0)
+    # A matrix of zeros has rank 0, not exp(0).
+    return torch.special.entr(shares).sum(-1).exp() * values.any(-1)
 
 
 def _ranks(maps: Tensor) -> Tensor:
-    """Return both ranks of every head, and the most that they can be, ``(3, B H)``; the maps are not kept."""
+    """Return matrix rank, effective rank and largest possible rank of every head, ``(3, B H)``."""
     ranks = matrix_rank(maps).double()
     return torch.stack([ranks, effective_rank(maps), torch.full_like(ranks, min(maps.shape[-2:]))]).flatten(1)
 
@@ -105,9 +112,9 @@ def kv_ranks(model: nn.Module, batches: Iterable[dict[str, Any]]) -> list[dict[s
     """Run a model over batches and return a row for every linear attention, in the order in which they run.
 
     Returns:
-        ``layer``; mean and deviation over heads and images of ``matrix_rank``, the paper's, and of ``effective_rank``,
-        that of the entropy of singular values, which is ours; ``channels``, the most that a rank can be; where
-        there are fewer tokens, it is at most their number.
+        ``layer``, its path; mean and deviation over heads and images of ``matrix_rank``, the paper's measure, and of
+        ``effective_rank``, which we add; ``channels``, the largest possible rank (a map of fewer tokens has at most
+        the rank of their number).
 
     Source: SAGA, Figs. 1 and 5.
     """

@@ -1,4 +1,4 @@
-"""How attention maps are read: relevance rolled back through them, shares of their rows."""
+"""Measures of attention maps: relevance rolled back through them, shares of their rows."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from mmgate.layers.parts.stripes import merge_stripes, split_stripes
 
 
 def roll_back(relevance: Tensor, weights: Tensor, geometry: Sequence[int] = (), residual: float = 0.5) -> Tensor:
-    """Take relevances of a layer's outputs to its inputs: rows of the rollout, without its N x N matrices.
+    """Return the relevance of a layer's inputs, given that of its outputs: one row of attention rollout.
 
-    Their sum stays the same, but for what attends to the padding of Swin's windows.
+    Rows are rolled back one by one, so that no rollout matrix ``(N, N)`` is formed. The sum of relevances stays the
+    same, except for the weights on the padding of Swin's windows.
 
     Args:
-        relevance: ``(..., N)``, in windows and reduced maps ``(h w,)``.
-        weights: Attention: ``(N, N)``; ``(N, M)`` where PVT reduces keys; ``(nW, n, n)`` of windows. Rows
-            that sum to 1 keep the sum of relevances; signed ones stay signed.
-        geometry: ``(h, w, ratio)`` of PVT, ``(h, w, window, shift)`` of Swin, ``(h, w, wh, ww, shift)`` of windows that
-            are not square; nothing for a plain map.
-        residual: Share of the layer's input that passes by.
+        relevance: Relevance of the outputs, ``(..., N)``, for windows and reduced maps ``(h w,)``.
+        weights: Attention weights: ``(N, N)``; ``(N, M)`` where PVT reduces keys; ``(nW, n, n)`` for windows. Rows
+            that sum to 1 keep the sum of relevances; signed weights give signed relevances.
+        geometry: ``(h, w, ratio)`` for PVT, ``(h, w, window, shift)`` for Swin, ``(h, w, wh, ww, shift)`` for windows
+            that are not square; empty for a plain map.
+        residual: Share of the residual connection.
 
     Source: Abnar and Zuidema, Quantifying attention flow in transformers (arXiv 2005.00928), Eq. 1.
     """
@@ -38,7 +39,8 @@ def roll_back(relevance: Tensor, weights: Tensor, geometry: Sequence[int] = (), 
 
 
 def _windows_back(relevance: Tensor, weights: Tensor, window: tuple[int, int], shift: int) -> Tensor:
-    (height, width), (down, right) = relevance.shape, window
+    height, width = relevance.shape
+    down, right = window
     padded = F.pad(relevance, (0, -width % right, 0, -height % down))
     size = (padded.shape[0], padded.shape[1])
     tokens = split_stripes(padded.roll((-shift, -shift), (0, 1)).view(1, -1, 1), size, window)  # (nW, n, 1)
@@ -47,6 +49,6 @@ def _windows_back(relevance: Tensor, weights: Tensor, window: tuple[int, int], s
 
 
 def row_shares(weights: Tensor, *, signed: bool = False) -> Tensor:
-    """Return weights whose sizes sum to 1 in each row: those sizes, or with the signs of signed maps (M-DGSA)."""
+    """Return weights divided by the sum of absolute values of their row: absolute values, or ``signed`` as they are."""
     shares = F.normalize(weights, p=1, dim=-1)
     return shares if signed else shares.abs()

@@ -1,4 +1,4 @@
-"""Record what attention does while a model runs, without touching its forward code.
+"""Record readings of attention while a model runs, without touching its forward code.
 
 ``with record(model, ('gate', 'attention')) as recording: model.test_step(batch)`` leaves the tensors in
 ``recording['encoder.layers.0.self_attn']['gate'].tensors``.
@@ -23,9 +23,10 @@ from mmgate.layers.base.gated import GatedModule
 
 from . import hosts  # noqa: F401  (registers)
 
-ACTIVATION, PREDICTIONS = 'activation', 'predictions'
-HEADS = ('panoptic_head', 'decode_head', 'bbox_head')  # that say what each query predicts
-# readings in words, with the tools that draw them
+ACTIVATION = 'activation'
+PREDICTIONS = 'predictions'
+HEADS = ('panoptic_head', 'decode_head', 'bbox_head')  # of detectors and segmentors that predict by query
+# Words for the readings, with the tools that draw them.
 DRAWN = {
     'attention': 'attention weights (plot_rollout.py, plot_cka.py, plot_attention_sink.py)',
     'locations': 'sampling points (plot_sampling_points.py)',
@@ -34,7 +35,7 @@ DRAWN = {
     **dict.fromkeys(GATES, 'gates (plot_gates.py)'),
 }
 _ATTENTION = re.compile(r'(Attention|Attn|MSA)$')
-Recording = dict[str, dict[str, Any]]  # path of the module: name of the reading: what took its tensors
+Recording = dict[str, dict[str, Any]]  # accumulators, by path of the module and name of the reading
 
 
 @contextmanager
@@ -44,25 +45,26 @@ def record(
     """Record readings of every attention module that has them, while the context is open.
 
     The readings are computed from the modules' inputs, without gradients and dropout, after the module has run: the
-    model's output and the random numbers that it gets stay the same, bit by bit. Outside of the context nothing is left
-    behind. A module that runs twice (in a shared layer, or in activation checkpointing) is recorded twice; one inside a
-    compiled graph is not.
+    model's output and the random numbers that it gets stay the same, bit by bit. No hook is left after the context. A
+    module that runs twice (in a shared layer, or in activation checkpointing) is recorded twice; one inside a compiled
+    graph is not.
 
     Args:
         model: Any model; wrappers such as DistributedDataParallel have to be taken off.
-        names: What to record, of :data:`~mmgate.analysis.probes.attention.NAMES` (shapes in the probes' docstrings);
-            ``'activation'``: the output of the layer around the attention, what the paper calls hidden states;
-            ``'predictions'``: what a head says of each query, see :func:`predicted`.
-        accumulate: Takes a module's path and a reading's name to what takes its tensors by ``add`` (default: they are
-            kept).
+        names: Readings to record: those of :data:`~mmgate.analysis.probes.attention.NAMES` (shapes in the probes'
+            docstrings); ``'activation'``, the output of the layer around the attention, which the paper calls hidden
+            states; ``'predictions'``, a head's classes and places of each query, see :func:`predicted`.
+        accumulate: Returns an accumulator, whose ``add`` gets the tensors, for a module's path and a reading's name; by
+            default one that keeps them.
 
     Yields:
-        By the module's name and the reading's, what took its tensors; a module that did not run is not in it.
+        The accumulators by path of the module and name of the reading; a module that did not run is missing.
 
     Raises:
         ValueError: A name is unknown.
     """
-    wanted, known = tuple(names), (*NAMES, ACTIVATION, PREDICTIONS)
+    wanted = tuple(names)
+    known = (*NAMES, ACTIVATION, PREDICTIONS)
     unknown = sorted(set(wanted) - set(known))
     if unknown:
         raise ValueError(f'{", ".join(unknown)} cannot be recorded; there are {", ".join(known)}.')
@@ -80,7 +82,8 @@ def record(
         return take
 
     readings = list(_readable(model))
-    reads: list[tuple[str, str, Any]] = []  # path of the reading, of the module whose call shows it, how it is read
+    # Path of the reading, path of the module that is hooked, and the function that reads.
+    reads: list[tuple[str, str, Any]] = []
     for path, called, has in readings:
         chosen = {name: how for name, how in has.items() if name in wanted}
         if chosen:
@@ -121,14 +124,14 @@ def _scores_and_places(head: Any, args: Any, kwargs: Any, output: Any) -> dict[s
 def predicted(recording: Recording) -> tuple[Tensor, Tensor] | None:
     """Return a head's scores ``(B, Q, classes)`` and mask logits ``(B, Q, h, w)`` or boxes ``(B, Q, 4)``, if any.
 
-    They are those of the last layer in the last forward pass.
+    They are those of the decoder's last layer in the last forward pass.
     """
     heads = [recording[head] for head in HEADS if 'scores' in recording.get(head, {})]
     return (heads[0]['scores'].last, heads[0]['places'].last) if heads else None
 
 
 def best_queries(recording: Recording, image: int, top_k: int) -> np.ndarray:
-    """Return the ``top_k`` queries of an image by their best class, best first; the first ones without a head."""
+    """Return the ``top_k`` queries of an image by their best class; without a head, the first ``top_k``."""
     head = predicted(recording)
     if head is None:
         return np.arange(top_k)
@@ -137,21 +140,21 @@ def best_queries(recording: Recording, image: int, top_k: int) -> np.ndarray:
 
 
 def nearest(recording: Recording, path: str, name: str) -> Any:
-    """Return what was recorded as ``name`` of the module at ``path`` or the nearest one around it that has it."""
+    """Return the reading ``name`` of the module at ``path``, or of the nearest module around it that has one."""
     names = path.split('.')
     around = ('.'.join(names[:count]) for count in range(len(names), -1, -1))
     return next((recording[p][name] for p in around if name in recording.get(p, {})), None)
 
 
 def predict(model: Any, batch: dict[str, Any]) -> Any:
-    """Return the model's result for a batch of one image, without gradients; None from what returns nothing."""
+    """Return the model's result for a batch of one image, without gradients; None if ``test_step`` returns nothing."""
     with torch.no_grad():
         found = model.test_step(batch)
     return found[0] if found else None
 
 
 def readable(model: nn.Module) -> dict[str, list[str]]:
-    """Return, by name of a reading, the paths of the modules that have it."""
+    """Return the paths of the modules that have a reading, by its name."""
     found: dict[str, list[str]] = {}
     for path, _, names in _readable(model):
         for name in names:
@@ -160,8 +163,9 @@ def readable(model: nn.Module) -> dict[str, list[str]]:
 
 
 def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
-    """Raise ConfigError, with what the model has, unless it has one of the readings that ``purpose`` needs."""
-    has, wanted = readable(model), tuple(names)
+    """Raise ConfigError, which lists the model's readings, unless it has one that ``purpose`` needs."""
+    has = readable(model)
+    wanted = tuple(names)
     if not any(name in has for name in wanted):
         needed = ' or '.join(dict.fromkeys(DRAWN[name] for name in wanted))
         found = ', '.join(dict.fromkeys(DRAWN[name] for name in has if name in DRAWN))
@@ -170,10 +174,12 @@ def require(model: nn.Module, names: Iterable[str], purpose: str) -> None:
 
 
 def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
-    """Return, by path, how many tokens stand before those of the image: a class token, DeiT's distillation token, too.
+    """Return the number of tokens before those of the image (class token, distillation token), by path of attention.
 
-    ``keys`` are the numbers of keys of the attentions, by path, as they run. Only those with as many as the last have
-    the token: T2T-ViT's first attentions run before it joins.
+    Args:
+        model: Model.
+        keys: Number of keys of each attention, by path, in the order in which they run. Only attentions with as many
+            keys as the last have the token: T2T-ViT's first attentions run before it joins.
     """
     found: dict[str, int] = {}
     for owner, module in model.named_modules():
@@ -186,7 +192,7 @@ def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
 
 
 def _readable(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Read]]]:
-    """Yield the path of what can be read, that of the module whose call shows it, and how it is read."""
+    """Yield path of the reading, path of the module to hook, and the functions that read, by name."""
     for path, module in model.named_modules():
         if isinstance(module, GatedModule):
             for name, found in gated_reads(module).items():
@@ -197,7 +203,7 @@ def _readable(model: nn.Module) -> Iterator[tuple[str, str, dict[str, Read]]]:
 
 
 def _layer(model: nn.Module, path: str) -> str:
-    """Return the path of what holds the attention at ``path``: its layer, past attentions around attentions."""
+    """Return the path of the layer around the attention at ``path``, past attentions that wrap it."""
     path = path.rpartition('.')[0]
     while path and _ATTENTION.search(type(model.get_submodule(path)).__name__):
         path = path.rpartition('.')[0]

@@ -1,4 +1,4 @@
-"""What a model attends to in an image: rollout through its layers or a decoder's, maps of a layer's heads or agents."""
+"""Relevance of the places of an image: rollout through layers or a decoder, maps of a layer's heads or agents."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from mmgate.errors import ConfigError
 
 _DECODER = re.compile(r'(^|\.)(transformer_)?decoder\.layers\.\d+\.(self|cross)_attn(\.|$)')
 _ENCODER = re.compile(r'(^|\.)encoder\.layers\.')
-Step = tuple[int | None, Tensor]
+Step = tuple[int | None, Tensor]  # the memory that a decoder attends to (None: its queries), and the weights
 
 
 def head_mean(weights: Tensor, *, absolute: bool = False) -> Tensor:
     """Return the shares of attention weights ``(B, H, N, M)``, averaged over the heads, ``(B, N, M)``.
 
-    Those of signed weights (M-DGSA) keep their signs, as in the paper's Fig. 3: what inhibits is below 0, and heads
-    that disagree cancel out. With ``absolute`` their sizes count, head by head.
+    Shares of signed weights (M-DGSA) keep their signs, as in the paper's Fig. 3: inhibition is below 0, and heads that
+    disagree cancel out. With ``absolute`` the absolute values are averaged.
     """
     return row_shares(weights.float(), signed=not absolute).mean(1)
 
@@ -38,7 +38,7 @@ def query_rows(weights: Tensor) -> Tensor:
 
 
 def record_maps(model: nn.Module, reduce: Callable[[Tensor], Tensor] = head_mean) -> AbstractContextManager[Recording]:
-    """Return a context that records attention, head means by default, where it lies, and what a head predicts."""
+    """Return a context that records attention, by default head means, its geometry, and a head's predictions."""
     names = ('attention', 'geometry', 'map_size', PREDICTIONS)
     return record(model, names, accumulate=lambda path, name: Kept(reduce) if name == 'attention' else Kept())
 
@@ -46,9 +46,9 @@ def record_maps(model: nn.Module, reduce: Callable[[Tensor], Tensor] = head_mean
 def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
     """Return the relevance of the places of one image ``(h, w)`` to the mean of the last layer's tokens.
 
-    The sum of its sizes is 1; what inhibits, in M-DGSA's signed maps, is below 0. With a class token it is the
-    relevance to that token. Self-attention over the image alone counts: of the backbone, if it has any, else of the
-    encoder. The aspect of ``size``, the padded image's, tells the map of plain attention.
+    Absolute values sum to 1; inhibition, in M-DGSA's signed maps, is below 0. With a class token it is the relevance to
+    that token. Only self-attention over the image counts: the backbone's, if it has any, else the encoder's. Height
+    and width of plain attention's map follow from the aspect of ``size``, that of the padded image.
 
     Raises:
         ConfigError: There is no self-attention over the image.
@@ -59,16 +59,19 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
         shape = placed[-1][1][:2]
         relevance = torch.ones(shape[0] * shape[1])
         for weights, geometry in reversed(placed):
-            if shape != geometry[:2]:  # a merging of patches lies between
-                before, shape = relevance.view(1, 1, *shape), geometry[:2]
+            if shape != geometry[:2]:  # patches were merged in between
+                before = relevance.view(1, 1, *shape)
+                shape = geometry[:2]
                 relevance = F.interpolate(before, size=shape, mode='bilinear').flatten()
             relevance = roll_back(relevance, weights if len(geometry) >= 4 else weights[0], geometry)
         return shares_of(relevance, 0).view(shape)
-    square = [x for path, x, _ in found if x.shape[-1] == x.shape[-2] and 'decoder' not in path]  # there: queries
-    if any(len(weights) > 1 for weights in square):  # of one image: these are windows, nobody knows where
+    # A decoder's square maps are those of its queries.
+    square = [x for path, x, _ in found if x.shape[-1] == x.shape[-2] and 'decoder' not in path]
+    # Several maps of one image are windows, and their places are unknown.
+    if any(len(weights) > 1 for weights in square):
         raise ConfigError('the attention lies in windows of which this host does not tell where they are.')
     maps = [x[0] for x in square if x.shape == square[0].shape]
-    for tokens in (0, 1, 2):  # a class token, DeiT's distillation token
+    for tokens in (0, 1, 2):  # none, a class token, DeiT's distillation token
         plain = factors(maps[0].shape[-1] - tokens, size) if maps else None
         if plain is not None:
             relevance = torch.ones(maps[0].shape[-1])
@@ -83,14 +86,18 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
 
 
 def shares_of(relevance: Tensor, dims: int | tuple[int, ...]) -> Tensor:
-    """Return relevances whose sizes sum to 1 over ``dims``, with their signs; zeros stay."""
+    """Return relevances divided by the sum of their absolute values over ``dims``; zeros stay."""
     return relevance / relevance.abs().sum(dims, keepdim=True).clamp(min=1e-12)
 
 
 def attended(model: nn.Module, recording: Recording) -> dict[str, Tensor]:
-    """Return, by layer, what its heads attend to among the regions of the image, ``(B, H, M)``, of :func:`query_rows`.
+    """Return the attention of each layer's heads to the regions of the image, ``(B, H, M)``, by path.
 
-    It is the class token's row where the layer has one, else the mean of all queries' (of each window's).
+    It is the class token's row where the layer has one, else the mean row of all queries (of each window).
+
+    Args:
+        model: Model.
+        recording: Recording of :func:`record_maps` with :func:`query_rows`.
     """
     rows = {path: maps for path, maps, _ in placed_maps(recording)}
     extra = class_tokens(model, {path: maps.shape[-1] for path, maps in rows.items()})
@@ -98,13 +105,13 @@ def attended(model: nn.Module, recording: Recording) -> dict[str, Tensor]:
 
 
 def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple[str, np.ndarray, Any]:
-    """Return a layer's path, what each of its heads attends to ``(H, h, w)``, and the data sample of the batch's image.
+    """Return a layer's path, a map ``(H, h, w)`` of the attention of each head, and the data sample of the image.
 
-    Maps are those of the class token, else the mean of the queries'. M-DGSA's are signed: below 0 they inhibit.
-    ``layer`` counts the self-attentions over the image as they run.
+    Maps are those of the class token, else the mean over the queries. M-DGSA's are signed: below 0 they inhibit.
+    ``layer`` counts the self-attentions over the image in the order in which they run.
 
     Raises:
-        ConfigError: There is no such layer, or nobody knows where its tokens lie.
+        ConfigError: There is no such layer, or the places of its tokens are unknown.
 
     Source: PLuG, Fig. 8; M-DGSA, Fig. 3.
     """
@@ -114,15 +121,17 @@ def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple
     if not -len(geometries) <= layer < len(geometries):
         raise ConfigError(f'--layer {layer}: {type(model).__name__} has {len(geometries)} attentions over an image.')
     path = list(geometries)[layer]
-    rows, geometry = attended(model, recording)[path], geometries[path]
+    rows = attended(model, recording)[path]
+    geometry = geometries[path]
     if geometry is None:
         shape = factors(rows.shape[-1], padded_size(sample))
         if shape is None or len(rows) > 1:
             raise ConfigError(f'{path} attends to {rows.shape[-1]} tokens of which nobody knows where they are.')
         return path, rows[0].unflatten(-1, shape).numpy(), sample
-    in_windows, tokens = len(geometry) >= 4, geometry[0] * geometry[1]
+    in_windows = len(geometry) >= 4
+    tokens = geometry[0] * geometry[1]
     queries = rows.shape[-1] if in_windows else tokens
-    maps = rows.transpose(0, 1)[:, :, None].expand(-1, -1, queries, -1)  # (H, B nW, N, M): all queries alike
+    maps = rows.transpose(0, 1)[:, :, None].expand(-1, -1, queries, -1)  # (H, B nW, N, M), the same for all queries
     even = torch.full((tokens,), 1 / queries)
     back = [roll_back(even, x if in_windows else x[0], geometry, residual=0.0) for x in maps]
     return path, torch.stack(back).view(-1, *geometry[:2]).numpy(), sample
@@ -132,7 +141,7 @@ def agent_maps(model: nn.Module, batch: dict[str, Any], layer: int = 0) -> tuple
     """Return a layer's path, the attention of its agents ``(n, h, w)``, heads averaged, and the image's data sample.
 
     Raises:
-        ConfigError: There is no such layer, of the agent attentions.
+        ConfigError: There is no such layer among the agent attentions.
 
     Source: Agent attention, Fig. 9.
     """
@@ -145,14 +154,14 @@ def agent_maps(model: nn.Module, batch: dict[str, Any], layer: int = 0) -> tuple
 
 
 def agent_rows(path: str, maps: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Yield the row of the CSV of each agent: where it attends most, and how much."""
+    """Yield the row of the CSV of each agent: the place that it attends to most, and its weight there."""
     for agent, values in enumerate(maps):
         row, column = np.unravel_index(values.argmax(), values.shape)
         yield dict(layer=path, agent=agent, row=int(row), column=int(column), largest=float(values.max()))
 
 
 def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...] | None]]:
-    """Return the path of each attention, what was kept of it last, and where it lies, if a module around it says so."""
+    """Return path, last recorded map and geometry of each attention; the geometry is None where it is unknown."""
     found = []
     for path, readings in recording.items():
         if 'attention' in readings:
@@ -162,7 +171,7 @@ def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...]
 
 
 def padded_size(sample: Any) -> tuple[int, int]:
-    """Return height and width of what a model got of an image, padding included."""
+    """Return height and width of the model's input of an image, padding included."""
     return tuple(sample.get('batch_input_shape') or sample.img_shape[:2])
 
 
@@ -178,11 +187,11 @@ def factors(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class Query:
-    """A query, what it depends on and, of a model with a head, what it predicts: class, score and place.
+    """A query: the relevance of the image to it and, in a model with a head, its class, score and place.
 
-    ``relevance`` ``(h, w)`` is of the padded input's places; its sizes sum to 1. ``place`` holds logits of a mask over
-    the padded input, ``(h, w)``, more than 0 inside, or a box ``(x, y, w, h)``, 0 to 1 over the image, of centre and
-    size.
+    ``relevance`` ``(h, w)`` covers the padded input; its absolute values sum to 1. ``place`` holds the logits of a mask
+    over the padded input, ``(h, w)``, above 0 inside, or a box ``(x, y, w, h)`` of centre and size, 0 to 1 over the
+    image.
     """
 
     number: int
@@ -193,17 +202,17 @@ class Query:
 
 
 def query_rollout(steps: Sequence[Step], queries: Sequence[int]) -> dict[int, Tensor]:
-    """Return how much of each token of the image reaches ``queries`` through a decoder, by memory ``(q, M)``.
+    """Return the relevance of each token of the image to ``queries`` through a decoder, by memory ``(q, M)``.
 
     This is the rollout of one sequence that holds the learnt queries and all tokens of the image: cross-attention is a
-    row of it whose keys are the image's, and what passes by it, a half, stays with the queries. So what an early layer
-    brought in fades like everything else there. Chefer et al. (arXiv 2103.15679, Eq. 10) add ``R_qq A`` to the image's
-    relevance without that, which gives every layer of a deep decoder one weight.
+    row of it whose keys are the image's, and the residual half stays with the queries. The relevance from an early
+    layer is therefore halved by every later one. Chefer et al. (arXiv 2103.15679, Eq. 10) add ``R_qq A`` to the image's
+    relevance without halving, which gives every layer of a deep decoder the same weight.
 
     Args:
         steps: Attentions in the order in which they ran: ``(None, (Q, Q))`` among the queries, ``(memory, (Q, M))`` to
-            the tokens of the image, of which ``memory`` is a number, such as that of a level. Their rows sum to 1.
-        queries: Their numbers.
+            the tokens of the image; ``memory`` is any number that tells levels apart. Rows sum to 1.
+        queries: Indices of the queries.
 
     Source: Abnar and Zuidema, Quantifying attention flow in transformers (arXiv 2005.00928), Eq. 1.
     """
@@ -221,7 +230,7 @@ def query_rollout(steps: Sequence[Step], queries: Sequence[int]) -> dict[int, Te
 def decoder_steps(layers: Recording) -> list[Step]:
     """Return the steps of a decoder whose queries attend to all tokens of an image; empty if there is none.
 
-    Levels are told apart by their number of tokens, which is what stands for the memory.
+    The memory of a step is its number of tokens, which tells levels apart.
     """
     maps = _maps(layers, _DECODER)  # in the order in which they ran
     steps: list[Step] = [(None if '.self_attn' in path else x.shape[-1], x) for path, x in maps]
@@ -233,18 +242,18 @@ def _maps(layers: Recording, pattern: re.Pattern[str]) -> list[tuple[str, Tensor
 
 
 def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[int]) -> list[Query]:
-    """Return what ``queries`` of one image depend on.
+    """Return relevance and prediction of ``queries`` of one image.
 
-    Levels are brought to the size of the finest and added. An encoder whose attention over the same tokens was
-    recorded, DETR's, is rolled back through; deformable encoders and what lies below are not looked into.
+    Levels are resized to the finest and added. Relevance is rolled back through a dense encoder such as DETR's, but not
+    through a deformable encoder or the backbone.
 
     Args:
-        layers: Of :func:`record_maps`, of one image.
+        layers: Recording of :func:`record_maps` of one image.
         size: Height and width of the padded input.
-        queries: Their numbers.
+        queries: Indices of the queries.
 
     Raises:
-        ConfigError: There is no decoder of the kind, no such query, or a level's height and width are not known.
+        ConfigError: No decoder attends densely, there is no such query, or height and width of a level are unknown.
     """
     steps = decoder_steps(layers)
     if not steps:
@@ -258,7 +267,8 @@ def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[
             relevance = roll_back(relevance, weights) if weights.shape == (tokens, tokens) else relevance
         by_shape[_shape(layers, tokens, size)] = relevance
     relevances = add_levels(by_shape)
-    relevances = shares_of(relevances, (1, 2))  # what is left are learnt queries
+    # The rest of the relevance is that of the learnt queries.
+    relevances = shares_of(relevances, (1, 2))
     head = predicted(layers)
     found = []
     for number, relevance in zip(queries, relevances.numpy(), strict=True):
@@ -271,7 +281,7 @@ def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[
 
 
 def add_levels(by_shape: dict[tuple[int, int], Tensor]) -> Tensor:
-    """Return relevances ``(Q, h w)`` of levels as their sum ``(Q, h, w)`` on the finest, every level's share kept."""
+    """Return the sum ``(Q, h, w)`` of levels' relevances ``(Q, h w)`` on the finest level; each keeps its share."""
     finest = max(by_shape, key=lambda shape: shape[0] * shape[1])
     total: Any = 0
     for shape, relevance in by_shape.items():
@@ -282,7 +292,7 @@ def add_levels(by_shape: dict[tuple[int, int], Tensor]) -> Tensor:
 
 
 def _shape(layers: Recording, tokens: int, size: tuple[int, int]) -> tuple[int, int]:
-    """Return height and width of a map of ``tokens``: of one that got positions, else by the image's aspect."""
+    """Return height and width of a map of ``tokens``: those of a map that got positions, else by the image's aspect."""
     known = [x.tolist() for of in layers.values() if 'map_size' in of for x in of['map_size'].tensors]
     found = next(((h, w) for h, w in known if h * w == tokens), None) or factors(tokens, size)
     if found is None:

@@ -1,4 +1,4 @@
-"""Where deformable attention samples: points on the image, their weights and levels."""
+"""Sampling points of deformable attention: places on the image, weights and levels."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mmgate.errors import ConfigError
 class SamplingPoints:
     """Points ``xy`` ``(q, H, L, P, 2)`` and ``weights`` ``(q, H, L, P)`` of some queries in one layer.
 
-    Places are pixels of the image as it lies on disk. ``reference`` ``(q, 2)`` holds the queries' reference points, or
-    the centres of their boxes; level 0 is the finest; an encoder's queries are the pixels of its levels.
+    Places are pixels of the image on disk. ``reference`` ``(q, 2)`` holds the queries' reference points, or the centres
+    of their boxes; level 0 is the finest; an encoder's queries are the pixels of its levels.
     """
 
     path: str
@@ -43,9 +43,9 @@ class SamplingPoints:
 
 @dataclass(frozen=True)
 class ImageSample:
-    """What is drawn on, in the place of a data sample of mmdet's, for models that know of none.
+    """Path and sizes of an image, instead of a data sample, for models of other packages than mmdet.
 
-    Shapes are (height, width): on disk, of what the model got without padding, and with it.
+    Shapes are (height, width): of the image on disk, of the model's input without padding, and with it.
     """
 
     img_path: str
@@ -54,19 +54,19 @@ class ImageSample:
     batch_input_shape: tuple[int, int]
 
     def get(self, name: str) -> Any:
-        """Return an attribute or ``scale_factor``, that of the width first; None for what there is not."""
+        """Return an attribute, or ``scale_factor`` as (width, height); None for another name."""
         if name == 'scale_factor':
             return self.img_shape[1] / self.ori_shape[1], self.img_shape[0] / self.ori_shape[0]
         return getattr(self, name, None)
 
 
 def record_sampling(model: nn.Module) -> AbstractContextManager[Recording]:
-    """Record sampling points of every deformable attention, and what the detection head says, if there is one."""
+    """Record sampling points of every deformable attention, and the predictions of a detection head."""
     return record(model, (*POINTS, PREDICTIONS))
 
 
 def layers_of(layers: Recording, part: str) -> list[str]:
-    """Return the paths of the deformable layers of ``'encoder'``, with a query for each pixel, or ``'decoder'``."""
+    """Return the paths of the deformable attentions of ``'encoder'`` (one query for each pixel) or ``'decoder'``."""
     found = []
     for path, readings in layers.items():
         if 'locations' in readings:
@@ -77,7 +77,7 @@ def layers_of(layers: Recording, part: str) -> list[str]:
 
 
 def to_image(xy: np.ndarray, sample: Any) -> np.ndarray:
-    """Take (x, y), 0 to 1 over the padded batch, to pixels of the image on disk."""
+    """Convert (x, y), 0 to 1 over the padded batch, to pixels of the image on disk."""
     height, width = padded_size(sample)
     scale = np.asarray(sample.get('scale_factor') or (1.0, 1.0), np.float64)[:2]
     return xy * np.array([width, height]) / scale
@@ -114,16 +114,16 @@ def chosen_points(
     """Return the points of a decoder's best queries, or of an encoder's query at a pixel.
 
     Args:
-        layers: Of :func:`record_sampling`, of one forward pass.
+        layers: Recording of :func:`record_sampling`, of one forward pass.
         sample: The image's data sample, with ``img_shape``, ``scale_factor`` and, in a padded batch,
             ``batch_input_shape``.
         image: The image's place in the batch.
         part: ``'decoder'`` or ``'encoder'``; by default the decoder, if there is one and no pixel is given.
-        layer: Of that part.
-        top_k: How many queries of a decoder.
-        queries: Their numbers, in the place of the best.
+        layer: Index of the layer in that part.
+        top_k: Number of queries of a decoder.
+        queries: Indices of queries instead of the best.
         pixel: ``(x, y)`` on the image on disk (default: its middle).
-        level: Of a decoder the points of this level alone, of an encoder the level of the query.
+        level: For a decoder the only level whose points are returned, for an encoder the level of the query.
 
     Raises:
         ConfigError: There is no such part, layer, query, level or pixel.
@@ -134,7 +134,8 @@ def chosen_points(
         raise ConfigError(f'--part {part}: the model has deformable attention in its other part only.')
     if not -len(paths) <= layer < len(paths):
         raise ConfigError(f'--layer {layer}: the {part} has {len(paths)} layers.')
-    path, is_encoder = paths[layer], part == 'encoder'
+    path = paths[layer]
+    is_encoder = part == 'encoder'
     if pixel and not is_encoder:
         raise ConfigError('--pixel chooses a query of the encoder; give --part encoder.')
     readings = {name: found.last for name, found in layers[path].items()}
@@ -151,20 +152,23 @@ def chosen_points(
     locations, weights, reference = (
         readings[name][image, chosen].double().numpy() for name in ('locations', 'weights', 'reference_points')
     )
-    xy, of_levels = to_image(locations[:, :, levels], sample), weights[:, :, levels]
+    xy = to_image(locations[:, :, levels], sample)
+    of_levels = weights[:, :, levels]
     return SamplingPoints(path, xy, of_levels, to_image(reference[:, 0, :2], sample), chosen, levels, is_encoder)
 
 
 def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: int = 96) -> np.ndarray | None:
     """Return a Gaussian kernel density of points ``(steps, steps)`` on a grid over an image of ``(height, width)``.
 
-    None where there is no spread to estimate, as in points on one line.
+    It is None where there is no spread to estimate, as for points on one line.
     """
     from scipy.stats import gaussian_kde
 
-    points, shares = xy.reshape(-1, 2).T, weights.ravel().clip(min=0) + 1e-12
+    points = xy.reshape(-1, 2).T
+    shares = weights.ravel().clip(min=0) + 1e-12
     try:
-        # Scott's width of as many points as there are: of their effective number it would grow as weights concentrate
+        # Scott's width is taken from the number of points. By their effective number, scipy's default, it would grow as
+        # weights concentrate.
         kernel = gaussian_kde(points, lambda kde: kde.n ** (-1 / 6), weights=shares)
     except (np.linalg.LinAlgError, ValueError):
         return None
@@ -175,9 +179,9 @@ def density(xy: np.ndarray, weights: np.ndarray, size: tuple[int, int], steps: i
 def mean_density(points: Sequence[SamplingPoints], samples: Sequence[Any], steps: int = 96) -> np.ndarray:
     """Return the density of the points on the finest level over a set of images, a grid ``(steps, steps)``.
 
-    Every point counts alike, whatever its weight; places are shares of the images' heights and widths, so that images
-    of any size come together. 1 is an even density, but for the border, beyond which the kernel's tails lie: there an
-    even density falls to a half, in corners to a quarter.
+    Every point counts alike, no matter what its weight is; places are shares of the images' heights and widths, so that
+    images of any size can be added. An even density is 1, except at the border, where the kernel's tails lie outside:
+    there an even density falls to a half, in corners to a quarter.
 
     Raises:
         ConfigError: The points have no spread to estimate a density from.

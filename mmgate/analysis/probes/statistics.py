@@ -1,4 +1,4 @@
-"""What a recording does with its tensors: keep them, or reduce them at once so that memory stays bounded."""
+"""Accumulators of a recording: keep its tensors, or reduce them at once so that memory stays bounded."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NEAR_ZERO = 0.1  # a gate below it, in absolute value, counts as 0: closed, or, 
 
 
 class Kept:
-    """Keeps every tensor on the CPU, in the order of the forward passes, in ``tensors``.
+    """Accumulator that keeps every tensor on the CPU, in the order of the forward passes, in ``tensors``.
 
     Args:
-        reduce: Applied to every tensor first.
+        reduce: Function applied to every tensor first.
     """
 
     def __init__(self, reduce: Callable[[Tensor], Tensor] = lambda x: x) -> None:
@@ -24,24 +24,24 @@ class Kept:
         self.tensors: list[Tensor] = []
 
     def add(self, x: Tensor) -> None:
-        """Keep a copy: the model may go on to write into its own."""
+        """Keep a copy, because the model may write into the tensor later."""
         self.tensors.append(self.reduce(x.detach()).to('cpu', copy=True))
 
     @property
     def last(self) -> Tensor:
-        """The tensor of the last forward pass."""
+        """Tensor of the last forward pass."""
         return self.tensors[-1]
 
 
 class RunningStatistics:
-    """Count, mean, deviation, extremes, sparsity and histogram of all numbers met, in memory that does not grow.
+    """Accumulator of count, mean, deviation, extremes, sparsity and histogram of all values, in constant memory.
 
-    Not-a-number and infinite values are left out. ``sparsity`` is the share of the numbers below 0.1 in absolute value.
-    What lies outside of :data:`EDGES` is counted in the histogram's first and last bin. ``distance`` is the mean
-    distance of the numbers from ``centre``, :attr:`farthest` the largest.
+    NaN and infinite values are left out. ``sparsity`` is the share of values below 0.1 in absolute value. Values
+    outside of :data:`EDGES` count in the first and last bin of the histogram. ``distance`` is the mean distance of the
+    values from ``centre``, :attr:`farthest` the largest.
 
     Args:
-        centre: Where the distances begin; none are taken without it.
+        centre: Value from which distances are measured; None measures none.
     """
 
     def __init__(self, centre: float | None = None) -> None:
@@ -49,30 +49,37 @@ class RunningStatistics:
         self.histogram = np.zeros(len(EDGES) - 1, np.int64)
         self.count = 0
         self.mean = self.deviation = self.sparsity = self.distance = 0.0
-        self.minimum, self.maximum = float('inf'), float('-inf')
+        self.minimum = float('inf')
+        self.maximum = float('-inf')
 
     def add(self, x: Tensor) -> None:
-        """Take every number of ``x`` in (Chan's update of mean and variance, in float64)."""
+        """Add every value of ``x``, by Chan's update of mean and variance in float64."""
         x = x.detach().flatten().double()
         x = x[torch.isfinite(x)]
         if not x.numel():
             return
-        total, shift = self.count + x.numel(), float(x.mean()) - self.mean
-        old, new = self.count / total, x.numel() / total
+        total = self.count + x.numel()
+        shift = float(x.mean()) - self.mean
+        old = self.count / total
+        new = x.numel() / total
         variance = old * self.deviation**2 + new * float(x.var(correction=0)) + old * new * shift**2
-        self.deviation, self.count = variance**0.5, total
+        self.deviation = variance**0.5
+        self.count = total
         self.mean += shift * new
         self.sparsity = old * self.sparsity + new * float((x.abs() < NEAR_ZERO).double().mean())
         if self.centre is not None:
             self.distance = old * self.distance + new * float((x - self.centre).abs().mean())
-        self.minimum, self.maximum = min(self.minimum, float(x.min())), max(self.maximum, float(x.max()))
-        low, high, bins = EDGES[0], EDGES[-1], len(self.histogram)
+        self.minimum = min(self.minimum, float(x.min()))
+        self.maximum = max(self.maximum, float(x.max()))
+        low = EDGES[0]
+        high = EDGES[-1]
+        bins = len(self.histogram)
         places = ((x.clamp(low, high) - low) / (high - low) * bins).long().clamp(max=bins - 1)
         self.histogram += torch.bincount(places, minlength=bins).cpu().numpy()
 
     @property
     def farthest(self) -> float:
-        """The largest distance of a number from ``centre``; 0 without one, or before the first number."""
+        """Largest distance of a value from ``centre``; 0 without a centre, or before the first value."""
         if self.centre is None or not self.count:
             return 0.0
         return max(self.maximum - self.centre, self.centre - self.minimum)

@@ -1,1 +1,1 @@
-"""Models in numbers: what they are made of, what they compute."""
+"""Models in numbers: their parts and their multiply-accumulates."""

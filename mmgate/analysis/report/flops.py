@@ -1,8 +1,8 @@
 """Multiply-accumulates of a model, counted as papers on attention count them.
 
-Every matrix product and convolution counts, whoever issues it: linear layers, einsum, linear attention, fused
-attention. Deformable sampling counts its interpolation and its weighted sum. Norms, activations, softmax, gates, all
-that is elementwise, and the resizing of maps do not.
+Every matrix product and convolution counts, in linear layers, einsum, linear attention and fused attention alike.
+Deformable sampling counts its interpolation and its weighted sum. Norms, activations, softmax, gates, other elementwise
+operations and the resizing of maps do not count.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.gate import Gate
 from mmgate.ops.library import CAN_REGISTER
 
-PROPOSALS = 1000  # what a two-stage detector's box heads see, as mmdet's own count has it
-MASKS = 100  # and its mask heads
+PROPOSALS = 1000  # of a two-stage detector's box heads, as in mmdet's count
+MASKS = 100  # proposals of its mask heads
 
 Shape = tuple[int, ...]
 
@@ -43,17 +43,18 @@ class Complexity:
 
 
 def count_config(cfg: Config, height: int, width: int) -> Complexity:
-    """Count the model of a config, or of a bare backbone, on one image of ``height`` x ``width``.
+    """Count a config's model, which may be a bare backbone, on one image of ``height`` x ``width``.
 
-    Nothing is computed where the model runs on the meta device, which most do. A segmentor's auxiliary heads, which
-    serve training alone, are left out. A two-stage detector's box heads see 1000 proposals and its
-    mask heads 100, whatever its untrained RPN would find; the sampling of RoIAlign is not counted.
+    Most models run on the meta device, where nothing is computed. A segmentor's auxiliary heads, which only training
+    uses, are left out. A two-stage detector's box heads see 1000 proposals and its mask heads 100, instead of those of
+    its untrained RPN; the sampling of RoIAlign is not counted.
     """
     image = torch.zeros(1, 3, height, width)
     try:
         return _count_host(build_structure(cfg).to('meta'), image.to('meta'))
     except RuntimeError:  # the model reads a number off a tensor, or an operator lacks a kernel
-        return _count_host(MODELS.build(deepcopy(cfg.model)), image)  # mmdet writes into the config
+        # mmdet writes into the config.
+        return _count_host(MODELS.build(deepcopy(cfg.model)), image)
 
 
 def _count_host(model: Any, image: Tensor) -> Complexity:
@@ -62,44 +63,47 @@ def _count_host(model: Any, image: Tensor) -> Complexity:
     segments = hasattr(model, 'decode_head')
     sample = empty_sample(segments, (image.shape[2], image.shape[3]))
     if segments:
-        model.forward = model.encode_decode  # called as the model: the counter knows modules' names
+        # It is called as the model, because the counter goes by modules' names.
+        model.forward = model.encode_decode
         return count_model(model, image, [sample.metainfo])
     _fix_proposals(model, image)
     return count_model(model, image, [sample])
 
 
 def count_model(model: nn.Module, *inputs: Any) -> Complexity:
-    """Count ``model(*inputs)`` in evaluation mode and without gradients, which is how the model is left."""
+    """Count ``model(*inputs)``; leaves the model in evaluation mode, with no parameter that requires a gradient."""
     if not CAN_REGISTER and any(
         isinstance(module, DeformableGate) and module.gate_readings for module in model.modules()
     ):
         print_log('below torch 2.4 the sampling of gated deformable attention is not counted', 'current', WARNING)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     model.eval()
-    model.requires_grad_(False)  # the counter hooks what requires a gradient, even where none is taken
+    # The counter hooks what requires a gradient, even if no gradient is taken.
+    model.requires_grad_(False)
     for layer in list(model.modules()):
         if isinstance(layer, Gate):
             layer.prepare_count()
     counter = FlopCounterMode(display=False, custom_mapping=RULES)
-    # under a mode of torch's functions its attention leaves out the fused operator, which hides the products
+    # Under a torch function mode torch's attention leaves out its fused operator, which would hide the products.
     with torch.no_grad(), torch.device('cpu'), counter:
         model(*inputs)
     counts = {name: sum(by_op.values()) // 2 for name, by_op in counter.get_flop_counts().items()}
-    prefix, total = type(model).__name__, counter.get_total_flops() // 2
+    prefix = type(model).__name__
+    total = counter.get_total_flops() // 2
     by_module = {name: _of(module, f'{prefix}.{name}', counts) for name, module in model.named_children()}
     rest = total - sum(by_module.values())
     return Complexity(parameters, total, {**by_module, **({'itself': rest} if rest > 0 else {})})
 
 
 def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:
-    """Return what ``module`` counted; hosts call ``forward`` of some heads, which leaves it to the modules in them."""
+    """Return the count of ``module``, or the sum of its children's where the host calls its ``forward`` directly."""
     if name in counts:
         return counts[name]
     return sum(_of(child, f'{name}.{child_name}', counts) for child_name, child in module.named_children())
 
 
 def empty_sample(segments: bool, size: tuple[int, int]) -> Any:
-    """Return a data sample, mmseg's or mmdet's, that says nothing but the image's height and width."""
+    """Return a data sample of mmseg (``segments``) or mmdet that holds only the image's height and width."""
     if segments:
         from mmseg.structures import SegDataSample as Sample
     else:
@@ -109,8 +113,9 @@ def empty_sample(segments: bool, size: tuple[int, int]) -> Any:
 
 
 def _fix_proposals(model: Any, image: Tensor) -> None:
-    """Let a two-stage detector's RPN find as many proposals, and RoIAlign, which has no meta kernel, give zeros."""
-    head, second = getattr(model, 'rpn_head', None), getattr(model, 'roi_head', None)
+    """Let a two-stage detector's RPN return 1000 proposals and RoIAlign, which has no meta kernel, zeros."""
+    head = getattr(model, 'rpn_head', None)
+    second = getattr(model, 'roi_head', None)
     if head is None or second is None:
         return
     boxes = image.new_tensor([0, 0, image.shape[3], image.shape[2]]).repeat(PROPOSALS, 1)
@@ -138,7 +143,8 @@ def _first_masks(head: nn.Module, features: Tensor, *_: Any) -> Tensor:
 
 
 def _attention(query: Shape, key: Shape, value: Shape, *_: Any, **__: Any) -> int:
-    (batch, heads, rows, width), columns = query, key[-2]
+    batch, heads, rows, width = query
+    columns = key[-2]
     return 2 * batch * heads * rows * columns * (width + value[-1])
 
 
@@ -147,11 +153,11 @@ def _grid_sample(image: Shape, grid: Shape, *_: Any, out_shape: Shape | None = N
 
 
 def _ms_deform_attn(value: Shape, shapes: Shape, start: Shape, locations: Shape, *_: Any, **__: Any) -> int:
-    # four corners and one weight for every channel of every point
+    # Every channel of every point has four corners and one weight.
     return 2 * 5 * torch.Size((*locations[:-1], value[-1])).numel()
 
 
-# by namespace and name, because an older torch lacks some
+# Rules by namespace and name, because an older torch lacks some operators.
 _RULES: dict[tuple[Any, str], Callable[..., int]] = {
     (torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu'): _attention,
     (torch.ops.aten, 'grid_sampler_2d'): _grid_sample,

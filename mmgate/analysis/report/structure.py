@@ -1,4 +1,4 @@
-"""What a config's model is made of, without the time and memory that its weights would take."""
+"""Structure of a config's model, without the time and memory that its weights would take."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
 from mmgate.hosts import gates_for
+from mmgate.layers.base.gated import GatedModule, host_class
 from mmgate.registry import MODELS as MMGATE_MODELS
-from mmgate.swap import attention_modules
+from mmgate.swap import attention_modules, names_of_gates
 
 SIZES = ('embed_dims', 'embed_dim', 'num_heads', 'num_levels', 'num_points', 'window_size', 'sr_ratio')
 
 
 def build_structure(cfg: Config) -> nn.Module:
-    """Build a config's model for its modules' names, classes and sizes: most parameters hold no values.
+    """Build a config's model for its modules' names, classes and sizes, with most parameters on the meta device.
 
     Raises:
         ConfigError: There is no model in it, or the model cannot be built.
@@ -34,7 +35,8 @@ def build_structure(cfg: Config) -> nn.Module:
     try:
         try:
             with _EmptyOnMeta():
-                return MODELS.build(deepcopy(model))  # hosts write into the config that they build from
+                # Hosts write into the config that they are built from.
+                return MODELS.build(deepcopy(model))
         except (RuntimeError, TypeError):  # the model computes with its weights
             return MODELS.build(deepcopy(model))
     except (AssertionError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -43,10 +45,16 @@ def build_structure(cfg: Config) -> nn.Module:
 
 @dataclass(frozen=True)
 class Attention:
-    """Path and class of a model's attention, those of :data:`SIZES` that it has, and the gates that can replace it.
+    """An attention in a model.
 
-    ``inside`` is the path of the module around it, where every gate that fits this one fits that one and is better put
-    there: mmcv's MultiheadAttention around torch's.
+    Attributes:
+        path: Its name in the model.
+        kind: Name of its class; of a gated module, that of its vanilla class.
+        sizes: The attributes in :data:`SIZES` that it has.
+        gates: Names that rules may give as ``type`` for it.
+        inside: Path of the module around it, if every gate that fits this one fits that one and is better put there,
+            as in mmcv's MultiheadAttention around torch's.
+        gate: Name of the class of its gate, or None.
     """
 
     path: str
@@ -54,6 +62,7 @@ class Attention:
     sizes: dict[str, Any]
     gates: tuple[str, ...]
     inside: str | None
+    gate: str | None = None
 
 
 def list_attention(model: nn.Module) -> list[Attention]:
@@ -64,23 +73,25 @@ def list_attention(model: nn.Module) -> list[Attention]:
         gates = tuple(gate.__name__ for gate in gates_for(module))
         around = listed.get(path.rpartition('.')[0])
         inside = around.path if around and gates and set(gates) <= set(around.gates) else None
-        listed[path] = Attention(path, type(module).__name__, sizes, gates, inside)
+        gate = names_of_gates(module) if isinstance(module, GatedModule) else None
+        listed[path] = Attention(path, host_class(module).__name__, sizes, gates, inside, gate)
     return list(listed.values())
 
 
 def _apart(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, without what is no part of the structure, those parts of a model's config that would need something.
+    """Return replacements for the parts of a model's config that are no part of the structure and need something.
 
-    What normalises images, which mmseg refuses in two configs; a teacher's weights, a language model, a backbone of
-    timm's and what links StrongSORT's tracks, whose weights would be downloaded; the checkpointing of activations, for
-    which Grounding DINO imports fairscale.
+    They are the data preprocessor, which mmseg refuses in two configs; a teacher, a language model, a backbone of timm
+    and StrongSORT's post-processing model, whose weights would be downloaded; activation checkpointing, for which
+    Grounding DINO imports fairscale.
     """
     beside = ('data_preprocessor', 'teacher_ckpt', 'postprocess_model')
     apart: dict[str, Any] = {key: None for key in beside if key in model}
     if (model.get('backbone') or {}).get('pretrained') is True:
         apart['backbone'] = {**model['backbone'], 'pretrained': False}
     if (model.get('data_preprocessor') or {}).get('type') == 'ReIDDataPreprocessor':
-        del apart['data_preprocessor']  # without it mmpretrain's classifier builds its own, which mmdet does not find
+        # Without one mmpretrain's classifier builds its own, which mmdet does not find.
+        del apart['data_preprocessor']
     if 'language_model' in model:
         apart['language_model'] = dict(type='mmgate.NoLanguageModel')
     if 'num_cp' in (model.get('encoder') or {}):
@@ -90,7 +101,7 @@ def _apart(model: Mapping[str, Any]) -> dict[str, Any]:
 
 @MMGATE_MODELS.register_module()
 class NoLanguageModel(nn.Module):
-    """Stands for the language model of a vision-language detector, which asks it for the width of BERT's features."""
+    """Placeholder for the language model of a vision-language detector, which reads the width of BERT's features."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,9 +111,9 @@ class NoLanguageModel(nn.Module):
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Let ``torch.empty``, of which layers make their parameters, take no memory, and leave every other tensor real.
+    """Mode in which ``torch.empty``, with which layers make parameters, is on the meta device, and all else is real.
 
-    Under ``torch.device('meta')`` all tensors would be without values, and models read their drop path rates off one.
+    Under ``torch.device('meta')`` all tensors would be without values, and models read their drop path rates from one.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from mmgate.layers.base.gate import Gate, Sizes
@@ -68,6 +67,9 @@ class GatedModule(nn.Module):
             raise ValueError(f'{reason}.')
         return gate
 
+    def placed(self, model: nn.Module) -> None:
+        """Prepare the model around the host; called once, after the module was gated; handles go into the record."""
+
     def switched_on(self) -> None:
         """Prepare the host for its gate; called after its class was switched."""
 
@@ -107,7 +109,8 @@ class GatedModule(nn.Module):
         made_of = vars(type(self)).get('made_of')
         if made_of is None:  # a class with a name of its module
             return super().__reduce_ex__(protocol)
-        return _empty, made_of, vars(self)
+        state = self.__getstate__() if hasattr(self, '__getstate__') else vars(self)  # all have it from Python 3.11 on
+        return _empty, made_of, state
 
 
 @dataclass
@@ -123,6 +126,7 @@ class Record:
         gate: The child while it is out of the module, else None.
         left_out: What a gated forward does not use, with its place, while it is out of the module.
         notes: What the adapter keeps, by name.
+        handles: Of hooks that go with the gate.
     """
 
     adapter: type[GatedModule]
@@ -133,6 +137,7 @@ class Record:
     gate: nn.Module | None = None
     left_out: list[Part] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
+    handles: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -208,6 +213,12 @@ def gated_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def host_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module has without its gate: its own, if it is not gated in place."""
+    made_of = getattr(type(module), 'made_of', None) if is_on(module) else None
+    return type(module) if made_of is None else made_of[1]
+
+
 def is_on(module: nn.Module) -> bool:
     """Return whether a module is gated at present."""
     return isinstance(module, GatedModule)
@@ -241,7 +252,8 @@ def switch_off(module: Any) -> None:
 def remove_gate(module: nn.Module) -> None:
     """Make a gated module the vanilla one for good."""
     switch_off(module)
-    del vars(module)[RECORD]
+    for handle in vars(module).pop(RECORD).handles:
+        handle.remove()
 
 
 @contextmanager
@@ -283,24 +295,18 @@ def _take_out(host: nn.Module, name: str) -> list[Part]:
 def _put_back(host: nn.Module, part: Part) -> None:
     """Put a part back where it was, in its order, on the device and of the dtype that the host has by now."""
     like = next(host.parameters(), None)
-    if like is not None:
-        _follow(part.value, like)
     parts = getattr(host.get_submodule(part.path), part.kind)
-    parts[part.name] = part.value
+    parts[part.name] = part.value if like is None else _followed(part, like)
     for name in [name for name in part.order if name in parts]:
         parts[name] = parts.pop(name)
 
 
-@torch.no_grad()
-def _follow(part: Any, like: Tensor) -> None:
-    """Move a tensor or a module that was out of a model to where the model is."""
-    if isinstance(part, nn.Module):
-        if any(tensor.is_meta for tensor in part.parameters()) and not like.is_meta:
-            part.to_empty(device=like.device)
-        part.to(device=like.device, dtype=like.dtype)
-    elif isinstance(part, Tensor):
-        dtype = like.dtype if part.is_floating_point() else part.dtype
-        if part.is_meta and not like.is_meta:
-            part.data = torch.empty_like(part, device=like.device, dtype=dtype)
-        else:
-            part.data = part.data.to(like.device, dtype)
+def _followed(part: Part, like: Tensor) -> Any:
+    """Return what was out of a model where the model is by now; itself, unless the one of both was on ``meta``."""
+    holder = nn.Module()
+    held = getattr(holder, part.kind)
+    held[part.name] = part.value
+    if any(tensor.is_meta for tensor in (*holder.parameters(), *holder.buffers())) and not like.is_meta:
+        holder.to_empty(device=like.device)
+    holder.to(device=like.device, dtype=like.dtype)
+    return held[part.name]

@@ -141,7 +141,13 @@ BACKENDS = OPERATORS['ms_deform_attn'] = (
     Backend('mmcv', mmcv.why_not, _sampled(mmcv.sample), words="mmcv's CUDA operator"),
     Backend('native', native.why_not, native.attend, words="mmgate's own C++ loop", advice=native.advice),
     Backend('cpu', cpu.why_not, _sampled(cpu.sample), words='weighted sums of rows on the CPU'),
-    Backend('grid_sample', anywhere, _sampled(grid_sample.sample), traceable=False, words="torch's grid_sample"),
+    Backend(
+        'grid_sample',
+        grid_sample.why_not,
+        _sampled(grid_sample.sample),
+        traceable=False,
+        words="torch's grid_sample",
+    ),
     Backend('torch', anywhere, _sampled(reference.sample), plain=True, words='the reference, slowly'),
     # No GPU has run it yet: 'auto' takes it where a calibration says so.
     Backend('triton', triton.why_not, triton.attend, in_order=False, words='one Triton kernel'),

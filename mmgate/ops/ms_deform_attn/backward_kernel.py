@@ -103,6 +103,8 @@ def _store_gradients(
         COUNT, POINTS, PADDED, GATED, RESIDUAL, POST,
     )  # fmt: skip
     softmax = tl.exp2(x - lse[:, None])
+    # a GPU forms x - lse in one step with x's last product, so that the weights of huge logits do not sum to 1
+    softmax = softmax / tl.maximum(tl.sum(softmax, 1), 1e-30)[:, None]
     grad_softmax = tile_w * factor if POST else tile_w
     grad_products = softmax * (grad_softmax - tl.sum(softmax * grad_softmax, 1)[:, None])
     tl.store(grad_points_ptr + at * 2, tile_x, mask=mask)

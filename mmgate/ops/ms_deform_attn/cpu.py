@@ -14,6 +14,7 @@ so the result does not depend on the number of threads.
 from __future__ import annotations
 
 from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor

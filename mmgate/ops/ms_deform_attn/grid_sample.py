@@ -14,6 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def why_not(value: Tensor) -> str | None:
+    """Return why this backend cannot run on ``value``, or None."""
+    if value.is_cuda and torch.are_deterministic_algorithms_enabled():
+        return 'its backward pass raises on CUDA while torch.use_deterministic_algorithms is on'
+    return None
+
+
 def sample(
     value: Tensor, spatial_shapes: Tensor, level_start_index: Tensor, sampling_locations: Tensor, weights: Tensor
 ) -> Tensor:

@@ -31,6 +31,8 @@ def why_not(value: Tensor) -> str | None:
     """Return why this backend cannot run on ``value``, or None."""
     if value.device.type != 'cuda':
         return f'it is for CUDA tensors, value is on {value.device}'
+    if torch.are_deterministic_algorithms_enabled():
+        return 'it adds up the gradients of the values in no fixed order, and torch.use_deterministic_algorithms is on'
     if value.dtype == torch.float64:
         return 'it is checked for float16, bfloat16 and float32 only, value is float64'
     return missing()

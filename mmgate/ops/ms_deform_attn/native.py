@@ -1,7 +1,7 @@
 """Multi-scale deformable attention by mmgate's own C++ loop on the CPU, as one operator with its gradient.
 
-As the Triton kernel it takes logits, gate and, if wanted, offsets as they are: neither locations nor weights are written
-to memory. The loop is ``cpp/kernel.cpp``, compiled by ``python -m mmgate.doctor --build`` and loaded by ctypes, which
+As the Triton kernel it takes logits, gate and, if wanted, offsets as they are: neither locations nor weights are
+written to memory. The loop is ``cpp/kernel.cpp``, compiled by ``python -m mmgate.doctor --build`` and loaded by ctypes, which
 needs no header of torch's. 16-bit values are summed in float32; one float64 among the inputs makes all be float64.
 """
 
@@ -29,17 +29,20 @@ WIDEST = 2  # of the sets of instructions: 0 the baseline, 1 x86-64-v3, 2 x86-64
 OWN_THREADS = False  # instead of torch's; for a thread sanitizer, which does not know OpenMP's
 
 
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class Call(ctypes.Structure):
     """``Call`` of ``cpp/native.h``."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in 'batch tokens heads dim queries levels points columns'.split()),
-        *((name, ctypes.c_int64) for name in 'residual post compute'.split()),
-        *((f'{name}_type', ctypes.c_int64) for name in 'value points logits gate reference'.split()),
+        *_fields(ctypes.c_int64, 'batch tokens heads dim queries levels points columns residual post compute'),
+        *_fields(ctypes.c_int64, 'value_type points_type logits_type gate_type reference_type'),
         ('gate_stride', ctypes.c_int64 * 5),
-        *((name, ctypes.c_int64) for name in 'gate_summed threads widest'.split()),
-        *((name, ctypes.c_void_p) for name in 'value shapes starts at logits gate reference output grad'.split()),
-        *((f'grad_{name}', ctypes.c_void_p) for name in 'value at logits gate reference'.split()),
+        *_fields(ctypes.c_int64, 'gate_summed threads widest'),
+        *_fields(ctypes.c_void_p, 'value shapes starts at logits gate reference output grad'),
+        *_fields(ctypes.c_void_p, 'grad_value grad_at grad_logits grad_gate grad_reference'),
     ]
 
 
@@ -171,7 +174,7 @@ def _gradients(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
     f'(Tensor grad, {ARGUMENTS}, bool of_value, bool of_reference) -> (Tensor, Tensor, Tensor, Tensor, Tensor)',
 )
 def _fused_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-    """Return the gradients of values, points, logits, gate (a sample's or a level's) and reference points (a head's)."""
+    """Return the gradients of values, points, logits, gate (a sample's or a level's) and reference (a head's)."""
     *inputs, of_value, of_reference = arguments
     call = Sampling(*inputs)
     grads = _gradients(grad, *arguments)

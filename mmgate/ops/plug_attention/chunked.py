@@ -18,14 +18,17 @@ from . import reference
 from .reference import Arguments
 from .rows import GatedRows, part_of
 
-CHUNK = 1 << 21  # elements of (B, H, rows, M) that exist at a time
+# Elements of (B, H, rows, M) that exist at a time: as many as a CPU's cache holds; on a GPU the launches count.
+CHUNK = 1 << 21
+CHUNK_ON_GPU = 1 << 26
 
 
 def attend(*arguments: Any) -> Tensor:
     """Attend; the arguments are those of :class:`Arguments`."""
     call = Arguments(*arguments)
     batch, heads, rows, _ = call.query.shape
-    step = max(1, CHUNK // max(1, batch * heads * call.key.shape[-2]))
+    chunk = chunk_on(call.query.device)
+    step = max(1, chunk // max(1, batch * heads * call.key.shape[-2]))
     if rows <= step:
         return reference.attend(*call)
     learnt_bias = call.bias is not None and call.bias.requires_grad
@@ -47,6 +50,11 @@ def attend(*arguments: Any) -> Tensor:
     with without_autocast(call.query.device.type):
         options = step, call.position == 'post_softmax', factor, call.bias
         return GatedRows.apply(*options, *tensors, *bound.values())
+
+
+def chunk_on(device: torch.device) -> int:
+    """Return how many elements of the map exist at a time on a device."""
+    return CHUNK if device.type == 'cpu' else CHUNK_ON_GPU
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:

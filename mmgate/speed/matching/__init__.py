@@ -1,4 +1,4 @@
-"""One-to-one matching of predictions and objects that waits for the device once, in mmdet's DETR-like heads."""
+"""One-to-one matching of predictions and objects in mmdet's DETR-like heads, with one wait for the device."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 def MatchedOnce(*, host: str, **host_cfg: Any) -> nn.Module:
     """Build the DETR-like head ``host`` so that a step waits for the device once to match all layers and images.
 
-    Assignments are mmdet's, losses are mmdet's to rounding, the state dict is the host's. mmdet's heads wait eleven
-    times an image and layer and five times a layer. Here the costs of all of them are moved in one transfer, and
-    nothing else waits. What a host does in a way of its own waits as it did: Grounding DINO's targets and losses (but
-    not its costs), DINO's and DDQ's denoising, DDQ's distinct queries.
+    Assignments equal mmdet's, losses equal mmdet's up to rounding, and the state dict is the host's. mmdet's heads wait
+    for the device eleven times for each image and layer, and five times for each layer. Here all costs are copied in
+    one transfer, and nothing else waits. Parts that a host overrides wait as before: Grounding DINO's targets and
+    losses (but not its costs), DINO's and DDQ's denoising, DDQ's distinct queries.
 
     Args:
         host: Registered name of a head that derives from mmdet's DETRHead, with its scope.
-        **host_cfg: The host's own config.
+        **host_cfg: The host's config.
 
     Returns:
-        The host, of a class derived from its own.
+        The host, whose class is derived from the registered one.
 
     Raises:
         TypeError: ``host`` is no such head, or it assigns by another class than HungarianAssigner.

@@ -1,4 +1,4 @@
-"""mmdet's Hungarian assigner with one wait for the device a call."""
+"""mmdet's Hungarian assigner with one wait for the device in each call."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mmgate.registry import TASK_UTILS
 
 @TASK_UTILS.register_module()
 class HungarianAssigner(MMDetHungarianAssigner):
-    """One-to-one matching in the place of mmdet's class of this name: same costs, same assignments, one wait.
+    """One-to-one matching with the costs and assignments of mmdet's HungarianAssigner, and one wait for the device.
 
-    mmdet's waits five times a call, that is, an image and layer, and its heads six times more. It serves every head
-    that takes mmdet's: ``train_cfg=dict(assigner=dict(type='mmgate.HungarianAssigner'))``. Box heads do better with
-    :func:`mmgate.speed.matching.MatchedOnce`.
+    mmdet's assigner waits five times in each call, that is, for each image and layer, and its heads six times more.
+    Every head that takes mmdet's assigner takes this one: ``train_cfg=dict(assigner=dict(
+    type='mmgate.HungarianAssigner'))``. Heads of boxes are faster with :func:`mmgate.speed.matching.MatchedOnce`.
 
     ``match_costs`` is mmdet's.
     """
@@ -36,7 +36,8 @@ class HungarianAssigner(MMDetHungarianAssigner):
         **kwargs: Any,
     ) -> AssignResult:
         """Match predictions (Q) and objects (``labels`` (G,)) of an image; arguments, result and errors are mmdet's."""
-        queries, labels = len(pred_instances), gt_instances.labels
+        queries = len(pred_instances)
+        labels = gt_instances.labels
         if not len(gt_instances) or not queries:
             return as_result(np.empty((2, 0), np.int64), queries, labels)
         with AsynchronousConstants():
@@ -55,7 +56,7 @@ def cost_of(
 
 
 def pairs(cost: Tensor) -> np.ndarray:
-    """Return the matched predictions, ascending, and their objects, ``(2, N)``, for costs on the host.
+    """Return the matched predictions, ascending, and their objects, ``(2, N)``, for costs on the CPU.
 
     Raises:
         ValueError: A cost is NaN or minus infinity.
@@ -64,7 +65,7 @@ def pairs(cost: Tensor) -> np.ndarray:
 
 
 def as_result(matched: np.ndarray, queries: int, labels: Tensor) -> AssignResult:
-    """Return what mmdet's assigner returns for pairs of predictions and objects."""
+    """Return mmdet's result for pairs of predictions and objects ``(2, N)``."""
     numbers = labels.new_zeros((queries,), dtype=torch.long)
     assigned = labels.new_full((queries,), -1, dtype=torch.long)
     if matched.size:
@@ -75,26 +76,28 @@ def as_result(matched: np.ndarray, queries: int, labels: Tensor) -> AssignResult
 
 
 class AsynchronousConstants(TorchFunctionMode):
-    """Within it ``tensor.new_tensor(numbers)`` does not wait for the device, which it otherwise does.
+    """Mode in which ``tensor.new_tensor(numbers)`` does not wait for the device.
 
-    mmdet's costs, heads and losses make image sizes, counts and epsilons into tensors that way.
+    mmdet's costs, heads and losses make tensors of image sizes, counts and epsilons with it.
     """
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call ``func``, or what stands in its place."""
+        """Call ``func``, or copy without a wait if it is ``new_tensor``."""
         kwargs = kwargs or {}
         if func is not Tensor.new_tensor or not set(kwargs) <= {'dtype', 'device'}:
             return func(*args, **kwargs)
         like, numbers = args
-        if isinstance(numbers, Tensor) and numbers.device.type != 'cpu':  # the host would read what has not arrived
+        # Numbers on a device may not have been computed yet.
+        if isinstance(numbers, Tensor) and numbers.device.type != 'cpu':
             return func(*args, **kwargs)
-        dtype, device = kwargs.get('dtype') or like.dtype, kwargs.get('device') or like.device
+        dtype = kwargs.get('dtype') or like.dtype
+        device = kwargs.get('device') or like.device
         copy = numbers.detach().clone() if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=dtype)
         return to_device(copy.to(dtype), device)
 
 
 def to_device(numbers: Tensor, device: torch.device | str) -> Tensor:
-    """Return a tensor of the host on ``device`` without a wait; CUDA keeps a copy of pageable memory."""
+    """Move a CPU tensor to ``device`` without a wait; CUDA keeps a copy of pageable memory."""
     return numbers.to(device, non_blocking=True)

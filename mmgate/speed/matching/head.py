@@ -1,4 +1,4 @@
-"""mmdet's DETR-like heads with the matching of a whole step done at once."""
+"""mmdet's DETR-like heads, with all layers and images of a step matched at once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from mmdet.models.dense_heads import DETRHead
 from mmdet.models.losses import QualityFocalLoss
+from mmdet.models.task_modules.assigners import AssignResult
 from mmdet.models.task_modules.assigners import HungarianAssigner as MMDetHungarianAssigner
 from mmdet.structures.bbox import bbox_cxcywh_to_xyxy, bbox_xyxy_to_cxcywh
 from mmdet.utils import reduce_mean
@@ -21,13 +22,13 @@ from .assigner import AsynchronousConstants, HungarianAssigner, as_result, cost_
 
 
 class Layer(NamedTuple):
-    """What a layer predicts for a batch, and the batch's objects.
+    """The predictions of a layer for a batch, and the batch's objects.
 
     Attributes:
         scores: Logits ``(B, Q, K)``.
-        boxes: ``(B, Q, 4)`` as (cx, cy, w, h), 0 to 1.
-        objects: Of each image, with ``bboxes`` (G, 4) in pixels as corners and ``labels`` (G,).
-        metas: Of each image, with ``img_shape``.
+        boxes: Boxes ``(B, Q, 4)`` as (cx, cy, w, h), 0 to 1.
+        objects: Objects of each image: ``bboxes`` ``(G, 4)``, corners in pixels, and ``labels`` ``(G,)``.
+        metas: Meta information of each image, with ``img_shape``.
     """
 
     scores: Tensor
@@ -37,17 +38,17 @@ class Layer(NamedTuple):
 
 
 class Later(NamedTuple):
-    """Stands for one loss of a layer until all layers are matched."""
+    """Placeholder for one loss of a layer until all layers are matched."""
 
     layer: int
     part: int
 
 
 class MatchedOnceHead(DETRHead):
-    """To be derived from beside a DETR-like head, see :func:`match_once`.
+    """Mixin for a DETR-like head, see :func:`match_once`.
 
-    The host's ``loss_by_feat`` runs as it is, on placeholders for the losses of its layers; then all layers are
-    matched, and the losses take the placeholders' places.
+    The host's ``loss_by_feat`` runs with placeholders for the losses of its layers. Then all layers are matched, and
+    the losses replace the placeholders.
     """
 
     assigner: Any
@@ -68,7 +69,7 @@ class MatchedOnceHead(DETRHead):
     def loss_by_feat_single(
         self, cls_scores: Tensor, bbox_preds: Tensor, batch_gt_instances: list[Any], batch_img_metas: list[Any]
     ) -> tuple[Any, ...]:
-        """Return the losses of classes, boxes and overlaps of a layer, or what will stand for them."""
+        """Return the losses of classes, boxes and overlaps of a layer, or placeholders for them."""
         layer = Layer(cls_scores, bbox_preds, batch_gt_instances, batch_img_metas)
         if self._layers is None:
             return self._losses([layer])[0]
@@ -86,14 +87,12 @@ class MatchedOnceHead(DETRHead):
 
     def _host_losses(self, layer: Layer, matched: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
         known = iter(matched)
-        assigner, self.assigner = (
-            self.assigner,
-            SimpleNamespace(
-                assign=lambda pred_instances, gt_instances, **_: as_result(
-                    next(known), len(pred_instances), gt_instances.labels
-                )
-            ),
-        )
+
+        def assign(pred_instances: InstanceData, gt_instances: InstanceData, **_: Any) -> AssignResult:
+            return as_result(next(known), len(pred_instances), gt_instances.labels)
+
+        assigner = self.assigner
+        self.assigner = SimpleNamespace(assign=assign)
         try:
             return super().loss_by_feat_single(*layer)
         finally:
@@ -105,7 +104,8 @@ class MatchedOnceHead(DETRHead):
         everything = to_device(torch.from_numpy(np.concatenate(found, 1)), device)
         parts = everything.split([one.shape[1] for one in found], 1)
         factors = self._average_factors(layers, [one.shape[1] for one in found])
-        batches = {id(layer.objects): layer for layer in layers}  # most often one of all layers
+        # Most often all layers share one batch of objects.
+        batches = {id(layer.objects): layer for layer in layers}
         targets = {batch: _targets(layer) for batch, layer in batches.items()}
         return [
             self._plain_loss(layer, rows, [one.index_select(0, columns) for one in targets[id(layer.objects)]], factor)
@@ -113,22 +113,26 @@ class MatchedOnceHead(DETRHead):
         ]
 
     def _plain_loss(self, layer: Layer, rows: Tensor, targets: list[Tensor], factor: tuple) -> tuple[Tensor, ...]:
-        scores, boxes = layer.scores.reshape(-1, self.cls_out_channels), layer.boxes.reshape(-1, 4)
-        (object_labels, object_boxes, sizes), (class_factor, box_factor) = targets, factor
+        scores = layer.scores.reshape(-1, self.cls_out_channels)
+        boxes = layer.boxes.reshape(-1, 4)
+        object_labels, object_boxes, sizes = targets
+        class_factor, box_factor = factor
         labels = object_labels.new_full((len(scores),), self.num_classes, dtype=torch.long)
         labels[rows] = object_labels
         loss_cls = self.loss_cls(scores, labels, object_boxes.new_ones(len(scores)), avg_factor=class_factor)
-        # the weights of all others would be 0; asking a tensor of weights whether they are waits for the device
+        # mmdet gives unmatched boxes the weight 0, and waits for the device to see if any weight is not 0.
         boxes = boxes.index_select(0, rows)
-        corners, object_corners = bbox_cxcywh_to_xyxy(boxes) * sizes, bbox_cxcywh_to_xyxy(object_boxes) * sizes
+        corners = bbox_cxcywh_to_xyxy(boxes) * sizes
+        object_corners = bbox_cxcywh_to_xyxy(object_boxes) * sizes
         loss_iou = self.loss_iou(corners, object_corners, avg_factor=box_factor)
         loss_bbox = self.loss_bbox(boxes, object_boxes, avg_factor=box_factor)
-        if not len(rows):  # of no boxes the loss of overlaps has no gradient; their sum is 0 with one
+        # Without boxes the loss of overlaps has no gradient, and the sum of no boxes is 0 with a gradient.
+        if not len(rows):
             loss_iou = boxes.sum()
         return loss_cls, loss_bbox, loss_iou
 
     def _average_factors(self, layers: Sequence[Layer], positives: Sequence[int]) -> list[tuple[Any, Any]]:
-        """Return what the losses of classes and of boxes of each layer are divided by, a mean over processes."""
+        """Return the divisors of each layer's losses of classes and of boxes, means over the processes."""
         totals = [layer.boxes.shape[0] * layer.boxes.shape[1] for layer in layers]
         classes = [p * 1.0 + (n - p) * self.bg_cls_weight for p, n in zip(positives, totals, strict=True)]
         boxes = [float(p) for p in positives]
@@ -147,7 +151,8 @@ def match(assigner: MMDetHungarianAssigner, layers: Sequence[Layer]) -> list[lis
     Raises:
         ValueError: A cost is NaN or minus infinity.
     """
-    places, costs = [], []
+    places = []
+    costs = []
     for group in _groups(layers):
         first = layers[group[0]]
         for image, (objects, meta) in enumerate(zip(first.objects, first.metas, strict=True)):
@@ -171,9 +176,10 @@ def match(assigner: MMDetHungarianAssigner, layers: Sequence[Layer]) -> list[lis
 
 
 def _groups(layers: Sequence[Layer]) -> list[list[int]]:
-    """Return the layers whose costs are computed as those of one: such as have the same objects.
+    """Return groups of layers with the same objects, whose costs are computed together.
 
-    Not on a CPU, where the last bit of a number depends on its place in the tensor, and assignments are to be mmdet's.
+    On a CPU every layer is a group, because there the last bit of a number depends on its place in the tensor, and
+    assignments have to equal mmdet's.
     """
     groups: dict[int, list[int]] = {}
     for index, layer in enumerate(layers):
@@ -183,7 +189,9 @@ def _groups(layers: Sequence[Layer]) -> list[list[int]]:
 
 def _flat(layer: Layer, matched: Sequence[np.ndarray]) -> np.ndarray:
     """Return the pairs of all images as indices into the batch's predictions and objects, ``(2, N)``."""
-    queries, passed, shifted = layer.boxes.shape[1], 0, []
+    queries = layer.boxes.shape[1]
+    passed = 0
+    shifted = []
     for image, (found, objects) in enumerate(zip(matched, layer.objects, strict=True)):
         shifted.append(found + np.array([[image * queries], [passed]]))
         passed += len(objects)
@@ -191,12 +199,15 @@ def _flat(layer: Layer, matched: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _targets(layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
-    """Return labels ``(G,)``, boxes ``(G, 4)`` as predicted and sizes of the image ``(G, 4)`` of a batch's objects."""
-    shapes = [(w, h, w, h) for (h, w), objects in zip((m['img_shape'] for m in layer.metas), layer.objects, strict=True)
-              for _ in range(len(objects))]  # fmt: skip
+    """Return labels ``(G,)``, boxes ``(G, 4)`` as (cx, cy, w, h) and image sizes ``(G, 4)`` of a batch's objects."""
+    shapes = []
+    for meta, objects in zip(layer.metas, layer.objects, strict=True):
+        height, width = meta['img_shape']
+        shapes += [(width, height, width, height)] * len(objects)
     sizes = to_device(torch.tensor(shapes, dtype=layer.boxes.dtype).view(-1, 4), layer.boxes.device)
+    labels = torch.cat([objects.labels for objects in layer.objects])
     boxes = torch.cat([objects.bboxes for objects in layer.objects])
-    return torch.cat([objects.labels for objects in layer.objects]), bbox_xyxy_to_cxcywh(boxes / sizes), sizes
+    return labels, bbox_xyxy_to_cxcywh(boxes / sizes), sizes
 
 
 def match_once(head: DETRHead) -> DETRHead:
@@ -210,7 +221,7 @@ def match_once(head: DETRHead) -> DETRHead:
     assigner = getattr(head, 'assigner', None)
     if assigner is not None and getattr(type(assigner), 'assign', None) not in _ASSIGN:
         raise TypeError(f'MatchedOnce: {type(assigner).__name__} does not assign as HungarianAssigner does.')
-    # after construction, where DETRHead asks whether it is of that very class
+    # The constructor of DETRHead compares the class, so that it is changed afterwards.
     head.__class__ = _derived(type(head))  # type: ignore[arg-type]
     return head
 
@@ -224,7 +235,7 @@ def _derived(host: type[DETRHead]) -> type[DETRHead]:
 
 
 def _is_plain(head: DETRHead) -> bool:
-    """Return whether the host makes targets and losses of a layer as DETRHead does."""
+    """Return True if the host makes targets and losses of a layer like DETRHead."""
     host = type(head).__mro__[2]
     own = ('loss_by_feat_single', 'get_targets', '_get_targets_single')
     return not isinstance(head.loss_cls, QualityFocalLoss) and all(

@@ -123,7 +123,7 @@ def test_rollout_of_a_text_is_that_of_its_signed_maps():
     for block in model.blocks:
         block.attention.register_forward_pre_hook(
             lambda module, args, kwargs: maps.append(
-                module.attention_map(*module.project(args)[:2], args, None).detach()[0]
+                module.gate.attention_map(*module.project(args)[:2], args, None).detach()[0]
             ),
             with_kwargs=True,
         )
@@ -272,9 +272,11 @@ def test_differential_attention_is_diffllamas(layer, masked):
     def paired(weight):  # their heads i and i + 4 are the streams of our head i
         return weight.view(2, heads, width, dim).transpose(0, 1).reshape(-1, dim)
 
-    state = {name: getattr(theirs, name).detach() for name in ('lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2')}
+    lambdas = ('lambda_q1', 'lambda_k1', 'lambda_q2', 'lambda_k2')
+    state = {f'gate.{name}': getattr(theirs, name).detach() for name in lambdas}
     state['in_proj_weight'] = torch.cat([paired(getattr(theirs, f'{part}_proj').weight) for part in 'qkv']).detach()
-    state['out_proj.weight'], state['head_norm.weight'] = theirs.o_proj.weight.detach(), torch.ones(2 * width)
+    state['out_proj.weight'] = theirs.o_proj.weight.detach()
+    state['gate.head_norm.weight'] = torch.ones(2 * width)
     ours.load_state_dict(state)
 
     x = torch.randn(2, tokens, dim, dtype=torch.float64)
@@ -286,4 +288,4 @@ def test_differential_attention_is_diffllamas(layer, masked):
     for output in (actual, expected):
         output.square().sum().backward()
     for name in ('lambda_q1', 'lambda_k2'):
-        torch.testing.assert_close(getattr(ours, name).grad, getattr(theirs, name).grad, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(getattr(ours.gate, name).grad, getattr(theirs, name).grad, atol=1e-5, rtol=1e-5)

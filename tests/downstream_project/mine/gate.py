@@ -5,24 +5,35 @@ from mmdet.registry import MODELS
 from torch import nn
 
 import mmgate
+from mmgate.layers.base.gate import Gate, Sizes
+from mmgate.layers.base.gated import GatedModule
 
 from .host import Pooling
 
 
 @MODELS.register_module()
-class Tempered(nn.Module):
-    def __init__(self, channels, strength=1.0):
-        super().__init__()
-        self.mix = nn.Linear(channels, channels)
-        self.temperature = nn.Linear(channels, 1)
+class Tempered(Gate):
+    identity_start = True
+
+    def __init__(self, sizes, *, strength=1.0):
+        super().__init__(sizes)
+        self.temperature = nn.Linear(sizes.channels, 1)
         self.strength = strength
 
-    def forward(self, x):
-        pooled = self.mix(x.mean((2, 3)))  # (B, C)
-        factor = 1 + self.strength * torch.tanh(self.temperature(pooled))
-        return x + (factor * pooled)[..., None, None]
+    def reset_gate(self):
+        nn.init.zeros_(self.temperature.weight)
+        nn.init.zeros_(self.temperature.bias)
+
+    def factor(self, pooled):
+        return 1 + self.strength * torch.tanh(self.temperature(pooled))
 
 
 @mmgate.adapts(Tempered, Pooling)
-def tempered(gate, host, **options):
-    return gate(host.mix.in_features, **options)
+class TemperedPooling(GatedModule):
+    @classmethod
+    def sizes(cls, host):
+        return Sizes(host.mix.in_features, heads=1)
+
+    def forward(self, x):
+        pooled = self.mix(x.mean((2, 3)))  # (B, C)
+        return x + (self.gate.factor(pooled) * pooled)[..., None, None]

@@ -1,10 +1,10 @@
-"""Compile what the Triton backends launch, for a GPU and without one, and run none of it.
+"""Compile the launches of the Triton backends for a GPU, without a GPU and without running them.
 
     python tools/dev/kernels/launches.py 90
 
-Triton makes constants of integers that are 1 and assumes of those that 16 divides, and of aligned pointers, that they
-are so, which its interpreter does not. Here the operators themselves are called, and Triton's own launcher compiles; a
-kernel keeps the first GPU that it met, so a process compiles for one. Prints kernels and GPU, a launch a line.
+Triton makes constants of integers that are 1, and compiles for integers that 16 divides and for aligned pointers, which
+its interpreter does not. This script calls the operators, and Triton's launcher compiles. A kernel keeps the first GPU
+that it was compiled for, so that a process compiles for one GPU. It prints kernel and GPU of each launch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from mmgate.ops.triton_backend import interpreted
 
 
 class Driver:
-    """What compiling asks of a driver."""
+    """The part of a Triton driver that compilation needs."""
 
     def __init__(self, capability: int) -> None:
         self.capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        """Return the GPU that is compiled for."""
+        """Return the GPU for which to compile."""
         return GPUTarget('cuda', self.capability, 32)
 
     def get_current_device(self) -> int:
-        """Return its number."""
+        """Return the number of the GPU."""
         return 0
 
     def get_current_stream(self, device: int) -> int:
@@ -41,7 +41,7 @@ class Driver:
 
 
 def compile_for(capability: int, compiled: Callable[[str, Any, dict[str, Any]], None]) -> None:
-    """Compile in this process for ``capability`` what would be launched, and hand on name, kernel and constants.
+    """Compile launches in this process for ``capability``, and pass on name, kernel and constants of each.
 
     Raises:
         RuntimeError: Triton's interpreter is on, or a kernel was compiled for another GPU or without multiply-add.
@@ -68,7 +68,7 @@ def compile_for(capability: int, compiled: Callable[[str, Any, dict[str, Any]], 
 def sampler(
     dtype: torch.dtype, batch: int, queries: int, heads: int, dim: int, reference: int, shapes: Any, points: int
 ) -> None:
-    """Call the sampler and its gradient; no tensor holds numbers that mean something."""
+    """Call the sampler and its gradient, on tensors of arbitrary values."""
     spatial_shapes = torch.tensor(shapes)
     areas = spatial_shapes.prod(1)
     samples = batch, queries, heads, len(shapes), points
@@ -94,7 +94,7 @@ def sampler(
 def plug(
     dtype: torch.dtype, rows: int, columns: int, heads: int, gates: int, dim: int, width: int, bias: Tensor | None
 ) -> None:
-    """Call PLuG attention and its gradient, likewise."""
+    """Call PLuG attention and its gradient, on tensors of arbitrary values."""
     shapes = [(heads, rows, dim), (heads, columns, dim), (heads, columns, dim)]
     shapes += [(gates, rows, width), (gates, columns, width)]
     leaves = [torch.empty(1, *shape, dtype=dtype, requires_grad=True) for shape in shapes]

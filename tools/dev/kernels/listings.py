@@ -1,9 +1,9 @@
-"""Print what the assembler makes of the Triton kernels: registers, spills, shared memory, instructions.
+"""Print figures of the assembled Triton kernels: registers, spills, shared memory, instructions.
 
     python tools/dev/kernels/listings.py --op ms_deform_attn --capability 90
 
-Needs Triton, but no GPU: the operators are called at an encoder's and a segmentation head's sizes, and what they would
-launch is compiled and read. Counts are not times. They say what a kernel asks of a multiprocessor.
+It needs Triton, but no GPU. The operators are called at an encoder's and a segmentation head's sizes, and the kernels
+that they would launch are compiled and read. Counts are the load on a multiprocessor, not times.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class Listing:
     """One compiled kernel.
 
     Attributes:
-        kernel: Its name.
-        dtype: Of the inputs: ``'fp32'``, ``'fp16'`` or ``'bf16'``.
+        kernel: Name of the kernel.
+        dtype: Dtype of the inputs: ``'fp32'``, ``'fp16'`` or ``'bf16'``.
         dim: Channels of a head (and of the gate).
-        block: What a program works on: queries; or rows, columns and heads.
-        registers: A thread's.
-        spilled: Bytes a thread has on the stack.
-        shared: Bytes of shared memory a program has.
-        instructions: Of a warp in the main loop, for one sample of one query (``ms_deform_attn``) or for 32 elements of
-            the map (``plug_attention``).
-        special: Of these, those of the special-function units (MUFU: exponentials, tanh, reciprocals), of which a
+        block: Block of a program: queries; or rows, columns and heads.
+        registers: Registers of a thread.
+        spilled: Bytes of a thread on the stack.
+        shared: Bytes of shared memory of a program.
+        instructions: Instructions of a warp in the main loop, for one sample of one query (``ms_deform_attn``) or for
+            32 elements of the map (``plug_attention``).
+        special: Those of the special-function units among them (MUFU: exponentials, tanh, reciprocals); a
             multiprocessor starts one in two cycles.
         barriers: Barriers in the main loop.
         hazards: Instructions that touch registers of warpgroup products in flight; none if the assembler is right.
-        in_flight: Of the widest loads of the main loop, or of the loop in it, how many on average are issued before the
-            numbers of one of them are used.
-        opcodes: Opcodes of the whole kernel with their modifiers, and how many there are.
+        in_flight: Average number of the widest loads of the main loop, or of the loop in it, that are issued before the
+            values of one of them are used.
+        opcodes: Number of each opcode, with its modifiers, in the whole kernel.
     """
 
     kernel: str
@@ -77,13 +77,13 @@ def listings(
     """Compile the kernels that a call of an operator and its gradient launch, and read their listings.
 
     Args:
-        op: One of :data:`OPS`: the sampler of an encoder, or PLuG attention of 8 heads and as wide a gate.
+        op: One of :data:`OPS`: the sampler of an encoder, or PLuG attention of 8 heads with a gate of the same width.
         dtype: A key of :data:`DTYPES`.
         dim: Channels of a head.
-        capability: Of the GPU, one of :data:`CAPABILITIES`, the same in all calls of a process.
-        bias: Of ``plug_attention``: 0 for none, 1 for one of all rows (padding), 2 for a full one.
-        shared: Of ``plug_attention``: the heads share their gate.
-        tokens: Of ``plug_attention``: rows and columns.
+        capability: Compute capability in :data:`CAPABILITIES`, the same in all calls of a process.
+        bias: For ``plug_attention``, 0 for none, 1 for one of all rows (padding), 2 for a full one.
+        shared: For ``plug_attention``, True if the heads share their gate.
+        tokens: For ``plug_attention``, rows and columns.
 
     Raises:
         RuntimeError: Triton's interpreter is on, or this Triton brings no disassembler.
@@ -109,11 +109,13 @@ def listings(
 def _listing(name: str, compiled: Any, constants: dict[str, Any], dtype: str, dim: int) -> Listing:
     if 'BLOCK_Q' in constants:  # the loop is over levels, and backward one over points in it
         block = f'{constants["BLOCK_Q"]} queries'
-        unit, rounds = POINTS * constants['BLOCK_Q'] / constants['num_warps'], POINTS
+        unit = POINTS * constants['BLOCK_Q'] / constants['num_warps']
+        rounds = POINTS
     else:
         block = f'{constants["BLOCK_N"]} x {constants["BLOCK_M"]}' + (' x 2 heads' if constants['PAIR'] else '')
         heads = 2 if constants['PAIR'] else 1
-        unit, rounds = heads * constants['BLOCK_N'] * constants['BLOCK_M'] / (32 * constants['num_warps']), 1
+        unit = heads * constants['BLOCK_N'] * constants['BLOCK_M'] / (32 * constants['num_warps'])
+        rounds = 1
     tool = Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'
     if not tool.exists():
         raise RuntimeError(f'{tool} does not exist: this Triton brings no disassembler.')
@@ -153,7 +155,7 @@ def _opcode(text: str) -> str:
 
 
 def _main_loop(instructions: list[tuple[int, str]]) -> tuple[list[str], list[str]]:
-    """Return what lies between the target of a backward branch and the branch: the longest such loop, and one in it."""
+    """Return the longest loop, from the target of a backward branch to the branch, and a loop inside of it."""
     loops = []
     for at, text in instructions:
         target = re.search(r'\bBRA\b.*?0x([0-9a-f]+)', text)
@@ -172,10 +174,12 @@ def _in_flight(loop: list[str]) -> float:
     found = [load.search(text) for text in loop]
     widest = max((int(match[1] or 32) for match in found if match), default=0)
     waiting: set[str] = set()
-    loads, rounds = 0, 0
+    loads = 0
+    rounds = 0
     for text, match in zip(loop, found, strict=True):
         if waiting.intersection(re.findall(r'\bR\d+', text)):
-            waiting, rounds = set(), rounds + 1
+            waiting = set()
+            rounds = rounds + 1
         if match and int(match[1] or 32) == widest:
             waiting |= {f'R{int(match[2]) + i}' for i in range(widest // 32)}
             loads += 1

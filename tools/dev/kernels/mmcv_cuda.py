@@ -1,8 +1,8 @@
-"""Run a script with mmcv's own CUDA operator of deformable sampling, compiled alone where mmcv was built without CUDA.
+"""Run a script with mmcv's CUDA operator of deformable sampling, which is compiled if mmcv was built without CUDA.
 
     python tools/dev/kernels/mmcv_cuda.py tools/analysis_tools/benchmark_ops.py --device cuda
 
-Benchmarks compare with it; nothing else needs this, and nothing but the operator's two files is compiled.
+Only benchmarks need it, to compare with the operator; only the two files of the operator are compiled.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def sources() -> tuple[list[Path], list[Path]]:
 
 
 def shim(folder: Path, includes: list[str]) -> list[Path]:
-    """Write the header that mmcv includes by a name newer torch dropped, and return the folder to search, if any."""
+    """Write a header under a name that mmcv includes and newer torch lacks; return the folder to search, if any."""
     if any((Path(path) / 'THC/THCAtomics.cuh').exists() for path in includes):
         return []
     header = folder / 'THC/THCAtomics.cuh'
@@ -99,10 +99,10 @@ def build_operator() -> Any:
 
 
 def provide_operator() -> None:
-    """See that mmcv's deformable attention runs on CUDA in this process.
+    """Make mmcv's deformable attention run on CUDA in this process.
 
     Raises:
-        RuntimeError: As :func:`build_operator`.
+        RuntimeError: See :func:`build_operator`.
     """
     from mmcv.ops import get_compiling_cuda_version, multi_scale_deform_attn
 

@@ -1,4 +1,4 @@
-"""Time the kernels launched otherwise than they are, one switch at a time, beside the usual launch.
+"""Time other launches of the kernels, one switch at a time, together with the usual launch.
 
     python tools/dev/kernels/switches.py plug_attention --out switches.csv
 
@@ -30,12 +30,12 @@ USUAL = 'as usual'
 
 
 def of_pieces(pieces: int, lane: int) -> Callable[[Cut], Cut]:
-    """Return the change to so many pieces of a row and channels of a lane; forward there are two."""
+    """Return a change of the number of pieces of a row and of channels of a lane; the forward kernel has two."""
     return lambda cut: cut._replace(pieces=pieces, lane=lane) if cut.backward else cut
 
 
 def _otherwise(module: ModuleType, name: str, changes: Mapping[str, Callable[[Any], Any]]) -> dict[str, Within]:
-    """Return contexts in which what the module asks its function ``name`` for comes changed."""
+    """Return contexts in which the results of the module's function ``name`` are changed."""
     usual = getattr(module, name)
 
     def changed(change: Callable[[Any], Any]) -> Within:
@@ -74,7 +74,7 @@ SWITCHES: dict[str, dict[str, Within]] = {
 
 
 def problem(op: str, device: str, tiny: bool) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Return a call of the operator and its inputs: an encoder's tokens, or 4096 whose 8 heads share a gate."""
+    """Return a call of the operator and its inputs: an encoder's tokens, or 4096 tokens and 8 heads with one gate."""
     if op == 'ms_deform_attn':
         sizes = dict(heads=1, points=1) if tiny else {}
         inputs, reference = sampler_inputs([(2, 2)] if tiny else LEVELS, 1 if tiny else 2, None, 2, device, **sizes)
@@ -86,12 +86,13 @@ def problem(op: str, device: str, tiny: bool) -> tuple[Callable[..., Tensor], li
 
 
 def rows(op: str, device: str, tiny: bool) -> Iterator[Row]:
-    """Yield the rows of each switch beside the usual launch, so that what is slow or fails costs no other its rows."""
+    """Yield rows of the usual launch and each switch in turn, so that one that fails does not stop the others."""
     run, inputs = problem(op, device, tiny)
     first = next(iter(SWITCHES[op]))
     for name, within in SWITCHES[op].items():
         for mode in MODES:
-            pair, repetitions = {USUAL: run, name: run}, 1 if tiny else 10
+            pair = {USUAL: run, name: run}
+            repetitions = 1 if tiny else 10
             found = interleaved(op, pair, 'tiny' if tiny else 'full', inputs, mode, repetitions, {name: within})
             yield from (row for row in found if row.provider == name or name == first)  # the usual launch's come once
 

@@ -1,8 +1,8 @@
-"""What the Triton sampler asks of memory, counted from locations: ``python tools/dev/kernels/traffic.py``.
+"""Count the Triton sampler's memory accesses from locations: ``python tools/dev/kernels/traffic.py``.
 
-The encoder's queries are the tokens of the maps. Their samples lie as a Deformable DETR starts with them, point p of
-head h by p + 1 pixels in a direction of the head's own, moved by noise of every sample's own. Noise is a model's that
-has learnt; between neighbours it is less independent than this.
+The encoder's queries are the tokens of the maps. Their samples lie as at the start of a Deformable DETR: point p of
+head h is p + 1 pixels away in the direction of the head. Independent noise moves each sample, like the offsets of a
+trained model, in which neighbours are less independent.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from torch import Tensor
 from mmgate.benchmarks.ops import pixel_centres
 
 SHAPES = ((100, 167), (50, 84), (25, 42), (13, 21))  # of an image of 800 x 1333
-HEADS, POINTS = 8, 4
+HEADS = 8
+POINTS = 4
 BAND = 8  # rows, as in the kernels
 
 
 def banded(shapes: list[tuple[int, int]]) -> Tensor:
     """Return the tokens of all levels in the order of the kernels: down the columns of bands of rows."""
-    tokens, first = [], 0
+    tokens = []
+    first = 0
     for height, width in shapes:
         level = torch.arange(first, first + height * width).view(height, width)
         tokens += [band.T.reshape(-1) for band in level.split(BAND)]
@@ -56,9 +58,10 @@ def rows(shapes: list[tuple[int, int]], upper_left: Tensor) -> Tensor:
 
 
 def distinct(rows: Tensor, queries: int) -> float:
-    """Return what share of the gathered rows programs of so many queries and one head gather for the first time."""
+    """Return the share of gathered rows that are new to a program of some queries and one head."""
     total = int((rows >= 0).sum())
-    largest, count = int(rows.max()) + 1, 0
+    largest = int(rows.max()) + 1
+    count = 0
     for block in rows.split(queries):
         by_head = block.transpose(1, 2).reshape(len(block), block.shape[2], -1).transpose(0, 1).flatten(1)
         keys = torch.where(by_head >= 0, by_head + largest * torch.arange(len(by_head))[:, None], -1)
@@ -67,11 +70,13 @@ def distinct(rows: Tensor, queries: int) -> float:
 
 
 def reductions(upper_left: Tensor, rows: Tensor) -> float:
-    """Return how many rows a sample adds to in memory, if two queries in turn add up their common ones."""
+    """Return the number of rows to which a sample adds in memory, if pairs of queries first add up common rows."""
     even = len(rows) // 2 * 2
-    first, second = upper_left[:even:2], upper_left[1:even:2]
+    first = upper_left[:even:2]
+    second = upper_left[1:even:2]
     step = second - first
-    same, below = (step == 0).all(-1), (step == torch.tensor((0, 1))).all(-1)
+    same = (step == 0).all(-1)
+    below = (step == torch.tensor((0, 1))).all(-1)
     on_map = rows[1:even:2] >= 0
     saved = (on_map & same[..., None]).sum() + (on_map[..., :2] & below[..., None]).sum()
     return float((rows >= 0).sum() - saved) / upper_left[..., 0].numel()

@@ -1,8 +1,8 @@
 """Scan a listing of Hopper's machine code for registers that are touched while a warpgroup product still uses them.
 
-HGMMA runs on while the warp goes ahead: until a WARPGROUP.DEPBAR has waited for its group, nothing else may read or
-write its accumulator, nor write its operand in registers. The assembler has to see to it; where it does not, a kernel
-is wrong now and then, and no interpreter shows it.
+HGMMA runs asynchronously: until a WARPGROUP.DEPBAR has waited for its group, no other instruction may read or write its
+accumulator, or write its operand in registers. The assembler has to ensure it. If it does not, a kernel is wrong at
+times, which no interpreter shows.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ Instructions = list[tuple[int, str]]
 
 
 def hazards(instructions: Instructions) -> list[str]:
-    """Return what touches the registers of products in flight, one line each; every loop is gone through twice.
+    """Return a line for each instruction that touches registers of products in flight; loops are followed twice.
 
     Args:
-        instructions: Addresses and texts of a kernel, as ``cuobjdump -sass`` prints them.
+        instructions: Addresses and texts of a kernel's instructions, as ``cuobjdump -sass`` prints them.
     """
     found = dict[str, None]()
     flying: list[tuple[set[int], set[int]]] = []  # accumulator and operand of each product since the last wait
@@ -27,7 +27,8 @@ def hazards(instructions: Instructions) -> list[str]:
             pending = int(text.rsplit(',', 1)[1], 16)
             while len(groups) > pending:
                 done = groups.pop(0)
-                flying, groups = flying[done:], [count - done for count in groups]
+                flying = flying[done:]
+                groups = [count - done for count in groups]
             continue
         written, read = _registers(text)
         product = 'HGMMA' in text
@@ -43,7 +44,7 @@ def hazards(instructions: Instructions) -> list[str]:
 
 
 def _trace(instructions: Instructions) -> Iterator[tuple[int, str]]:
-    """Yield the instructions in order, and those of a loop once more behind its branch."""
+    """Yield the instructions in order, and those of a loop a second time after its branch."""
     places = {at: index for index, (at, _) in enumerate(instructions)}
     for index, (at, text) in enumerate(instructions):
         yield at, re.sub(r'^@!?\w+\s+', '', text)
