@@ -3,7 +3,8 @@
 It prints one page for a bug report: packages, the backends of every operator with the reason why one cannot run, and a
 comparison of each with the float64 reference, of output and gradients. ``--calibrate`` compares at the sizes of
 encoders and decoders, takes the times, and keeps the fastest for ``backend='auto'``. Each backend runs in a separate
-process, which may crash. ``--build`` compiles the CPU kernel first. The exit status is 1 if a backend that can run here fails the comparison.
+process, which may crash. ``--build`` compiles the CPU kernel first. The exit status is 1 if a backend that can run here
+fails the comparison.
 """
 
 from __future__ import annotations
