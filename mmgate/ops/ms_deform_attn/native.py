@@ -61,11 +61,17 @@ def loaded() -> tuple[Any, str | None]:
     return kernel.mmgate_ms_deform_attn, None if same else f'it was compiled from other sources; type: {COMMAND}'
 
 
+@torch.compiler.assume_constant_result
+def _missing() -> str | None:
+    """Return why there is no library; torch.compile asks once, while it traces."""
+    return loaded()[1]
+
+
 def why_not(value: Tensor) -> str | None:
     """Return why this backend cannot run on ``value``, or None."""
     if value.device.type != 'cpu':
         return f'it is for CPU tensors, value is on {value.device}'
-    return loaded()[1]
+    return _missing()
 
 
 def advice(value: Tensor) -> str | None:
