@@ -2,7 +2,7 @@
 
 As the Triton kernel it takes logits, gate and, if wanted, offsets as they are: neither locations nor weights are
 written to memory. The loop is ``cpp/kernel.cpp``, compiled by ``python -m mmgate.doctor --build`` and loaded by ctypes,
-which needs no header of torch's. 16-bit values are summed in float32; one float64 among the inputs makes all be float64.
+which needs no header of torch's. 16-bit values are summed in float32; one float64 input makes all be float64.
 """
 
 from __future__ import annotations
