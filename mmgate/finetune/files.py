@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmgate._environment import log
 from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write_gates
 from mmgate.errors import ConfigError
-from mmgate.layers.base.gated import gated_modules
+from mmgate.layers.base.gated import current_key, gated_modules
 from mmgate.paths import SHARDED, own_model
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
@@ -164,14 +164,9 @@ def _named(kind: str | type[nn.Module]) -> str:
 
 def _by_current_names(model: nn.Module, content: GatesFile) -> GatesFile:
     """Return the content of a file with the names that the gates have now: once they lay beside the projections."""
-    gated = dict(gated_modules(model))
-
-    def current(key: str) -> str:
-        found = next((name for name in gated if key.startswith(f'{name}.')), None)
-        return key if found is None else f'{found}.{gated[found].current_name(key[len(found) + 1 :])}'
-
-    tensors = {current(key) if key in content.gates else key: tensor for key, tensor in content.tensors.items()}
-    return replace(content, tensors=tensors, gates=[current(key) for key in content.gates])
+    names = {key: current_key(model, key) for key in content.gates}
+    tensors = {names.get(key, key): tensor for key, tensor in content.tensors.items()}
+    return replace(content, tensors=tensors, gates=list(names.values()))
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import gate_parameters, is_gate_key
+from mmgate.layers.base.gated import current_key
 from mmgate.paths import own_model
 
 from .resuming import refuse_other_run
@@ -119,7 +120,8 @@ class LoadReportHook(Hook):
         log(f'{found}.', logging.INFO if fits else logging.WARNING)
         own = own_model(runner.model)
         keys = own.state_dict().keys()
-        dropped = [key for key in self._given if key not in keys and is_gate_key(key)]
+        unknown = [key for key in self._given if key not in keys and is_gate_key(key)]
+        dropped = [key for key in unknown if current_key(own, key) not in keys]  # others have their former names
         if dropped:
             log(
                 f'{self.checkpoint} holds gates for which {type(own).__name__} has no place; their {len(dropped)} '

@@ -153,7 +153,7 @@ def preload() -> None:
 
 
 def sample(package: Path, number: int, seed: int) -> list[tuple[Place, Change]]:
-    """Return ``number`` places, the same share from each of :data:`PACKAGES`, with a change at each, in random order."""
+    """Return ``number`` places, the same share from each of :data:`PACKAGES`, with a change each, shuffled."""
     draw = random.Random(seed)
     chosen = []
     for name in PACKAGES:

@@ -219,6 +219,15 @@ def host_class(module: nn.Module) -> type[nn.Module]:
     return type(module) if made_of is None else made_of[1]
 
 
+def current_key(model: nn.Module, key: str) -> str:
+    """Return the name in ``model`` of what a checkpoint, maybe one of mmgate 0.1, calls ``key``."""
+    for name, module in model.named_modules():
+        prefix = f'{name}.' if name else ''
+        if isinstance(module, GatedModule) and key.startswith(prefix):
+            return prefix + module.current_name(key[len(prefix) :])
+    return key
+
+
 def is_on(module: nn.Module) -> bool:
     """Return whether a module is gated at present."""
     return isinstance(module, GatedModule)
