@@ -174,7 +174,8 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
             return adapter.forward(self, *args, **kwargs)
 
         members['forward'] = forward
-    made: Any = type(f'Gated{host.__name__}', (adapter, host), members)
+    bases: tuple[Any, ...] = (adapter, host)
+    made: Any = type(f'Gated{host.__name__}', bases, members)
     return _CLASSES.setdefault((adapter, host), made)
 
 
