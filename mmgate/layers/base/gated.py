@@ -174,13 +174,12 @@ def gated_class(adapter: type[GatedModule], host: type[nn.Module]) -> type[Any]:
             return adapter.forward(self, *args, **kwargs)
 
         members['forward'] = forward
-    bases: tuple[Any, ...] = (adapter, host)
-    made: Any = type(f'Gated{host.__name__}', bases, members)
+    made: Any = type(f'Gated{host.__name__}', (adapter, host), members)
     return _CLASSES.setdefault((adapter, host), made)
 
 
 def _empty(adapter: type[GatedModule], host: type[nn.Module]) -> Any:
-    kind = gated_class(adapter, host)
+    kind: Any = gated_class(adapter, host)
     return kind.__new__(kind)
 
 
