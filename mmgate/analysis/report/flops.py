@@ -162,5 +162,6 @@ _RULES: dict[tuple[Any, str], Callable[..., int]] = {
     (torch.ops.aten, '_scaled_dot_product_flash_attention_for_cpu'): _attention,
     (torch.ops.aten, 'grid_sampler_2d'): _grid_sample,
     (torch.ops.mmgate, 'ms_deform_sample'): _ms_deform_attn,
+    (torch.ops.mmgate, 'ms_deform_attn_native'): _ms_deform_attn,
 }
 RULES = {getattr(space, name): rule for (space, name), rule in _RULES.items() if hasattr(space, name)}
