@@ -221,7 +221,7 @@ def host_class(module: nn.Module) -> type[nn.Module]:
 
 def current_key(model: nn.Module, key: str) -> str:
     """Return the name in ``model`` of what a checkpoint, maybe one of mmgate 0.1, calls ``key``."""
-    for name, module in model.named_modules():
+    for name, module in model.named_modules(remove_duplicate=False):
         prefix = f'{name}.' if name else ''
         if isinstance(module, GatedModule) and key.startswith(prefix):
             return prefix + module.current_name(key[len(prefix) :])
