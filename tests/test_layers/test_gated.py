@@ -62,7 +62,7 @@ class Host:
         """Gate a model, the same way each time."""
         assert swap_attention(model, dict(self.rule, path=self.at))
         for name, parameter in gate_parameters(model).items():
-            nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(name)))
+            parameter.data.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
         return model
 
     def out(self, model: Any) -> Tensor:
