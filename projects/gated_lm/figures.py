@@ -17,7 +17,8 @@ PANELS = {  # by the table's column: label of x, label of y, x of a value
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('table', nargs='?', type=Path, default=Path(__file__).with_name('results.csv'), help='of study.py')
+    results = Path(__file__).with_name('results.csv')
+    parser.add_argument('table', nargs='?', type=Path, default=results, help='of study.py')
     table = parser.parse_args().table
     if not table.is_file():
         parser.error(f'{table}: there is no such table; python -m projects.gated_lm.study run writes one.')
