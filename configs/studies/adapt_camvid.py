@@ -13,7 +13,7 @@ plug = [
     dict(type='PLuGMultiheadAttention', path=decoder)
 ]
 sdpa = [dict(type='SDPAGatedMultiheadAttention', path=decoder, init='identity', act='silu')]
-projections = r'decode_head\..*(self_attn|cross_attn)\..*weight$'
+attention = r'decode_head\..*(self_attn|cross_attn)\.'
 heads = r'decode_head\.(cls_embed|mask_embed)\.'
 
 parts = dict(
@@ -22,14 +22,16 @@ parts = dict(
     sdpa=dict(attention=sdpa, trains=['gates']),
     plug_and_norms=dict(attention=plug, trains=['gates', 'norms']),
     norms=dict(trains=['norms']),
-    low_rank=dict(low_rank=dict(pattern=projections, rank=4), trains=['low_rank']),
+    low_rank=dict(low_rank=dict(pattern=attention, rank=8), trains=['low_rank']),
     heads=dict(trains=[heads]),
-    plug_and_attention=dict(attention=plug, trains=['gates', r'decode_head\..*(self_attn|cross_attn)\.']),
+    plug_and_attention=dict(attention=plug, trains=['gates', attention]),
+    attention=dict(trains=[attention]),
     statistics=dict(trains=[], statistics=True))
 # the model was trained at 4e-4, and models go on here at 2e-4: 1, 5, 20 and 100 times that
 rates = dict(
     default=[2e-4, 1e-3, 4e-3, 2e-2],
     everything=[1e-4, 2e-4, 4e-4, 1e-3],
+    attention=[1e-4, 2e-4, 4e-4, 1e-3],
     plug_and_attention=[1e-4, 2e-4, 4e-4, 1e-3],
     statistics=[0.0])
 steps = 60
@@ -45,4 +47,4 @@ train = {'62 images': dict(indices=62), '8 images': dict(indices=list(range(0, 6
 tests = dict(dusk=dict(data_prefix=dusk), day=dict())
 seeds = [0, 1, 2]
 metric = 'mIoU'
-del decoder, dusk, heads, plug, projections, sdpa
+del attention, decoder, dusk, heads, plug, sdpa
