@@ -1,4 +1,4 @@
-"""Adapt a trained model to other data, gates alone and with other small parts, and compare what is learnt and forgotten.
+"""Adapt a trained model to other data, by gates and by other small parts; compare what it learns and forgets.
 
 Every row trains another part of the same model for equal steps, at the rate that was best on held-out training images.
 """
@@ -241,10 +241,12 @@ class Adaptation:
     Args:
         comparison: The settings.
         out: Path of the CSV file. Rows that it has are not run again.
+        parts: Names of the parts to run; by default all.
     """
 
-    def __init__(self, comparison: Comparison, out: Path) -> None:
+    def __init__(self, comparison: Comparison, out: Path, parts: Sequence[str] | None = None) -> None:
         self.comparison = comparison
+        self.parts = list(parts or comparison.parts)
         self.out = out
         self.cfg = read_config(comparison.config)
         init_default_scope(self.cfg.default_scope)
@@ -257,12 +259,12 @@ class Adaptation:
         """Test the start, sweep the rates, then run every part with its best rate, seed by seed."""
         settings = self.comparison
         self._add(dict(stage=START, part=START), {**settings.tests, 'held_out': settings.sweep['test']}, {})
-        for name in settings.parts:
+        for name in self.parts:
             for rate in self._rates(name):
                 self._adapt('sweep', name, 'sweep', rate, settings.seeds[0], {'held_out': settings.sweep['test']})
         for seed in settings.seeds:
             for images in settings.train:
-                for name in settings.parts:
+                for name in self.parts:
                     self._adapt('result', name, images, self.best_rate(name), seed, settings.tests)
 
     def best_rate(self, name: str) -> float:
@@ -292,7 +294,10 @@ class Adaptation:
     ) -> None:
         if self._has(keys):
             return
-        scores = {n: test(model or self.model, self.cfg, self._data('test', d), self.comparison.metric) for n, d in tests.items()}
+        scores = {
+            n: test(model or self.model, self.cfg, self._data('test', d), self.comparison.metric)
+            for n, d in tests.items()
+        }
         row = {**dict.fromkeys([*COLUMNS, 'held_out', *self.comparison.tests], ''), **keys, **size, **scores}
         self.rows.append({key: str(value) for key, value in row.items()})
         write_csv(self.out, self.rows)
@@ -315,7 +320,9 @@ def report(comparison: Comparison, rows: Sequence[Mapping[str, str]]) -> str:
     tables = []
     for images in comparison.train:
         done = [row for row in rows if (row['stage'], row['images']) == ('result', images)]
-        seeds = [s for s in comparison.seeds if {r['part'] for r in done if r['seed'] == str(s)} == set(comparison.parts)]
+        seeds = [
+            s for s in comparison.seeds if {r['part'] for r in done if r['seed'] == str(s)} == set(comparison.parts)
+        ]
         for name in comparison.tests if seeds else ():
             groups = {
                 part: [float(r[name]) for s in seeds for r in done if (r['part'], r['seed']) == (part, str(s))]
@@ -331,10 +338,18 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('comparison', help='a file such as configs/studies/adapt_camvid.py')
     parser.add_argument('--out', help='CSV file (default: work_dirs/<name of the file>/results.csv)')
+    parser.add_argument(
+        '--parts', nargs='+', help='run these alone, such as in one of several processes with CSV files of their own'
+    )
     args = parser.parse_args(argv)
     comparison = read_comparison(args.comparison)
+    strangers = sorted(set(args.parts or ()) - set(comparison.parts))
+    if strangers:
+        raise ConfigError(
+            f'{args.comparison} has no parts {", ".join(strangers)}; it has {", ".join(comparison.parts)}.'
+        )
     out = Path(args.out or f'work_dirs/{Path(args.comparison).stem}/results.csv')
-    adaptation = Adaptation(comparison, out)
+    adaptation = Adaptation(comparison, out, args.parts)
     adaptation.run()
     print(report(comparison, adaptation.rows))
 
