@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
@@ -9,8 +10,11 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
-from conftest import CONFIGS, needs_mmpretrain, tool
+import torch
+from conftest import CONFIGS, ROOT, needs_mmpretrain, tool
+from mmengine.config import Config
 
+from mmgate.analysis.loading import load_model
 from mmgate.errors import ConfigError
 from mmgate.train import cli
 
@@ -76,6 +80,40 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     camvid.main([str(write_segnet(root / 'segnet')), str(root / 'data/camvid')])
     write_facemask(root / 'data/facemask')
     return root
+
+
+COMPARISON = """
+config = '{config}'
+checkpoint = 'start.pth'
+gates = [dict(type='PLuGMultiheadAttention', path='decode_head.transformer_decoder.layers.*.self_attn')]
+parts = dict(
+    gates=dict(attention=gates, trains=['gates']),
+    statistics=dict(trains=[], statistics=True))
+rates = dict(default=[1e-3])
+steps = 1
+sweep = dict(train=dict(indices=[0]), test=dict(indices=[0]))
+train = dict(two=dict(indices=2))
+tests = dict(dusk=dict(data_prefix=dict(img_path='images/test', seg_map_path='labels/test')))
+seeds = [0]
+metric = 'mIoU'
+del gates
+"""
+
+
+@needs_mmpretrain
+def test_adapters_are_compared(data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a real model: it trains, is tested, and the table is printed."""
+    monkeypatch.chdir(data)
+    config = data / 'day.py'
+    base = ROOT / 'configs/real/camvid/mask2former_lite0_1xb4-1k_camvid-day-160x128.py'
+    config.write_text(f"_base_ = '{base}'\nmodel = dict(backbone=dict(init_cfg=None))")
+    torch.save(load_model(Config.fromfile(config), 'untrained').model.state_dict(), 'start.pth')
+    Path('study.py').write_text(COMPARISON.format(config=config))
+    assert cli.main(tool('compare_adapters').main, ['study.py', '--out', 'out/results.csv']) == 0
+    rows = list(csv.DictReader(Path('out/results.csv').read_text().splitlines()))
+    assert [row['stage'] for row in rows] == ['start', 'sweep', 'result', 'sweep', 'result']
+    assert all(0 <= float(row['dusk']) <= 100 for row in rows if row['stage'] != 'sweep')
+    assert '| statistics | 1 |' in capsys.readouterr().out
 
 
 def test_bccd(data: Path, tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test(model: nn.Module, cfg: Config, samples: Any, metric: str) -> float:
     for first in range(0, len(samples), batch):
         data = pseudo_collate([samples[n] for n in range(first, min(first + batch, len(samples)))])
         evaluator.process(data_samples=model.test_step(data), data_batch=data)
-    return float(evaluator.evaluate(len(samples))[metric])
+    return round(float(evaluator.evaluate(len(samples))[metric]), 4)
 
 
 def size_of(model: nn.Module, statistics: bool) -> dict[str, int]:
@@ -256,15 +256,13 @@ class Adaptation:
             self.rows = list(csv.DictReader(out.open()))
 
     def run(self) -> None:
-        """Test the start, sweep the rates, then run every part with its best rate, seed by seed."""
+        """Test the start, then run every part, seed by seed, with the rate that is the best of its sweep."""
         settings = self.comparison
         self._add(dict(stage=START, part=START), {**settings.tests, 'held_out': settings.sweep['test']}, {})
-        for name in self.parts:
-            for rate in self._rates(name):
-                self._adapt('sweep', name, 'sweep', rate, settings.seeds[0], {'held_out': settings.sweep['test']})
-        for seed in settings.seeds:
+        for seed in settings.seeds:  # seed by seed, so that a comparison cut short still compares
             for images in settings.train:
                 for name in self.parts:
+                    self._sweep(name)
                     self._adapt('result', name, images, self.best_rate(name), seed, settings.tests)
 
     def best_rate(self, name: str) -> float:
@@ -272,9 +270,10 @@ class Adaptation:
         swept = [row for row in self.rows if (row['stage'], row['part']) == ('sweep', name)]
         return float(max(swept, key=lambda row: float(row['held_out']))['rate'])
 
-    def _rates(self, name: str) -> list[float]:
-        rates = self.comparison.rates
-        return rates.get(name, rates.get('default', []))
+    def _sweep(self, name: str) -> None:
+        settings = self.comparison
+        for rate in settings.rates.get(name, settings.rates.get('default', [])):
+            self._adapt('sweep', name, 'sweep', rate, settings.seeds[0], {'held_out': settings.sweep['test']})
 
     def _adapt(self, stage: str, name: str, images: str, rate: float, seed: int, tests: Mapping[str, Any]) -> None:
         settings = self.comparison
