@@ -159,6 +159,19 @@ def test_sweeps_then_compares_and_goes_on(comparison: Any, runs: list[Any], tmp_
     assert '| head | 2 | 12.500 | 0.707 | everything | -2.000 | - | - |' in table
 
 
+def test_a_longer_sweep_replaces_results(comparison: Any, runs: list[Any], tmp_path: Path) -> None:
+    """They stay in the file, and out of the table."""
+    out = tmp_path / 'results.csv'
+    adapters.Adaptation(comparison, out).run()
+    comparison.rates['head'].append(0.05)
+    runs.clear()
+    adaptation = adapters.Adaptation(comparison, out)
+    adaptation.run()
+    assert runs[:2] == [('sweep', 0.05, 0), ('many', 0.05, 0)] and len(runs) == 5
+    assert {row['rate'] for row in adaptation.rows if row['part'] == 'head'} == {'0.3', '0.05'}
+    assert '| head | 2 | 15.000 |' in adapters.report(comparison, adaptation.rows)
+
+
 def test_reads_the_study_of_camvid(tmp_path: Path) -> None:
     """And refuses settings that it would not use."""
     path = ROOT / 'configs/studies/adapt_camvid.py'

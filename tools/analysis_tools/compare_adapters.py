@@ -263,12 +263,7 @@ class Adaptation:
             for images in settings.train:
                 for name in self.parts:
                     self._sweep(name)
-                    self._adapt('result', name, images, self.best_rate(name), seed, settings.tests)
-
-    def best_rate(self, name: str) -> float:
-        """Return the rate with the best metric on the held-out training images."""
-        swept = [row for row in self.rows if (row['stage'], row['part']) == ('sweep', name)]
-        return float(max(swept, key=lambda row: float(row['held_out']))['rate'])
+                    self._adapt('result', name, images, float(best_rate(self.rows, name)), seed, settings.tests)
 
     def _sweep(self, name: str) -> None:
         settings = self.comparison
@@ -311,14 +306,23 @@ class Adaptation:
         return DATASETS.build(dataset)
 
 
+def best_rate(rows: Sequence[Mapping[str, str]], name: str) -> str:
+    """Return the rate, as the CSV file has it, with which a part did best on the held-out training images."""
+    swept = [row for row in rows if (row['stage'], row['part']) == ('sweep', name)]
+    return max(swept, key=lambda row: float(row['held_out']))['rate']
+
+
 def report(comparison: Comparison, rows: Sequence[Mapping[str, str]]) -> str:
     """Return a table for every training set and test of the seeds that all parts have done.
 
-    Differences are to the first part, paired by seed.
+    Differences are to the first part, paired by seed. Results of a rate that a longer sweep has replaced are left out.
     """
+    swept = {row['part'] for row in rows if row['stage'] == 'sweep'}
+    best = {name: best_rate(rows, name) for name in swept}
+    rows = [row for row in rows if row['stage'] == 'result' and row['rate'] == best[row['part']]]
     tables = []
     for images in comparison.train:
-        done = [row for row in rows if (row['stage'], row['images']) == ('result', images)]
+        done = [row for row in rows if row['images'] == images]
         seeds = [
             s for s in comparison.seeds if {r['part'] for r in done if r['seed'] == str(s)} == set(comparison.parts)
         ]
