@@ -19,7 +19,7 @@ from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, opt
 from mmgate.hosts.vits import is_in_vit
 from mmgate.layers.base.dense import DenseHost
 from mmgate.layers.base.gate import Gate, draw_gate, random_stream
-from mmgate.layers.base.gated import GatedModule, Record, gate_module, gated_modules, host_class, record_of
+from mmgate.layers.base.gated import CHILD, GatedModule, Record, gate_module, gated_modules, host_class, record_of
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
 
@@ -238,8 +238,8 @@ def _made(
     if id(host) not in built:
         gate_type = gate_of_type(kind)
         device = next((parameter.device for parameter in host.parameters()), None)
-        if hasattr(host, 'gate'):
-            raise ValueError(f"this {full_name(type(host))} has an attribute 'gate' already.")
+        if getattr(host, CHILD, None) is not None:
+            raise ValueError(f"this {full_name(type(host))} has an attribute 'gate' already.{adapter.own_gates}")
         with random_stream(path, device):
             gate = adapter.make_gate(host, gate_type, **options)  # type: ignore[arg-type]
         in_vit = is_in_vit(model, name)

@@ -52,6 +52,10 @@ DEFORMABLE = {
     'oneformer': 'OneFormerPixelDecoderEncoder',
     'd_fine': 'DFine',
     'deimv2': 'Deimv2',
+    'omdet_turbo': 'OmDetTurbo',
+    'pp_doclayout_v2': 'PPDocLayoutV2',
+    'pp_doclayout_v3': 'PPDocLayoutV3',
+    'pp_doclayout_v4': 'PPDocLayoutV4',
 }
 DEFORMABLE_HOSTS = tuple(f'modeling_{model}.{name}MultiscaleDeformableAttention' for model, name in DEFORMABLE.items())
 

@@ -69,7 +69,8 @@ CROSSED = dict(self_attn_cfg=ATTENTION, cross_attn_cfg=dict(ATTENTION, cross_att
 SHIFTED = dict(window_size=4, shift=True)
 WINDOWS = {'WindowMSA': 'attn.w_msa', 'ShiftWindowMSA': 'attn'}
 ON_MAP, IN_MAP = [TOKENS, MAP], [torch.Size([2, 8, 8, C])]
-_, POINTS, MEMORY, *_, MASK = deformable_inputs()
+_, POINTS, MEMORY, SHAPES, _, MASK = deformable_inputs()
+TIMM_MODELS, TIMM_ATTENTION = 'timm.models', 'timm.layers.attention'
 GLOBAL = 'timm.models.gcvit.GlobalContextVitBlock'
 # by the name of a host, and what is special about this one, what calls it
 BLOCKS: dict[str, Block] = {
@@ -159,8 +160,51 @@ BLOCKS: dict[str, Block] = {
         path='cross_attn',
         call=[torch.Size([5, 2, C]), POINTS, MEMORY.transpose(0, 1), MASK],
     ),
+    **{
+        f'{host}{kind}': Block(
+            'repositories.Layer', name, call=[torch.Size([2, 5, C]), POINTS, MEMORY, SHAPES, MASK], **options
+        )
+        for host, name, kind, options in (
+            ('ms_deform_attn.MSDeformAttn', 'dino', ' dino', {}),
+            ('ms_deform_attn.MultiScaleDeformableAttention', 'grounding_dino', '', {}),
+            ('detrex.layers.multi_scale_deform_attn.MultiScaleDeformableAttention', 'detrex', '', {}),
+            ('rtdetr_decoder.MSDeformableAttention', 'rt_detr', '', {}),
+            ('rtdetrv2_decoder.MSDeformableAttention', 'rt_detr_v2', '', {}),
+            ('dfine_decoder.MSDeformableAttention', 'd_fine', '', {}),
+            ('ultralytics.nn.modules.transformer.MSDeformAttn', 'ultralytics', '', {}),
+        )
+    },
+    f'{TIMM_ATTENTION}.Attention': Block(f'{TIMM_MODELS}.vision_transformer.Block', C, H, qkv_bias=True, call=[TOKENS]),
+    f'{TIMM_ATTENTION}.Attention normed': Block(
+        f'{TIMM_MODELS}.vision_transformer.Block', C, H, qk_norm=True, scale_attn_norm=True, call=[TOKENS]
+    ),
+    f'{TIMM_ATTENTION}.AttentionRope': Block(
+        f'{TIMM_MODELS}.eva.EvaBlock', C, H, attn_type='rope', call=[torch.Size([2, 65, C]), torch.Size([64, 4 * H])]
+    ),
+    **{
+        f'{TIMM_MODELS}.eva.EvaAttention {kind}': Block(
+            f'{TIMM_MODELS}.eva.EvaBlock', C, H, call=[torch.Size([2, 65, C]), torch.Size([64, 4 * H])], **options
+        )
+        for kind, options in dict(
+            joint={}, apart=dict(qkv_fused=False), plain=dict(qkv_bias=False), half=dict(rotate_half=True)
+        ).items()
+    },
+    f'{TIMM_MODELS}.swin_transformer.WindowAttention': Block(
+        f'{TIMM_MODELS}.swin_transformer.SwinTransformerBlock', C, MAP, H, window_size=4, shift_size=2, call=IN_MAP
+    ),
+    f'{TIMM_MODELS}.swin_transformer.SwinTransformerBlock': Block(
+        f'{TIMM_MODELS}.swin_transformer.SwinTransformerStage',
+        *(C, C, MAP, 2),
+        downsample=False,
+        num_heads=H,
+        window_size=4,
+        path='blocks.*',
+        call=IN_MAP,
+    ),
 }
 PACKAGES = ('torch', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain', 'timm')
+DECODERS = ('rtdetr_decoder', 'rtdetrv2_decoder', 'dfine_decoder')
+BY_NAME = ('vitdet', 'ms_deform_attn', 'detrex', *DECODERS, 'ultralytics')
 TWO_STREAMS = ('DifferentialMultiheadAttention', 'DifferentialGatedMultiheadAttention')
 # by host and gate, with default options, why the one refuses the other; all other pairs run
 REFUSED: dict[tuple[str, str], str] = {
@@ -184,6 +228,17 @@ REFUSED: dict[tuple[str, str], str] = {
             'other; PLuGMultiheadAttention gates their pairs.'
         )
         for gate in (*TWO_STREAMS, 'SDPAGatedMultiheadAttention')
+    },
+    **{
+        (host, gate): (
+            f'attn: the gate splits heads into two streams, but {host.partition(" ")[0].rpartition(".")[2]} rotates '
+            'channels of both together.'
+        )
+        for host in (
+            f'{TIMM_ATTENTION}.AttentionRope',
+            *(f'{TIMM_MODELS}.eva.EvaAttention {kind}' for kind in ('joint', 'apart', 'plain', 'half')),
+        )
+        for gate in TWO_STREAMS
     },
     ('timm.models.visformer.Attention 0.5', 'DifferentialGatedMultiheadAttention'): (
         'attn: the gate acts after an output projection as wide as the heads, but this one goes from 16 to 32 channels.'
@@ -242,7 +297,7 @@ def test_every_host_has_its_block() -> None:
     if available('timm'):
         import_module('mmgate.hosts.timm')
     hosts = {host if isinstance(host, str) else full_name(host) for _, host in _ADAPTERS}
-    hosts = {host for host in hosts if host.partition('.')[0] in (*PACKAGES, 'vitdet', 'ms_deform_attn')}
+    hosts = {host for host in hosts if host.partition('.')[0] in (*PACKAGES, *BY_NAME)}
     named = {name.partition(' ')[0] for name in BLOCKS}
     present = {host for host in named if host.partition('.')[0] not in PACKAGES or available(host.partition('.')[0])}
     assert hosts == present, 'a new pair needs the block that calls its host'
@@ -276,8 +331,9 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
             continue
         gated = anatomy(model)
         left_out = {f'{name}|class' for name, _ in gated_modules(model)}
-        for _, part in gated_modules(model):
+        for name, part in gated_modules(model):
             left_out |= {left.rpartition('.')[2] for left in part.leaves_out}
+            left_out |= {f'{name}|{hidden}' for hidden in part.gating.hidden}
         lost = [place for place, one in before.items() if place not in gated or gated[place] is not one]
         assert not [place for place in lost if left_out.isdisjoint((place, *re.split(r'[.|]', place)))]
         assert not model.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys

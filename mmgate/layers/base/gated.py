@@ -18,6 +18,7 @@ from mmgate.layers.base.gate import Gate, Sizes
 
 TENSORS_AND_CHILDREN = ('_parameters', '_buffers', '_modules')
 RECORD = 'gating'  # the attribute of a gated module that holds its record
+CHILD = 'gate'  # the name of the child that computes the gate
 
 
 class GatedModule(nn.Module):
@@ -32,12 +33,14 @@ class GatedModule(nn.Module):
         old_names: How checkpoints of mmgate 0.1 call what has the host's name now: beginnings of keys.
         host_signature: Whether a gated class keeps the signature of the host's ``forward``, of a family whose
             signatures differ.
+        own_gates: What to do about hosts that were built with a gate of their package.
     """
 
     gate: Any
     leaves_out: ClassVar[tuple[str, ...]] = ()
     old_names: ClassVar[Mapping[str, str]] = {}
     host_signature: ClassVar[bool] = False
+    own_gates: ClassVar[str] = ''
 
     if TYPE_CHECKING:
 
@@ -126,6 +129,7 @@ class Record:
         gate: The child while it is out of the module, else None.
         left_out: What a gated forward does not use, with its place, while it is out of the module.
         notes: What the adapter keeps, by name.
+        hidden: The host's attribute of the child's name, while the child is in the module; timm's is None.
         handles: Of hooks that go with the gate.
     """
 
@@ -137,6 +141,7 @@ class Record:
     gate: nn.Module | None = None
     left_out: list[Part] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
+    hidden: dict[str, Any] = field(default_factory=dict)
     handles: list[Any] = field(default_factory=list)
 
 
@@ -240,7 +245,9 @@ def switch_on(module: Any) -> None:
         return
     module.__class__ = _rebased(type(module), record.vanilla, gated_class(record.adapter, record.vanilla))
     record.left_out = [part for name in module.leaves_out for part in _take_out(module, name)]
-    module.add_module('gate', record.gate)
+    if CHILD in vars(module):
+        record.hidden[CHILD] = vars(module).pop(CHILD)
+    module.add_module(CHILD, record.gate)
     record.gate = None
     module.switched_on()
 
@@ -251,7 +258,9 @@ def switch_off(module: Any) -> None:
     if not is_on(module):
         return
     module.switched_off()
-    record.gate = module._modules.pop('gate')
+    record.gate = module._modules.pop(CHILD)
+    vars(module).update(record.hidden)
+    record.hidden = {}
     for part in reversed(record.left_out):
         _put_back(module, part)
     record.left_out = []

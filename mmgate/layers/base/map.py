@@ -25,7 +25,8 @@ class MapGate(Gate):
 
     Args:
         sizes: Of the host's attention.
-        class_token: Whether a class token comes before the map's tokens (DeiT).
+        class_token: Whether a class token comes before the map's tokens (DeiT), or how many tokens do: a class token
+            and the registers of DINOv2.
 
     Raises:
         ValueError: The channels are no multiple of the heads.
@@ -39,7 +40,7 @@ class MapGate(Gate):
 
     map_size: Size | None = None
 
-    def __init__(self, sizes: Sizes, *, class_token: bool = False) -> None:
+    def __init__(self, sizes: Sizes, *, class_token: bool | int = False) -> None:
         super().__init__(sizes)
         self.class_tokens = int(class_token)
         self.scale = sizes.scale or self.head_dim**-0.5
@@ -92,7 +93,7 @@ class MapGate(Gate):
 def _refuse_other_map(x: Tensor, hw_shape: Size, class_tokens: int = 0) -> None:
     height, width = hw_shape
     if x.shape[1] != class_tokens + height * width:
-        extra = f' and {class_tokens} class token' if class_tokens else ''
+        extra = f' and {class_tokens} class token{"s" * (class_tokens > 1)}' if class_tokens else ''
         raise ValueError(f'{x.shape[1]} tokens do not make a map of {height} x {width}{extra}.')
 
 

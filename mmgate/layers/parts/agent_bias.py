@@ -55,7 +55,7 @@ class AgentBiases(MapGate):
             wa_bias=(1, heads, 1, width, n),
         )
         if self.class_tokens:
-            shapes.update(ac_bias=(1, heads, n, 1), ca_bias=(1, heads, 1, n))
+            shapes.update(ac_bias=(1, heads, n, self.class_tokens), ca_bias=(1, heads, self.class_tokens, n))
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if bias else None)
 
@@ -96,7 +96,8 @@ class AgentBiases(MapGate):
         bias2 = torch.baddbmm(columns2, basis.t().expand(map2.shape[0], -1, -1), map2).view(1, heads, -1, agents)
         if not self.class_tokens:
             return bias1, bias2
-        of_keys, of_queries = (self._resize_agents(b.view(heads, -1, 1)) for b in (self.ac_bias, self.ca_bias))
+        of_keys = self._resize_agents(self.ac_bias[0])  # (H, n, class tokens)
+        of_queries = self._resize_agents(self.ca_bias[0].transpose(1, 2).contiguous())
         of_keys, of_queries = of_keys.to(bias1.dtype)[None], of_queries.to(bias2.dtype).transpose(1, 2)[None]
         return torch.cat([of_keys, bias1], -1), torch.cat([of_queries, bias2], -2)
 
