@@ -15,7 +15,7 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.hosts import adapter_for, gates_for, hosts_of
 from mmgate.hosts.map_size import map_options
-from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, options_of, registered_gates
+from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, options_of, registered_gates, why_not
 from mmgate.hosts.vits import is_in_vit
 from mmgate.layers.base.dense import DenseHost
 from mmgate.layers.base.gate import Gate, draw_gate, random_stream
@@ -285,6 +285,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _hint(kind: type[nn.Module], module: nn.Module) -> str:
+    reason = why_not(kind, module)
+    if reason is not None:
+        return f' A {type(module).__name__} {reason}.'
     base = next((host for host in hosts_of(kind) if isinstance(module, host)), None)
     if base is None:
         return ''

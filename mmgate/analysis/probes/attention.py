@@ -39,16 +39,20 @@ _READS: dict[str, dict[str, Read]] = {}
 
 
 def reads(*classes: str, **how: Read) -> None:
-    """Register functions that compute the readings, named as in :data:`NAMES`, of classes ``'package.Class'``."""
+    """Register functions that compute the readings, named as in :data:`NAMES`, of classes.
+
+    A class is named ``'package.Class'``, or by all of its module.
+    """
     _READS.update({name: how for name in classes})
 
 
 def reads_of(module: nn.Module) -> dict[str, Read]:
     """Return the readings of a vanilla module, registered for its class or the nearest of its bases."""
     for base in type(module).__mro__:
-        found = _READS.get(f'{base.__module__.split(".")[0]}.{base.__name__}')
-        if found is not None:
-            return found
+        # timm has classes of one name that compute different things
+        for name in (f'{base.__module__}.{base.__name__}', f'{base.__module__.split(".")[0]}.{base.__name__}'):
+            if name in _READS:
+                return _READS[name]
     return {}
 
 
