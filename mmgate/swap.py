@@ -25,6 +25,10 @@ from mmgate.starts import initialise_gates_last
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 MOST_HOSTS = 6  # that a message lists
+SIZES = (  # what packages call the sizes of attention
+    *('embed_dims', 'embed_dim', 'hidden_size', 'd_model', 'num_heads', 'num_attention_heads', 'n_heads', 'head_dim'),
+    *('num_levels', 'n_levels', 'num_points', 'num_points_list', 'n_points', 'window_size', 'sr_ratio'),
+)
 
 
 @dataclass
@@ -121,6 +125,45 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         called_so = re.search(r'Attention$|Attn$|MSA$', type(module).__name__)
         if called_so or isinstance(module, GatedModule) or gates_for(module):
             yield name, module
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention in a model.
+
+    Attributes:
+        path: Its name in the model.
+        kind: Name of its class; of a gated module, that of its vanilla class.
+        sizes: The attributes in :data:`SIZES` that it has, by the names that its package gives them.
+        gates: Names that rules may give as ``type`` for it.
+        inside: Path of the module around it, if every gate that fits this one fits that one and is better put there,
+            as in mmcv's MultiheadAttention around torch's.
+        gate: Name of the class of its gate, or None.
+    """
+
+    path: str
+    kind: str
+    sizes: dict[str, Any]
+    gates: tuple[str, ...]
+    inside: str | None
+    gate: str | None = None
+
+
+def list_attention(model: nn.Module) -> list[Attention]:
+    """Return every attention module of ``model``, in the order of its modules, with the gates that fit.
+
+    Args:
+        model: Any module, of an mm package, of transformers, timm or another, gated or not.
+    """
+    listed: dict[str, Attention] = {}
+    for path, module in attention_modules(model):
+        sizes = {size: getattr(module, size) for size in SIZES if hasattr(module, size)}
+        gates = tuple(gate.__name__ for gate in gates_for(module))
+        around = listed.get(path.rpartition('.')[0])
+        inside = around.path if around and gates and set(gates) <= set(around.gates) else None
+        gate = names_of_gates(module) if isinstance(module, GatedModule) else None
+        listed[path] = Attention(path, host_class(module).__name__, sizes, gates, inside, gate)
+    return list(listed.values())
 
 
 def names_of_gates(module: GatedModule) -> str:

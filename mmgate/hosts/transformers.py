@@ -52,6 +52,10 @@ POSITIONS = 'position_embeddings'  # the argument of rotary positions, cosines a
 NUMBERS = ('height', 'width')  # arguments that are the map's sides
 
 
+class OtherTokensError(ValueError):
+    """An attention between other tokens than those that its projections have read."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """What a trial of a forward has found: heads H and their width d."""
@@ -61,7 +65,7 @@ class Trial:
 
 
 class _TrialGate(nn.Module):
-    """A gate that keeps the shapes of what it is handed, and computes nothing."""
+    """A gate that keeps the shapes of heads, and computes nothing."""
 
     finishes = False
 
@@ -69,10 +73,10 @@ class _TrialGate(nn.Module):
         super().__init__()
         self.seen: list[tuple[torch.Size, ...]] = []
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
-        """Keep the shapes, and return heads of the right one."""
+    def seen_heads(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Keep the shapes, and return heads ``(B, N, H, d)``."""
         self.seen.append((query.shape, key.shape, value.shape))
-        return query.new_empty((*query.shape[:3], value.shape[-1]))
+        return query.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1]))
 
 
 _TRIED: dict[Any, Trial | str] = {}
@@ -119,6 +123,9 @@ def _try(host: Any) -> Trial:
         try:
             with torch.no_grad():
                 copied(**arguments)
+        except OtherTokensError as error:
+            reason = f'attends between other tokens than it projects: {error}'
+            continue
         except Exception as error:  # whatever a forward may raise on arguments of other shapes
             reason = f'does not run in a trial ({type(error).__name__}: {str(error).strip().splitlines()[0][:200]})'
             continue
@@ -251,7 +258,8 @@ class GatedInterfaceAttention(DenseHost):
         """Return what the projections have read in this call, ``(B, N|M, C)``, as tokens of the heads.
 
         Raises:
-            ValueError: The keys are more than those that this call has projected, as with a cache.
+            OtherTokensError: The keys are more than those that this call has projected, as with a cache, or queries
+                are pooled.
         """
         found = []
         for name, heads in zip(self.gating.notes['projections'], (query, key, key), strict=True):
@@ -259,10 +267,9 @@ class GatedInterfaceAttention(DenseHost):
             x = next(vars(part)['noted_input'] for part in getattr(self, name).modules() if 'noted_input' in vars(part))
             tokens = (heads.shape[0], heads.shape[2])
             if x.numel() != tokens[0] * tokens[1] * x.shape[-1]:
-                raise ValueError(
-                    f'{self.gating.name or type(self).__name__} attends between {tokens[0]} x {tokens[1]} tokens, of '
-                    f'which it has projected {x.numel() // x.shape[-1]} by {name} in this call; a gate reads them all, '
-                    'so call the model without a cache and without pooled queries.'
+                raise OtherTokensError(
+                    f'{tokens[0]} x {tokens[1]} heads, but {x.numel() // x.shape[-1]} tokens projected by {name}. A gate '
+                    'reads what belongs to each head, so call the model without a cache and without pooled queries'
                 )
             found.append(x if x.shape[:-1] == tokens else x.reshape(*tokens, x.shape[-1]))
         return found[0], found[1], found[2]
@@ -312,6 +319,9 @@ def attention(
             is_causal=is_causal,
             **kwargs,
         )
+    if isinstance(module.gate, _TrialGate):  # whose masks may be of another number of tokens
+        module.noted_inputs(query, key)
+        return module.gate.seen_heads(query, key, value), None
     if attention_mask is not None and not (isinstance(attention_mask, Tensor) and attention_mask.dim() == 4):
         raise ValueError(
             "a gated attention takes the masks of 'sdpa' and 'eager'; load the model with attn_implementation='sdpa', "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,12 +13,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
-from mmgate.hosts import gates_for
-from mmgate.layers.base.gated import GatedModule, host_class
 from mmgate.registry import MODELS as MMGATE_MODELS
-from mmgate.swap import attention_modules, names_of_gates
+from mmgate.swap import Attention, list_attention
 
-SIZES = ('embed_dims', 'embed_dim', 'num_heads', 'num_levels', 'num_points', 'window_size', 'sr_ratio')
+__all__ = ['Attention', 'NoLanguageModel', 'build_structure', 'list_attention']
 
 
 def build_structure(cfg: Config) -> nn.Module:
@@ -41,41 +38,6 @@ def build_structure(cfg: Config) -> nn.Module:
             return MODELS.build(deepcopy(model))
     except (AssertionError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f'the model of {cfg.filename} cannot be built: {type(error).__name__}: {error}') from error
-
-
-@dataclass(frozen=True)
-class Attention:
-    """An attention in a model.
-
-    Attributes:
-        path: Its name in the model.
-        kind: Name of its class; of a gated module, that of its vanilla class.
-        sizes: The attributes in :data:`SIZES` that it has.
-        gates: Names that rules may give as ``type`` for it.
-        inside: Path of the module around it, if every gate that fits this one fits that one and is better put there,
-            as in mmcv's MultiheadAttention around torch's.
-        gate: Name of the class of its gate, or None.
-    """
-
-    path: str
-    kind: str
-    sizes: dict[str, Any]
-    gates: tuple[str, ...]
-    inside: str | None
-    gate: str | None = None
-
-
-def list_attention(model: nn.Module) -> list[Attention]:
-    """Return every attention module of ``model``, in the order of its modules."""
-    listed: dict[str, Attention] = {}
-    for path, module in attention_modules(model):
-        sizes = {size: getattr(module, size) for size in SIZES if hasattr(module, size)}
-        gates = tuple(gate.__name__ for gate in gates_for(module))
-        around = listed.get(path.rpartition('.')[0])
-        inside = around.path if around and gates and set(gates) <= set(around.gates) else None
-        gate = names_of_gates(module) if isinstance(module, GatedModule) else None
-        listed[path] = Attention(path, host_class(module).__name__, sizes, gates, inside, gate)
-    return list(listed.values())
 
 
 def _apart(model: Mapping[str, Any]) -> dict[str, Any]:
