@@ -137,4 +137,3 @@ def _refuse_norm(name: str, module: Any) -> None:
             f'{name} normalises its heads (scale_norm); a gate of timm acts after that norm, and one of mmgate before '
             'it.'
         )
-

@@ -146,9 +146,7 @@ class _Flow:
         self.reads: dict[str, set[str]] = {}
         self.outputs: set[str] = set()
         self.dropout: tuple[str, ...] = ()
-        self.known: dict[str, frozenset[Origin]] = {
-            name: frozenset({('argument', name)}) for name in self.arguments
-        }
+        self.known: dict[str, frozenset[Origin]] = {name: frozenset({('argument', name)}) for name in self.arguments}
         self.run(function.body)
 
     def run(self, statements: list[Any]) -> None:

@@ -29,7 +29,7 @@ TOKENS = 'timm.layers.attention.Attention'
 ROTARY = ('timm.layers.attention.AttentionRope', 'timm.models.eva.EvaAttention')
 WINDOWS = 'timm.models.swin_transformer.WindowAttention'
 SWIN_BLOCK = 'timm.models.swin_transformer.SwinTransformerBlock'
-OWN_GATES = ' It is one of timm\'s; mmgate.timm.gates_from_timm(model) makes it one of ours.'
+OWN_GATES = " It is one of timm's; mmgate.timm.gates_from_timm(model) makes it one of ours."
 # timm's own gate has the weight of an SDPA gate at G1 in this place, so that its checkpoints load.
 OF_TIMM_GATES = {'gate.weight': 'gate.gate_weight', 'gate.bias': 'gate.gate_bias'}
 
@@ -210,7 +210,9 @@ class GatedRotaryAttention(TokenProjections):
     def refuses(cls, host: Any, gate: Any) -> str | None:
         """Refuse two streams, of heads whose channels are rotated in pairs."""
         if gate.two_streams:
-            return f'the gate splits heads into two streams, but {type(host).__name__} rotates channels of both together'
+            return (
+                f'the gate splits heads into two streams, but {type(host).__name__} rotates channels of both together'
+            )
         return None
 
     def forward(
@@ -328,7 +330,9 @@ class MixedAttention(MapHost):
             ValueError: A mask: there are no pairs of tokens to mask.
         """
         if attn_mask is not None or is_causal:
-            raise ValueError(f'{type(self.gate).__name__} forms no pairs of tokens, so that a mask has nothing to mask.')
+            raise ValueError(
+                f'{type(self.gate).__name__} forms no pairs of tokens, so that a mask has nothing to mask.'
+            )
         tokens = x.shape[1] - self.gate.class_tokens
         noted = self.noted_map
         fits = noted is not None and noted[0] * noted[1] == tokens

@@ -63,7 +63,7 @@ class MSDeformAttn(Deformable):
         n_levels: int = 2,
         n_heads: int = 4,
         n_points: int = 3,
-        use_4D_normalizer: bool = False,  # noqa: N803
+        use_4D_normalizer: bool = False,
     ) -> None:
         super().__init__(d_model, n_heads, n_levels, n_points)
         self.d_model, self.n_levels, self.n_heads, self.n_points = d_model, n_levels, n_heads, n_points

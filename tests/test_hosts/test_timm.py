@@ -147,7 +147,9 @@ def test_heads_of_another_width() -> None:
         torch.testing.assert_close(gated['attn'](x), plain['attn'](x), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match='goes from 24 to 40 channels'):
         swap_attention(model, dict(SDPA, path='attn', position='G5'))
-    with pytest.raises(ValueError, match='needs one width, but Attention has 32 channels, its heads 24 and its output 40'):
+    with pytest.raises(
+        ValueError, match='needs one width, but Attention has 32 channels, its heads 24 and its output 40'
+    ):
         swap_attention(model, dict(type='SAGAAttention', path='attn', map_size=(3, 3), class_token=False))
 
 
