@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, needs_mmpretrain, run_python
+from helpers.small_demo import CONFIG, SEGMENTOR
 from shapes import write_shapes
-from small_demo import CONFIG
 
 
 def imported_without(*packages: str, fails: bool = False) -> subprocess.CompletedProcess[str]:
@@ -61,36 +61,6 @@ def test_a_broken_mmpretrain_is_left_out_and_the_hosts_are_not(tmp_path: Path) -
     done = run_python('-c', code, PYTHONPATH=paths)
     assert 'goes on without mmpretrain.models: TypeError: NoneType takes no arguments' in done.stdout + done.stderr
     assert 'usable None None' in done.stdout
-
-
-SEGMENTOR = """
-custom_imports = dict(imports=['mmgate'], allow_failed_imports=False)
-_base_ = 'mmseg::_base_/default_runtime.py'
-model = dict(
-    type='mmgate.Gated', host='mmseg.EncoderDecoder',
-    attention=dict(path='backbone.**', type='PLuGMultiheadAttention'),
-    data_preprocessor=dict(type='SegDataPreProcessor', size=(64, 64), seg_pad_val=255),
-    backbone=dict(type='SwinTransformer', embed_dims=16, depths=(1, 1, 1, 1), num_heads=(1, 2, 4, 8), window_size=4),
-    decode_head=dict(type='FCNHead', in_channels=128, channels=16, num_classes=6, norm_cfg=dict(type='BN'),
-                     loss_decode=dict(type='CrossEntropyLoss')),
-    train_cfg=dict(), test_cfg=dict(mode='whole'))
-loader = dict(
-    batch_size=2, num_workers=0, sampler=dict(type='DefaultSampler', shuffle=False),
-    dataset=dict(
-        type='BaseSegDataset', data_root='data/shapes/ade', reduce_zero_label=True, seg_map_suffix='.png',
-        metainfo=dict(classes=('circle', 'square', 'triangle', 'star', 'ring', 'cross')),
-        data_prefix=dict(img_path='images/training', seg_map_path='annotations/training'),
-        pipeline=[dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', reduce_zero_label=True),
-                  dict(type='PackSegInputs')]))
-train_dataloader = val_dataloader = test_dataloader = loader
-val_evaluator = test_evaluator = dict(type='IoUMetric')
-optim_wrapper = dict(type='OptimWrapper', optimizer=dict(type='AdamW', lr=1e-4),
-                     constructor='mmgate.GateOptimWrapperConstructor')
-train_cfg = dict(type='IterBasedTrainLoop', max_iters=2, val_interval=2)
-val_cfg = dict(type='ValLoop')
-test_cfg = dict(type='TestLoop')
-default_hooks = dict(checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=2))
-"""
 
 
 @pytest.mark.parametrize('blocked, config', [('mmdet', SEGMENTOR), ('mmseg', CONFIG.replace('EPOCHS', '1'))])

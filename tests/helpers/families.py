@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gated import gated_attention
 from torch import Tensor, nn
 
+from helpers.gated import gated_attention
 from mmgate import layers
 from mmgate.layers.base.map import MapAttention
 

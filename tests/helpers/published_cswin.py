@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from published import agent_attention, linear, mlp, norm, random_agent, random_block, random_linear, random_norm
 from torch import Tensor
+
+from helpers.published import agent_attention, linear, mlp, norm, random_agent, random_block, random_linear, random_norm
 
 SMALL: dict[str, Any] = dict(depths=(1, 2, 2, 1), embed_dims=16, num_heads=(2, 2, 4, 4))
 State = dict[str, Tensor]

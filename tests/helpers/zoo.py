@@ -15,8 +15,8 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.structures import InstanceData, PixelData
 from mmseg.structures import SegDataSample
 from torch import Tensor, nn
-from zoo_language import GLIP_WIDTH
 
+from helpers.zoo_language import GLIP_WIDTH
 from mmgate import swap_attention
 from mmgate.hosts import gates_for
 from mmgate.swap import attention_modules

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import filled, run_python, tool
+from helpers.backbones import names_of_0_1
+from helpers.published import agent_pvt, agent_swin, random_pvt, random_swin
+from helpers.published_cswin import SMALL, random_cswin
 from mmengine.registry import init_default_scope
-from published import agent_pvt, agent_swin, random_pvt, random_swin
-from published_cswin import SMALL, random_cswin
 from torch import Tensor, nn
 
 import mmgate
@@ -45,21 +46,6 @@ def assert_maps_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
     for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
         error = ((a - e).norm() / e.norm()).item()
         assert error < 1e-4, f'stage {i + 1}: relative error {error:.1e}'
-
-
-OF_0_1 = {'gate.': '', 'attn.in_proj_': 'qkv.', 'attn.out_proj.': 'proj.', 'w_msa.': ''}
-
-
-def names_of_0_1(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a state dict by the names of mmgate 0.1, whose gates lay beside projections of one name in all hosts."""
-    gated = tuple({key.partition('.gate.')[0] + '.' for key in state if '.gate.' in key})
-    renamed = {}
-    for key, value in state.items():
-        prefix = next((prefix for prefix in gated if key.startswith(prefix)), key)
-        rest = key.removeprefix(prefix)
-        new = next((new for new in OF_0_1 if rest.startswith(new)), '')
-        renamed[prefix + OF_0_1.get(new, '') + rest.removeprefix(new)] = value
-    return renamed
 
 
 def convert_file(src: Path, dst: Path, *options: str) -> int:

@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT, needs_mmpretrain, tool
+from helpers.backbones import vit
+from helpers.published import agent_deit, agent_pvt, agent_swin, pooled_logits, random_deit, random_pvt, random_swin
+from helpers.published_cswin import SMALL, published_cswin, random_cswin
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
-from published import agent_deit, agent_pvt, agent_swin, pooled_logits, random_deit, random_pvt, random_swin
-from published_cswin import SMALL, published_cswin, random_cswin
-from torch import nn
 
 from mmgate.analysis.report.flops import count_config
 from mmgate.backbones.convert import convert, convert_classifier
-
-
-def vit(rule: dict[str, Any] | None, size: int = 224) -> nn.Module:
-    """DeiT-T of two layers for images of a size, with attention over its map or the vanilla one."""
-    init_default_scope('mmpretrain')
-    arch = dict(embed_dims=192, num_layers=2, num_heads=3, feedforward_channels=768)
-    model: dict[str, Any] = dict(
-        type='ImageClassifier',
-        backbone=dict(type='VisionTransformer', arch=arch, img_size=size, patch_size=16),
-        head=dict(type='VisionTransformerClsHead', num_classes=1000, in_channels=192),
-    )
-    if rule is not None:
-        over_map = dict(path='backbone.layers.*.attn', map_size=(size // 16, size // 16), class_token=True)
-        model.update(type='mmgate.Gated', host='mmpretrain.ImageClassifier', attention={**over_map, **rule})
-    return MODELS.build(model)
-
 
 SIZES = [  # of DeiT-T; where multiply-accumulates differ, a comment has the paper's and a table why
     ('agent/classification/agent-deit-t_8xb128-300e_in1k', 224, 6.016, 1.2),

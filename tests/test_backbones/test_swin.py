@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_mmpretrain
-from families import MAP
+from helpers.families import MAP
 from torch import nn
 
 from mmgate.backbones.swin import UnshiftedWhole

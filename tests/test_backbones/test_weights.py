@@ -9,12 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import filled, needs_mmpretrain
+from helpers.backbones import names_of_0_1, vit
+from helpers.published import agent_swin, pooled_logits, random_swin
+from helpers.published_cswin import SMALL, published_cswin, random_cswin
 from mmengine.registry import MODELS
 from mmengine.runner import load_checkpoint
-from published import agent_swin, pooled_logits, random_swin
-from published_cswin import SMALL, published_cswin, random_cswin
-from test_backbones import names_of_0_1
-from test_classification import vit
 from torch import nn
 
 from mmgate.backbones.convert import convert_classifier

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.pickles import zipped
 from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer, MessageHub
 from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 from mmengine.registry import MODELS, PARAM_SCHEDULERS, Registry
 from mmengine.runner.checkpoint import CheckpointLoader
-from test_guarded_pickle import zipped
 from torch import nn
 
 import mmgate  # noqa: F401

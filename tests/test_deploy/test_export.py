@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-from exported import FAMILIES, batches, build, exports
+from helpers.exported import FAMILIES, batches, build, exports
 from shapes import write_shapes
 
 from mmgate.deploy.export import SUFFIXES, export

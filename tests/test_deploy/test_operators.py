@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from exported import exports
+from helpers.exported import exports
 from mmcv.ops import batched_nms
 from mmseg.models.utils import Upsample
 from torch import Tensor, nn

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from helpers import zoo
+from helpers.zoo import ZOO
 from mmengine.model import BaseTTAModel, ExponentialMovingAverage
 from mmengine.registry import MODELS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
-from zoo import ZOO
 
 import mmgate
 from mmgate.errors import ConfigError

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_mmpretrain
+from helpers.backbones import PRETRAIN, SVT, SWIN, trained
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmdet.models.layers.transformer.utils import ConditionalAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention
@@ -20,12 +21,6 @@ PLUG = dict(type='PLuGMultiheadAttention')
 SDPA = dict(type='SDPAGatedMultiheadAttention', scale=2.0, init='identity')
 GATES: dict[str, dict[str, Any]] = {'plug': PLUG, 'sdpa_G1': SDPA, 'sdpa_G5': dict(SDPA, position='G5')}
 VIT = dict(img_size=(64, 64), embed_dims=32, num_layers=2, num_heads=4, out_indices=(0, 1), init_values=0.1)
-SWIN = dict(embed_dims=16, depths=(2, 2, 2, 2), num_heads=(1, 2, 4, 8), window_size=4, drop_path_rate=0.0)
-SVT = dict(type='mmseg.SVT', depths=[2, 2, 2, 2], windiow_sizes=[7, 7, 7, 7], drop_path_rate=0.0)
-SVT.update(patch_sizes=[4, 2, 2, 2], strides=[4, 2, 2, 2], mlp_ratios=[1, 1, 1, 1], sr_ratios=[8, 4, 2, 1])
-SVT.update(embed_dims=[16, 32, 64, 128], num_heads=[1, 2, 4, 8])
-PRETRAIN = dict(arch=dict(embed_dims=16, depths=[2, 2, 2, 2], num_heads=[1, 2, 4, 8]), out_indices=(0, 1, 2, 3))
-PRETRAIN.update(drop_path_rate=0.0, pad_small_map=True, window_size=4)
 V2_ARCH = dict(PRETRAIN['arch'], extra_norm_every_n_blocks=0)
 SAM_ARCH = dict(embed_dims=32, num_layers=2, num_heads=4, feedforward_channels=64, global_attn_indexes=[1])
 # name: backbone, side of its images, paths, attentions that match
@@ -47,19 +42,6 @@ BACKBONES: dict[str, tuple[dict[str, Any], tuple[int, int], str, int]] = {
     'swin_of_mmdet': (dict(SWIN, type='mmdet.SwinTransformer'), (96, 64), '**.w_msa', 8),
     'swin_without_bias': (dict(SWIN, type='mmdet.SwinTransformer', qkv_bias=False), (96, 64), '**.w_msa', 8),
 }
-
-
-def trained(model: nn.Module) -> nn.Module:
-    """Give every matrix some size, so that what a swap loses shows."""
-    if hasattr(model, 'init_weights'):
-        model.init_weights()
-    for name, parameter in model.named_parameters():
-        if name.endswith('blocks.0.attn.w_msa.logit_scale'):  # of Swin v2, beyond its bound
-            nn.init.constant_(parameter, 9.0)
-        elif parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.1)
-    model.eval()  # mmdet's Swin and mmseg's BEiT return nothing
-    return model
 
 
 def gated_copy(model: nn.Module, rule: dict[str, Any]) -> tuple[nn.Module, list[str]]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_same, filled, half_on_cpu, values_and_gradients
-from families import HEADS, MAP, C
-from published import agent_attention as published_agent_attention
+from helpers.families import HEADS, MAP, C
+from helpers.published import agent_attention as published_agent_attention
 from torch import nn
 
 from mmgate.layers import AgentAttention, CrossWindowAttention, SAGAAttention

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT
+from helpers.small_demo import CONFIG, SEGMENTOR
 from shapes import write_shapes
-from test_end_to_end import CONFIG
-from test_environment import SEGMENTOR
 from torch import Tensor
 
 pytestmark = pytest.mark.slow

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, needs_mmpretrain, run_python
+from helpers.published_cswin import SMALL, random_cswin
 from image_folders import write_shapes_folder
-from published_cswin import SMALL, random_cswin
 
 CONFIG = f"""
 _base_ = {str(ROOT / 'configs/agent/classification/agent-cswin-t_8xb128-300e_in1k.py')!r}

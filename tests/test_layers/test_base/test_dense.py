@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import filled, one_graph
-from gated import gated_attention
+from helpers.gated import gated_attention
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, nn
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import filled
-from gated import anatomy, assert_same_anatomy
+from helpers.gated import anatomy, assert_same_anatomy
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention

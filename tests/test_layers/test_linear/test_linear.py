@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import HEADS, MAP, C
+from helpers.families import HEADS, MAP, C
 from torch import Tensor, nn
 
 from mmgate.analysis.report.flops import count_model

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_native, one_graph
-from samplings import CASES, agree, by_backend, compare, drawn, exactly, make, results, run
+from helpers.samplings import CASES, agree, by_backend, compare, drawn, exactly, make, results, run
 
 from mmgate.ops import ms_deform_attn
 from mmgate.ops.ms_deform_attn import build, native

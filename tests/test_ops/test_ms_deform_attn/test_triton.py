@@ -10,7 +10,7 @@ import pytest
 import torch
 import traffic
 from conftest import DEVICES, assert_same, one_graph
-from samplings import CASES, REAL, TINY, agree, make, results, run
+from helpers.samplings import CASES, REAL, TINY, agree, make, results, run
 from torch import Tensor
 
 from mmgate.ops.ms_deform_attn import blocks, grid_sample, mmcv

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import DEVICES, assert_same, one_graph, values_and_gradients
-from gated import gated_attention
+from helpers.gated import gated_attention
 from torch import Tensor
 
 from mmgate.errors import ConfigError

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tool
-from exported import exports
+from helpers.exported import exports
 from torch import Tensor
 
 from mmgate.deploy import export as exporting
