@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from helpers.gated_layers import HEADS, PLUG, SDPA, TOKENS, gated
+from torch import nn
 
-import mmgate
-from mmgate.analysis.figures.gates import _apart, draw_gates
-from mmgate.analysis.figures.style import layer_labels
-from mmgate.analysis.hooks import GateStatisticsHook
+from mmgate.analysis.figures.gates import _apart
 from mmgate.analysis.probes.gates import gate_statistics, mean_maps
 
-HEADS, TOKENS = 2, 6
-PLUG, SDPA = dict(type='PLuGMultiheadAttention'), dict(type='SDPAGatedMultiheadAttention')
 # options of the gate, what its map is of, the map's shape for two layers, and the gate that changes nothing
 GATES: dict[str, tuple[dict[str, Any], str, tuple[int, int], int | None]] = {
     'plug': (PLUG, 'pairs', (TOKENS, TOKENS), 0),
@@ -29,21 +23,6 @@ GATES: dict[str, tuple[dict[str, Any], str, tuple[int, int], int | None]] = {
     'sdpa_additive': (dict(SDPA, form='additive'), 'heads', (2, HEADS), 0),
     'dgsa': (dict(type='DifferentialGatedMultiheadAttention'), 'heads', (2, HEADS), None),
 }
-
-
-class Model(nn.ModuleList):
-    """Two layers of attention that take a batch as detectors do."""
-
-    def test_step(self, batch: Tensor) -> list[Tensor]:
-        for layer in self:
-            batch = layer(batch, batch, batch)[0]
-        return [batch]
-
-
-def gated(options: dict[str, Any]) -> tuple[nn.Module, list[Tensor]]:
-    model = Model(nn.MultiheadAttention(8, HEADS, batch_first=True) for _ in range(2))
-    mmgate.swap_attention(model, dict(options, path='*'))
-    return model.eval(), [torch.randn(1, TOKENS, 8) for _ in range(3)]
 
 
 @pytest.mark.parametrize('name', GATES)
@@ -83,89 +62,3 @@ def test_a_map_of_pairs_keeps_each_pair_and_the_class_token_apart() -> None:
 def test_a_gate_shared_by_the_heads_has_no_map() -> None:
     gates = gate_statistics(*gated(dict(type='SDPAGatedMultiheadAttention', head_shared='average')))
     assert len(gates) == 2 and mean_maps(gates) == []
-
-
-def test_a_picture_has_every_layer_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gates of pairs around 0 and of heads around 1 have a map each, centred there; so has a gate of fewer heads."""
-    figures: list[Any] = []
-    monkeypatch.setattr('mmgate.analysis.figures.style.save', lambda figure, out: figures.append(figure))
-    long = 'a_part_of_the_model_with_a_long_name'
-    model = Model([*(nn.MultiheadAttention(8, HEADS, batch_first=True) for _ in range(4))])
-    model.append(nn.MultiheadAttention(8, 4, batch_first=True))
-    rules = [dict(PLUG, path=['0', '2']), dict(SDPA, path=['1', '3', '4'])]
-    mmgate.swap_attention(model, rules)
-    listed = gate_statistics(model.eval(), [torch.randn(1, TOKENS, 8)])
-    for gate in listed:
-        gate.path = f'{long}.{gate.path}.{long}' if gate.path in '02' else f'{long}.{gate.path}'
-    draw_gates([('both', listed), ('one', listed[:1])], tmp_path / 'x.png')
-    rows = figures[0].axes[:10]
-    maps = [axis for axis in rows if axis.images]
-    found = [(sum(axis.images[0].get_clim()) / 2, axis.get_title().split('\n')[-1]) for axis in maps]
-    assert found == [
-        (0, 'mean gate of 2 layers'),
-        (1, 'mean gate of 2 layers'),
-        (1, 'mean gate of 1 layer'),
-        (0, found[3][1]),
-    ]
-    names = [label.get_text() for label in rows[3].get_yticklabels()]
-    assert names == [f'0.{long}', '1', f'2.{long}', '3', '4']
-    assert [label.get_text() for label in rows[1].get_yticklabels()] == ['1', '3']
-
-
-class Runner(SimpleNamespace):
-    """What the hook asks a runner for; notes what is logged and warned of."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model=model, rank=0, iter=0, optim_wrapper=None, scalars={}, warnings=[])
-        self.logger = SimpleNamespace(warning=self.warnings.append)
-        self.visualizer = SimpleNamespace(add_scalars=lambda scalars, step: self.scalars.update(scalars))
-
-
-AT_REST = {
-    'plug': (PLUG, 0.0, True),
-    'plug_barely_moved': (PLUG, 0.009, True),
-    'plug_moved': (PLUG, 0.02, False),
-    'sdpa_around_1': (dict(SDPA, init='identity', scale=2.0), 0.0, True),
-    'sdpa_moved': (dict(SDPA, init='identity', scale=2.0), 0.1, False),
-    'sdpa_from_a_half': (SDPA, 0.0, False),
-    'dgsa_which_has_no_rest': (dict(type='DifferentialGatedMultiheadAttention'), 0.0, False),
-}
-
-
-@pytest.mark.parametrize('name', AT_REST)
-def test_a_hook_warns_of_gates_that_do_not_move(name: str) -> None:
-    """After an epoch, and at a validation in a loop of iterations; one layer that moved is enough."""
-    options, moved, warns = AT_REST[name]
-    model, batches = gated(options)
-    bias = next((p for n, p in model.named_parameters() if n in ('1.gate.gml.bias', '1.gate.gate_bias')), None)
-    assert (bias is None) == ('dgsa' in name)
-    if bias is not None:
-        bias.data[: len(bias) // 2] += moved
-    hook, runner = GateStatisticsHook(interval=1), Runner(model)
-    for look in (hook.after_train_epoch, hook.before_val_epoch):
-        hook.before_train_iter(runner, 0)
-        model.test_step(batches[0])
-        hook.after_train_iter(runner, 0)
-        look(runner)
-        look(runner)  # nothing was seen since
-    assert len(runner.warnings) == 2 * warns
-    assert all("custom_keys={'mmgate.gates': dict(lr_mult=20.0)}" in warning for warning in runner.warnings)
-    if 'dgsa' in name:
-        assert not any('moved' in tag for tag in runner.scalars)
-    elif 'plug' in name:
-        for path, expected in ('0', 0.0), ('1', moved):
-            for key in ('moved', 'moved_most'):
-                assert runner.scalars[f'gate/{path}/{key}'] == pytest.approx(expected, abs=1e-5)  # G is a tanh
-
-
-@pytest.mark.parametrize(
-    ('paths', 'labels'),
-    [
-        (['backbone.layers.0.attn', 'backbone.layers.1.attn'], ['0', '1']),
-        (['encoder.0.self_attn', 'decoder.0.attn'], ['encoder.0.self_attn', 'decoder.0.attn']),
-        (['layers.0.self_attn.attn', 'layers.0.cross_attn.attn'], ['0.self_attn', '0.cross_attn']),
-        (['a.attn'], ['a.attn']),
-    ],
-)  # fmt: skip
-def test_labels_leave_out_what_all_share(paths: list[str], labels: list[str]) -> None:
-    assert layer_labels(paths) == labels

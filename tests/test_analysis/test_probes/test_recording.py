@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from helpers.given_attention import Model
 from mmcv.ops import MultiScaleDeformableAttention
 from torch import Tensor, nn
 
 import mmgate
 from mmgate.analysis.probes.attention import POINTS
-from mmgate.analysis.probes.recording import readable, record, require
-from mmgate.analysis.probes.statistics import EDGES, Kept, RunningStatistics
+from mmgate.analysis.probes.recording import best_queries, class_tokens, readable, record, require
 from mmgate.errors import ConfigError
 
 
@@ -61,26 +61,23 @@ def test_refusal_names_what_there_is() -> None:
         record(nn.Linear(1, 1), ['speed']).__enter__()
 
 
-def test_running_statistics_are_numpys() -> None:
-    """Over parts of any sizes, with values outside of the histogram and infinite ones."""
-    rng = np.random.default_rng(0)
-    parts = [rng.normal(0.3, 2.0, size) for size in (1, 100, 7)]
-    numbers = np.concatenate(parts)
-    statistics = RunningStatistics()
-    for part in parts:
-        statistics.add(torch.tensor(part))
-    statistics.add(torch.tensor([float('nan'), float('inf')]))
-    assert statistics.count == 108
-    assert statistics.mean == pytest.approx(numbers.mean()) and statistics.deviation == pytest.approx(numbers.std())
-    assert statistics.sparsity == pytest.approx((abs(numbers) < 0.1).mean())
-    assert (statistics.minimum, statistics.maximum) == (numbers.min(), numbers.max())
-    expected, _ = np.histogram(numbers.clip(-4, 4), EDGES)
-    assert abs(statistics.histogram - expected).sum() <= 2  # a number on an edge
+def test_class_tokens_join_where_they_join() -> None:
+    """T2T-ViT's first attentions have none; DeiT's distillation token is one more."""
+    model = nn.ModuleDict(dict(backbone=Model(), neck=nn.Identity()))
+    keys = {'backbone.tokens.0': 64, 'backbone.layers.0': 17, 'backbone.layers.1': 17, 'neck': 17}
+    assert class_tokens(model, keys) == {'backbone.layers.0': 1, 'backbone.layers.1': 1}
+    model['backbone'].num_extra_tokens = 2
+    assert set(class_tokens(model, keys).values()) == {2}
+    model['backbone'].with_cls_token = False  # mmseg's ViT keeps the parameter
+    assert not class_tokens(model, keys)
 
 
-def test_kept_is_a_copy() -> None:
-    kept, doubled, x = Kept(), Kept(lambda x: 2 * x), torch.ones(2)
-    for each in (kept, doubled):
-        each.add(x)
-    x.zero_()
-    assert kept.tensors[0].tolist() == [1, 1] and doubled.last.tolist() == [2, 2]
+def test_best_queries_are_those_of_the_best_class() -> None:
+    recording = kept(scores=torch.tensor([[[0.1, 0.2], [0.9, 0.0], [0.3, 0.4]]]), places=torch.zeros(1, 3, 4))
+    assert best_queries(dict(bbox_head=recording['layer']), 0, 2).tolist() == [1, 2]
+    assert best_queries({}, 0, 2).tolist() == [0, 1]
+
+
+def kept(**readings: torch.Tensor) -> dict[str, dict[str, Any]]:
+    """Return a recording of one layer."""
+    return dict(layer={name: SimpleNamespace(last=x) for name, x in readings.items()})

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import over_shapes
-from mmengine.config import Config
-from shapes import write_shapes
 
 import mmgate  # noqa: F401
-from mmgate.analysis.probes.recording import best_queries
 from mmgate.analysis.probes.sampling import SamplingPoints, density, layers_of, mean_density, query_at
-from mmgate.registry import HOOKS
-from mmgate.train.cli import build_runner
 
-DEMO = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
 SHAPES = torch.tensor([[4, 6], [2, 3]])
 
 
@@ -46,12 +37,6 @@ def test_an_encoder_has_as_many_queries_as_its_levels_have_pixels() -> None:
         assert [name for name in ('encoder', 'decoder') if layers_of(layers, name)] == [part]
 
 
-def test_best_queries_are_those_of_the_best_class() -> None:
-    recording = kept(scores=torch.tensor([[[0.1, 0.2], [0.9, 0.0], [0.3, 0.4]]]), places=torch.zeros(1, 3, 4))
-    assert best_queries(dict(bbox_head=recording['layer']), 0, 2).tolist() == [1, 2]
-    assert best_queries({}, 0, 2).tolist() == [0, 1]
-
-
 def test_density_is_that_of_the_finest_level() -> None:
     """Over two images of other sizes; the coarse level's points elsewhere weigh more, which counts for nothing."""
     rng = np.random.default_rng(0)
@@ -69,30 +54,3 @@ def test_density_is_that_of_the_finest_level() -> None:
                      np.concatenate([p.weights for p in points]), (1, 1))  # fmt: skip
     assert of_all is not None and of_all[24, 71] > of_all[71, 24]  # the heavier points
     assert density(np.ones((4, 2)), np.ones(4), (50, 100)) is None
-
-
-def test_a_hook_writes_to_the_visualizer(tmp_path: Path) -> None:
-    """One step of training, beside hooks that are gone; gates start at 0, with a gradient."""
-    assert HOOKS.get('mmgate.GateStatisticsHook') is not None
-    write_shapes(tmp_path / 'shapes', num_train=1, num_val=1, size=64)
-    (tmp_path / 'small.py').write_text(over_shapes(DEMO, tmp_path / 'shapes'))
-    cfg = Config.fromfile(str(tmp_path / 'small.py'))
-    cfg.work_dir, cfg.train_cfg.max_epochs = str(tmp_path), 1
-    cfg.train_dataloader.update(num_workers=0, persistent_workers=False)
-    cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
-    cfg.train_dataloader.dataset.filter_cfg = None
-    gone = [dict(type='mmgate.SamplingPointsHook', images=1, top_k=2), dict(type='mmgate.BackendChoicesHook')]
-    cfg.custom_hooks = [dict(type='mmgate.GateStatisticsHook', interval=1), *gone]
-    cfg.launcher, cfg.experiment_name, cfg.visualizer.name = 'none', 'hooks', 'hooks'  # instances are global
-    runner = build_runner(cfg)
-    runner.train()
-    scalars: dict[str, float] = {}
-    for line in next(tmp_path.glob('*/vis_data/scalars.json')).read_text().splitlines():
-        scalars.update(json.loads(line))
-    prefix = 'gate/encoder.layers.0.self_attn'
-    assert scalars[f'{prefix}/mean'] == 0 and scalars[f'{prefix}/sparsity'] == 1
-    assert {f'{prefix}/std', f'{prefix}/grad_norm', 'gate/decoder.layers.1.cross_attn/mean'} <= set(scalars)
-    log = next(tmp_path.glob('*/*.log')).read_text()
-    assert 'SamplingPointsHook do nothing any more; take them out' in log
-    assert log.count('no gate of 4 layers has moved beyond 0.01') == 1
-    assert not any(module._forward_hooks for module in runner.model.modules())
