@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from conftest import tool
 from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor, nn
+
+from helpers.published import random_swin
+from mmgate.train import cli
 
 OF_0_1 = {'gate.': '', 'attn.in_proj_': 'qkv.', 'attn.out_proj.': 'proj.', 'w_msa.': ''}
 
@@ -55,3 +60,11 @@ def trained(model: nn.Module) -> nn.Module:
             nn.init.normal_(parameter, std=0.1)
     model.eval()  # mmdet's Swin and mmseg's BEiT return nothing
     return model
+
+
+def swin_state(classifier: bool = False) -> dict[str, Tensor]:
+    return random_swin([2, 2, 6, 2], (2, 2, 6, 0), (9, 16, 49, 49), classifier)
+
+
+def convert_file(src: Path, dst: Path, *options: str) -> int:
+    return cli.main(tool('agent_attention', 'model_converters').main, [str(src), str(dst), *options])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,3 +162,46 @@ def test_loads_gates_that_lay_beside_projections_of_any_host(name: str, host: st
     layer.load_state_dict({names[key]: value for key, value in saved.items()} | {key: torch.ones(1) for key in LEFT})
     layer.init_weights()
     assert all(torch.equal(value, saved[key]) for key, value in layer.state_dict().items())
+
+
+def test_agent_windows_attend_each_by_itself() -> None:
+    whole = AgentAttention(8, 2, map_size=(4, 4), agent_num=4).double()
+    windowed = AgentAttention(8, 2, map_size=(8, 8), agent_num=4, window=4).double()
+    windowed.load_state_dict(whole.state_dict())  # the biases have the window's shape
+    x = torch.randn(2, 8, 8, 8, dtype=torch.float64)
+    out = windowed(x.flatten(1, 2), (8, 8)).view_as(x)
+    expected = whole(x[:, :4, 4:].flatten(1, 2), (4, 4)).view(2, 4, 4, 8)
+    torch.testing.assert_close(out[:, :4, 4:], expected)
+    torch.testing.assert_close(windowed(x[:, :3, :2].flatten(1, 2), (3, 2)), whole(x[:, :3, :2].flatten(1, 2), (3, 2)))
+    assert windowed(x[:, :7, :5].flatten(1, 2), (7, 5)).isfinite().all()
+
+
+@pytest.mark.parametrize('size, window', [((7, 14), 7), ((4, 16), 4), ((8, 8), 4)], ids=str)
+def test_agent_windows_of_a_vit(size: tuple[int, int], window: int) -> None:
+    """Its map is that of pre-training, which need not be square, and not that of a window."""
+    attention = AgentAttention(8, 2, map_size=size, agent_num=4, window=window).double()
+    x = torch.randn(2, size[0] * size[1], 8, dtype=torch.float64)
+    assert torch.equal(attention(x), attention(x, size))
+    assert attention.gate.ah_bias.shape[3] == attention.gate.aw_bias.shape[4] == window
+
+
+@pytest.mark.parametrize(
+    'options, gone, added',
+    [
+        (dict(bias=False), '_bias', set()),
+        (dict(dwc=False), 'dwc.', set()),
+        (dict(agents='static'), 'none', {'gate.agent_tokens'}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize('agent_num', [4, 9])
+def test_agent_switches(options: dict[str, Any], gone: str, added: set[str], agent_num: int) -> None:
+    full = AgentAttention(8, 2, map_size=(4, 4)).state_dict()
+    layer = AgentAttention(8, 2, map_size=(4, 4), agent_num=agent_num, pretrain_agent_num=4, **options).double()
+    layer.gate.init_weights()
+    assert set(layer.state_dict()) == {name for name in full if gone not in name} | added
+    x = torch.randn(2, 20, 8, dtype=torch.float64)
+    layer(x, (4, 5)).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in layer.parameters())
+    if added:
+        assert layer.gate._agents(x, (4, 5)).equal(layer.gate._agents(x + 1, (4, 5)))
