@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import run_python
 from helpers.published_cswin import SMALL
+from helpers.starts import assert_uniform
 from mmengine.registry import init_default_scope
 from torch import nn
 
@@ -95,3 +96,19 @@ def test_backbones_see_padding_about_as_the_hosts_do(kind: str) -> None:
             )
         )
     assert changes[1] <= 2 * changes[0], f'{changes[1]:.3f}, the host {changes[0]:.3f}'
+
+
+@pytest.mark.parametrize('kind', ['AgentPVT', 'SAGAPVT', 'SAGAPVTv2', 'AgentSwin', 'SAGASwin'])
+def test_backbones_keep_their_starts(kind: str) -> None:
+    """mmdet's PVT would make 0.279 of the 5 x 5 convolution's deviation of 0.116."""
+    sizes = TINY if 'PVT' in kind else dict(depths=(1, 1, 1, 1), blocks=(1, 1, 1, 0), drop_path_rate=0.0)
+    model = MODELS.build(dict(type=f'mmgate.{kind}', **sizes))
+    model.init_weights()
+    for name, module in model.named_modules():
+        if name.endswith('dwc'):
+            assert_uniform(module.weight, 1 / module.kernel_size[0])
+        for bias in ('an_bias', 'na_bias', 'ah_bias', 'ha_bias') if hasattr(module, 'an_bias') else ():
+            assert 0.015 < getattr(module, bias).std() < 0.025
+        for gate in (module.gate_k, module.gate_v, module.gate_out) if hasattr(module, 'gate_k') else ():
+            assert 0.015 < gate.weight.std() < 0.025 and torch.count_nonzero(gate.bias) == 0
+        assert not torch.count_nonzero(getattr(module, 'position_encoding', torch.zeros(1)))

@@ -42,3 +42,18 @@ def test_an_attention_for_each_stage() -> None:
     model = build('LinearPVT', [dict(type=kind) for kind in kinds])
     gates = [type(m) for m in model.modules() if isinstance(m, MapGate)]
     assert gates == [MODELS.get(kind).gate_type for kind in kinds]
+
+
+@pytest.mark.parametrize('kind', ['mmgate.LinearPVT', 'mmgate.AgentPVT', 'mmgate.SAGAPVT'])
+def test_the_paper_start_of_pvt_is_one_of_narrow_linear_layers(kind: str) -> None:
+    """The vanilla partner's as well: under one seed what they share is equal in both starts."""
+    starts = []
+    for name in (kind, 'mmgate.LinearPVT'):
+        torch.manual_seed(0)
+        model = MODELS.build(dict(type=name, init='paper', **TINY['LinearPVT']))
+        model.init_weights()
+        starts.append([parameter for key, parameter in model.named_parameters() if '.ffn.layers.0.weight' in key])
+        joint = [p for n, p in model.named_parameters() if n.endswith(('in_proj_weight', '.qkv.weight'))]
+        for weight in (*starts[-1], *joint):
+            torch.testing.assert_close(weight.std().item(), 0.02, rtol=0.05, atol=0)
+    assert all(torch.equal(one, other) for one, other in zip(*starts, strict=True))

@@ -1,9 +1,8 @@
-"""The benchmarks' rows and pictures, and mmcv's operator compiled alone."""
+"""The rows of the benchmarks of operators, beside their peers."""
 
 from __future__ import annotations
 
 import csv
-import os
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,14 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, no_native
+from conftest import no_native
 from mmcv.ops import multi_scale_deform_attn
-from mmengine.hub import get_config
 from torch import Tensor
 
 from mmgate._environment import available
 from mmgate.benchmarks import measure, ops
-from mmgate.benchmarks.training import benchmark_training, random_batch
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import plug_attention
 from mmgate.ops.ms_deform_attn import triton as sampler
@@ -63,26 +60,6 @@ def test_flex_attention_is_a_peer_forward_on_a_cpu() -> None:
     assert modes == {'forward'} and {row.mode for row in rows if row.provider == 'ungated SDPA'} == set(measure.MODES)
 
 
-def test_peak_memory_sees_a_temporary() -> None:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        return torch.ones(32 << 20).sum() + x  # 128 MiB
-
-    _, peak = measure.measure(run, [torch.zeros(())], 'forward')
-    assert 120 < peak / 2**20 < 200
-
-
-def test_what_does_not_run_is_left_out_and_said() -> None:
-    def missing(x: Tensor) -> Tensor:
-        raise RuntimeError('no such kernel')
-
-    inputs = ('x', [torch.ones(2)], measure.MODES[1], 1)
-    with pytest.warns(UserWarning, match='missing is left out, forward.backward: RuntimeError: no such kernel'):
-        rows = list(measure.interleaved('op', dict(missing=missing, plain=torch.square), *inputs))
-    assert {row.provider for row in rows} == {'plain'} and rows[0].ratio_to_peer == 1
-    with pytest.raises(RuntimeError, match='op: none of missing runs here on x, forward.backward'):
-        list(measure.interleaved('op', dict(missing=missing), *inputs))
-
-
 @pytest.mark.parametrize('case, fp32, autocast', [('encoder_b2', 0.9, 0.5), ('decoder900_b2', 1.0, 0.55)])
 def test_bytes_kept_beside_mmcv(case: str, fp32: float, autocast: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """What each keeps for the backward pass does not depend on what its kernel computes, so none has to run."""
@@ -100,43 +77,3 @@ def test_bytes_kept_beside_mmcv(case: str, fp32: float, autocast: float, monkeyp
     runs = (ops._mmcv, ops._attend, ops._in_bfloat16)
     peer, ours, ours_16_bit = (measure.saved_bytes(partial(run, reference=reference), inputs) for run in runs)
     assert ours < fp32 * peer and ours_16_bit < autocast * peer
-
-
-@pytest.mark.parametrize(
-    'config, op, backends',
-    [
-        ('plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes', 'ms_deform_attn', ('torch', 'cpu')),
-        ('plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128', 'plug_attention', ('torch',)),
-        ('vanilla/mask_rcnn/mask-rcnn_pvt-demo_1xb8-8e_shapes', 'ms_deform_attn', ('auto',)),
-    ],
-    ids=['boxes', 'classes', 'masks'],
-)
-def test_training_benchmark(config: str, op: str, backends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps run from a config's own losses and optimiser, and the environment is left as it was."""
-    monkeypatch.setenv('MMGATE_MS_DEFORM_ATTN', 'torch')
-    path = str(ROOT / f'configs/{config}.py')
-    options = dict(op=op, backends=backends, size=(64, 96), batch=1, repetitions=1, device='cpu')
-    rows = list(benchmark_training(path, path, **options))
-    assert {row.provider.partition(', ')[2] for row in rows} == {'', *backends}
-    assert {row.metric for row in rows} == {'time', 'throughput', 'peak memory'}
-    times = {row.provider: row.y_50 for row in rows if row.metric == 'time'}
-    images = {row.provider: row.y_50 for row in rows if row.metric == 'throughput'}
-    assert images == pytest.approx({name: 1e3 / ms for name, ms in times.items()}, rel=1e-3, abs=1e-3)
-    assert os.environ['MMGATE_MS_DEFORM_ATTN'] == 'torch' and 'MMGATE_PLUG_ATTENTION' not in os.environ
-
-
-def test_mask2formers_classes_have_another_name() -> None:
-    cfg = get_config('mmdet::mask2former/mask2former_r50_8xb2-lsj-50e_coco.py')
-    (sample,) = random_batch(cfg, (64, 96), 1)['data_samples']
-    assert 3 < sample.gt_instances.labels.max() < 80
-
-
-def test_speedups_are_measured_alone_and_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(ROOT / 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py')
-    compiled = []
-    monkeypatch.setattr('mmgate.speed.hooks.CompileHook.before_train', lambda self, run: compiled.append(run))
-    options = dict(size=(64, 96), batch=1, repetitions=1, device='cpu', processor_time=True)
-    speedups = ('groups', 'matcher', 'all')
-    rows = [r for r in benchmark_training(path, path, speedups=speedups, **options) if r.metric == 'time']
-    assert [row.provider.partition(', ')[2] for row in rows] == ['', 'auto', *speedups]
-    assert len(compiled) == 1 and all(row.y_50 > 0 for row in rows)

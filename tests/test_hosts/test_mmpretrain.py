@@ -11,23 +11,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mmengine.registry import MODELS
-from torch import Tensor, nn
+from torch import nn
 
 from mmgate._environment import available
 
 if not available('mmpretrain') or not available('timm'):  # an import may fail in other ways than by absence
     pytest.skip('needs mmpretrain and timm: the extra "pretrain"', allow_module_level=True)
-import timm
 from mmpretrain.models.backbones import VisionTransformer
 from mmpretrain.models.backbones.t2t_vit import T2TTransformerLayer
 from mmpretrain.models.backbones.xcit import XCA
 from mmpretrain.models.utils.attention import LeAttention, MultiheadAttention, ShiftWindowMSA, WindowMSAV2
-from timm.models.gcvit import WindowAttentionGlobal
 from timm.models.visformer import Attention as VisformerAttention
 
 from mmgate import swap_attention
 from mmgate.analysis.probes.recording import record
-from mmgate.hosts.timm import BY_IMAGE, shares_by_image
 
 C, HEADS = 32, 4
 PLUG = dict(type='PLuGMultiheadAttention')
@@ -86,36 +83,6 @@ def test_maps_are_read_with_the_hosts_scale() -> None:
         if len(read) == 1:
             swap_attention(model, dict(PLUG, path='host'))
     torch.testing.assert_close(read[1], read[0], rtol=1e-10, atol=1e-10)
-
-
-def by_batch(self: Any, x: Tensor, q_global: Tensor) -> Tensor:
-    """Attend as timm up to 1.0.29, which hands the global queries out by batch."""
-    key, value = self.qkv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-    query = q_global.repeat(len(x) // len(q_global), 1, 1, 1).reshape(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
-    weights = self.rel_pos(query * self.scale @ key.transpose(-1, -2)).softmax(-1)
-    return self.proj((weights @ value).transpose(1, 2).flatten(2))
-
-
-def by_image(self: Any, x: Tensor, q_global: Tensor) -> Tensor:
-    """Attend as timm since."""
-    return by_batch(self, x, q_global.repeat_interleave(len(x) // len(q_global), dim=0))
-
-
-@pytest.mark.parametrize('forward', [by_batch, by_image])
-def test_global_queries_are_shared_as_the_host_does(forward: Callable[..., Tensor], monkeypatch: Any) -> None:
-    """Of two images in three windows each."""
-    monkeypatch.setattr(WindowAttentionGlobal, 'forward', forward)
-    monkeypatch.setattr('mmgate.hosts.timm.BY_IMAGE', shares_by_image(forward))
-    model: Any = nn.ModuleDict(dict(attn=WindowAttentionGlobal(C, HEADS, (2, 2)))).double()
-    x, queries = torch.randn(6, 4, C, dtype=torch.float64), torch.randn(2, 2, 2, C, dtype=torch.float64)
-    expected = model['attn'](x, queries)
-    swap_attention(model, dict(PLUG, path='attn'))
-    torch.testing.assert_close(model['attn'](x, queries), expected, rtol=1e-10, atol=1e-10)
-
-
-def test_this_timm_is_told_apart() -> None:
-    known = [int(part) for part in timm.__version__.split('.')[:3]]
-    assert known[0] != 1 or known == [1, 0, 30] or (known > [1, 0, 29]) == BY_IMAGE
 
 
 def scaled_by_someone() -> nn.Module:
