@@ -1,17 +1,15 @@
-"""Curves and final figures of runs, what is said of their differences, and the page with all pictures."""
+"""Curves and final figures of runs, and what is said of their differences."""
 
 from __future__ import annotations
 
-import json
-import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from compare_runs import as_table, choose_metric, draw_curves_of_runs, paired_difference, read_run, summary
-from conftest import ROOT, tool
+from conftest import tool
+from helpers.runs import write_log
 from scipy import stats
 
 from mmgate.errors import ConfigError
@@ -29,18 +27,6 @@ def test_paired_difference_is_the_t_test() -> None:
     assert np.isnan([alike[key] for key in ('low', 'high', 'p')]).all()
     with pytest.raises(ValueError, match='2 and 1 values make no pairs'):
         paired_difference([1, 2], [1])
-
-
-def write_log(folder: Path, values: dict[int, float], *, seed: int = 0, stamp: str = '20260101_000000') -> Path:
-    """Write what mmengine leaves of a run that was validated, and killed as it wrote."""
-    log = folder / stamp / 'vis_data/scalars.json'
-    log.parent.mkdir(parents=True)
-    rows = [dict(loss=1.0, time=0.5, memory=100, step=1), dict(loss=0.5, time=0.7, memory=120, step=2)]
-    rows += [{'coco/bbox_mAP': value, 'time': 9.0, 'step': step} for step, value in values.items()]
-    rows.append({'gate/neck/mean': 0.5, 'step': 3})  # of GateStatisticsHook
-    log.write_text('\n'.join(json.dumps(row) for row in rows) + '\n{"loss": 0.')
-    log.with_name('config.py').write_text(f'seeds = 3\nrandomness = dict(seed={seed})\nmodel = dict(type="X")\n')
-    return folder
 
 
 def test_a_resumed_run_is_one_curve(tmp_path: Path) -> None:
@@ -103,43 +89,3 @@ def test_compare_runs_pairs_seeds(
         assert '| b | 2 | 37.500 | 7.778 | a | 2.500 | -3.853 to 8.853 | 0.126 |' in printed.out
     assert cli.main(tool('compare_runs').main, [f'a={folders[0]},{folders[0]}', '--out', 'x']) == 2
     assert 'given twice' in capsys.readouterr().err
-
-
-def test_report_draws_every_pair_and_trains_only_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tools that it calls leave a picture and a log here. The page needs nothing else."""
-    report, calls = tool('report'), []
-
-    def run(command: list[str]) -> None:
-        calls.append(command)
-        if command[0] == '-m':
-            work_dir = write_log(Path(command[command.index('--work-dir') + 1]), {1: 9})
-            (work_dir / 'last_checkpoint').write_text(str(work_dir / 'epoch_1.pth'))
-            (work_dir / Path(command[2]).name).write_text('train_cfg = dict(max_epochs=1)')
-        elif '--out' in command:
-            out = Path(command[command.index('--out') + 1])
-            out.mkdir(parents=True)
-            shutil.copy(ROOT / 'configs/plug/deformable_detr/demo.jpg', out / f'<{Path(command[0]).stem}>.png')
-
-    monkeypatch.setattr(report, 'run', run)
-    monkeypatch.chdir(ROOT)
-    arguments = ['--work-dirs', str(tmp_path / 'runs'), '--out']
-    assert cli.main(report.main, [*arguments, str(tmp_path / 'a')]) == 0
-    trained, drawn = ([call for call in calls if word in call] for word in ('mmgate.tools.train', '--out'))
-    assert len(trained) == 7 == len({call[2] for call in trained}) and len(calls) == 8 + len(drawn)
-    assert all(Path(call[0]).is_file() for call in calls if call not in trained)
-    against = next(call for call in drawn if 'sampling_points' in call[0])
-    assert against[against.index('--against') + 1] == report.VANILLA_DETR
-    counts = {Path(call[0]).stem: call[call.index('--max-images') + 1] for call in drawn if '--max-images' in call}
-    assert counts['plot_cka'] == '4' and counts['plot_gates'] == '2'
-    page = (tmp_path / 'a/index.html').read_text()
-    assert page.count('<img') == len(drawn) and page.count('<table') == 3 and '<td>9</td>' in page
-    assert not re.search(r'(src|href)="(?!data:|#)', page) and 'alt="&lt;plot_gates&gt;"' in page
-    calls.clear()
-    stopped = tmp_path / 'runs' / Path(report.DETR).stem
-    (stopped / Path(report.DETR).name).write_text('train_cfg = dict(max_epochs=2)')
-    shutil.rmtree(stopped / '20260101_000000')
-    assert cli.main(report.main, [*arguments, str(tmp_path / 'b')]) == 0
-    (again,) = (call for call in calls if call[0] == '-m')
-    assert again[2] == report.DETR and '--resume' in again

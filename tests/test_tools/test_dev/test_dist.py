@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, tool
+from conftest import ROOT
 
 HAS_BOM = find_spec('cyclonedx_py') is not None
 
@@ -54,16 +54,3 @@ def test_a_release_is_reproducible_and_whole(tmp_path: Path) -> None:
         assert bom['bomFormat'] == 'CycloneDX' and bom['metadata']['component']['name'] == 'mmgate'
         listed = {component['name']: component.get('version') for component in bom['components']}
         assert listed['torch'] and {'onedl-mmengine', 'onedl-mmcv'} <= set(listed)
-
-
-def test_an_audit_says_of_how_many_packages_it_knows() -> None:
-    audit = tool('audit', 'dev')
-    clean, unknown = dict(name='a', version='1', vulns=[]), dict(name='b', skip_reason='not found')
-    faulty = dict(name='c', version='2', vulns=[dict(id='X-1', fix_versions=['3'])])
-    assert audit.report([clean, unknown]) == (
-        0,
-        'audit: 1 packages asked about, 0 known vulnerabilities\naudit: no answer for 1: b',
-    )
-    status, page = audit.report([clean, faulty])
-    assert status == 1 and page.splitlines()[0] == 'c 2: X-1, mended in 3' and 'asked about, 1 known' in page
-    assert audit.report([unknown])[0] == 2, 'no answer at all is no clean bill'
