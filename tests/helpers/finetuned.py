@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from mmengine.registry import MODELS
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import mmgate
@@ -90,3 +94,11 @@ def layers(rules: Any = PLUG, dropout: float = 0.0) -> nn.Module:
     for parameter in mmgate.gate_parameters(model).values():
         nn.init.normal_(parameter, std=0.3)
     return model
+
+
+def describe_anew(path: Path, **changes: Any) -> None:
+    with safe_open(path, framework='pt') as opened:
+        meta = {**json.loads(opened.metadata()['mmgate.gates']), **changes}
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    described = {key: value for key, value in meta.items() if value is not None}
+    save_file(tensors, path, metadata={'mmgate.gates': json.dumps(described)})

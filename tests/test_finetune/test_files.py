@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import torch
 from helpers.finetuned import HOSTS, PLUG, config, gated, layers, outputs, snapshot, train, vanilla
 from mmengine.model import BaseTTAModel, ExponentialMovingAverage
 from mmengine.registry import MODELS
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -87,59 +85,6 @@ def test_another_host_is_told_by_its_first_differences(tmp_path: Path) -> None:
         mmgate.load_gates(other, file)
 
 
-def _described(path: Path, **changes: Any) -> None:
-    with safe_open(path, framework='pt') as opened:
-        meta = {**json.loads(opened.metadata()['mmgate.gates']), **changes}
-        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    described = {key: value for key, value in meta.items() if value is not None}
-    save_file(tensors, path, metadata={'mmgate.gates': json.dumps(described)})
-
-
-@pytest.mark.parametrize(
-    ('spoil', 'message'),
-    [
-        (Path.unlink, 'no such file'),
-        (lambda path: path.write_bytes(path.read_bytes()[:-100]), 'cannot be read as a file of gates'),
-        (lambda path: save_file({'a': torch.zeros(1)}, path), 'no file of gates'),
-        (
-            lambda path: torch.save({}, path),
-            r'whole checkpoint.*gates\.py extract CONFIG .*bad\.safetensors gates\.saf',
-        ),
-        (
-            lambda path: torch.save({}, path, _use_new_zipfile_serialization=False),
-            'whole checkpoint, no file of gates',
-        ),
-        (lambda path: _described(path, version=7, more=1), 'of version 7, not 1'),
-        (lambda path: _described(path, rules='x', more=1), 'damaged'),
-        (lambda path: _described(path, gates=['x.gml.weight']), 'tensors are missing'),
-        (lambda path: _described(path, rules={'': [dict(PLUG, path='*.mlp')]}), 'do not fit'),
-        (lambda path: _described(path, rules={'': [dict(PLUG, ratio=0.5)]}), 'do not fit'),
-    ],
-    ids=[
-        'missing',
-        'cut',
-        'foreign',
-        'checkpoint',
-        'old checkpoint',
-        'version',
-        'description',
-        'tensors',
-        'path',
-        'option',
-    ],
-)
-def test_a_bad_file_is_one_message(tmp_path: Path, spoil: Any, message: str) -> None:
-    """And the model is as it was."""
-    file, model = tmp_path / 'bad.safetensors', layers(())
-    mmgate.save_gates(layers(), file)
-    spoil(file)
-    before = snapshot(model)
-    with pytest.raises(ConfigError, match=message):
-        mmgate.load_gates(model, file)
-    assert not mmgate.gate_parameters(model) and type(model[0].attn) is nn.MultiheadAttention
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
 def test_equal_rules_are_told_as_equal(tmp_path: Path) -> None:
     """Tuples are lists in JSON, one path is a list of one, a gate's name may lack its scope, a backend says nothing."""
     model, file = layers(dict(PLUG, backend='chunked')), tmp_path / 'g.safetensors'
@@ -202,27 +147,6 @@ def test_the_model_in_its_wrappers(wrap: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match='a sharded model') if wrap == 'sharded' else nullcontext():
         mmgate.save_gates(wrapped, file)
         assert set(mmgate.load_gates(layers(()), file)) == mmgate.gate_parameters(model).keys()
-
-
-def test_other_vanilla_values_are_warned_of(tmp_path: Path, warned: list[str]) -> None:
-    """Of the model and of a checkpoint that comes later; not of another dtype, nor by files that hold no checksums."""
-    plain, other, file = layers(()), layers(()), tmp_path / 'g.safetensors'
-    nn.init.zeros_(other[1].attn.out_proj.weight)
-    mmgate.save_gates(layers(), file)
-    mmgate.load_gates(layers(()), file)
-    mmgate.load_gates(copy.deepcopy(other).half(), file)
-    assert not warned
-    model = copy.deepcopy(other)
-    mmgate.load_gates(model, file)
-    assert '1 of 8 tensors that were compared differ (1.attn.out_proj.weight)' in warned.pop()
-    model = copy.deepcopy(model)
-    for state, warnings in ((plain, 0), (other, 1), (model, 0)):  # the last has the gates
-        model.load_state_dict(state.state_dict(), strict=False)
-        assert len(warned) == warnings
-        warned.clear()
-    _described(file, values=None)
-    mmgate.load_gates(other, file)
-    assert not warned
 
 
 @pytest.mark.parametrize('norm', [nn.utils.weight_norm, nn.utils.parametrizations.orthogonal])
