@@ -23,7 +23,6 @@ from mmgate.layers import (
     SDPAGatedMultiheadAttention,
 )
 from mmgate.layers.base.gate import Sizes
-from mmgate.layers.parts.rms_norm import _RMSNorm
 
 C, H, N, M, B = 16, 4, 5, 7, 2
 PLUG = {
@@ -294,15 +293,6 @@ def test_mmcv_arguments_reach_the_core() -> None:
         assert cls(C, H).dropout_layer.p == 0.0, 'the deprecated argument stays with its own layer'
         with pytest.raises(TypeError, match='bais'):
             cls(C, H, bais=False)
-
-
-@pytest.mark.skipif(not hasattr(nn, 'RMSNorm'), reason='torch has had it since 2.4')
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
-def test_rms_norm_is_torchs(dtype: torch.dtype) -> None:
-    x, theirs, ours = torch.randn(2, 3, 8).to(dtype), nn.RMSNorm(8, eps=1e-5).to(dtype), _RMSNorm(8, eps=1e-5).to(dtype)
-    nn.init.normal_(theirs.weight)
-    ours.load_state_dict(theirs.state_dict())
-    torch.testing.assert_close(ours(x), theirs(x), rtol=4 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_bad_sizes_and_masks() -> None:

@@ -5,34 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import assert_same, needs_native, one_graph, values_and_gradients
+from helpers.sampler_inputs import CASES, make_inputs
 from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
-from mmgate.ops.ms_deform_attn import cpu, offset_locations
+from mmgate.ops.ms_deform_attn import cpu
 
-CASES = {  # name: (levels, B, Q, H, D, P, spread of the locations)
-    'two_levels': ([(4, 6), (2, 3)], 2, 5, 2, 4, 3, 0.5),
-    'outside': ([(3, 4), (2, 2)], 2, 4, 2, 4, 2, 3.0),
-    'one_pixel_levels': ([(1, 1), (1, 1), (2, 1)], 2, 3, 2, 4, 2, 1.0),
-    'one_of_everything': ([(3, 2)], 1, 1, 1, 1, 1, 0.5),
-    'zero_queries': ([(3, 2), (1, 2)], 2, 0, 2, 4, 2, 0.5),
-    'empty_batch': ([(3, 2), (1, 2)], 0, 3, 2, 4, 2, 0.5),
-}
 GATES = {'head_level': (2, 2, 1), 'full': (2, 2, 3), 'head': (2, 1, 1), 'point': (1, 2, 3), 'level': (1, 2, 1)}
 NATIVE = pytest.param('native', marks=needs_native)
 BACKENDS = ['torch', 'cpu', 'grid_sample', NATIVE]
-
-
-def make_inputs(case: str, dtype: torch.dtype = torch.float64, gate: tuple[int, ...] | None = None) -> list[Tensor]:
-    levels, batch, queries, heads, dim, points, spread = CASES[case]
-    shapes = torch.tensor(levels)
-    areas = shapes.prod(1)
-    start = areas.cumsum(0) - areas
-    locations = 0.5 + spread * (torch.rand(batch, queries, heads, len(levels), points, 2, dtype=dtype) - 0.5) * 2
-    value, logits = torch.randn(batch, int(areas.sum()), heads, dim, dtype=dtype), torch.randn_like(locations[..., 0])
-    gates = [] if gate is None else [torch.randn(batch, queries, *gate, dtype=dtype)]
-    return [value, shapes, start, locations, logits, *gates]
 
 
 @pytest.mark.parametrize('case', CASES)
@@ -67,15 +49,6 @@ def test_gradcheck_gates(backend: str, gate: tuple[int, ...], position: str, res
     assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
 
 
-@pytest.mark.parametrize('chunk', [16, 1 << 20], ids=['many_chunks', 'one_chunk'])
-def test_cpu_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
-    monkeypatch.setattr(cpu, 'CHUNK', chunk)
-    inputs = make_inputs('two_levels', gate=(2, 2, 1))
-    expected = values_and_gradients(lambda *x: ms_deform_attn(*x, backend='torch'), inputs, (0, 3, 4, 5))
-    actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend='cpu'), inputs, (0, 3, 4, 5))
-    assert_same(actual, expected, rtol=1e-9, atol=1e-10)
-
-
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_low_precision(backend: str, dtype: torch.dtype, tolerance: float) -> None:
@@ -85,18 +58,6 @@ def test_low_precision(backend: str, dtype: torch.dtype, tolerance: float) -> No
     output = ms_deform_attn(*rounded, backend=backend)
     assert output.dtype == dtype
     torch.testing.assert_close(output.double(), ms_deform_attn(*exact, backend='torch'), rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize('columns', [2, 4], ids=['points', 'boxes'])
-def test_locations_from_16_bit_offsets_are_float32(columns: int) -> None:
-    """As autocast gives them; in bfloat16 the locations themselves would be pixels off."""
-    offsets = torch.linspace(-6, 6, 2 * 3 * 4 * 2).view(1, 2, 1, 3, 4, 2).bfloat16()
-    reference = torch.rand(1, 2, 3, columns)
-    shapes = torch.tensor([(100, 167), (50, 84), (25, 42)])
-    locations = offset_locations(offsets, reference, shapes)
-    exact = offset_locations(offsets.double(), reference.double(), shapes)
-    pixels = (locations.double() - exact) * shapes.flip(-1)[:, None]
-    assert locations.dtype is torch.float32 and pixels.abs().max() < 1e-3
 
 
 @pytest.mark.parametrize('backend', ['cpu', NATIVE])

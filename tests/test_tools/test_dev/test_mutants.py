@@ -19,19 +19,24 @@ def mutants() -> ModuleType:
 
 
 def test_every_module_has_tests(mutants: ModuleType) -> None:
-    """Those of its name, or of its folder."""
+    """The file of its name first, then its neighbours."""
     for package in mutants.PACKAGES:
         for path in (ROOT / 'mmgate' / package).rglob('*.py'):
             tests = mutants.tests_of(path.relative_to(ROOT / 'mmgate').as_posix())
             assert tests and all((ROOT / test).is_file() for test in tests), path
-    named = [f'tests/test_layers/test_{name}.py' for name in ('open_gates', 'plug')]
-    assert sorted(mutants.tests_of('layers/plug.py')) == named
+
+    def files(folder: str) -> list[str]:
+        return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / 'tests' / folder).glob('test_*.py'))
+
+    first, *others = mutants.tests_of('layers/plug.py')
+    assert first == 'tests/test_layers/test_plug.py' and sorted([first, *others]) == files('test_layers')
+    of_linear = ['tests/test_layers/test_linear/test_linear.py']
+    for module in ('layers/linear/__init__.py', 'layers/linear/hydra.py'):
+        assert mutants.tests_of(module) == of_linear + files('test_layers')
+    folder = 'tests/test_ops/test_plug_attention'
+    assert mutants.tests_of('ops/plug_attention/chunked.py')[0] == f'{folder}/test_chunked.py'
+    assert mutants.tests_of('ops/plug_attention/__init__.py')[0] == f'{folder}/test_plug_attention.py'
     assert mutants.tests_of('swap.py') == ['tests/test_swap.py']
-    assert mutants.tests_of('ops/plug_attention/chunked.py') == ['tests/test_ops/test_plug_attention.py']
-    assert set(mutants.tests_of('layers/gml.py')) == {
-        path.relative_to(ROOT).as_posix() for path in (ROOT / 'tests/test_layers').glob('test_*.py')
-    }
-    assert all(any((ROOT / 'mmgate').glob(f'{start}*')) for start in mutants.CONCERNS)
 
 
 CODE = '''

@@ -1,38 +1,21 @@
-"""Matching with one wait for the device: mmdet's assignments and losses, and how often a step waits."""
+"""mmdet's losses with one wait for the device at a step."""
 
 from __future__ import annotations
 
-from collections import Counter
 from copy import deepcopy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.matching import BOXES, CLASSES, COSTS, LAYERS, META, QUERIES, Waits, objects
 from mmdet.models.dense_heads import detr_head
-from mmdet.models.task_modules.assigners import HungarianAssigner as MMDetHungarianAssigner
-from mmengine.registry import MODELS, TASK_UTILS, init_default_scope
-from mmengine.structures import InstanceData
+from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import mmgate  # noqa: F401
 from mmgate.speed.matching import head as heads
-from mmgate.speed.matching.assigner import AsynchronousConstants, HungarianAssigner
 
-CLASSES, QUERIES, LAYERS = 5, 12, 3
-BOXES = [dict(type='BBoxL1Cost', weight=5.0, box_format='xywh'), dict(type='IoUCost', iou_mode='giou', weight=2.0)]
-COSTS = {
-    'focal': [dict(type='FocalLossCost', weight=2.0), *BOXES],
-    'softmax': [dict(type='ClassificationCost', weight=1.0), *BOXES],
-    'one': dict(type='BBoxL1Cost'),
-    'corners_and_iou': [dict(type='BBoxL1Cost'), dict(type='IoUCost', iou_mode='iou')],
-    'masks': [
-        dict(type='CrossEntropyLossCost', use_sigmoid=True),
-        dict(type='DiceCost', pred_act=True),
-        dict(type='FocalLossCost', binary_input=True),
-    ],
-}
 FOCAL = dict(type='FocalLoss', use_sigmoid=True, gamma=2.0, alpha=0.25, loss_weight=2.0)
 PLAIN = dict(num_classes=CLASSES, embed_dims=16)
 SOFTMAX = dict(PLAIN, loss_cls=dict(type='CrossEntropyLoss', bg_cls_weight=0.1, use_sigmoid=False, class_weight=1.0))
@@ -57,91 +40,6 @@ HEADS = {
 @pytest.fixture(autouse=True)
 def _scope() -> None:
     init_default_scope('mmdet')
-
-
-class Waits(TorchFunctionMode):
-    """Counts what waits for a CUDA device: values and sizes that the host needs, copies there or back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func.__name__
-        always = {'cpu', 'numpy', 'item', 'tolist', '__bool__', '__int__', '__float__', 'new_tensor'}
-        of_unknown_size = {'nonzero', 'unique', 'masked_select', '_unique2', 'argwhere'}
-        copies = name == 'to' and not kwargs.get('non_blocking') and any(isinstance(x, torch.device) for x in args)
-        masks = name == '__getitem__' and isinstance(args[1], Tensor) and args[1].dtype == torch.bool
-        own = name == 'numpy' and args[0].device.type == 'cpu' and not args[0].requires_grad
-        if (name in always | of_unknown_size and not own) or copies or masks:
-            self.counts[name] += 1
-        return func(*args, **kwargs)
-
-
-def objects(generator: torch.Generator, count: int) -> InstanceData:
-    corners = torch.rand(count, 2, 2, generator=generator).sort(1).values * torch.tensor([96.0, 64.0])
-    labels = torch.randint(0, CLASSES, (count,), generator=generator)
-    masks = (torch.rand(count, 6, 7, generator=generator) > 0.5).float()
-    return InstanceData(bboxes=corners.flatten(1), labels=labels, masks=masks)
-
-
-def predictions(generator: torch.Generator, count: int) -> InstanceData:
-    boxes = objects(generator, count).bboxes
-    scores = torch.randn(count, CLASSES + 1, generator=generator)
-    return InstanceData(scores=scores, bboxes=boxes, masks=torch.randn(count, 6, 7, generator=generator))
-
-
-META = dict(img_shape=(64, 96), img_id=0)
-
-
-@pytest.mark.parametrize('costs', COSTS)
-def test_assignments_are_mmdets(costs: str) -> None:
-    theirs = MMDetHungarianAssigner(deepcopy(COSTS[costs]))
-    ours = TASK_UTILS.build(dict(type='mmgate.HungarianAssigner', match_costs=deepcopy(COSTS[costs])))
-    generator = torch.Generator().manual_seed(0)
-    for case in range(150):
-        queries, count = (int(torch.randint(0, 9, (), generator=generator)) for _ in range(2))
-        given = predictions(generator, queries), objects(generator, count)
-        if case % 3 == 0 and count > 1:  # as like as two peas
-            for one in given:
-                one.bboxes[-1:], one.labels = one.bboxes[:1], getattr(one, 'labels', torch.zeros(len(one))) * 0
-        expected, actual = (assigner.assign(*given, META) for assigner in (theirs, ours))
-        assert actual.num_gts == expected.num_gts and actual.max_overlaps is None
-        for name in ('gt_inds', 'labels'):
-            value = getattr(actual, name)
-            assert value.dtype == torch.long and torch.equal(value, getattr(expected, name)), (case, name)
-
-
-@pytest.mark.parametrize('value', [float('nan'), -float('inf'), float('inf')], ids=str)
-def test_costs_that_are_no_numbers(value: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    given = predictions(generator, 4), objects(generator, 2)
-    given[0].bboxes[1, 2] = value
-    outcomes = []
-    for kind in (MMDetHungarianAssigner, HungarianAssigner):
-        try:
-            outcomes.append(kind(COSTS['one']).assign(*given, META).gt_inds.tolist())
-        except ValueError as error:
-            outcomes.append(str(error))
-    assert outcomes[0] == outcomes[1] and (value == value or 'invalid' in outcomes[0])
-
-
-def test_costs_in_bfloat16_with_gradients() -> None:
-    given = InstanceData(scores=9 * torch.eye(4, CLASSES).flip(0).bfloat16().requires_grad_())
-    truth = InstanceData(labels=torch.arange(4))
-    assigner = HungarianAssigner(dict(type='ClassificationCost'))
-    assert assigner.assign(given, truth, META).gt_inds.tolist() == [4, 3, 2, 1]
-
-
-def test_an_assigner_waits_once() -> None:
-    generator = torch.Generator().manual_seed(0)
-    given = predictions(generator, 9), objects(generator, 4)
-    for kind, count in ((MMDetHungarianAssigner, 5), (HungarianAssigner, 1)):
-        assigner = kind(deepcopy(COSTS['focal']))
-        with Waits() as waits:
-            assigner.assign(*given, META)
-        assert waits.counts.total() == count, waits.counts
 
 
 def build(name: str, **more: Any) -> Any:
@@ -262,12 +160,6 @@ def test_the_result_is_the_host() -> None:
     layers, (gts, metas) = loss_inputs('DETR', (3, 0, 5))
     single = [x[-1] for x in layers]  # as someone's own head may call it
     torch.testing.assert_close(*(one.loss_by_feat_single(*single, gts, metas) for one in (head, plain)))
-
-
-def test_constants_made_without_a_wait() -> None:
-    with AsynchronousConstants():
-        whole, away = (torch.zeros(2).new_tensor([1, 2], **to) for to in (dict(dtype=torch.long), dict(device='meta')))
-    assert torch.equal(whole, torch.tensor([1, 2])) and away.is_meta and away.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
