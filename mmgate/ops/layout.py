@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import autocast_dtype, is_exporting
+from .autocast import autocast_dtype
+from .tracing import is_exporting
 
 
 def check_layout(

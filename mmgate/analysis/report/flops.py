@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmgate.analysis.report.structure import build_structure
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.gate import Gate
-from mmgate.ops.library import CAN_REGISTER
+from mmgate.ops.custom_op import CAN_REGISTER
 
 PROPOSALS = 1000  # of a two-stage detector's box heads, as in mmdet's count
 MASKS = 100  # proposals of its mask heads
