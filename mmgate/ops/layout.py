@@ -1,4 +1,4 @@
-"""Checks of an operator's arguments: each tensor against its layout, with one message that names what does not fit."""
+"""Checks of an operator's arguments: each tensor against its layout, with a message that names the wrong one."""
 
 from __future__ import annotations
 

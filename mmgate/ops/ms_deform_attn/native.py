@@ -288,7 +288,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     *tensors, reference_points = ctx.saved_tensors
-    value, gate = tensors[0], tensors[5]
+    value = tensors[0]
+    gate = tensors[5]
     value_needs_grad = ctx.needs_input_grad[0]
     reference_needs_grad = reference_points is not None and ctx.needs_input_grad[8]
     of_value, of_points, of_logits, of_gate, of_reference = _gradients(

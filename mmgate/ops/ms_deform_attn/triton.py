@@ -286,7 +286,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
     *tensors, reference_points, lse = ctx.saved_tensors
-    value, gate = tensors[0], tensors[5]
+    value = tensors[0]
+    gate = tensors[5]
     reference_needs_grad = reference_points is not None and ctx.needs_input_grad[8]
     of_value, of_points, of_reference, of_logits, of_gate = _gradients(
         grad, lse, *tensors, ctx.residual, ctx.position, reference_points, reference_needs_grad
