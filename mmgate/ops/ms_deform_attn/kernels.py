@@ -9,8 +9,8 @@ broadcasts; output (B, Q, H, D); lse (B, Q, H), log2 of the softmax's sum. All c
 an image fit into int32, which the host checks.
 
 A program has one head of one image and BLOCK_Q neighbouring queries. If the queries are the tokens (TILED), it goes
-down the columns of bands of BAND rows of their map. Rows of D channels are read in pieces of PIECE channels, and every lane
-has a few channels of a piece. ../KERNELS.md gives the reasons. The backward kernel is in backward_kernel.py.
+down the columns of bands of BAND rows of their map. Rows of D channels are read in pieces of PIECE channels, and every
+lane has a few channels of a piece. ../KERNELS.md gives the reasons. The backward kernel is in backward_kernel.py.
 """
 
 import triton
