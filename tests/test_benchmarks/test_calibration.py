@@ -92,12 +92,14 @@ def test_problems_are_of_the_sizes_that_calls_ask_for(op: str, monkeypatch: pyte
     """At full size, without running anything; an encoder's queries are its tokens, whole blocks have no mask."""
     asked: list[str] = []
 
-    def note(op: str, backends: Any, arguments: Any, name: str, work: Any) -> None:
+    def note(op: str, backends: Any, tensor: Tensor, name: str, work: Any, /, **arguments: Any) -> None:
         asked.append(choice.size_class(*work))
         if op == 'ms_deform_attn':
-            assert (arguments[4].shape[1] == arguments[0].shape[1]) is (asked[-1] == 'large')
+            queries_are_tokens = arguments['logits'].shape[1] == arguments['value'].shape[1]
+            assert queries_are_tokens is (asked[-1] == 'large')
         else:
-            assert (arguments[6] is None and arguments[0].shape[2] % 128 == 0) is (asked[-1] != 'small')
+            whole_blocks = arguments['bias'] is None and arguments['query'].shape[2] % 128 == 0
+            assert whole_blocks is (asked[-1] != 'small')
 
     monkeypatch.setattr(package(op), 'run', note)
     for size in SIZES:
