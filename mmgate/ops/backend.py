@@ -240,6 +240,8 @@ def machine(device: torch.device) -> str:
         name = models[0] if models else platform.processor() or platform.machine()
     installed = {d.metadata['Name']: d.version for d in importlib.metadata.distributions()}
     versions = [f'{x} {installed.get(x) or installed.get(f"onedl-{x}", "none")}' for x in ('triton', 'mmcv')]
+    # Peers are named only where they are installed, so that a calibration from before stays valid elsewhere.
+    versions += [f'{x} {installed[x]}' for x in ('torch-ms-deform-attn', 'deformops') if x in installed]
     return ', '.join([name, f'torch {torch.__version__}', *versions])
 
 

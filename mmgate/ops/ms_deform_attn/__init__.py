@@ -14,7 +14,7 @@ from ..backend import OPERATORS, Backend, find, run
 from ..custom_op import outside_graphs
 from ..layout import check_layout
 from ..tracing import is_compiling, is_exporting
-from . import cpu, grid_sample, mmcv, native, reference, triton
+from . import cpu, deformops, grid_sample, mmcv, native, reference, torch_ms_deform_attn, triton
 from .weights import POSITIONS, attend_by, attention_weights, offset_locations
 
 SIZES = (1 << 17, 1 << 20)  # the most samples of a small and of a medium call, most often of decoders
@@ -55,8 +55,9 @@ def ms_deform_attn(
         reference_points: Points ``(B, Q, L, 2)`` as (x, y) or boxes ``(B, Q, L, 4)`` as (centre, size), 0 to 1; then
             ``sampling_locations`` are offsets from them, see :func:`offset_locations`.
         backend: ``'torch'`` (reference), ``'native'`` (gate, softmax and sampling in one C++ loop on the CPU),
-            ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'grid_sample'`` (any device), ``'triton'`` (one CUDA kernel)
-            or ``'auto'``, the default, see :mod:`mmgate.ops.backend`.
+            ``'cpu'``, ``'mmcv'`` (its CUDA operator), ``'torch_ms_deform_attn'`` and ``'deformops'`` (those packages),
+            ``'grid_sample'`` (any device), ``'triton'`` (one CUDA kernel) or ``'auto'``, the default, see
+            :mod:`mmgate.ops.backend`.
 
     Returns:
         ``(B, Q, H * D)`` in the dtype of ``value``. Weights are formed in float32 for 16-bit inputs.
@@ -153,6 +154,13 @@ def check_backend(name: str) -> None:
 BACKENDS = OPERATORS['ms_deform_attn'] = (
     Backend('mmcv', attend_by(mmcv.sample), mmcv.why_not, description="mmcv's CUDA operator"),
     Backend('native', native.attend, native.why_not, description="mmgate's own C++ loop", advice=native.advice),
+    Backend(
+        'torch_ms_deform_attn',
+        attend_by(torch_ms_deform_attn.sample),
+        torch_ms_deform_attn.why_not,
+        description="torch-ms-deform-attn's operator",
+    ),
+    Backend('deformops', deformops.attend, deformops.why_not, description="deformops' kernels"),
     Backend('cpu', attend_by(cpu.sample), cpu.why_not, description='weighted sums of rows on the CPU'),
     Backend(
         'grid_sample',
