@@ -42,7 +42,16 @@ def write_package(folder: Path, name: str, version: str, **modules: str) -> str:
 
 @needs_mmpretrain
 def test_beside_a_transformers_that_mmpretrain_does_not_know(tmp_path: Path) -> None:
-    paths = write_package(tmp_path, 'transformers', '5.24.0', __init__='', pytorch_utils='')
+    # torch 2.1's compiler looks at the configuration of an imported transformers.
+    configuration = 'class PretrainedConfig: ...'
+    paths = write_package(
+        tmp_path,
+        'transformers',
+        '5.24.0',
+        __init__='from . import configuration_utils',
+        configuration_utils=configuration,
+        pytorch_utils='',
+    )
     code = """if True:
         import mmgate
         from mmgate._environment import HOSTS, why_not
