@@ -21,6 +21,7 @@ from mmgate.benchmarks import measure, ops
 from mmgate.benchmarks.training import benchmark_training, random_batch
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import plug_attention
+from mmgate.ops.ms_deform_attn import offset_locations
 from mmgate.ops.ms_deform_attn import triton as sampler
 
 # what is measured where it is there
@@ -42,7 +43,13 @@ def test_every_provider_is_measured(
     monkeypatch.setattr(ops, 'TOKENS', dict(cpu=(8,)))
     measured = getattr(ops, f'benchmark_{benchmark}')(repetitions=2)
     rows = measure.write_csv(measure.told(measured), tmp_path / 'out/bench.csv')
-    keys = [(name, mode, metric) for name in providers for mode in measure.MODES for metric in ('time', 'peak memory')]
+    metrics = ['time', 'peak memory']
+    if benchmark == 'ms_deform_attn_on_cpu':
+        metrics.append('error')
+        first_time = next(i for i, row in enumerate(rows) if row.metric == 'time')
+        assert {row.metric for row in rows[:first_time]} == {'error'}, 'errors come before times'
+        assert all(row.y_50 < 10 for row in rows[:first_time]), 'float32 is off by millionths'
+    keys = [(name, mode, metric) for name in providers for mode in measure.MODES for metric in metrics]
     assert sorted((row.provider, row.mode, row.metric) for row in rows) == sorted(keys)
     assert all(row.y_20 <= row.y_50 <= row.y_80 for row in rows)
     assert all(row.ratio_to_peer == 1 for row in rows if (row.provider, row.metric) == (providers[0], 'time'))
@@ -69,6 +76,54 @@ def test_peak_memory_sees_a_temporary() -> None:
 
     _, peak = measure.measure(run, [torch.zeros(())], 'forward')
     assert 120 < peak / 2**20 < 200
+
+
+def test_errors_are_relative_to_the_right_numbers() -> None:
+    """Of the output by itself, of the gradients the largest; a provider that fails is left out with a warning."""
+
+    def missing(x: Tensor, y: Tensor) -> Tensor:
+        raise RuntimeError('no such kernel')
+
+    providers = dict(
+        missing=missing,
+        right=lambda x, y: x * y,
+        output_is_off=lambda x, y: x * y + 0.001 * (x * y).detach(),
+        gradient_is_off=lambda x, y: 1.002 * x * y - 0.002 * x.detach() * y.detach(),
+    )
+    inputs = [torch.randn(50), torch.randn(50)]
+    with pytest.warns(UserWarning, match='missing is left out, error: RuntimeError: no such kernel'):
+        rows = list(measure.errors('op', providers, 'x', inputs, lambda x, y: x * y))
+    found = {(row.provider, row.mode): row.y_50 for row in rows}
+    forward, backward = measure.MODES
+    assert found['right', forward] < 1
+    assert found['right', backward] < 1
+    assert found['output_is_off', forward] == pytest.approx(1000, rel=0.01)
+    assert found['output_is_off', backward] < 1
+    assert found['gradient_is_off', forward] < 1
+    assert found['gradient_is_off', backward] == pytest.approx(2000, rel=0.01)
+    assert len(found) == 6
+
+
+@pytest.mark.parametrize('columns', [2, 4], ids=['points', 'boxes'])
+@pytest.mark.parametrize('distribution', ops.DISTRIBUTIONS)
+def test_samples_lie_where_their_distribution_says(distribution: str, columns: int) -> None:
+    levels = [(16, 20), (8, 10)]
+    inputs, reference = ops.sampler_inputs(levels, 2, 40, columns, 'cpu', distribution=distribution)
+    locations = offset_locations(inputs[3], reference, inputs[1])
+    around = (locations - reference[:, :, None, :, None, :2]) * inputs[1].flip(-1)[:, None]  # in pixels
+    deviation = locations.flatten(0, -2).std(0)
+    if distribution == 'spread':  # as any numbers between 0 and 1
+        assert (deviation - 12**-0.5).abs().max() < 0.01
+    if distribution == 'clustered':
+        image = locations[0].reshape(-1, 2)
+        nearest = torch.cdist(image, image).topk(20, largest=False).values[:, -1]
+        assert nearest.max() < 0.1, 'every sample has neighbours of other queries'
+    if distribution == 'near':
+        assert around.abs().mean() < 3
+    if distribution == 'grid' and columns == 2:
+        assert around.abs().amax(-1).round().unique().tolist() == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match='choose one of near, grid'):
+        ops.sampler_inputs(levels, 1, 3, columns, 'cpu', distribution='star')
 
 
 def test_what_does_not_run_is_left_out_and_said() -> None:

@@ -28,7 +28,10 @@ STAND_INS = Path(__file__).parents[1] / 'stand_ins'
 needs_msda = pytest.mark.skipif(msda.missing() is not None, reason=str(msda.missing()))
 DEVICES = [
     'cpu',
-    pytest.param('cuda', marks=pytest.mark.gpu),
+    pytest.param(
+        'cuda',
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')],
+    ),
     pytest.param('mps', marks=pytest.mark.skipif(not torch.backends.mps.is_available(), reason='needs an Apple GPU')),
 ]
 

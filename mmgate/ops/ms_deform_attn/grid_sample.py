@@ -4,7 +4,7 @@
 
 Layout: the value maps of a level as images (B * H, D, height, width), its locations as grids (B * H, Q, P, 2). No
 operator has to be compiled, but the samples of a level, (B * H, D, Q, P), are in memory. The CPU has to know the sizes
-of the levels, and waits for the GPU to read them.
+of the levels, and waits for the GPU to read them: once a forward pass of a model, see ``levels.py``.
 """
 
 from __future__ import annotations
@@ -13,12 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .levels import numbers_of
+
 
 def why_not(value: Tensor) -> str | None:
     """Return why this backend cannot run on ``value``, or None."""
     if value.is_cuda and torch.are_deterministic_algorithms_enabled():
         return 'its backward pass raises on CUDA while torch.use_deterministic_algorithms is on'
     return None
+
+
+def _numbers(spatial_shapes: Tensor, level_start_index: Tensor) -> tuple[list[list[int]], list[int]]:
+    """Return sizes and starts of the levels."""
+    if isinstance(spatial_shapes, Tensor) and isinstance(level_start_index, Tensor):
+        return numbers_of(spatial_shapes, level_start_index)
+    # An export hands on sizes that are numbers and symbols.
+    return spatial_shapes.tolist(), level_start_index.tolist()
 
 
 def sample(
@@ -37,8 +47,8 @@ def sample(
     grids = (2 * finite - 1).transpose(1, 2).flatten(0, 1)  # (B * H, Q, L, P, 2), -1 and 1 the outer edges
     shares = weights.to(compute).transpose(1, 2).flatten(0, 1)[:, None]  # (B * H, 1, Q, L, P)
     output = maps.new_zeros(batch * heads, dim, queries)
-    starts = level_start_index.tolist()
-    for level, (height, width) in enumerate(spatial_shapes.tolist()):
+    sizes, starts = _numbers(spatial_shapes, level_start_index)
+    for level, (height, width) in enumerate(sizes):
         if not height * width:
             continue
         image = maps[..., starts[level] : starts[level] + height * width].unflatten(-1, (height, width))
