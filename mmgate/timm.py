@@ -1,8 +1,8 @@
 """Make gates of timm's own into ours, and ours into timm's.
 
 timm builds an attention with ``gated=True`` from scratch. Its gate is ``sigmoid(x W + b)`` on every channel of the
-heads, which is :class:`~mmgate.layers.sdpa_gate.SDPAGate` at G1. Made into ours it can be trained alone, saved in a file
-of its own, switched off and removed; made into timm's, the model runs and loads where there is no mmgate.
+heads, which is :class:`~mmgate.layers.sdpa_gate.SDPAGate` at G1. Made into ours it can be trained alone, saved
+alone, switched off and removed. Made into timm's, the model runs and loads where there is no mmgate.
 """
 
 from __future__ import annotations

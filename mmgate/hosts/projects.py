@@ -15,6 +15,7 @@ from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.ops.library import is_exporting
+from mmgate.ops.ms_deform_attn.levels import levels_on
 
 VITDET = 'vitdet.vit.Attention'  # mmdet's projects/ViTDet
 MS_DEFORM_ATTN = 'ms_deform_attn.MSDeformAttn'  # Deformable DETR's, which Mask DINO, ViT-Adapter and rfdetr carry, too
@@ -175,7 +176,7 @@ class GatedMSDeformAttn(GatedProjectAttention):
         value = self.project(input_flatten, input_padding_mask)
         shapes, starts = input_spatial_shapes, input_level_start_index
         if input_spatial_shapes_hw is not None and is_exporting():
-            shapes, starts = levels_of(input_spatial_shapes_hw, query.device)
+            shapes, starts = levels_on(query.device, input_spatial_shapes_hw)
         return self.output_proj(self.attended(query, value, shapes, starts, reference_points))
 
 
@@ -359,7 +360,7 @@ class GatedMSDeformableAttention(GatedProjectAttention):
         elif value.dim() == 3:
             padding = None if value_mask is None else value_mask == 0
             value = self.project(value, padding)
-        shapes, starts = levels_of(value_spatial_shapes, query.device)
+        shapes, starts = levels_on(query.device, value_spatial_shapes)
         scale = getattr(self, 'offset_scale', 0.5)
         output = self.attended(query, value, shapes, starts, reference_points, scale)
         return self.output_proj(output) if hasattr(self, 'output_proj') else output
@@ -389,13 +390,6 @@ class GatedUltralyticsAttention(GatedProjectAttention):
             value_shapes: Height and width of the levels.
             value_mask: ``(B, S)``, True where there is padding.
         """
-        shapes, starts = levels_of(value_shapes, query.device)
+        shapes, starts = levels_on(query.device, value_shapes)
         values = self.project(value, value_mask)
         return self.output_proj(self.attended(query, values, shapes, starts, refer_bbox))
-
-
-def levels_of(shapes: Sequence[Sequence[int]] | Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return shapes ``(L, 2)`` and starts ``(L,)`` of levels side by side, from their heights and widths."""
-    sizes = torch.as_tensor(shapes, dtype=torch.long, device=device)
-    areas = sizes.prod(-1)
-    return sizes, areas.cumsum(0) - areas

@@ -23,6 +23,7 @@ from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import Record, gate_module
 from mmgate.ops.masks import merge_masks
 from mmgate.ops.ms_deform_attn import attention_weights
+from mmgate.ops.ms_deform_attn.levels import levels_on
 
 NAME = 'mmgate'  # of the attention implementation
 DEFORMABLE = {
@@ -268,8 +269,8 @@ class GatedInterfaceAttention(DenseHost):
             tokens = (heads.shape[0], heads.shape[2])
             if x.numel() != tokens[0] * tokens[1] * x.shape[-1]:
                 raise OtherTokensError(
-                    f'{tokens[0]} x {tokens[1]} heads, but {x.numel() // x.shape[-1]} tokens projected by {name}. A gate '
-                    'reads what belongs to each head, so call the model without a cache and without pooled queries'
+                    f'{tokens[0]} x {tokens[1]} heads, but {x.numel() // x.shape[-1]} tokens projected by {name}. '
+                    'A gate reads what belongs to each head, so call the model without a cache and without pooled queries'
                 )
             found.append(x if x.shape[:-1] == tokens else x.reshape(*tokens, x.shape[-1]))
         return found[0], found[1], found[2]
@@ -341,8 +342,8 @@ def attention(
         output = getattr(module, module.gating.notes['output'])
         if finish_output not in output._forward_hooks.values():
             raise ValueError(
-                f'{module.gating.notes["output"]} of {module.gating.name} was replaced after it was gated, and the gate '
-                'acts on what it returns; replace it first and gate then.'
+                f'{module.gating.notes["output"]} of {module.gating.name} was replaced after it was gated, and the '
+                'gate acts on what it returns; replace it first and gate then.'
             )
         output.noted_finish = ([module.gate], query, inputs)  # a list, as a module would become a child
     heads = module.gate.attend(query, key, value, inputs, bias)
@@ -452,9 +453,9 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
             encoder_hidden_states: The levels.
             position_embeddings: Added to the queries.
             reference_points: ``(B, Q, L|1, 2)`` as (x, y), or ``(B, Q, L|1, 4)`` as (x, y, w, h), in 0 to 1.
-            spatial_shapes: ``(L, 2)`` as (height, width).
-            spatial_shapes_list: The same as a list, where there is no tensor.
-            level_start_index: ``(L,)``; of levels side by side by default.
+            spatial_shapes: ``(L, 2)`` as (height, width), if there is no list.
+            spatial_shapes_list: The same as a list.
+            level_start_index: ``(L,)``, if there is no list; of levels side by side by default.
             **kwargs: What layers hand to every attention; not used, as in transformers.
 
         Returns:
@@ -466,8 +467,9 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
             padding = attention_mask if self.mask_is_padding else ~attention_mask
             value = value.masked_fill(padding[..., None], 0.0)
         value = value.unflatten(-1, (self.n_heads, -1))  # (B, S, H, d)
-        if spatial_shapes is None:
-            spatial_shapes = torch.tensor(spatial_shapes_list, device=value.device)
+        if spatial_shapes_list is not None:
+            # As in transformers, the list decides. Tensors are made once for all layers, so that none of them waits.
+            spatial_shapes, level_start_index = levels_on(value.device, spatial_shapes_list)
         if level_start_index is None:
             areas = spatial_shapes.prod(-1)
             level_start_index = areas.cumsum(0) - areas

@@ -1,57 +1,31 @@
-"""timm's vision transformers with gates: whole models, maps with class and register tokens, masks, and timm's own."""
+"""timm's vision transformers with gates: whole models, maps with class and register tokens, masks, windows."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import ROOT
-from gated import anatomy, assert_same_anatomy
+from helpers.gated import anatomy, assert_same_anatomy
 from torch import Tensor, nn
 
-timm = pytest.importorskip('timm', '1.0.30', reason='needs timm: the extra "pretrain"')
+from mmgate._environment import available
 
+if not available('timm'):  # an import may fail in other ways than by absence
+    pytest.skip('needs timm: the extra "pretrain"', allow_module_level=True)
+import timm
+from helpers.timm_models import HEADS, MODELS, PATHS, PLUG, SDPA, C, build
 from timm.layers.attention import Attention
 from timm.models.eva import EvaAttention
+from timm.models.gcvit import WindowAttentionGlobal
 
-from mmgate import gate_parameters, gates_disabled, load_gates, restore_attention, save_gates, swap_attention
+from mmgate import gate_parameters, gates_disabled, restore_attention, swap_attention
 from mmgate.analysis.probes.recording import class_tokens, record
+from mmgate.hosts.timm import BY_IMAGE, shares_by_image
 from mmgate.layers.base.gate import Gate
-from mmgate.timm import gates_from_timm, gates_to_timm
-
-C, HEADS = 32, 4
-SMALL = dict(embed_dim=C, depth=2, num_heads=HEADS, num_classes=5)
-PLUG = dict(type='PLuGMultiheadAttention')
-SDPA = dict(type='SDPAGatedMultiheadAttention', init='identity', act='silu')
-SWIN = dict(img_size=64, embed_dim=16, depths=(2, 2), num_heads=(2, 4), window_size=4, num_classes=5)
-# by name, a model of timm's, its options, and the side of its images
-MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
-    'vit': ('vit_tiny_patch16_224', dict(SMALL, img_size=64), 64),
-    'deit': ('deit_tiny_distilled_patch16_224', dict(SMALL, img_size=64), 64),
-    'dinov2': ('vit_small_patch14_reg4_dinov2', dict(SMALL, img_size=56), 56),
-    'siglip': ('vit_base_patch16_siglip_224', dict(SMALL, img_size=64), 64),
-    'dinov3': ('vit_small_patch16_dinov3', dict(SMALL, img_size=64), 64),
-    'eva02': ('eva02_tiny_patch14_224', dict(SMALL, img_size=56), 56),
-    'swin': ('swin_tiny_patch4_window7_224', SWIN, 64),
-}
-PATHS = dict.fromkeys(MODELS, 'blocks.*.attn') | dict(swin='layers.*.blocks.*.attn')
-
-
-def build(name: str, **options: Any) -> tuple[Any, Tensor]:
-    """Return a small model, moved off its start, and two images."""
-    torch.manual_seed(0)
-    called, small, side = MODELS[name]
-    model = timm.create_model(called, **{**small, **options}).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        for key, parameter in model.named_parameters():
-            if 'gamma' in key:  # the scale of a layer, which starts near 0
-                parameter.fill_(1.0)
-    return model, torch.randn(2, 3, side, side)
 
 
 @pytest.mark.parametrize('rule', [PLUG, SDPA], ids=['plug', 'sdpa'])
@@ -153,78 +127,6 @@ def test_heads_of_another_width() -> None:
         swap_attention(model, dict(type='SAGAAttention', path='attn', map_size=(3, 3), class_token=False))
 
 
-def own(name: str) -> tuple[Any, Tensor]:
-    """Return a model whose attentions timm builds with a gate."""
-    model, images = build(name)
-    for block in model.blocks:
-        attn = block.attn
-        state = attn.state_dict()
-        options: dict[str, Any] = dict(qkv_bias=any(key in state for key in ('qkv.bias', 'q_bias', 'q_proj.bias')))
-        if isinstance(attn, EvaAttention):
-            options.update(num_prefix_tokens=attn.num_prefix_tokens, rotate_half=attn.rotate_half, scale_norm=False)
-            options.update(qkv_fused=attn.qkv is not None)
-        block.attn = type(attn)(C, HEADS, gated=True, **options).eval()
-        assert not block.attn.load_state_dict(state, strict=False).unexpected_keys
-    return model, images
-
-
-@pytest.mark.parametrize('name', ['vit', 'dinov3', 'eva02'])
-def test_gates_of_timms_become_ours_and_back(name: str, tmp_path: Any) -> None:
-    """The model computes the same each time, and a file of our gates fits a model without any."""
-    model, images = own(name)
-    expected, before = model(images), copy.deepcopy(model.state_dict())
-    with pytest.raises(ValueError, match=r'one of timm.s; mmgate.timm.gates_from_timm\(model\) makes it one of ours'):
-        swap_attention(model, dict(PLUG, path=PATHS[name]))
-    names = gates_from_timm(model)
-    assert names == ['blocks.0.attn', 'blocks.1.attn']
-    torch.testing.assert_close(model(images), expected, rtol=1e-5, atol=1e-5)
-    save_gates(model, tmp_path / 'gates.safetensors')
-    with gates_disabled(model):
-        assert not torch.allclose(model(images), expected, atol=1e-3)
-    other, _ = build(name)
-    load_gates(other, tmp_path / 'gates.safetensors')
-    torch.testing.assert_close(other(images), expected, rtol=1e-5, atol=1e-5)
-    assert gates_to_timm(model) == names
-    assert torch.equal(model(images), expected)
-    after = model.state_dict()
-    assert list(after) == list(before) and all(torch.equal(after[key], value) for key, value in before.items())
-    assert not list(gate_parameters(model)) and type(model.blocks[0].attn).__module__.startswith('timm.')
-
-
-def test_a_checkpoint_of_timms_gates_loads_into_ours() -> None:
-    model, images = own('vit')
-    gated, _ = build('vit')
-    swap_attention(gated, dict(type='SDPAGatedMultiheadAttention', path=PATHS['vit']))
-    keys = gated.load_state_dict(model.state_dict(), strict=False)
-    assert not keys.unexpected_keys and not keys.missing_keys
-    torch.testing.assert_close(gated(images), model(images), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize('options, words', [
-    (dict(type='PLuGMultiheadAttention'), 'it is a PLuGGate'),
-    (dict(type='SDPAGatedMultiheadAttention', position='G2'), "position='G2'"),
-    (dict(type='SDPAGatedMultiheadAttention', granularity='headwise'), "granularity='headwise'"),
-    (dict(type='SDPAGatedMultiheadAttention', init='identity', scale=2.0), 'scale=2.0'),
-])  # fmt: skip
-def test_other_gates_are_not_timms(options: dict[str, Any], words: str) -> None:
-    model, _ = build('vit')
-    with pytest.raises(ValueError, match='has no gate of mmgate'):
-        gates_to_timm(model)
-    with pytest.raises(ValueError, match='built with gated=True'):
-        gates_from_timm(model)
-    swap_attention(model, dict(options, path=PATHS['vit']))
-    with pytest.raises(ValueError, match=f'gate of blocks.0.attn is not one of timm: {words}'):
-        gates_to_timm(model)
-    assert restore_attention(model)
-
-
-def test_a_norm_between_heads_and_gate_is_refused() -> None:
-    model, _ = build('vit', scale_attn_norm=True)
-    swap_attention(model, dict(type='SDPAGatedMultiheadAttention', path=PATHS['vit']))
-    with pytest.raises(ValueError, match='normalises its heads'):
-        gates_to_timm(model)
-
-
 def test_attention_is_read_before_and_after() -> None:
     for name in ('dinov2', 'dinov3', 'swin'):
         model, images = build(name)
@@ -263,3 +165,33 @@ def test_a_segmentor_with_dinov2_of_timms() -> None:
     gated = model(images)
     assert len(restore_attention(model)) == 4 and gated.shape[:2] == (1, 150)
     torch.testing.assert_close(model(images), gated, rtol=1e-4, atol=1e-4)
+
+
+def by_batch(self: Any, x: Tensor, q_global: Tensor) -> Tensor:
+    """Attend as timm up to 1.0.29, which hands the global queries out by batch."""
+    key, value = self.qkv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+    query = q_global.repeat(len(x) // len(q_global), 1, 1, 1).reshape(*x.shape[:2], self.num_heads, -1).transpose(1, 2)
+    weights = self.rel_pos(query * self.scale @ key.transpose(-1, -2)).softmax(-1)
+    return self.proj((weights @ value).transpose(1, 2).flatten(2))
+
+
+def by_image(self: Any, x: Tensor, q_global: Tensor) -> Tensor:
+    """Attend as timm since."""
+    return by_batch(self, x, q_global.repeat_interleave(len(x) // len(q_global), dim=0))
+
+
+@pytest.mark.parametrize('forward', [by_batch, by_image])
+def test_global_queries_are_shared_as_the_host_does(forward: Callable[..., Tensor], monkeypatch: Any) -> None:
+    """Of two images in three windows each."""
+    monkeypatch.setattr(WindowAttentionGlobal, 'forward', forward)
+    monkeypatch.setattr('mmgate.hosts.timm.BY_IMAGE', shares_by_image(forward))
+    model: Any = nn.ModuleDict(dict(attn=WindowAttentionGlobal(C, HEADS, (2, 2)))).double()
+    x, queries = torch.randn(6, 4, C, dtype=torch.float64), torch.randn(2, 2, 2, C, dtype=torch.float64)
+    expected = model['attn'](x, queries)
+    swap_attention(model, dict(PLUG, path='attn'))
+    torch.testing.assert_close(model['attn'](x, queries), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_this_timm_is_told_apart() -> None:
+    known = [int(part) for part in timm.__version__.split('.')[:3]]
+    assert known[0] != 1 or known == [1, 0, 30] or (known > [1, 0, 29]) == BY_IMAGE

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
 import transformers
-from interface_models import HEADS, NAMES, REFUSED, ROTATED, TOKENS, C, build, feed, first, kind_of
+from helpers.interface_models import HEADS, NAMES, REFUSED, ROTATED, TOKENS, C, build, feed, first, kind_of
 from transformers import PretrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
