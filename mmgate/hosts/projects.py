@@ -14,7 +14,6 @@ from mmgate.hosts.table import adapts, full_name
 from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import Gate, Sizes
-from mmgate.ops.library import is_exporting
 from mmgate.ops.ms_deform_attn.levels import levels_on
 
 VITDET = 'vitdet.vit.Attention'  # mmdet's projects/ViTDet
@@ -170,12 +169,11 @@ class GatedMSDeformAttn(GatedProjectAttention):
             input_spatial_shapes: ``(L, 2)`` as (height, width), integer.
             input_level_start_index: ``(L,)``, integer.
             input_padding_mask: ``(B, S)``, True where there is padding.
-            input_spatial_shapes_hw: The shapes as numbers, which rfdetr hands in for its exports; then they are the
-                ones that are used.
+            input_spatial_shapes_hw: The shapes as numbers, which rfdetr hands in; then they are the ones that are used.
         """
         value = self.project(input_flatten, input_padding_mask)
         shapes, starts = input_spatial_shapes, input_level_start_index
-        if input_spatial_shapes_hw is not None and is_exporting():
+        if input_spatial_shapes_hw is not None:  # which no device has to be waited for, and which exports can trace
             shapes, starts = levels_on(query.device, input_spatial_shapes_hw)
         return self.output_proj(self.attended(query, value, shapes, starts, reference_points))
 

@@ -270,7 +270,8 @@ class GatedInterfaceAttention(DenseHost):
             if x.numel() != tokens[0] * tokens[1] * x.shape[-1]:
                 raise OtherTokensError(
                     f'{tokens[0]} x {tokens[1]} heads, but {x.numel() // x.shape[-1]} tokens projected by {name}. '
-                    'A gate reads what belongs to each head, so call the model without a cache and without pooled queries'
+                    'A gate reads what belongs to each head, so call the model without a cache and without pooled '
+                    'queries'
                 )
             found.append(x if x.shape[:-1] == tokens else x.reshape(*tokens, x.shape[-1]))
         return found[0], found[1], found[2]
