@@ -109,7 +109,6 @@ TESTED_BY = {
     'test_train/test_data_check_hook.py': ('datasets/data_check_hook.py',),
     'test_transformers/test_from_pretrained.py': ('transformers.py',),
     'test_transformers/test_hosts_of_transformers.py': ('hosts/transformers.py',),
-    'test_transformers/test_pattern.py': ('hosts/interface.py',),
     'test_transformers/test_readings.py': ('analysis/figures/sampling.py',),
 }
 

@@ -26,7 +26,7 @@ MOVES = {
     *('unbind', 'chunk', 'split', 'tensor_split', 'cat', 'concat', 'stack', 'expand', 'clone', 'to', 'type_as'),
     *('tuple', 'list', 'zip', 'getattr', 'int', 'len'),
 }
-SIZES = {'shape', 'size', 'dim', 'ndim', 'numel', 'device', 'dtype', 'T_'}
+SIZES = {'shape', 'size', 'dim', 'ndim', 'numel', 'device', 'dtype'}
 
 Origin = tuple[str, str]  # what a value comes from: ('projection' | 'child' | 'function' | 'argument' | 'heads', name)
 
@@ -64,7 +64,8 @@ class Reading:
 @cache
 def goes_through_interface(kind: type[nn.Module]) -> bool:
     """Return whether the forward of a class names transformers' attention functions."""
-    code = getattr(inspect.unwrap(kind.forward), '__code__', None)
+    forward = getattr(kind, 'forward', None)  # a scripted module's class has none
+    code = None if forward is None else getattr(inspect.unwrap(forward), '__code__', None)
     return code is not None and INTERFACE in code.co_names
 
 

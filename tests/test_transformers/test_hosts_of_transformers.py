@@ -16,7 +16,6 @@ from torch import nn
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
 from helpers.hub_models import DEFORMABLE, DENSE, build, feed, largest_difference, moved, outputs
-
 from transformers import PretrainedConfig
 
 import mmgate
