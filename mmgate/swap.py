@@ -15,9 +15,17 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.hosts import adapter_for, gates_for, hosts_of
 from mmgate.hosts.map_size import map_options
-from mmgate.hosts.table import Adapter, full_name, gate_of_type, host_names, options_of, registered_gates
+from mmgate.hosts.table import (
+    Adapter,
+    full_name,
+    gate_of_type,
+    held_attention,
+    host_names,
+    options_of,
+    registered_gates,
+)
+from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.hosts.vits import is_in_vit
-from mmgate.layers.base.dense import DenseHost
 from mmgate.layers.base.gate import Gate, draw_gate, random_stream
 from mmgate.layers.base.gated import GatedModule, Record, gate_module, gated_modules, host_class, record_of
 from mmgate.registry import MODELS
@@ -32,16 +40,18 @@ class Chosen:
     """A module that a rule has chosen, with the gate made for it.
 
     Attributes:
-        name: The module's name in the model.
-        host: The module.
-        adapter: Of the host's family.
-        gate: Made for the host, not yet in it.
+        name: The name in the model of the module that is gated.
+        host: The module that is gated.
+        adapter: The adapter of the host's family.
+        gate: The gate, made for the host and not yet in it.
+        child: The path to the host from the module that the rule chose; empty if the rule chose the host itself.
     """
 
     name: str
     host: nn.Module
     adapter: Adapter
     gate: nn.Module
+    child: str = ''
 
 
 def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
@@ -98,13 +108,11 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     kept = [dict(rule) for rule in listed]
     for made in {id(made.host): made for made in chosen.values()}.values():
         number = rule_of[id(made.host)]
-        record = Record(made.adapter, type(made.host), made.name, kept[number], first + number)
+        record = Record(made.adapter, type(made.host), made.name, kept[number], first + number, made.child)
         gate_module(made.host, made.adapter, made.gate, record)
         gated: Any = made.host
         gated.placed(model)
-    for encoder in (module for module in model.modules() if isinstance(module, nn.TransformerEncoder)):
-        if any(isinstance(part, DenseHost) for part in encoder.modules()):
-            encoder.use_nested_tensor = False  # decided for its own attention, when it was built
+    switch_nested_tensors(model)
     initialise_gates_last(model)
     return list(chosen)
 
@@ -116,16 +124,40 @@ def path_regex(pattern: str) -> re.Pattern[str]:
 
 
 def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of every attention in ``model``: what is gated, what a gate fits, or what is called so."""
+    """Yield name and module of every attention in ``model``: gated, of a class that a gate fits, or called so.
+
+    A module that holds the attention in which its gates lie, as mmcv's ``MultiheadAttention`` does, and that attention
+    are one. The name is the one that a rule takes, or took.
+    """
+    held: set[str] = set()
     for name, module in model.named_modules(remove_duplicate=False):
         called_so = re.search(r'Attention$|Attn$|MSA$', type(module).__name__)
-        if called_so or isinstance(module, GatedModule) or gates_for(module):
-            yield name, module
+        if name in held or not (called_so or isinstance(module, GatedModule) or gates_for(module)):
+            continue
+        inside = dict(held_attention(module))
+        if any(_was_chosen(part) for part in inside.values()):
+            continue
+        fits = bool(dict(held_attention(module, exactly=True)))
+        held.update(
+            f'{name}.{child}'.lstrip('.') for child, part in inside.items() if fits or isinstance(part, GatedModule)
+        )
+        yield name, module
 
 
-def names_of_gates(module: GatedModule) -> str:
-    """Return the names of the gates' classes in a gated module, side by side."""
-    return ', '.join(dict.fromkeys(type(gate).__name__ for gate in module.gates()))
+def names_of_gates(attention: nn.Module) -> str:
+    """Return the names of the classes of an attention's gates, side by side; empty if it is vanilla.
+
+    Args:
+        attention: A gated module, or the module around it that a rule has chosen.
+    """
+    gated = [part for part in (attention, *dict(held_attention(attention)).values()) if isinstance(part, GatedModule)]
+    return ', '.join(dict.fromkeys(type(gate).__name__ for gate in (gated[0].gates() if gated else ())))
+
+
+def _was_chosen(module: nn.Module) -> bool:
+    """Return whether a rule chose a gated module by its name, not by that of the module around it."""
+    record = record_of(module)
+    return record is not None and not record.child
 
 
 def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
@@ -247,7 +279,7 @@ def _made(
             if isinstance(part, Gate):
                 part.in_vit = in_vit
                 draw_gate(f'{path}.{inner}', part)
-        built[id(host)] = Chosen(path, host, adapter, gate)
+        built[id(host)] = Chosen(path, host, adapter, gate, child)
     return built[id(host)]
 
 
@@ -304,15 +336,13 @@ def _check_options(kind: type, options: Mapping[str, Any], where: str) -> None:
 
 
 def _inventory(model: nn.Module) -> str:
+    """Return a line for each attention of a model: its name, its class, and its gate or the gates that fit."""
     lines = []
-    outer = ''
     for name, module in attention_modules(model):
-        if outer and name.startswith(f'{outer}.'):
-            continue  # mmcv's wrapper is to be named, not the module in it
-        fits = ', '.join(kind.__name__ for kind in gates_for(module))
-        outer = name if fits else ''
-        has = f'gated by {names_of_gates(module)}' if isinstance(module, GatedModule) else f'fits: {fits or "none"}'
-        lines.append(f'  {name}: {full_name(host_class(module))}, {has}')
+        gates = names_of_gates(module)
+        fits = ', '.join(kind.__name__ for kind in gates_for(module)) or 'none'
+        state = f'gated by {gates}' if gates else f'fits: {fits}'
+        lines.append(f'  {name}: {full_name(host_class(module))}, {state}')
     if not lines:
         return f'{type(model).__name__} has no attention modules.'
     return '\n'.join([f'The attention modules of {type(model).__name__} are', *lines])

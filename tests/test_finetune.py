@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,7 @@ class Layer(nn.Module):
 
 
 PLUG = dict(path='*.attn', type='mmgate.PLuGMultiheadAttention')
+SIZES = dict(embed_dims=16, num_heads=2)
 
 
 def layers(rules: Any = PLUG, dropout: float = 0.0) -> nn.Module:
@@ -307,6 +309,42 @@ def test_gates_in_frozen_stages_train() -> None:
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+REDUCED_HOSTS = {
+    'PVT': ('mmdet.models.backbones.pvt.SpatialReductionAttention', dict(sr_ratio=2), {'sr', 'norm'}),
+    'MiT': ('mmseg.models.backbones.mit.EfficientMultiheadAttention', dict(sr_ratio=2), {'sr', 'norm'}),
+    'Twins': ('mmseg.models.backbones.twins.GlobalSubsampledAttention', dict(sr_ratio=2), {'sr', 'norm'}),
+    'mmcv': ('mmcv.cnn.bricks.transformer.MultiheadAttention', {}, set()),
+}
+
+
+@pytest.mark.parametrize('host', REDUCED_HOSTS)
+def test_a_dense_gate_in_a_child_follows_the_name_that_the_rule_chose(host: str) -> None:
+    """What trains with 'attention', what drops, what comes off and what a later rule meets is the whole attention."""
+    name, options, beside = REDUCED_HOSTS[host]
+    module, _, kind = name.rpartition('.')
+    dropout = dict(type='Dropout', drop_prob=0.5)
+    attention = getattr(import_module(module), kind)(16, 2, 0.5, 0.5, dropout_layer=dropout, **options)
+    model = nn.ModuleDict(dict(block=nn.ModuleDict(dict(attn=attention)), mlp=nn.Sequential(nn.Linear(2, 2))))
+    rule = dict(path='block.attn', type='mmgate.PLuGMultiheadAttention')
+    assert mmgate.swap_attention(model, rule) == ['block.attn']
+    own = [f'block.attn.{part}' for part, _ in attention.named_parameters()]
+    assert set(mmgate.train_only_gates(model, 'attention')) == set(own)
+    assert {part.split('.')[2] for part in own} == {'attn', *beside}
+    model.train()
+    dropouts = [part for part in attention.modules() if isinstance(part, nn.Dropout)]
+    assert len(dropouts) == 2 and all(part.training for part in dropouts)
+    copied = copy.deepcopy(nn.ModuleDict(dict(outer=model)))  # a copy inside another model has longer names
+    assert set(mmgate.train_only_gates(copied, 'attention')) == {f'outer.{part}' for part in own}
+    assert mmgate.restore_attention(copied['outer']) == mmgate.restore_attention(model) == ['block.attn']
+    assert mmgate.swap_attention(model, dict(rule, path='block.attn.attn')) == ['block.attn.attn']
+    assert mmgate.restore_attention(model) == ['block.attn.attn']
+
+
+def test_attention_of_a_type_with_a_gate_trains_as_a_whole() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), MODELS.build(dict(type='mmgate.PLuGMultiheadAttention', **SIZES)))
+    assert set(mmgate.train_only_gates(model, 'attention')) == {f'1.{name}' for name, _ in model[1].named_parameters()}
+
+
 def test_dropout_works_in_a_gate_inside_an_attention() -> None:
     from mmcv.cnn.bricks.transformer import MultiheadAttention
 
@@ -339,6 +377,24 @@ def test_trained_tensors_are_forgotten_with_the_gates(tmp_path: Path) -> None:
         other.load_state_dict(plain.state_dict(), strict=False)
         state = other.state_dict()
         assert all(torch.equal(state[name], tensor) for name, tensor in plain.state_dict().items())
+
+
+def test_a_gated_checkpoint_of_mmgate_01_fills_all_after_a_file(tmp_path: Path) -> None:
+    """Its gates lay beside the projections; it is no vanilla checkpoint, beside which trained tensors would stay."""
+    model, file = layers(), tmp_path / 'g.safetensors'
+    mmgate.train_only_gates(model, 'attention')
+    mmgate.save_gates(model, file)
+    later = layers()
+    for parameter in later.parameters():
+        parameter.data += 1
+    state = later.state_dict()
+    former = {name.replace('.gate.', '.'): tensor for name, tensor in state.items()}
+    assert former.keys() != state.keys()
+    other = layers(())
+    mmgate.load_gates(other, file)
+    for loaded in (copy.deepcopy(other), other):
+        loaded.load_state_dict(former)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())
 
 
 @pytest.mark.parametrize('wrap', [nn.DataParallel, lambda model: model], ids=['wrapped', 'part'])

@@ -118,7 +118,7 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     except (RuntimeError, TypeError, ValueError) as error:
         restore(added)
         raise ConfigError(f'the gates of {path} do not fit: {error}') from error
-    hook = model._register_load_state_dict_pre_hook(partial(_meet_checkpoint, path, content))
+    hook = model._register_load_state_dict_pre_hook(partial(_meet_checkpoint, path, content), with_module=True)
     vars(model).update(gates_file=os.fspath(path), gates_file_hook=hook)
     if content.also:
         initialise_gates_last(model)
@@ -176,9 +176,13 @@ def _fill(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         raise ConfigError(f'the model has no {", ".join(unknown[:3])}')
 
 
-def _meet_checkpoint(path: Any, content: GatesFile, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _meet_checkpoint(
+    path: Any, content: GatesFile, model: nn.Module, state: dict[str, Any], prefix: str, *_: Any
+) -> None:
     """Let a vanilla checkpoint leave alone what was trained beside the gates; one of the gated model fills all."""
     here = {key.removeprefix(prefix): key for key in state if key.startswith(prefix)}
-    if here.keys().isdisjoint(content.gates):
-        content.warn_of_other_values(path, {name: state[key] for name, key in here.items()})
-        state.update({here[name]: tensor for name, tensor in content.also.items() if name in here})
+    former = here.keys() - model.state_dict().keys()  # of mmgate 0.1, perhaps
+    if not {*here, *(current_key(model, name) for name in former)}.isdisjoint(content.gates):
+        return
+    content.warn_of_other_values(path, {name: state[key] for name, key in here.items()})
+    state.update({here[name]: tensor for name, tensor in content.also.items() if name in here})

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.layers.base.gated import gated_modules, remove_gate, switched_off
 from mmgate.starts import own_gated_modules
 
@@ -31,8 +32,12 @@ def gates_disabled(model: nn.Module) -> Iterator[None]:
     Attention with a gate that no rule put there stays. A mode that the model is given meanwhile is the gates', too,
     afterwards; another device or dtype is to be given before or after.
     """
-    with switched_off(*(module for _, module in gated_modules(model))):
-        yield
+    try:
+        with switched_off(*(module for _, module in gated_modules(model))):
+            switch_nested_tensors(model)
+            yield
+    finally:
+        switch_nested_tensors(model)
 
 
 def restore(modules: Mapping[str, nn.Module]) -> list[str]:
@@ -43,11 +48,14 @@ def restore(modules: Mapping[str, nn.Module]) -> list[str]:
         forget_trained(module)
     names = []
     for prefix, gated in own.items():
-        names += [f'{prefix}.{module.gating.name}'.lstrip('.') for module in gated]
         for module in gated:
+            record = module.gating
+            names.append(f'{prefix}.{record.chosen_name(record.name)}'.lstrip('.'))
             remove_gate(module)
-        for name in SWAPPED if gated else ():
-            vars(modules[prefix]).pop(name, None)
+        switch_nested_tensors(modules[prefix])
+        if gated:
+            for name in SWAPPED:
+                vars(modules[prefix]).pop(name, None)
     return names
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from mmgate._environment import log
 from mmgate.errors import ConfigError
+from mmgate.layers.base.dense import GatedMultiheadAttention
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gate import gate_parameters as named_gate_parameters
 from mmgate.layers.base.gated import GatedModule, gated_modules
@@ -59,7 +60,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     if train != 'all':
         chosen = {id(parameter) for parameter in gates.values()}
         if train == 'attention':
-            chosen |= {id(parameter) for _, module in gated_modules(model) for parameter in module.parameters()}
+            chosen |= {id(parameter) for module in _gated_attention(model) for parameter in module.parameters()}
         frozen = [name for name, p in model.named_parameters() if id(p) not in chosen and p.requires_grad]
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
@@ -112,8 +113,8 @@ def _set_mode(model: Any, mode: bool = True) -> nn.Module:
     for parameter in gate_parameters(model).values():  # backbones freeze stages, gates included, with every mode
         parameter.requires_grad_(True)
     if mode:
-        gates = [module for module in model.modules() if isinstance(module, (Gate, GatedModule))]
-        gated = {id(part) for gate in gates for part in gate.modules()}
+        gates = [module for module in model.modules() if isinstance(module, Gate)]
+        gated = {id(part) for module in (*_gated_attention(model), *gates) for part in module.modules()}
         for module in model.modules():
             # heads and detectors ask for the mode to know whether they train; what drops and what counts are leaves,
             # and attention that drops by a function
@@ -122,3 +123,9 @@ def _set_mode(model: Any, mode: bool = True) -> nn.Module:
             if (drops and id(module) not in gated) or getattr(module, 'running_mean', None) is not None:
                 module.training = False  # its own, not that of a gate inside
     return model
+
+
+def _gated_attention(model: nn.Module) -> list[nn.Module]:
+    """Return the attention modules that rules have chosen to gate, and those of a class that has a gate by itself."""
+    chosen = [model.get_submodule(module.gating.chosen_name(name)) for name, module in gated_modules(model)]
+    return [*chosen, *(part for part in model.modules() if isinstance(part, (GatedModule, GatedMultiheadAttention)))]

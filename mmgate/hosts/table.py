@@ -12,7 +12,7 @@ from torch import nn
 
 from mmgate._environment import log, why_not
 from mmgate.layers.base.gate import Gate
-from mmgate.layers.base.gated import GatedModule
+from mmgate.layers.base.gated import GatedModule, host_class
 from mmgate.registry import MODELS
 
 Host = type[nn.Module] | str
@@ -94,6 +94,26 @@ def adapter_for(kind: type, host: nn.Module) -> tuple[Adapter, str] | None:
         inner = adapter_for(kind, host.get_submodule(entry.child))
         return None if inner is None else (inner[0], f'{entry.child}.{inner[1]}'.rstrip('.'))
     return None if entry is None else (entry, '')
+
+
+def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and module of the attention in ``host`` that gates go into instead of the host.
+
+    Args:
+        host: A module, gated or not.
+        exactly: Whether instances of a subclass of a known class do not count. Gates do not fit them, but mmgate's own
+            attentions derive from mmcv's.
+    """
+    vanilla = host_class(host)
+    children = dict(host.named_children())
+    found: dict[str, nn.Module] = {}
+    for (kind, known), entry in _ADAPTERS.items():
+        if not isinstance(entry, Inside) or entry.child not in children:
+            continue
+        derived = inspect.isclass(known) and isinstance(host, known) and not exactly
+        if derived or _adapter(kind, vanilla) == entry:
+            found[entry.child] = children[entry.child]
+    yield from found.items()
 
 
 def gates_for(host: nn.Module) -> list[type]:

@@ -7,9 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmgate.hosts.table import adapts, adapts_inside
-from mmgate.layers.base.dense import DenseGate, GatedTorchAttention
+from mmgate.layers.base.dense import DenseGate, DenseHost, GatedTorchAttention
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
+
+VANILLA_CHOICE = 'use_nested_tensor_without_gates'  # of torch's TransformerEncoder, while it is gated
 
 adapts(DenseGate, nn.MultiheadAttention)(GatedTorchAttention)
 
@@ -46,6 +48,25 @@ class GatedReducedAttention(MapHost):
     def forward(self, x: Tensor, hw_shape: Size, identity: Tensor | None = None) -> Tensor:
         """Attend over ``(B, N, C)`` tokens of a map of ``hw_shape``, and add ``identity`` if it is given."""
         return self.attend(x, hw_shape, identity)
+
+
+def switch_nested_tensors(model: nn.Module) -> None:
+    """Let torch's encoders hand on nested tensors where none of their attentions is gated, as it was before.
+
+    ``TransformerEncoder`` packs padded sequences into nested tensors, which gated attention does not take. It decides on
+    this when it is built.
+
+    Args:
+        model: A model whose gates have been switched on or off.
+    """
+    for encoder in model.modules():
+        if not isinstance(encoder, nn.TransformerEncoder):
+            continue
+        if any(isinstance(part, DenseHost) for part in encoder.modules()):
+            vars(encoder).setdefault(VANILLA_CHOICE, encoder.use_nested_tensor)
+            encoder.use_nested_tensor = False
+        elif VANILLA_CHOICE in vars(encoder):
+            encoder.use_nested_tensor = vars(encoder).pop(VANILLA_CHOICE)
 
 
 def adapt_reduced(*hosts: type[nn.Module]) -> None:

@@ -16,6 +16,7 @@ from mmgate.analysis.figures.gates import _apart, draw_gates
 from mmgate.analysis.figures.style import layer_labels
 from mmgate.analysis.hooks import GateStatisticsHook
 from mmgate.analysis.probes.gates import gate_statistics, mean_maps
+from mmgate.layers import SDPAGate
 
 HEADS, TOKENS = 2, 6
 PLUG, SDPA = dict(type='PLuGMultiheadAttention'), dict(type='SDPAGatedMultiheadAttention')
@@ -110,6 +111,23 @@ def test_a_picture_has_every_layer_of_every_kind(tmp_path: Path, monkeypatch: py
     names = [label.get_text() for label in rows[3].get_yticklabels()]
     assert names == [f'0.{long}', '1', f'2.{long}', '3', '4']
     assert [label.get_text() for label in rows[1].get_yticklabels()] == ['1', '3']
+
+
+class HalfGate(SDPAGate):
+    """A user's gate, which changes nothing at another value than those here."""
+
+    def unchanged_value(self, name: str) -> float | None:
+        return 0.5
+
+
+def test_a_gate_declares_the_value_that_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gates = gate_statistics(*gated(dict(type=HalfGate)))
+    assert [gate.unchanged for gate in gates] == [0.5, 0.5]
+    assert all(gate.row()['moved'] == gate.statistics.distance > 0 for gate in gates)
+    notes: list[str] = []
+    monkeypatch.setattr('mmgate.analysis.figures.style.legend', lambda figure, note: notes.append(note))
+    draw_gates([('half', gates)], tmp_path / 'x.png')
+    assert notes[0].startswith('A gate of 0.5 leaves attention unchanged.')
 
 
 class Runner(SimpleNamespace):

@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from conftest import assert_same, filled, half_on_cpu, values_and_gradients
 from families import HEADS, MAP, C
 from published import agent_attention as published_agent_attention
+from mmdet.models.backbones.pvt import SpatialReductionAttention
 from torch import nn
 
+from mmgate import gate_parameters, swap_attention
+from mmgate.errors import ConfigError
 from mmgate.layers import AgentAttention, CrossWindowAttention, SAGAAttention
 from mmgate.ops.agent_attention import agent_attention_reference, interpolation_matrix
 from mmgate.ops.gated_linear_attention import gated_linear_attention, gated_linear_attention_reference
@@ -55,6 +58,27 @@ def test_agent_layer_is_the_published_one(agent_num: int, hw_shape: tuple[int, i
     actual = values_and_gradients(lambda x: layer(x, hw_shape), [x], [0])
     actual |= {name: p.grad for name, p in layer.named_parameters()}
     assert_same(actual, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_cross_windows_go_into_another_host_by_a_rule() -> None:
+    """And compute there what the layer computes; a checkpoint may have their convolutions beside the projections."""
+    model = nn.ModuleDict(dict(attn=SpatialReductionAttention(12, 2, sr_ratio=2)))
+    swap_attention(model, dict(path='attn', type='CrossWindowAttention', split=2))
+    layer = filled(CrossWindowAttention(12, 2, split=2), 0.5).eval()
+    state = {f'attn.{name}': tensor for name, tensor in layer.state_dict().items()}
+    model.eval().load_state_dict(state)
+    x = torch.randn(2, 15, 12)
+    torch.testing.assert_close(model['attn'](x, (3, 5)), layer(x, (3, 5)))
+    assert list(gate_parameters(model)) == [
+        f'attn.gate.lepe.{branch}.{part}' for branch in (0, 1) for part in ('weight', 'bias')
+    ]
+    for path, options, message in (
+        ('odd', {}, 'num_heads=3 must be even'),
+        ('even', dict(class_token=True), 'no class token: it would lie in no stripe'),
+    ):
+        hosts = nn.ModuleDict(dict(odd=SpatialReductionAttention(12, 3), even=SpatialReductionAttention(12, 2)))
+        with pytest.raises(ConfigError, match=message):
+            swap_attention(hosts, dict(path=path, type='CrossWindowAttention', **options))
 
 
 def test_wrong_maps_and_heads() -> None:

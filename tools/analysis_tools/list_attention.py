@@ -21,8 +21,6 @@ def main(argv: list[str]) -> None:
         sizes = ', '.join(f'{name}={size}' for name, size in attention.sizes.items())
         if attention.gate:
             gates = f'gated by {attention.gate}'
-        elif attention.inside:
-            gates = f'use {attention.inside}'
         else:
             gates = ', '.join(attention.gates) or '-'
         rows.append((attention.path, attention.kind, sizes, gates))

@@ -144,6 +144,10 @@ class Gate(nn.Module):
         """
         raise TypeError(f'{type(self).__name__} does not say how its gate is read.')
 
+    def unchanged_value(self, name: str) -> float | None:
+        """Return the value of the gate called ``name`` at which attention is as without it; None if there is none."""
+        return None
+
     def prepare_count(self) -> None:
         """Leave out, for good, what a count of multiply-accumulates leaves out; a copy of a model is counted."""
 
