@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
@@ -140,6 +141,43 @@ def test_training_modes(host: str, head: str) -> None:
     mmgate.train_only_gates(model, 'all')
     model.train()
     assert all(p.requires_grad for p in model.parameters()) and all(module.training for module in model.modules())
+
+
+class Normed(nn.Module):
+    """Parts with norms, and a head without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+        self.neck = nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16))
+        self.layer = Layer()
+        self.head = nn.Linear(16, 1)
+
+
+@pytest.mark.parametrize('filled', ['nothing', 'neck', 'backbone and neck', 'afterwards'])
+@pytest.mark.parametrize('mode', ['gates', 'attention', 'all'])
+def test_gates_beside_random_weights_are_warned_of_once(
+    mode: str, filled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When training begins, by the norms, which no training leaves at 1; whatever loaded the weights before."""
+    said: list[str] = []
+    monkeypatch.setattr('mmgate.finetune.training.log', lambda text, *level: said.append(text))
+    model = Normed()
+    trained = copy.deepcopy(model)
+    for part in ('backbone', 'neck'):
+        trained.get_submodule(part)[1].weight.data += 0.1
+        if part in filled:
+            model.get_submodule(part).load_state_dict(trained.get_submodule(part).state_dict())
+    mmgate.swap_attention(model, dict(path='layer.attn', type='mmgate.PLuGMultiheadAttention'))
+    mmgate.train_only_gates(model, mode)
+    if filled == 'afterwards':
+        model.load_state_dict(trained.state_dict(), strict=False)
+    model.eval()
+    said.clear()
+    for _ in range(2):
+        model.train()
+    named = {'nothing': ['backbone, neck'], 'neck': ['backbone']}.get(filled, []) if mode != 'all' else []
+    assert [re.findall('moved from its start in (.*?)\\.', text) for text in said] == [[parts] for parts in named]
 
 
 def test_what_lies_before_the_gates_rests_and_what_was_frozen_stays_so() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from mmgate.layers.base.gated import GatedModule, gated_modules
 from mmgate.paths import own_model
 
 TRAINS = ('gates', 'attention', 'all')
+CHECKED = 'looked_for_random_weights'  # an attribute of a model, once its frozen weights were looked at
 
 
 def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -35,6 +37,9 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     Frozen parameters get no gradient and no state of the optimizer, and what lies before the first gate keeps no graph.
     Batch norms of the host keep their running statistics and, outside of gated attention, dropout is off, whatever the
     mode.
+
+    When the model is first set to training mode afterwards, a warning names frozen parts that look as if they had never
+    been trained.
 
     Args:
         model: With gates.
@@ -65,7 +70,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
         vars(model).update(frozen_by_gates=frozen, trained_with_gates=train, train=partial(_set_mode, model))
-        model.train(model.training)
+        _rest(model, model.training)
     trained = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
     total = sum(parameter.numel() for parameter in model.parameters())
     log(f'mmgate: trains {sum(trained.values()):,} of {total:,} parameters ({train})')
@@ -91,6 +96,46 @@ def frozen_parts_without_weights(model: nn.Module) -> list[str]:
     return list(dict.fromkeys(name.partition('.')[0] for name in frozen if not name.startswith(filled)))
 
 
+def untrained_parts(model: nn.Module) -> list[str]:
+    """Return the frozen parts of a model all of whose norms are as they start.
+
+    Training moves every norm's weights away from 1.
+
+    Args:
+        model: After :func:`train_only_gates`.
+
+    Returns:
+        Names of children of the model, such as ``'backbone'``. A part without a frozen norm is not among them.
+    """
+    starts: dict[str, bool] = {}
+    for name in vars(model).get('frozen_by_gates', ()):
+        weight = model.get_parameter(name)
+        if not name.endswith('weight') or weight.dim() != 1 or weight.is_meta or not weight.numel():
+            continue
+        part = name.partition('.')[0]
+        starts[part] = starts.get(part, True) and bool((weight == 1).all())
+    return [part for part, at_start in starts.items() if at_start]
+
+
+def warn_of_random_weights(model: nn.Module, parts: Sequence[str], evidence: str) -> None:
+    """Log that gates train beside frozen weights that no checkpoint has filled; afterwards no other check does so.
+
+    Args:
+        model: After :func:`train_only_gates`; a wrapper around it is looked through.
+        parts: Names of its parts of random weights; nothing is logged if there are none.
+        evidence: The sentence's end that says why, before the names of the parts.
+    """
+    model = own_model(model)
+    if parts:
+        log(
+            f'The gates train beside frozen weights that are drawn at random: {evidence} {", ".join(parts)}. Give the '
+            'checkpoint of the trained vanilla model: --cfg-options load_from=vanilla.pth, or in Python '
+            "load_checkpoint(model, 'vanilla.pth') before the training.",
+            logging.WARNING,
+        )
+        vars(model)[CHECKED] = True
+
+
 def _is_pretrained(module: nn.Module) -> bool:
     given = getattr(module, 'init_cfg', None)
     listed = given if isinstance(given, (list, tuple)) else [given]
@@ -103,12 +148,21 @@ def unfreeze(model: nn.Module) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in set(vars(model).pop('frozen_by_gates', ())) & parameters.keys():
         parameters[name].requires_grad_(True)
+    vars(model).pop(CHECKED, None)
     if vars(model).pop('trained_with_gates', None):
         del vars(model)['train']
         model.train(model.training)
 
 
 def _set_mode(model: Any, mode: bool = True) -> nn.Module:
+    if mode and CHECKED not in vars(model):
+        warn_of_random_weights(model, untrained_parts(model), 'no norm has moved from its start in')
+        vars(model)[CHECKED] = True
+    return _rest(model, mode)
+
+
+def _rest(model: Any, mode: bool) -> nn.Module:
+    """Set the mode of a model of which gates alone train, and let what does not train rest."""
     type(model).train(model, mode)
     for parameter in gate_parameters(model).values():  # backbones freeze stages, gates included, with every mode
         parameter.requires_grad_(True)

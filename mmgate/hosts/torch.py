@@ -53,8 +53,8 @@ class GatedReducedAttention(MapHost):
 def switch_nested_tensors(model: nn.Module) -> None:
     """Let torch's encoders hand on nested tensors where none of their attentions is gated, as it was before.
 
-    ``TransformerEncoder`` packs padded sequences into nested tensors, which gated attention does not take. It decides on
-    this when it is built.
+    ``TransformerEncoder`` packs padded sequences into nested tensors, which gated attention does not take. It decides
+    so when it is built.
 
     Args:
         model: A model whose gates have been switched on or off.

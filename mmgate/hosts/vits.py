@@ -9,7 +9,10 @@ from torch import nn
 from mmgate.hosts.table import full_name
 
 # packages and files of vision transformers: mm backbones, classifiers, and models of transformers and of projects
-_VITS = re.compile(r'(^|\.)(backbones|mmpretrain|timm|vit|deit|dinov2\w*|dinov3_vit|swin|segformer)\.|RfDetrDinov2')
+_VITS = re.compile(
+    r'(^|\.)(backbones|mmpretrain|timm|vision_transformer|swin_transformer|vit|deit|dinov2\w*|dinov3_vit|swin|segformer)\.'
+    r'|RfDetrDinov2'
+)
 
 
 def is_in_vit(model: nn.Module, name: str) -> bool:

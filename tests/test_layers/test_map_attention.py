@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_same, filled, half_on_cpu, values_and_gradients
 from families import HEADS, MAP, C
-from published import agent_attention as published_agent_attention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
+from published import agent_attention as published_agent_attention
 from torch import nn
 
 from mmgate import gate_parameters, swap_attention

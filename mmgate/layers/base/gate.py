@@ -9,7 +9,7 @@ then draws every :class:`Gate` from a random stream of the gate's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,9 @@ OF_GATES = frozenset(
         *('position_encoding', 'focus_scale', 'power', 'gate_k', 'gate_v', 'gate_out', 'local'),
     )
 )
+
+
+INITIALISERS = 'mmengine.model.weight_init'  # the module whose functions an init_cfg applies to every module
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,16 @@ class Gate(nn.Module):
         """Draw the gate unless a state dict has filled it; mmengine calls this where a gate came without a swap."""
         if not self.loaded:
             self.reset_gate()
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Gate:
+        """Apply a function to the gate and its children, as torch does, unless it is an initialiser of an init_cfg.
+
+        An ``init_cfg`` draws every layer below its module. mmengine then asks the modules in it for their own start,
+        but it reaches none inside a plain ``nn.Module``. A gate there keeps the start of its construction.
+        """
+        if getattr(fn, '__module__', '') != INITIALISERS:
+            super().apply(fn)
+        return self
 
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
         """Return the gate called ``name`` in :attr:`gate_readings`.
