@@ -126,7 +126,9 @@ def test_a_dense_gate_in_a_child_follows_the_name_that_the_rule_chose(host: str)
 
 
 def test_attention_of_a_type_with_a_gate_trains_as_a_whole() -> None:
-    model = nn.Sequential(nn.Linear(16, 16), MODELS.build(dict(type='mmgate.PLuGMultiheadAttention', embed_dims=16, num_heads=2)))
+    model = nn.Sequential(
+        nn.Linear(16, 16), MODELS.build(dict(type='mmgate.PLuGMultiheadAttention', embed_dims=16, num_heads=2))
+    )
     assert set(mmgate.train_only_gates(model, 'attention')) == {f'1.{name}' for name, _ in model[1].named_parameters()}
 
 
