@@ -19,32 +19,33 @@ from mmgate.layers.base.gated import GatedModule, gated_modules
 from mmgate.paths import own_model
 
 TRAINS = ('gates', 'attention', 'all')
-CHECKED = 'looked_for_random_weights'  # an attribute of a model, once its frozen weights were looked at
+# The attribute of a model whose frozen weights have been checked.
+CHECKED = 'checked_for_random_weights'
 
 
 def gate_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return by name the parameters that gates add to their hosts.
+    """Return the parameters that gates add to their hosts, by name.
 
     Args:
-        model: With gates, by whatever way they came in; a wrapper around it (DDP, EMA) adds its prefix to the names.
+        model: A gated model, by rules or built with gates. A wrapper (DDP, EMA) adds its prefix to the names.
     """
     return dict(named_gate_parameters(model))
 
 
 def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
-    """Freeze what is not to be trained, for an optimizer that is built afterwards.
+    """Freeze all parameters but those of the gates. Build the optimizer afterwards.
 
-    Frozen parameters get no gradient and no state of the optimizer, and what lies before the first gate keeps no graph.
-    Batch norms of the host keep their running statistics and, outside of gated attention, dropout is off, whatever the
-    mode.
+    Frozen parameters get no gradient and no state of the optimizer, and modules before the first gate keep no graph.
+    In training mode, batch norms of the host keep their running statistics, and dropout outside of gated attention is
+    off.
 
     When the model is first set to training mode afterwards, a warning names frozen parts that look as if they had never
     been trained.
 
     Args:
-        model: With gates.
-        train: ``'gates'``: their own parameters, in a backbone's frozen stages, too; ``'attention'``: all of the
-            gated modules; ``'all'``: everything that was trainable before.
+        model: A gated model.
+        train: ``'gates'``: the gates' parameters, in a backbone's frozen stages, too. ``'attention'``: all parameters
+            of the modules that the rules chose. ``'all'``: all parameters that were trainable before.
 
     Returns:
         The names of the parameters that train.
@@ -78,10 +79,10 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
 
 
 def frozen_parts_without_weights(model: nn.Module) -> list[str]:
-    """Return the parts of a model that :func:`train_only_gates` froze and that no ``init_cfg`` fills from a checkpoint.
+    """Return the frozen parts of a model that no ``init_cfg`` fills from a checkpoint.
 
     Args:
-        model: Before its ``init_weights``; a wrapper around it is looked through.
+        model: A model after :func:`train_only_gates` and before ``init_weights``, or a wrapper around it.
 
     Returns:
         Names of children of the model, such as ``'backbone'``; none if everything trains.
@@ -97,12 +98,10 @@ def frozen_parts_without_weights(model: nn.Module) -> list[str]:
 
 
 def untrained_parts(model: nn.Module) -> list[str]:
-    """Return the frozen parts of a model all of whose norms are as they start.
-
-    Training moves every norm's weights away from 1.
+    """Return the frozen parts of a model in which the weights of all norms are 1, as they start.
 
     Args:
-        model: After :func:`train_only_gates`.
+        model: A model after :func:`train_only_gates`.
 
     Returns:
         Names of children of the model, such as ``'backbone'``. A part without a frozen norm is not among them.
@@ -121,9 +120,9 @@ def warn_of_random_weights(model: nn.Module, parts: Sequence[str], evidence: str
     """Log that gates train beside frozen weights that no checkpoint has filled; afterwards no other check does so.
 
     Args:
-        model: After :func:`train_only_gates`; a wrapper around it is looked through.
-        parts: Names of its parts of random weights; nothing is logged if there are none.
-        evidence: The sentence's end that says why, before the names of the parts.
+        model: A model after :func:`train_only_gates`, or a wrapper around it.
+        parts: Names of its parts with random weights; nothing is logged if there are none.
+        evidence: The reason, as the words of the message before the names of the parts.
     """
     model = own_model(model)
     if parts:
@@ -144,7 +143,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Let everything train that did before :func:`train_only_gates`."""
+    """Undo :func:`train_only_gates`."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in set(vars(model).pop('frozen_by_gates', ())) & parameters.keys():
         parameters[name].requires_grad_(True)
@@ -162,20 +161,22 @@ def _set_mode(model: Any, mode: bool = True) -> nn.Module:
 
 
 def _rest(model: Any, mode: bool) -> nn.Module:
-    """Set the mode of a model of which gates alone train, and let what does not train rest."""
+    """Set the mode of a model whose gates train alone; norms and dropout outside of the gates stay in eval mode."""
     type(model).train(model, mode)
-    for parameter in gate_parameters(model).values():  # backbones freeze stages, gates included, with every mode
+    # Backbones freeze their stages, gates included, whenever a mode is set.
+    for parameter in gate_parameters(model).values():
         parameter.requires_grad_(True)
     if mode:
         gates = [module for module in model.modules() if isinstance(module, Gate)]
         gated = {id(part) for module in (*_gated_attention(model), *gates) for part in module.modules()}
         for module in model.modules():
-            # heads and detectors ask for the mode to know whether they train; what drops and what counts are leaves,
-            # and attention that drops by a function
+            # Heads and detectors look at their mode to know if they train, so that it stays. Dropout layers and batch
+            # norms are leaves; attention may drop weights by a function.
             drops = not any(True for _ in module.children())
             drops = drops or re.search(r'Attention$|Attn$|MSA$', type(module).__name__) is not None
             if (drops and id(module) not in gated) or getattr(module, 'running_mean', None) is not None:
-                module.training = False  # its own, not that of a gate inside
+                # The attribute, as eval() would reach a gate inside.
+                module.training = False
     return model
 
 

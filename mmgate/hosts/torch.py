@@ -1,8 +1,8 @@
-"""torch's MultiheadAttention as a host, and modules of other packages that hold one over a reduced map."""
+"""Adapters of torch's MultiheadAttention, and of attention over a reduced map that holds one (PVT, MiT, Twins)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -11,9 +11,18 @@ from mmgate.layers.base.dense import DenseGate, DenseHost, GatedTorchAttention
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
-VANILLA_CHOICE = 'use_nested_tensor_without_gates'  # of torch's TransformerEncoder, while it is gated
+# The attribute of torch's TransformerEncoder that keeps its ``use_nested_tensor`` while it is gated.
+VANILLA_CHOICE = 'use_nested_tensor_without_gates'
 
 adapts(DenseGate, nn.MultiheadAttention)(GatedTorchAttention)
+
+
+class ReducedAttention(Protocol):
+    """Attributes of an attention over a reduced map that give its sizes."""
+
+    embed_dims: int
+    num_heads: int
+    attn: nn.MultiheadAttention
 
 
 class GatedReducedAttention(MapHost):
@@ -26,23 +35,23 @@ class GatedReducedAttention(MapHost):
         'proj.': 'attn.out_proj.',
     }
 
-    attn: Any
+    attn: nn.MultiheadAttention
     proj_drop: nn.Module
     dropout_layer: nn.Module
 
     @classmethod
-    def sizes(cls, host: Any) -> Sizes:
-        """Return the sizes of the module of torch's inside."""
+    def sizes(cls, host: ReducedAttention) -> Sizes:
+        """Return the sizes of a host, by the module of torch's in it."""
         bias = host.attn.in_proj_bias is not None
         return Sizes(host.embed_dims, host.num_heads, dropout=host.attn.dropout, bias=bias)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project by the weights of the module of torch's inside."""
+        """Project by the weights of torch's module in the host."""
         q, k, v = nn.functional.linear(x, self.attn.in_proj_weight, self.attn.in_proj_bias).chunk(3, -1)
         return q, k, v
 
     def finish(self, x: Tensor) -> Tensor:
-        """Project the output, and drop what the host drops."""
+        """Project the output and apply the host's dropout."""
         return self.dropout_layer(self.proj_drop(self.attn.out_proj(x)))
 
     def forward(self, x: Tensor, hw_shape: Size, identity: Tensor | None = None) -> Tensor:

@@ -71,7 +71,8 @@ def cross_window_attention(
     for share, convolution, stripe in zip(shares, lepe, stripes, strict=True):
         queries, keys, values = (split_stripes(x, hw_shape, stripe) for x in share)  # (B n, sh sw, C / branches)
         on_map = values.transpose(1, 2).unflatten(-1, stripe)
-        local = convolution(on_map).flatten(2).transpose(1, 2)  # within the stripe
+        # The convolution sees one stripe, padded with zeros at its borders.
+        local = convolution(on_map).flatten(2).transpose(1, 2)
         heads = (x.unflatten(-1, (-1, head_dim)).transpose(1, 2) for x in (queries, keys, values))
         out = F.scaled_dot_product_attention(*heads, dropout_p=dropout, scale=scale)  # (B n, H / branches, sh sw, d)
         branches.append(merge_stripes(out.transpose(1, 2).flatten(2) + local, hw_shape, stripe))
@@ -82,10 +83,10 @@ class CrossWindowGate(MapGate):
     """CSwin's attention in stripes, with the convolutions ``lepe`` of the values, in the attention of another host.
 
     Args:
-        sizes: Of the host's attention.
+        sizes: Sizes of the host's attention.
         split: Width of a vertical stripe, which is as high as the map, and height of a horizontal one; None for all
             heads over the whole map. A map is padded with zeros to whole stripes.
-        class_token: Whether a class token comes before the map's tokens; it has to be False.
+        class_token: True if a class token comes before the map's tokens, which is refused.
 
     Raises:
         ValueError: An odd number of heads in stripes, or a class token.
