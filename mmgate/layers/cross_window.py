@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ def cross_window_attention(
     k: Tensor,
     v: Tensor,
     hw_shape: Size,
-    lepe: Sequence[nn.Module],
+    lepe: Iterable[nn.Module],
     *,
     split: int | None,
     head_dim: int,
@@ -73,8 +73,9 @@ def cross_window_attention(
         on_map = values.transpose(1, 2).unflatten(-1, stripe)
         # The convolution sees one stripe, padded with zeros at its borders.
         local = convolution(on_map).flatten(2).transpose(1, 2)
-        heads = (x.unflatten(-1, (-1, head_dim)).transpose(1, 2) for x in (queries, keys, values))
-        out = F.scaled_dot_product_attention(*heads, dropout_p=dropout, scale=scale)  # (B n, H / branches, sh sw, d)
+        queries, keys, values = (x.unflatten(-1, (-1, head_dim)).transpose(1, 2) for x in (queries, keys, values))
+        # (B n, H / branches, sh sw, d)
+        out = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, scale=scale)
         branches.append(merge_stripes(out.transpose(1, 2).flatten(2) + local, hw_shape, stripe))
     return torch.cat(branches, -1)
 
