@@ -107,9 +107,13 @@ def untrained_parts(model: nn.Module) -> list[str]:
         Names of children of the model, such as ``'backbone'``. A part without a frozen norm is not among them.
     """
     starts: dict[str, bool] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     for name in vars(model).get('frozen_by_gates', ()):
-        weight = model.get_parameter(name)
-        if not name.endswith('weight') or weight.dim() != 1 or weight.is_meta or not weight.numel():
+        weight = parameters.get(name)
+        # Sharding renames parameters, and may leave none of a weight here.
+        if weight is None or weight.is_meta or not weight.numel():
+            continue
+        if not name.endswith('weight') or weight.dim() != 1:
             continue
         part = name.partition('.')[0]
         starts[part] = starts.get(part, True) and bool((weight == 1).all())
