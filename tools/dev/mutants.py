@@ -144,8 +144,8 @@ def tests_of(module: str) -> list[str]:
     """Return the test files for a path below ``mmgate``, the nearest first.
 
     ``tests`` mirrors ``mmgate``: ``a/b/c.py`` has ``test_a/test_b/test_c.py``, and ``a/b/__init__.py`` has
-    ``test_a/test_b/test_b.py``. Its neighbours in ``test_a/test_b`` follow, then the files in ``test_a``. A module beside
-    the packages has the file of its name alone.
+    ``test_a/test_b/test_b.py``. Its neighbours in ``test_a/test_b`` follow, then the files in ``test_a``. A module
+    beside the packages has the file of its name alone.
     """
     *folders, name = module.removesuffix('.py').split('/')
     folder = ROOT.joinpath('tests', *(f'test_{part}' for part in folders))
