@@ -95,7 +95,7 @@ def modulated(gml: Any, r: Tensor) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize('columns', [2, 4], ids=['points', 'boxes'])
 @pytest.mark.parametrize('options', GATED.values(), ids=GATED)
-def test_an_open_gate(options: dict[str, Any], columns: int) -> None:
+def test_an_open_gate_is_the_equation(options: dict[str, Any], columns: int) -> None:
     """Eq. 8 to 12, Eq. 17 behind the softmax, with the samples that mmcv takes."""
     layer = filled(pair(**options)[1], 0.4).double()
     call = {name: x.double() if x.is_floating_point() else x for name, x in make_call(columns).items()}
@@ -116,7 +116,7 @@ def test_an_open_gate(options: dict[str, Any], columns: int) -> None:
     torch.testing.assert_close(layer(**call), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_arguments_of_mmcv() -> None:
+def test_the_arguments_of_mmcv_are_taken() -> None:
     """The constructor's, and the deprecated name of ``identity``."""
     host = dict(im2col_step=32, norm_cfg=None, init_cfg=None, value_proj_ratio=0.5)
     vanilla, gated = pair(host=host)
@@ -148,13 +148,13 @@ def test_layer_compiles_without_graph_break() -> None:
         (dict(granularty='head'), TypeError, 'granularty'),
     ],
 )
-def test_bad_options(options: dict, error: type, message: str) -> None:
+def test_plug_refuses_options_that_do_not_fit(options: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         PLuGMultiScaleDeformableAttention(**SIZES, **options)
 
 
 @pytest.mark.parametrize('missing', ['reference_points', 'spatial_shapes', 'level_start_index'])
-def test_missing_arguments(missing: str) -> None:
+def test_missing_arguments_are_named(missing: str) -> None:
     with pytest.raises(ValueError, match='reference_points, spatial_shapes and level_start_index are needed'):
         PLuGMultiScaleDeformableAttention(**SIZES)(**make_call() | {missing: None})
 
