@@ -176,3 +176,9 @@ def test_no_test_file_imports_another() -> None:
                 assert not node.level, f'{path}: import helpers by their full name'
                 names = [node.module or '']
             assert not any(part.startswith('test_') for name in names for part in name.split('.')), path
+
+
+def test_scripts_name_test_files_that_are_there() -> None:
+    scripts = [ROOT / 'Makefile', ROOT / '.ci/run', *(ROOT / 'tools').rglob('*.sh'), *(ROOT / 'mmgate').rglob('*.md')]
+    named = {path for script in scripts for path in re.findall(r'\btests/[\w/]+\.py', script.read_text())}
+    assert named and sorted(path for path in named if not (ROOT / path).is_file()) == []
