@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from samplings import make, run
+from helpers.samplings import make, run
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode

@@ -146,7 +146,7 @@ def interpreter_runs() -> bool:
 
 
 def _tests(op: str, args: argparse.Namespace, _: Path) -> list[str] | str:
-    path = f'tests/test_ops/test_{op}_triton.py'
+    path = f'tests/test_ops/test_{op}/test_triton.py'
     options = ['-q', '--maxfail=20', '-p', 'no:cacheprovider']
     if args.device == 'cuda':
         marks = ['-m', 'gpu']
