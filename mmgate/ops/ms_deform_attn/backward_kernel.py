@@ -246,25 +246,26 @@ def backward_kernel(
                 value_ptr, upper, lower, heads, w, fx, fy, in_left, in_right, in_top, in_bottom, d,
                 g0, g1, g2, g3, D, PIECES,
             )  # fmt: skip
+            if PAIRED:
+                grad_w_, grad_x_, grad_y_ = _sample_gradients(
+                    value_ptr, upper_, lower_, heads, w_, fx_, fy_, in_left_, in_right_, in_top_, in_bottom_, d,
+                    g0_, g1_, g2_, g3_, D, PIECES,
+                )  # fmt: skip
             here = (col == level * POINTS + point)[None, :]
             tile_w = tl.where(here, grad_w[:, None], tile_w)
             tile_x = tl.where(here, (grad_x * scale_x)[:, None], tile_x)
             tile_y = tl.where(here, (grad_y * scale_y)[:, None], tile_y)
+            if PAIRED:
+                tile_w_ = tl.where(here, grad_w_[:, None], tile_w_)
+                tile_x_ = tl.where(here, (grad_x_ * scale_x_)[:, None], tile_x_)
+                tile_y_ = tl.where(here, (grad_y_ * scale_y_)[:, None], tile_y_)
             if GRAD_REFERENCE:
                 ref_x += grad_x
                 ref_y += grad_y
                 if REFERENCE == 4:
                     ref_w += grad_x * tl.load(points_ptr + at * 2, mask=in_tile, other=0.0).to(tl.float32)
                     ref_h += grad_y * tl.load(points_ptr + at * 2 + 1, mask=in_tile, other=0.0).to(tl.float32)
-            if PAIRED:
-                grad_w_, grad_x_, grad_y_ = _sample_gradients(
-                    value_ptr, upper_, lower_, heads, w_, fx_, fy_, in_left_, in_right_, in_top_, in_bottom_, d,
-                    g0_, g1_, g2_, g3_, D, PIECES,
-                )  # fmt: skip
-                tile_w_ = tl.where(here, grad_w_[:, None], tile_w_)
-                tile_x_ = tl.where(here, (grad_x_ * scale_x_)[:, None], tile_x_)
-                tile_y_ = tl.where(here, (grad_y_ * scale_y_)[:, None], tile_y_)
-                if GRAD_REFERENCE:
+                if PAIRED:
                     ref_x_ += grad_x_
                     ref_y_ += grad_y_
                     if REFERENCE == 4:
