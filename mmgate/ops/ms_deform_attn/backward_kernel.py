@@ -143,7 +143,7 @@ def backward_kernel(
     """Store the gradients of values (by atomics), points, reference (if GRAD_REFERENCE), logits and gate.
 
     Those of the reference are a head's, (B, Q, H, L, R), and those of the gate a logit's; the caller sums them. PIECES
-    is 2 or 4. Without PAIRED a lane has one query at a time, which takes half of the registers.
+    is 2 or 4. Without PAIRED a lane has one query at a time, which takes fewer registers.
     """
     COUNT: tl.constexpr = LEVELS * POINTS
     ROWS: tl.constexpr = BLOCK_Q // (1 + PAIRED)
