@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import zoo
 from helpers.small_demo import DEMO
+from mmcv.ops import RoIAlign
 from mmengine.config import Config
 from mmengine.model import BaseModel
 from mmengine.registry import HOOKS, MODELS, init_default_scope
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 import mmgate.layers.base.deformable as layer_file
 from mmgate.errors import ConfigError
 from mmgate.speed.hooks import CompileHook, Float32Hook, keep_float32
+from mmgate.swap import path_regex
 
 
 class Net(BaseModel):
@@ -171,6 +173,19 @@ def test_coordinates_stay_float32_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     assert grads and all(g.isfinite().all() and g.dtype == torch.float32 for g in grads)
     assert list(model.state_dict()) == keys
+
+
+def test_mmcvs_roi_align_runs_in_bfloat16_if_it_is_kept_in_float32() -> None:
+    """It has no kernel of bfloat16, which troubleshooting.md says; the hook's path finds it in Mask R-CNN."""
+    layer = RoIAlign(2)
+    features = torch.rand(1, 3, 8, 8).bfloat16()
+    boxes = torch.tensor([[0.0, 1.0, 1.0, 6.0, 6.0]])
+    with pytest.raises(RuntimeError, match="roi_align_forward_c.*_kernel.* not implemented for 'BFloat16'"):
+        layer(features, boxes.bfloat16())
+    keep_float32(layer)
+    with torch.autocast('cpu', torch.bfloat16):
+        assert layer(features, boxes).dtype is torch.float32
+    assert path_regex('**roi_layers.*').fullmatch('roi_head.bbox_roi_extractor.roi_layers.0')
 
 
 def test_float32_changes_nothing_without_autocast() -> None:
