@@ -81,7 +81,6 @@ TESTED_BY = {
         'ops/ms_deform_attn/registered.py',
     ),
     'test_ops/test_ms_deform_attn/test_native.py': ('ops/ms_deform_attn/build.py',),
-    'test_ops/test_ms_deform_attn/test_torch_ms_deform_attn.py': ('ops/ms_deform_attn/deformops.py',),
     'test_ops/test_ms_deform_attn/test_triton.py': (
         'ops/ms_deform_attn/backward_kernel.py',
         'ops/ms_deform_attn/blocks.py',
