@@ -46,7 +46,6 @@ CROSSING = {
 TESTED_BY = {
     'test_analysis/test_complexity.py': ('analysis/report/flops.py',),
     'test_analysis/test_probes/test_attention.py': ('analysis/probes/hosts.py',),
-    'test_backbones/test_cswin.py': ('layers/cross_window.py',),
     'test_checkpoints/test_loading.py': ('checkpoints/allowed.py', 'checkpoints/safetensors_file.py'),
     'test_deploy/test_build.py': (
         'deploy/detectors.py',
