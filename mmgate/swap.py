@@ -101,7 +101,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         record = Record(made.adapter, type(made.host), made.name, kept[number], first + number)
         gate_module(made.host, made.adapter, made.gate, record)
         gated: Any = made.host
-        gated.placed(model)
+        gated.after_gating(model)
     for encoder in (module for module in model.modules() if isinstance(module, nn.TransformerEncoder)):
         if any(isinstance(part, DenseHost) for part in encoder.modules()):
             encoder.use_nested_tensor = False  # decided for its own attention, when it was built

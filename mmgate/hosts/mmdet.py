@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost, refuse_finish
+from mmgate.layers.base.dense import DenseGate, DenseHost, check_output_width
 from mmgate.layers.base.gate import Gate, Sizes
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
@@ -117,7 +117,7 @@ class GatedBiMultiHeadAttention(DenseHost):
         def make(own: int, other: int) -> Gate:
             sizes = Sizes(host.embed_dim, host.num_heads, inputs=(own, other, other), dropout=host.dropout)
             gate: Any = gate_type(sizes, **options)
-            refuse_finish(gate, own)
+            check_output_width(gate, own)
             return gate
 
         return nn.ModuleDict(dict(vision=make(host.v_dim, host.l_dim), language=make(host.l_dim, host.v_dim)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost, refuse_scale
+from mmgate.layers.base.dense import DenseGate, DenseHost, refuses_scale
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
@@ -30,7 +30,7 @@ class PlainScale(DenseHost):
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
         """Refuse another scale of the logits."""
-        return refuse_scale(host)
+        return refuses_scale(host)
 
 
 @adapts(DenseGate, BEiTAttention, MAEAttention)
