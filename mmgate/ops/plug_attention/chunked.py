@@ -1,6 +1,7 @@
-"""PLuG attention in chunks of query rows, formed anew in the backward pass, so that no whole map is in memory.
+"""PLuG attention in chunks of query rows, which the backward pass computes again, so that no whole map is in memory.
 
-What has a gradient of its own (``rows.py``) takes less time and memory than the chunks under autograd.
+The gradient in ``rows.py`` takes less time and memory than chunks under autograd. Dropout, a learnt bias, any other
+modulation than a module, and torch.compile need the latter.
 """
 
 from __future__ import annotations
@@ -16,15 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from ..library import autocast_dtype, is_compiling, without_autocast
 from . import reference
 from .reference import Arguments
-from .rows import GatedRows, part_of
+from .rows import GatedRows, rows_of
 
-# Elements of (B, H, rows, M) that exist at a time: as many as a CPU's cache holds; on a GPU the launches count.
+# Elements of (B, H, rows, M) that are in memory at a time. On a CPU they fit into its cache. On a GPU larger chunks
+# need fewer launches.
 CHUNK = 1 << 21
 CHUNK_ON_GPU = 1 << 26
 
 
 def attend(*arguments: Any) -> Tensor:
-    """Attend; the arguments are those of :class:`Arguments`."""
+    """Attend in chunks of rows; the arguments are those of :class:`Arguments`."""
     call = Arguments(*arguments)
     batch, heads, rows, _ = call.query.shape
     chunk = chunk_on(call.query.device)
@@ -34,8 +36,9 @@ def attend(*arguments: Any) -> Tensor:
     learnt_bias = call.bias is not None and call.bias.requires_grad
     if is_compiling() or not isinstance(call.modulation, nn.Module):
         return _checkpointed(step, call)
-    # by the backward pass functional_call and FSDP have put other tensors into the module
-    module, bound = call.modulation, _tensors_of(call.modulation)
+    # Until the backward pass, functional_call and FSDP may have put other tensors into the module.
+    module = call.modulation
+    bound = _tensors_of(module)
     if call.dropout or learnt_bias:
         return _checkpointed(step, call._replace(modulation=partial(functional_call, module, bound)))
     tensors: tuple[Tensor, ...] = call[:5]
@@ -47,39 +50,41 @@ def attend(*arguments: Any) -> Tensor:
         modulation = partial(functional_call, module, dict(zip(bound, parameters, strict=True)))
         return reference.gate_factor(gate_query, gate_key, modulation, call.residual)
 
+    post_softmax = call.position == 'post_softmax'
     with without_autocast(call.query.device.type):
-        options = step, call.position == 'post_softmax', factor, call.bias
-        return GatedRows.apply(*options, *tensors, *bound.values())
+        return GatedRows.apply(step, post_softmax, factor, call.bias, *tensors, *bound.values())
 
 
 def chunk_on(device: torch.device) -> int:
-    """Return how many elements of the map exist at a time on a device."""
+    """Return the number of elements of the map that are in memory at a time on a device."""
     return CHUNK if device.type == 'cpu' else CHUNK_ON_GPU
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters, and what FSDP puts in their places, which are plain attributes."""
-    return {
-        f'{path}.{name}'.lstrip('.'): x
-        for path, part in module.named_modules()
-        for name, x in (part._parameters | vars(part)).items()
-        if isinstance(x, Tensor) and x.is_floating_point()
-    }
+    """Return the parameters of a module by name, or the plain attributes by which FSDP replaces them."""
+    found: dict[str, Tensor] = {}
+    for path, part in module.named_modules():
+        for name, value in (part._parameters | vars(part)).items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                found[f'{path}.{name}'.lstrip('.')] = value
+    return found
 
 
 def _checkpointed(step: int, call: Arguments) -> Tensor:
-    """The chunks under autograd, for what has no gradient of its own: dropout, a learnt bias, any modulation."""
-    columns = call.key, call.value, call.gate_key
-    # in 32 bits, as the sums of the chunks' gradients have to be
+    """Attend in chunks of ``step`` rows under autograd, which recomputes a chunk for its gradient."""
+    columns = (call.key, call.value, call.gate_key)
+    # Autograd adds the gradients of the chunks in the dtype of these tensors, which has to have 32 bits.
     wide = [x.float() if x.dtype.itemsize < 4 else x for x in columns]
 
     def attend_rows(query: Tensor, gate_query: Tensor, bias: Tensor | None, *wide: Tensor) -> Tensor:
         key, value, gate_key = (x.to(like.dtype) for x, like in zip(wide, columns, strict=True))
-        return reference.attend(query, key, value, gate_query, gate_key, call.modulation, bias, *call[7:])
+        rest = (call.residual, call.position, call.dropout)
+        return reference.attend(query, key, value, gate_query, gate_key, call.modulation, bias, *rest)
 
     outputs = []
-    for part in (slice(start, start + step) for start in range(0, call.query.shape[-2], step)):
-        inputs: Any = call.query[:, :, part], call.gate_query[:, :, part], part_of(call.bias, part), *wide
+    for start in range(0, call.query.shape[-2], step):
+        rows = slice(start, start + step)
+        inputs = (call.query[:, :, rows], call.gate_query[:, :, rows], rows_of(call.bias, rows), *wide)
         if torch.is_grad_enabled():
             outputs.append(checkpoint(attend_rows, *inputs, use_reentrant=False, preserve_rng_state=call.dropout > 0))
         else:
