@@ -17,7 +17,7 @@ from mmgate.ops.backend import Backend
 from mmgate.ops.ms_deform_attn import grid_sample
 from mmgate.ops.ms_deform_attn.reference import corners
 
-from .sizes import Sizes
+from .sizes import SymbolicSizes
 
 # A function of the same name hides the package in ``mmgate.ops``.
 package = importlib.import_module('mmgate.ops.ms_deform_attn')
@@ -54,7 +54,7 @@ def grid(
 ) -> Tensor:
     """Sample each level by ``grid_sample``; arguments as :func:`gather`. Tokens of the levels follow one another."""
     areas = [height * width for height, width in spatial_shapes.tolist()]
-    starts: Any = Sizes([sum(areas[:level]) for level in range(len(areas))])
+    starts: Any = SymbolicSizes([sum(areas[:level]) for level in range(len(areas))])
     return grid_sample.sample(value, spatial_shapes, starts, sampling_locations, weights)
 
 

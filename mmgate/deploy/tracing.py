@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmgate._environment import available
 
-from .sizes import Sizes
+from .sizes import SymbolicSizes
 
 
 def project(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> list[Tensor]:
@@ -63,7 +63,8 @@ def upsample(self: Any, x: Tensor) -> Tensor:
 
 def linspace(start: Any, end: Any, steps: Any, **options: Any) -> Tensor:
     """Return the values of :func:`torch.linspace`; the number of steps may be symbolic."""
-    last = torch.scalar_tensor(steps - 1, **options).clamp(min=1)  # a single step is the start
+    # With a single step, the only value is the start.
+    last = torch.scalar_tensor(steps - 1, **options).clamp(min=1)
     span = torch.scalar_tensor(end, **options) - start
     return start + torch.arange(steps, **options) * (span / last)
 
@@ -73,7 +74,7 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     yield F, '_in_projection_packed', project
     yield F, 'adaptive_avg_pool2d', adaptive_avg_pool2d
     # mmdet takes the sizes of its levels from it, and makes grids of the values.
-    yield torch, '_shape_as_tensor', lambda tensor: Sizes(tensor.shape)
+    yield torch, '_shape_as_tensor', lambda tensor: SymbolicSizes(tensor.shape)
     yield torch, 'linspace', linspace
     for host in filter(available, ('mmdet', 'mmseg')):
         swin = importlib.import_module(f'{host}.models.backbones.swin')

@@ -14,10 +14,10 @@ from mmcv.ops import batched_nms
 from mmseg.models.utils import Upsample
 from torch import Tensor, nn
 
-from mmgate.deploy.boxes import Boxes, best
+from mmgate.deploy.boxes import Boxes, non_maximum_suppression
 from mmgate.deploy.graph import capture, write_onnx
 from mmgate.deploy.network import Network
-from mmgate.deploy.operators import keep, roi_align
+from mmgate.deploy.operators import nms_keep, roi_align
 from mmgate.deploy.runtime import Exported
 from mmgate.deploy.tracing import adaptive_avg_pool2d, upsample, window_reverse
 from mmgate.errors import ConfigError
@@ -36,7 +36,7 @@ def boxes_and_scores(count: int = 60, classes: int = 3) -> Boxes:
 def test_the_best_boxes_are_mmcvs(count: int, agnostic: bool) -> None:
     found = boxes_and_scores()
     cfg = dict(type='nms', iou_threshold=0.5, class_agnostic=agnostic)
-    chosen = best(found, cfg, count)
+    chosen = non_maximum_suppression(found, cfg, count)
     for image in range(2):
         boxes, scores, labels = (part[image] for part in found)
         there = (scores > 0).nonzero().flatten()
@@ -51,7 +51,7 @@ def test_the_best_boxes_are_mmcvs(count: int, agnostic: bool) -> None:
 
 def test_another_suppression_is_refused() -> None:
     with pytest.raises(ConfigError, match=r'nms=.*soft_nms.* cannot be exported: ONNX has .*--cfg-options'):
-        best(boxes_and_scores(), dict(type='soft_nms', iou_threshold=0.5), 10)
+        non_maximum_suppression(boxes_and_scores(), dict(type='soft_nms', iou_threshold=0.5), 10)
 
 
 class Operators(Network):
@@ -62,7 +62,7 @@ class Operators(Network):
 
     def forward(self, images: Tensor, boxes: Tensor, scores: Tensor, rois: Tensor) -> tuple[Tensor, ...]:
         aligned = roi_align(images, rois, 7, 5, 0.25, 0, True)
-        return keep(boxes, scores, 0.5).long(), roi_align(images, rois, 7, 5, 0.5, 2, False), aligned
+        return nms_keep(boxes, scores, 0.5).long(), roi_align(images, rois, 7, 5, 0.5, 2, False), aligned
 
 
 @exports

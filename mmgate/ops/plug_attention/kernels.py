@@ -119,8 +119,8 @@ def _logits(x, y, factor, added, ADDED: tl.constexpr, INTERPRETED: tl.constexpr)
 
     ``factor`` is f times the scale. ``added`` is added in the same instruction.
 
-    Rows outside need no mask. The forward pass stores nothing of them. In the backward pass their log-sum-exp is inf, so
-    that their weights are 0 with any bias. In the kernel over columns these need no mask either, because no column
+    Rows outside need no mask. The forward pass stores nothing of them. In the backward pass their log-sum-exp is inf,
+    so that their weights are 0 with any bias. In the kernel over columns these need no mask either, because no column
     depends on another.
     """
     s = _dot(x, tl.trans(y), tl.zeros((x.shape[0], y.shape[0]), tl.float32), INTERPRETED)
