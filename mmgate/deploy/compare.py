@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from mmengine.model import BaseModel
 from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor
 
@@ -25,13 +26,6 @@ TIE = 1e-5
 TOLERATED = {'corners': 0.1, 'scores': 1e-3, 'shares of pixels': 1e-3}
 # A share is of at least this number of pixels, so that one pixel at the edge of a small object is tolerated.
 LEAST_AREA = 1000
-
-
-class TestedModel(Protocol):
-    """Model of mmdet or mmseg that can be tested."""
-
-    def test_step(self, data: dict[str, Any]) -> list[BaseDataElement]:
-        """Return the results of a batch."""
 
 
 @dataclass
@@ -68,7 +62,7 @@ class Differences:
         return ', '.join([*parts, *self.missing[:3]])
 
 
-def check_finds_something(model: TestedModel, batches: Iterable[dict[str, Any]], threshold: float) -> None:
+def check_finds_something(model: BaseModel, batches: Iterable[dict[str, Any]], threshold: float) -> None:
     """Refuse images in which PyTorch finds nothing above a score, because any file would agree there.
 
     Raises:
@@ -87,7 +81,7 @@ def check_finds_something(model: TestedModel, batches: Iterable[dict[str, Any]],
 
 
 def compare(
-    model: TestedModel, network: Network, run: Run, batches: Iterable[dict[str, Any]], *, threshold: float = 0.05
+    model: BaseModel, network: Network, run: Run, batches: Iterable[dict[str, Any]], *, threshold: float = 0.05
 ) -> Differences:
     """Test batches with a model and with its exported file, through the host's ``test_step``, and compare the results.
 

@@ -122,8 +122,7 @@ def _compared(model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, t
     run = Exported(path, trusted=True)
     net = build_network(model)
     chosen, description = _batches_for(net, batches, run)
-    tested: Any = model
-    found = compare(tested, net, run, chosen, threshold=threshold)
+    found = compare(model, net, run, chosen, threshold=threshold)
     found.compared = description
     if not found.tolerated():
         raise ConfigError(f'the exported model differs from PyTorch and is not kept: {found}.')

@@ -107,7 +107,7 @@ def _run(command: list[str] | str, limit: int, log: Path, alone: bool) -> str:
 
 
 def _tests(op: str, args: argparse.Namespace, _: Path) -> list[str]:
-    path = f'tests/test_ops/test_{op}_triton.py'
+    path = f'tests/test_ops/test_{op}/test_triton.py'
     marks = ['-m', 'gpu'] if args.device == 'cuda' else ['-k', f'interpreter and {SMALL_TESTS}']
     return [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', *marks, path]
 

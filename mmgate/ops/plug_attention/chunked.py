@@ -84,9 +84,12 @@ def _checkpointed(step: int, call: Arguments) -> Tensor:
     outputs = []
     for start in range(0, call.query.shape[-2], step):
         rows = slice(start, start + step)
-        inputs = (call.query[:, :, rows], call.gate_query[:, :, rows], rows_of(call.bias, rows), *wide)
+        query = call.query[:, :, rows]
+        gate_query = call.gate_query[:, :, rows]
+        bias = rows_of(call.bias, rows)
         if torch.is_grad_enabled():
-            outputs.append(checkpoint(attend_rows, *inputs, use_reentrant=False, preserve_rng_state=call.dropout > 0))
+            options: dict[str, Any] = dict(use_reentrant=False, preserve_rng_state=call.dropout > 0)
+            outputs.append(checkpoint(attend_rows, query, gate_query, bias, *wide, **options))
         else:
-            outputs.append(attend_rows(*inputs))
+            outputs.append(attend_rows(query, gate_query, bias, *wide))
     return torch.cat(outputs, -2)
