@@ -1,4 +1,4 @@
-"""Checks of an operator's arguments: each tensor against its layout, with a message that names a misfit."""
+"""Checks of an operator's arguments: each tensor against its layout, with a message that names the wrong one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .library import autocast_dtype, is_exporting
+from .autocast import autocast_dtype
+from .tracing import is_exporting
 
 
 def check_layout(

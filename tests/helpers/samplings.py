@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
 from mmgate.ops.ms_deform_attn import offset_locations
-from mmgate.ops.ms_deform_attn.weights import Sampling
 
 SMALL = [(3, 5), (1, 1), (2, 1)]
 TINY = [(9, 2), (3, 1), (1, 1)]  # more than a band of rows, and odd
@@ -127,7 +127,22 @@ def agree(backend: str, inputs: list[Tensor | None], tolerance: float, **options
         assert_same({name: actual[name]}, {name: value}, rtol=tolerance, atol=tolerance * scale)
 
 
-def drawn(seed: int) -> tuple[random.Random, Sampling]:
+@dataclass(frozen=True)
+class Problem:
+    """Arguments of the operator; ``points`` are sampling locations, or offsets if there are reference points."""
+
+    value: Tensor
+    spatial_shapes: Tensor
+    level_start_index: Tensor
+    points: Tensor
+    logits: Tensor
+    gate: Tensor | None
+    residual: bool
+    position: str
+    reference_points: Tensor | None
+
+
+def drawn(seed: int) -> tuple[random.Random, Problem]:
     """Return a problem of few numbers in float64 that float32 has as well, and the generator for more of its kind."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
@@ -154,18 +169,19 @@ def drawn(seed: int) -> tuple[random.Random, Sampling]:
         x if x is None else x.float().double() for x in (value, at, logits, gate, reference)
     )
     shapes = torch.tensor(sizes), torch.tensor(starts)
-    return draw, Sampling(value, *shapes, at, logits, gate, residual, position, reference)
+    return draw, Problem(value, *shapes, at, logits, gate, residual, position, reference)
 
 
-def exactly(given: Sampling) -> list[Tensor]:
+def exactly(given: Problem) -> list[Tensor]:
     """Return the output and all gradients in float64 by hat functions, which share nothing with mmgate."""
     leaves = [x if x is None else x.detach().requires_grad_() for x in _floating(given)]
-    levels = [(*size, start) for size, start in zip(given[1].tolist(), given[2].tolist(), strict=True)]
+    starts = given.level_start_index.tolist()
+    levels = [(*size, start) for size, start in zip(given.spatial_shapes.tolist(), starts, strict=True)]
     output = sample_by_hats(leaves, levels, dict(residual=given.residual, position=given.position))
     return with_gradients(output, [x for x in leaves if x is not None])
 
 
-def by_backend(given: Sampling, backend: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def by_backend(given: Problem, backend: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """Return the same by a backend."""
     leaves = [x if x is None else x.detach().to(dtype).requires_grad_() for x in _floating(given)]
     value, at, logits, gate, reference = leaves
@@ -176,7 +192,7 @@ def by_backend(given: Sampling, backend: str, dtype: torch.dtype = torch.float32
     return with_gradients(output, [x for x in leaves if x is not None])
 
 
-def _floating(given: Sampling) -> tuple[Tensor | None, ...]:
+def _floating(given: Problem) -> tuple[Tensor | None, ...]:
     return given.value, given.points, given.logits, given.gate, given.reference_points
 
 

@@ -17,6 +17,32 @@ def test_peak_memory_sees_a_temporary() -> None:
     assert 120 < peak / 2**20 < 200
 
 
+def test_errors_are_relative_to_the_right_numbers() -> None:
+    """Of the output by itself, of the gradients the largest; a provider that fails is left out with a warning."""
+
+    def missing(x: Tensor, y: Tensor) -> Tensor:
+        raise RuntimeError('no such kernel')
+
+    providers = dict(
+        missing=missing,
+        right=lambda x, y: x * y,
+        output_is_off=lambda x, y: x * y + 0.001 * (x * y).detach(),
+        gradient_is_off=lambda x, y: 1.002 * x * y - 0.002 * x.detach() * y.detach(),
+    )
+    inputs = [torch.randn(50), torch.randn(50)]
+    with pytest.warns(UserWarning, match='missing is left out, error: RuntimeError: no such kernel'):
+        rows = list(measure.errors('op', providers, 'x', inputs, lambda x, y: x * y))
+    found = {(row.provider, row.mode): row.y_50 for row in rows}
+    forward, backward = measure.MODES
+    assert found['right', forward] < 1
+    assert found['right', backward] < 1
+    assert found['output_is_off', forward] == pytest.approx(1000, rel=0.01)
+    assert found['output_is_off', backward] < 1
+    assert found['gradient_is_off', forward] < 1
+    assert found['gradient_is_off', backward] == pytest.approx(2000, rel=0.01)
+    assert len(found) == 6
+
+
 def test_what_does_not_run_is_left_out_and_said() -> None:
     def missing(x: Tensor) -> Tensor:
         raise RuntimeError('no such kernel')

@@ -18,6 +18,7 @@ from mmgate._environment import available
 from mmgate.benchmarks import measure, ops
 from mmgate.layers.gml import GatingModulation
 from mmgate.ops import plug_attention
+from mmgate.ops.ms_deform_attn import offset_locations
 from mmgate.ops.ms_deform_attn import triton as sampler
 
 # what is measured where it is there
@@ -39,7 +40,13 @@ def test_every_provider_is_measured(
     monkeypatch.setattr(ops, 'TOKENS', dict(cpu=(8,)))
     measured = getattr(ops, f'benchmark_{benchmark}')(repetitions=2)
     rows = measure.write_csv(measure.told(measured), tmp_path / 'out/bench.csv')
-    keys = [(name, mode, metric) for name in providers for mode in measure.MODES for metric in ('time', 'peak memory')]
+    metrics = ['time', 'peak memory']
+    if benchmark == 'ms_deform_attn_on_cpu':
+        metrics.append('error')
+        first_time = next(i for i, row in enumerate(rows) if row.metric == 'time')
+        assert {row.metric for row in rows[:first_time]} == {'error'}, 'errors come before times'
+        assert all(row.y_50 < 10 for row in rows[:first_time]), 'float32 is off by millionths'
+    keys = [(name, mode, metric) for name in providers for mode in measure.MODES for metric in metrics]
     assert sorted((row.provider, row.mode, row.metric) for row in rows) == sorted(keys)
     assert all(row.y_20 <= row.y_50 <= row.y_80 for row in rows)
     assert all(row.ratio_to_peer == 1 for row in rows if (row.provider, row.metric) == (providers[0], 'time'))
@@ -58,6 +65,28 @@ def test_flex_attention_is_a_peer_forward_on_a_cpu() -> None:
         rows = list(ops.benchmark_plug_attention(1, device='cpu', tokens=[24]))
     modes = {row.mode for row in rows if row.provider == 'FlexAttention and a map'}
     assert modes == {'forward'} and {row.mode for row in rows if row.provider == 'ungated SDPA'} == set(measure.MODES)
+
+
+@pytest.mark.parametrize('columns', [2, 4], ids=['points', 'boxes'])
+@pytest.mark.parametrize('distribution', ops.DISTRIBUTIONS)
+def test_samples_lie_where_their_distribution_says(distribution: str, columns: int) -> None:
+    levels = [(16, 20), (8, 10)]
+    inputs, reference = ops.sampler_inputs(levels, 2, 40, columns, 'cpu', distribution=distribution)
+    locations = offset_locations(inputs[3], reference, inputs[1])
+    around = (locations - reference[:, :, None, :, None, :2]) * inputs[1].flip(-1)[:, None]  # in pixels
+    deviation = locations.flatten(0, -2).std(0)
+    if distribution == 'spread':  # as any numbers between 0 and 1
+        assert (deviation - 12**-0.5).abs().max() < 0.01
+    if distribution == 'clustered':
+        image = locations[0].reshape(-1, 2)
+        nearest = torch.cdist(image, image).topk(20, largest=False).values[:, -1]
+        assert nearest.max() < 0.1, 'every sample has neighbours of other queries'
+    if distribution == 'near':
+        assert around.abs().mean() < 3
+    if distribution == 'grid' and columns == 2:
+        assert around.abs().amax(-1).round().unique().tolist() == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match='choose one of near, grid'):
+        ops.sampler_inputs(levels, 1, 3, columns, 'cpu', distribution='star')
 
 
 @pytest.mark.parametrize('case, fp32, autocast', [('encoder_b2', 0.9, 0.5), ('decoder900_b2', 1.0, 0.55)])

@@ -17,8 +17,8 @@ from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import GatedModule, gated_class
 from mmgate.layers.base.mmcv_or_torch import MultiheadAttention
 from mmgate.ops.layout import broadcasts_to, check_layout
-from mmgate.ops.library import is_exporting
 from mmgate.ops.masks import merge_masks
+from mmgate.ops.tracing import is_exporting
 
 # mmcv's default of ``dropout_layer``.
 NO_DROPOUT = dict(type='Dropout', drop_prob=0.0)

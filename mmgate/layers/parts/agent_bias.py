@@ -9,7 +9,7 @@ from mmgate.layers.base.gate import StateDict
 from mmgate.layers.base.map import MapGate, Size
 from mmgate.layers.parts.resizing import resize_axis
 from mmgate.ops.agent_attention import interpolation_matrix
-from mmgate.ops.library import without_autocast
+from mmgate.ops.autocast import without_autocast
 
 # Side of the maps in an_bias and na_bias.
 BLOCK = 7

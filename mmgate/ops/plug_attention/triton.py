@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmgate.errors import ConfigError
+from mmgate.errors import UnsupportedCall
 
 from .. import triton_backend
-from ..library import operator
+from ..custom_op import operator
 from ..triton_backend import MAX_DIM, interpreted, launch, padded
 from .blocks import biased, blocks_for
-from .reference import Arguments, Modulation
+from .reference import Modulation
 
 # Schema of the fields of a Call.
 ARGUMENTS = 'Tensor query, Tensor key, Tensor value, Tensor gate_query, Tensor gate_key, Tensor scalars, Tensor? bias'
@@ -52,7 +52,7 @@ def check(modulation: Modulation, gate_width: int, residual: bool, position: str
         more: Further features that the kernels do not have, True for those that are asked for.
 
     Raises:
-        ConfigError: The message names all features that are asked for and not there.
+        UnsupportedCall: The message names all features that are asked for and not there.
     """
     gate = (getattr(modulation, 'variant', None), getattr(modulation, 'activation', None))
     asked = {
@@ -64,26 +64,36 @@ def check(modulation: Modulation, gate_width: int, residual: bool, position: str
     }
     lacking = '; '.join(feature for feature, is_asked in asked.items() if is_asked)
     if lacking:
-        raise ConfigError(f"plug_attention: backend 'triton' does not have {lacking}. Use 'chunked'.")
+        raise UnsupportedCall(f"plug_attention: backend 'triton' does not have {lacking}. Use 'chunked'.")
 
 
-def attend(*arguments: Any) -> Tensor:
-    """Attend by the kernels; the arguments are those of :class:`Arguments`.
+def attend(
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None,
+    residual: bool,
+    position: str,
+    dropout: float,
+) -> Tensor:
+    """Attend by the kernels; the arguments are those of :func:`.plug_attention`, the bias with four axes.
 
     Raises:
-        ConfigError: See :func:`check`.
+        UnsupportedCall: See :func:`check`.
     """
-    call = Arguments(*arguments)
-    query, value, bias = call.query, call.value, call.bias
     more = {
-        f'dropout={call.dropout}': call.dropout > 0,
+        f'dropout={dropout}': dropout > 0,
         'a bias that needs a gradient': bias is not None and bias.requires_grad,
         f'values of {value.shape[-1]} channels beside {query.shape[-1]}': value.shape[-1] != query.shape[-1],
     }
-    check(call.modulation, call.gate_query.shape[-1], call.residual, call.position, more)
-    modulation: Any = call.modulation
-    scalars = torch.stack([modulation.weight.float(), modulation.bias.float()], 1).flatten()  # a, b, c, e
-    tensors = (x.to(query.dtype).contiguous() for x in (query, call.key, value, call.gate_query, call.gate_key))
+    check(modulation, gate_query.shape[-1], residual, position, more)
+    product: Any = modulation
+    scalars = torch.stack([product.weight.float(), product.bias.float()], 1).flatten()  # a, b, c, e
+    tensors = (x.to(query.dtype).contiguous() for x in (query, key, value, gate_query, gate_key))
     return _fused(*tensors, scalars, bias)[0]
 
 

@@ -14,6 +14,7 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
 
 import mmgate  # noqa: F401
+from mmgate.speed.matching import assigner as assigners
 from mmgate.speed.matching import head as heads
 
 FOCAL = dict(type='FocalLoss', use_sigmoid=True, gamma=2.0, alpha=0.25, loss_weight=2.0)
@@ -149,6 +150,25 @@ def test_a_step_waits_once(name: str) -> None:
     with Waits() as waits:
         head.loss_by_feat(*leaves, *rest)
     assert waits.counts == {'cpu': 1}
+
+
+@pytest.mark.parametrize('name', ['DINO_quality', 'DETR'])
+def test_pairs_go_to_the_device_in_one_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all layers and images, also where the host makes the losses."""
+    copies: list[torch.Size] = []
+    for module in (assigners, heads):
+        usual = module.to_device
+
+        def counted(numbers: Tensor, device: Any, usual: Any = usual) -> Tensor:
+            if numbers.dtype == torch.long and numbers.dim() == 2:
+                copies.append(numbers.shape)
+            return usual(numbers, device)
+
+        monkeypatch.setattr(module, 'to_device', counted)
+    head = build(name, type='mmgate.MatchedOnce', host='')
+    leaves, rest = loss_inputs(name, CASES['usual'])
+    head.loss_by_feat(*leaves, *rest)
+    assert len(copies) == 1
 
 
 def test_the_result_is_the_host() -> None:

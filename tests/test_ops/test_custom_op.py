@@ -9,7 +9,7 @@ import torch
 from conftest import one_graph
 from torch import Tensor
 
-from mmgate.ops import library
+from mmgate.ops import custom_op
 
 
 def _fake(x: Tensor, y: Tensor | None, factor: float) -> tuple[Tensor, Tensor]:
@@ -32,14 +32,14 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
 
 
 @pytest.fixture(scope='module')
-def scaled_sum() -> library.Operator:
-    operator = library.operator('test_scaled_sum', _fake)(_scaled_sum)
+def scaled_sum() -> custom_op.Operator:
+    operator = custom_op.operator('test_scaled_sum', _fake)(_scaled_sum)
     operator.differentiate(_backward, _setup_context)
     return operator
 
 
 @pytest.mark.parametrize('second', [True, False], ids=['two_tensors', 'one_tensor'])
-def test_eager_gradients(scaled_sum: library.Operator, second: bool) -> None:
+def test_eager_gradients(scaled_sum: custom_op.Operator, second: bool) -> None:
     x, y = torch.randn(3, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
     inputs = [t.requires_grad_() for t in ((x, y) if second else (x,))]
     assert torch.autograd.gradcheck(lambda *t: scaled_sum(t[0], t[1] if second else None, 2.5)[0], inputs)
@@ -48,7 +48,7 @@ def test_eager_gradients(scaled_sum: library.Operator, second: bool) -> None:
 
 
 @one_graph
-def test_registered_where_something_traces(scaled_sum: library.Operator) -> None:
+def test_registered_where_something_traces(scaled_sum: custom_op.Operator) -> None:
     registered = torch.ops.mmgate.test_scaled_sum.default
     x, y = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
     torch.library.opcheck(registered, (x, y, 2.0))
@@ -64,19 +64,12 @@ def test_registered_where_something_traces(scaled_sum: library.Operator) -> None
 
 
 def test_without_registration_torch_compile_still_gives_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, 'CAN_REGISTER', False)
-    operator = library.Operator('test_unregistered', _scaled_sum, _fake)
+    monkeypatch.setattr(custom_op, 'CAN_REGISTER', False)
+    operator = custom_op.Operator('test_unregistered', _scaled_sum, _fake)
     operator.differentiate(_backward, _setup_context)
-    outside = library.outside_graphs(lambda x: operator(x, None, 3.0)[0])
+    outside = custom_op.outside_graphs(lambda x: operator(x, None, 3.0)[0])
     x = torch.randn(5, requires_grad=True)
     output = torch.compile(lambda x: outside(x) + 1, backend='eager')(x)
     output.sum().backward()
     torch.testing.assert_close(output, 3 * x + 1)
     torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))
-
-
-def test_autocast_dtype() -> None:
-    assert library.autocast_dtype('cpu') is None
-    with torch.autocast('cpu', dtype=torch.bfloat16):
-        assert library.autocast_dtype('cpu') is torch.bfloat16
-        assert library.autocast_dtype('cuda') is None
