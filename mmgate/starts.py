@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from mmgate.layers.base.gate import Gate, draw_gate
-from mmgate.layers.base.gated import gated_modules, is_on, switch_off, switch_on, switched_off
+from mmgate.layers.base.gated import GatedModule, gated_modules, is_on, switch_off, switch_on, switched_off
 
 # Module of mmengine whose functions an init_cfg applies to every module of a model.
 INITIALISERS = 'mmengine.model.weight_init'
@@ -71,7 +71,7 @@ def _init_weights(model: Any) -> None:
         vars(model)['after_init_weights']()
 
 
-def draw_gates(name: str, module: Any) -> None:
+def draw_gates(name: str, module: GatedModule) -> None:
     """Draw those gates of the gated module called ``name`` that no state dict has filled."""
     for inner, part in module.gate.named_modules():
         if isinstance(part, Gate):

@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from .operators import translations
 from .runtime import NOTES_FILE, NOTES_KEY
 from .sampling import sampled_by
 from .tracing import plain_attention, traceable
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
 
 MAX_BATCH = 64
 # Smallest sides of images, one more than usual strides of the last maps.
@@ -37,7 +40,7 @@ def write(net: Network, inputs: Sequence[Tensor], path: Path, *, format: str, ms
 
 def capture(
     network: Network, inputs: Sequence[Tensor], divisor: int, msda: str = 'gather'
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[ExportedProgram, dict[str, Any]]:
     """Capture a network as a program of torch.export; torch may raise any error.
 
     Args:
@@ -74,7 +77,7 @@ def capture(
     return program, dict(divisor=divisor, least=least, size=[height, width], takes=f'images of {takes}')
 
 
-def write_onnx(program: Any, network: Network, path: Path, notes: Mapping[str, Any]) -> None:
+def write_onnx(program: ExportedProgram, network: Network, path: Path, notes: Mapping[str, Any]) -> None:
     """Write the program of :func:`capture` to ``path``, with ``notes`` in the file's metadata."""
     # The exporter and its optimizer log their progress.
     silenced = logging.root.manager.disable

@@ -19,6 +19,7 @@ from mmgate.ops.ms_deform_attn.reference import corners
 from mmgate.ops.ms_deform_attn.weights import attend_by
 
 from .sizes import SymbolicSizes
+from .tracing import Replacement
 
 # A function of the same name hides the package in ``mmgate.ops``.
 package = importlib.import_module('mmgate.ops.ms_deform_attn')
@@ -62,6 +63,6 @@ def grid(
 SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid}
 
 
-def sampled_by(name: str) -> tuple[Any, str, Any]:
+def sampled_by(name: str) -> Replacement:
     """Return the replacement for :func:`.tracing.traceable` that samples by one of :data:`SAMPLERS`."""
     return package, 'BACKENDS', (Backend(name, attend_by(SAMPLERS[name]), exportable=True),)

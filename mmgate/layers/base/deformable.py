@@ -54,6 +54,8 @@ class WithLevels(Protocol):
 class DeformableHost(GatedModule):
     """Base of the adapters of deformable attention."""
 
+    gate: DeformableGate
+
     def sample(
         self,
         query: Tensor,

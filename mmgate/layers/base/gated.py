@@ -62,7 +62,7 @@ class GatedModule(nn.Module):
         raise TypeError(f'{cls.__name__} does not say which sizes its hosts have.')
 
     @classmethod
-    def refuses(cls, host: Any, gate: Any) -> str | None:
+    def refuses(cls, host: Any, gate: Gate) -> str | None:
         """Return the reason why a gate does not fit a host, as a sentence without its full stop, or None if it fits."""
         return None
 
@@ -228,7 +228,10 @@ def record_of(module: nn.Module) -> Record | None:
 
 
 def gated_modules(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the module of all that rules have gated in ``model``; a shared module comes once."""
+    """Yield the name and the module of all that rules have gated in ``model``; a shared module comes once.
+
+    A module has the host's class while its gate is off, and the gated class while it is on.
+    """
     for name, module in model.named_modules():
         if record_of(module) is not None:
             yield name, module

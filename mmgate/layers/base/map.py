@@ -110,6 +110,8 @@ def _check_tokens(x: Tensor, hw_shape: Size, class_tokens: int = 0) -> None:
 class MapHost(GatedModule):
     """Base of the adapters of attention over a map; a subclass computes its host's projections."""
 
+    gate: MapGate
+
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values ``(B, N, C)`` of tokens ``(B, N, C)``, by default by one layer ``qkv``."""
         q, k, v = self.qkv(x).chunk(3, -1)
@@ -134,7 +136,7 @@ class MapHost(GatedModule):
             TypeError: ``x`` is no tensor.
             ValueError: ``x`` has another shape, or its tokens do not make the map.
         """
-        gate: MapGate = self.gate
+        gate = self.gate
         # Twins adds the number 0.0.
         added = identity if isinstance(identity, Tensor) else None
         check_layout(('x', x, f'B N {gate.embed_dims}'), ('identity', added, f'B N {gate.embed_dims}'), filled='N')
