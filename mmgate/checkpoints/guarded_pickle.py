@@ -30,7 +30,7 @@ _PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Unread:
-    """Replacement for an object that is left out; it accepts all that pickle does with it."""
+    """Placeholder for an object of a checkpoint that is not read; pickle may call it, fill it and set its state."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass

@@ -68,7 +68,7 @@ class _AsLiterals(ast.NodeTransformer):
 
 
 def _is_value(node: ast.AST) -> bool:
-    """Return True if a node itself runs nothing; its children are checked separately."""
+    """Return True if a node of a text's syntax tree runs no code by itself; its children are checked separately."""
     if isinstance(node, ast.Name):
         bound_anew = isinstance(node.ctx, ast.Store) and node.id in {*CALLS, '_base_'}
         return not bound_anew and not node.id.startswith('__')

@@ -118,7 +118,7 @@ def export(
 
 
 def _compared(model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, threshold: float) -> Differences:
-    """Return the differences between the results of a file and of its model; refuse a file that differs."""
+    """Compare the results of an exported file with its model's; refuse the file if they differ beyond tolerance."""
     run = Exported(path, trusted=True)
     net = build_network(model)
     chosen, description = _batches_for(net, batches, run)

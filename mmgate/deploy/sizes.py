@@ -53,7 +53,7 @@ class SymbolicSizes:
         return self
 
     def view(self, *shape: int) -> Any:
-        """Return the rows of ``view(-1, n)`` as sizes, and a view of the tensor for any other shape."""
+        """Return sizes in rows of ``n`` for ``view(-1, n)``, and a view of the tensor for any other shape."""
         if len(shape) == 2 and shape[0] == -1:
             width = shape[1]
             return SymbolicSizes([self.numbers[i : i + width] for i in range(0, len(self.numbers), width)])

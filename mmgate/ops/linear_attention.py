@@ -30,7 +30,7 @@ def key_value_map(k: Tensor, v: Tensor) -> Tensor:
 def kernel_attention(
     q: Tensor, k: Tensor, v: Tensor, norm_q: Tensor | None = None, norm_k: Tensor | None = None
 ) -> Tensor:
-    """Return ``Q (K^T V) / (Q sum(K))``: weights ``q_i k_j`` that sum to 1.
+    """Return linear attention, ``Q (K^T V) / (Q sum(K))``: its weights ``q_i k_j`` are divided by their sum.
 
     Args:
         q: Features of the queries, not negative, ``(B, H, N, d)``.
@@ -86,7 +86,7 @@ def kernel_attention_reference(
 
 
 def hydra_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return ``q̂ * sum_N(k̂ * v)`` of tensors ``(B, N, C)``, where ``q̂`` and ``k̂`` have length 1 over all channels.
+    """Return hydra attention, ``q̂ * sum_N(k̂ * v)``, of tensors ``(B, N, C)``; ``q̂`` and ``k̂`` are normalised over C.
 
     Source: Hydra attention (Bolya et al., 2022), Eq. 8.
     """
@@ -107,7 +107,7 @@ def hydra_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def efficient_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return ``softmax_d(Q) (softmax_N(K)^T V)``.
+    """Return efficient attention, ``softmax_d(Q) (softmax_N(K)^T V)``: softmaxes over channels and over tokens.
 
     Source: Efficient attention (Shen et al., 2021), Eq. 4 and 5.
     """
@@ -121,7 +121,7 @@ def efficient_attention_reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def linear_angular_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return ``V / 2 + Q̂ (K̂^T V) / pi``, with each head of each token normalised to length 1.
+    """Return linear angular attention, ``V / 2 + Q̂ (K̂^T V) / pi``; each head of each token is normalised.
 
     Source: Castling-ViT (You et al., 2023), the linear term of the angular kernel.
     """

@@ -79,7 +79,7 @@ class CompileHook(_PathsHook):
         backend: Option of torch.compile.
 
     Raises:
-        ConfigError: ``paths`` is malformed, or a pattern matches nothing (from :meth:`before_train`).
+        ConfigError: ``paths`` is malformed. :meth:`before_train` raises it if a pattern matches nothing.
     """
 
     usual = ('backbone', '**encoder.layers.*')
@@ -108,8 +108,8 @@ class ChannelsLastHook(_PathsHook):
     """Hand images to the backbone with their channels last in memory, where a CPU's convolutions are faster.
 
     Convolutions, norms and activations keep the layout of their input. Weights do not change, in memory and in
-    checkpoints. ``paths`` (``'backbone'`` by default) and errors are as in :class:`CompileHook`, from
-    :meth:`before_run`.
+    checkpoints. ``paths`` (``'backbone'`` by default) and errors are as in :class:`CompileHook`, but
+    :meth:`before_run` raises them.
     """
 
     usual = ('backbone',)
@@ -139,7 +139,7 @@ class Float32Hook(_PathsHook):
     A coordinate in bfloat16 has 8 bits, which is four pixels in a thousand, and mmdet's heads refine boxes in the dtype
     of the layers that predict them. Without autocast the hook changes nothing. ``paths`` (by default the layers that
     predict reference points, boxes, classes and sampling offsets in DETR-like detectors) and errors are as in
-    :class:`CompileHook`, from :meth:`before_run`.
+    :class:`CompileHook`, but :meth:`before_run` raises them.
     """
 
     usual = ('**reference_points_fc', '**reg_branches.*', '**cls_branches.*', '**sampling_offsets')

@@ -35,15 +35,18 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     panels that it is about.
     """
     maps = [mean_maps(gates) for _, gates in models]
+    drawn = [of_kind for found in maps for of_kind in found]
     every = [gate for _, gates in models for gate in gates]
     used = _used(every)
     labels = _labels(every)
     names = [_names(gates) for _, gates in models]
-    left = max(map(len, maps))  # gates of channels, as SAGA's, have no map
+    # Gates of channels, as SAGA's, have no map.
+    left = max(map(len, maps))
     columns = left + 2
     tallest = max(map(len, names))
     longest = max(len(name) for listed in names for name in listed)
-    by_head = sum(any(found[i].kind == 'heads' for found in maps if i < len(found)) for i in range(left))
+    # Maps of heads have the layers' names beside them.
+    by_head = len({number for found in maps for number, of_kind in enumerate(found) if of_kind.kind == 'heads'})
     width = style.WIDTH / 3 * max(columns, 3) + 0.05 * max(longest - SHORT, 0) * (1 + by_head)
     figure, axes = style.panels(len(models), columns, height=max(2.3, 0.16 * tallest + 0.9), width=width)
     for middle, right in axes[1:, -2:]:
@@ -55,7 +58,8 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         for axis in lefts[len(found) :]:
             axis.set_axis_off()
         for number, (axis, of_kind) in enumerate(zip(lefts, found, strict=False), 1):
-            alike = [o.values for os in maps for o in os if (o.kind, o.unchanged) == (of_kind.kind, of_kind.unchanged)]
+            scale = (of_kind.kind, of_kind.unchanged)
+            alike = [other.values for other in drawn if (other.kind, other.unchanged) == scale]
             _draw_map(figure, axis, of_kind, alike, [listed[gates.index(gate)] for gate in of_kind.gates])
             if len(found) > 1:
                 axis.set_title(f'map {number}: {axis.get_title()}')
@@ -64,7 +68,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
         first = (*lefts, middle)[0]
         first.set_title(f'{fill(title, style.LINE // 3)}\n{first.get_title()}')
     style.legend(figure, note='\n'.join(_notes(models, maps)))
-    cells = max((max(of_kind.values.shape) for found in maps for of_kind in found), default=0)
+    cells = max((max(of_kind.values.shape) for of_kind in drawn), default=0)
     # Two pixels a cell show a diagonal.
     figure.set_dpi(min(cells / MAP_INCHES * 2, MOST_DPI))
     return style.save(figure, out)

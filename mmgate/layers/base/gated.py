@@ -244,7 +244,7 @@ def host_class(module: nn.Module) -> type[nn.Module]:
 
 
 def current_key(model: nn.Module, key: str) -> str:
-    """Return the name in ``model`` of the tensor that a checkpoint, maybe one of mmgate 0.1, calls ``key``."""
+    """Return the present name in ``model`` of a tensor that a checkpoint, maybe of mmgate 0.1, calls ``key``."""
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f'{name}.' if name else ''
         if isinstance(module, GatedModule) and key.startswith(prefix):
@@ -270,7 +270,7 @@ def switch_on(module: Any) -> None:
 
 
 def switch_off(module: Any) -> None:
-    """Let a gated module compute as the vanilla one; its gate moves out, and the parts that it left out move in."""
+    """Let a gated module compute as the vanilla one: take its gate out, and put the parts that it left out back."""
     record = module.gating
     if not is_on(module):
         return
@@ -334,7 +334,7 @@ def _take_out(host: nn.Module, name: str) -> list[Part]:
 
 
 def _put_back(host: nn.Module, part: Part) -> None:
-    """Put a part back to its place in the order, on the device and with the dtype that the host has by now."""
+    """Put a part back into the module that held it, in the old order and with the host's present device and dtype."""
     like = next(host.parameters(), None)
     parts = getattr(host.get_submodule(part.path), part.kind)
     parts[part.name] = part.value if like is None else _moved(part, like)

@@ -1,4 +1,4 @@
-"""Hydra attention."""
+"""Hydra attention: linear attention with as many heads as channels."""
 
 from __future__ import annotations
 

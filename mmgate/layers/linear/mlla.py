@@ -42,7 +42,7 @@ class MLLAGate(LinearGate):
             )
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend in every head; only the numerator is rotated, because the denominator has to stay positive."""
+        """Attend with rotary positions in the numerator alone, because the denominator has to stay positive."""
         q = F.elu(q) + 1
         k = F.elu(k) + 1
         tokens = (self.rotate(q, hw_shape), self.rotate(k, hw_shape), v, q, k)

@@ -31,7 +31,7 @@ class RALAGate(LinearGate):
     head_multiple = 4
 
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
-        """Attend in every head; only the numerator is rotated, because the denominator has to stay positive."""
+        """Attend with rotary positions in the numerator alone, because the denominator has to stay positive."""
         q, k, v = (self.split_heads(t) for t in (F.elu(q) + 1, F.elu(k) + 1, v))
         k = rank_augmented_keys(q, k, scale=self.scale)
         turned_q, turned_k = (self.rotate(t, hw_shape, inclusive=True) for t in (q, k))

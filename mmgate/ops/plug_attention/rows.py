@@ -116,7 +116,7 @@ class _Chunks:
             yield slice(start, min(start + self.step, self.rows))
 
     def product(self, buffer: int, rows: Tensor, columns: Tensor, scale: float) -> Tensor:
-        """Return ``rows columns^T scale``, ``(B, H, rows, M)``, in the buffer of that number."""
+        """Return ``rows columns^T scale``, ``(B, H, rows, M)``, computed in a buffer, 0 to 2."""
         out = self._view(buffer, (*rows.shape[:-1], columns.shape[-2]))
         a = rows.flatten(0, 1)
         b = columns.flatten(0, 1).transpose(-1, -2)
@@ -128,7 +128,7 @@ class _Chunks:
         return out
 
     def copy(self, buffer: int, source: Tensor) -> Tensor:
-        """Return a copy of ``source`` in the buffer of that number."""
+        """Copy ``source`` into a buffer, 0 to 2, and return the copy."""
         return self._view(buffer, source.shape).copy_(source)
 
     def _view(self, buffer: int, shape: tuple[int, ...]) -> Tensor:
