@@ -150,7 +150,7 @@ def test_the_model_in_its_wrappers(wrap: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('norm', [nn.utils.weight_norm, nn.utils.parametrizations.orthogonal])
-def test_parametrized_projections(norm: Any, tmp_path: Path) -> None:
+def test_gates_of_a_parametrized_model_go_into_a_file_and_come_off(norm: Any, tmp_path: Path) -> None:
     """The gates go into a file for models that are parametrized alike, and come off."""
     model, other, x, file = layers(), layers(()), torch.randn(1, 3, 16), tmp_path / 'g.safetensors'
     names = list(mmgate.gate_parameters(model))

@@ -13,7 +13,7 @@ import mmgate
 
 
 @pytest.mark.parametrize('host, head', [('retinanet_pvtv2', 'bbox_head'), ('swin', 'decode_head')])
-def test_training_modes(host: str, head: str) -> None:
+def test_norms_and_dropout_outside_the_gates_rest(host: str, head: str) -> None:
     """Frozen batch norms and dropouts rest while the gates train; the model itself knows that it trains."""
     model = gated(host, train='gates')
     for one in (model, copy.deepcopy(model)):

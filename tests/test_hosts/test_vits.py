@@ -39,7 +39,7 @@ HOSTS: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
 
 
 @pytest.mark.parametrize('name', HOSTS)
-def test_kind(name: str) -> None:
+def test_a_vision_transformer_is_told_from_a_part_of_a_detector(name: str) -> None:
     make, path, expected = HOSTS[name]
     path = f'backbone.{path}'.rstrip('.')  # what a model calls it says nothing: DETR's encoder could be called so
     assert is_in_vit(nn.ModuleDict(dict(backbone=make())), path) == expected

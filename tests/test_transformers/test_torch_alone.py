@@ -118,7 +118,7 @@ def test_swaps_and_gates_as_adapters(tmp_path: Path) -> None:
     assert 'INFO:mmgate:mmgate: trains' in said
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_what_needs_a_package_is_refused(tmp_path: Path) -> None:
     refused = {
         "layers.PLuGMultiheadAttention(32, 4, dropout_layer=dict(type='Gaussian'))": "type='Gaussian' needs mmcv",
         'layers.PLuGMultiheadAttention(32, 4, init_cfg={})': 'read by mmengine',

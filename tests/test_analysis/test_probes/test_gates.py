@@ -26,7 +26,7 @@ GATES: dict[str, tuple[dict[str, Any], str, tuple[int, int], int | None]] = {
 
 
 @pytest.mark.parametrize('name', GATES)
-def test_maps(name: str) -> None:
+def test_a_gate_has_its_mean_map(name: str) -> None:
     options, kind, shape, unchanged = GATES[name]
     gates = gate_statistics(*gated(options))
     assert [gate.path for gate in gates] == ['0', '1'] and {gate.kind for gate in gates} == {kind}
