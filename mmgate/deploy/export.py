@@ -106,15 +106,15 @@ def export(
             # Exporters and runtimes raise many kinds of errors.
             except Exception as error:
                 problem = error
-                message = f'{type(error).__name__}: {error}'.split('\n')[0]
+                reason = f'{type(error).__name__}: {error}'.split('\n')[0]
                 if isinstance(error, TimeoutError):
-                    message += '; --time-limit gives it more'
-                print_log(f'not to be written for images of {sides}: {message}', logger='current')
+                    reason += '; --time-limit gives it more'
+                print_log(f'not to be written for images of {sides}: {reason}', logger='current')
                 continue
             print_log(f'{path.name} takes {takes}, up to {MAX_BATCH} at a time', logger='current')
             os.replace(new, path)
             return found
-    raise ConfigError(f'{type(model).__name__} cannot be exported: {message}') from problem
+    raise ConfigError(f'{type(model).__name__} cannot be exported: {reason}') from problem
 
 
 def _compared(model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, threshold: float) -> Differences:

@@ -70,7 +70,7 @@ class Network(nn.Module):
 
 
 def not_exportable(host: nn.Module, reason: str) -> ConfigError:
-    """Return an error which says that a model cannot be exported."""
+    """Return an error with the reason why a model cannot be exported."""
     return ConfigError(
-        f'{type(host).__name__} cannot be exported: {reason}. tools/deploy/README.md lists the models that can be.'
+        f'{type(host).__name__} cannot be exported: {reason}. tools/deploy/README.md lists the models that can.'
     )
