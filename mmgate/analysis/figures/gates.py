@@ -74,6 +74,12 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     return style.save(figure, out)
 
 
+def _names(gates: Sequence[LayerGate]) -> list[str]:
+    """Return the label of each gate of a model: the name of its layer, with ``_k`` and the like for a ``gate_k``."""
+    layers = style.layer_labels([gate.path for gate in gates], length=LONGEST)
+    return [f'{layer} {gate.name[5:]}'.strip() for layer, gate in zip(layers, gates, strict=True)]
+
+
 def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Sequence[GateMap]]) -> list[str]:
     """Return the lines below the figure, each with the panels that it is about."""
     values = {gate.unchanged for _, gates in models for gate in gates}
@@ -105,12 +111,6 @@ def _panels_of(value: int | None, gates: Sequence[LayerGate], found: Sequence[Ga
     if any(gate.unchanged == value and id(gate) not in on_maps for gate in gates):
         panels.append('layers without a map')
     return ' and '.join(panels)
-
-
-def _names(gates: Sequence[LayerGate]) -> list[str]:
-    """Return the label of each gate of a model: the name of its layer, with ``_k`` and the like for a ``gate_k``."""
-    layers = style.layer_labels([gate.path for gate in gates], length=LONGEST)
-    return [f'{layer} {gate.name[5:]}'.strip() for layer, gate in zip(layers, gates, strict=True)]
 
 
 def _draw_map(figure: Any, axis: Any, of_kind: GateMap, alike: Sequence[np.ndarray], names: Sequence[str]) -> None:
