@@ -9,11 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from mmgate.layers.base.gate import Gate, draw_gate
+from mmgate.layers.base.gate import INITIALISERS, Gate, draw_gate
 from mmgate.layers.base.gated import GatedModule, gated_modules, is_on, switch_off, switch_on, switched_off
 
-# Module of mmengine whose functions an init_cfg applies to every module of a model.
-INITIALISERS = 'mmengine.model.weight_init'
 # Attribute in which mmengine keeps, by parameter, the text that it logs of an initialisation.
 REPORT = '_params_init_info'
 

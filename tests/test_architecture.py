@@ -46,7 +46,6 @@ CROSSING = {
 TESTED_BY = {
     'test_analysis/test_complexity.py': ('analysis/report/flops.py',),
     'test_analysis/test_probes/test_attention.py': ('analysis/probes/hosts.py',),
-    'test_backbones/test_cswin.py': ('layers/cross_window.py',),
     'test_checkpoints/test_loading.py': ('checkpoints/allowed.py', 'checkpoints/safetensors_file.py'),
     'test_deploy/test_build.py': (
         'deploy/detectors.py',
@@ -81,7 +80,6 @@ TESTED_BY = {
         'ops/ms_deform_attn/registered.py',
     ),
     'test_ops/test_ms_deform_attn/test_native.py': ('ops/ms_deform_attn/build.py',),
-    'test_ops/test_ms_deform_attn/test_torch_ms_deform_attn.py': ('ops/ms_deform_attn/deformops.py',),
     'test_ops/test_ms_deform_attn/test_triton.py': (
         'ops/ms_deform_attn/backward_kernel.py',
         'ops/ms_deform_attn/blocks.py',

@@ -93,6 +93,10 @@ class PLuGDeformableGate(DeformableGate):
         """Return the gate of the query, see :meth:`compute_gate`."""
         return self.compute_gate(inputs[0])
 
+    def unchanged_value(self, name: str) -> float | None:
+        """Return 0, or 1 where logits are multiplied by the gate itself."""
+        return 0 if self.residual else 1
+
     def modulate(self, query: Tensor) -> dict[str, Any]:
         """Return the operator's arguments for ``query`` (B, Q, C): its gate, ``residual`` and ``position`` (Eq. 12)."""
         return dict(gate=self.compute_gate(query), residual=self.residual, position=self.position)

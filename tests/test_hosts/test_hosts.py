@@ -109,6 +109,7 @@ def test_the_guide_for_contributors_works_when_followed(monkeypatch: pytest.Monk
     seen = dict(img_path=str(tmp_path / 'image.png'), img_shape=(4, 6), ori_shape=(4, 6), batch_input_shape=(4, 6))
     encoder.test_step = lambda batch: [encoder['encoder'](batch), BaseDataElement(metainfo=seen)][1:]
     statistics = gate_statistics(encoder, [x])
+    assert [gate.row()['moved'] for gate in statistics] == [0, 0]  # from the value that its class declares
     assert [gate.path for gate in statistics] == [f'encoder.layers.{i}.self_attn' for i in (0, 1)]
     path, maps, sample = head_maps(encoder, x[:, :1])  # one image
     assert path == 'encoder.layers.1.self_attn' and maps.shape == (4, 2, 3)

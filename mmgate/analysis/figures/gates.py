@@ -74,6 +74,11 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     return style.save(figure, out)
 
 
+def _meaning(value: float | None) -> str:
+    """Return a sentence on gates that change nothing at ``value``."""
+    return MEANINGS.get(value, f'a gate of {value} leaves attention unchanged.')
+
+
 def _names(gates: Sequence[LayerGate]) -> list[str]:
     """Return the label of each gate of a model: the name of its layer, with ``_k`` and the like for a ``gate_k``."""
     layers = style.layer_labels([gate.path for gate in gates], length=LONGEST)
@@ -85,12 +90,12 @@ def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Seq
     values = {gate.unchanged for _, gates in models for gate in gates}
     lines = []
     if len(values) == 1:
-        lines = [f'All panels: {MEANINGS[value]}' for value in values]
+        lines = [f'All panels: {_meaning(value)}' for value in values]
     else:
         for (title, gates), found in zip(models, maps, strict=True):
             row = f'{title}, ' if len(models) > 1 else ''
             for value in dict.fromkeys(gate.unchanged for gate in gates):
-                lines.append(f'{row}{_panels_of(value, gates, found)}: {MEANINGS[value]}')
+                lines.append(f'{row}{_panels_of(value, gates, found)}: {_meaning(value)}')
     if values != {None}:
         where = 'By layer, histogram: grey lines mark the value that changes nothing.'
         if any(of_kind.unchanged is not None for found in maps for of_kind in found):
@@ -99,7 +104,7 @@ def _notes(models: Sequence[tuple[str, Sequence[LayerGate]]], maps: Sequence[Seq
     return lines
 
 
-def _panels_of(value: int | None, gates: Sequence[LayerGate], found: Sequence[GateMap]) -> str:
+def _panels_of(value: float | None, gates: Sequence[LayerGate], found: Sequence[GateMap]) -> str:
     """Return the names of a row's panels with the gates that change nothing at ``value``."""
     numbers = [str(number) for number, of_kind in enumerate(found, 1) if of_kind.unchanged == value]
     panels = []
@@ -158,7 +163,7 @@ def _draw_layers(axis: Any, gates: Sequence[LayerGate], names: Sequence[str]) ->
     axis.set(xlabel='gate, mean ± std', ylabel='layer', ylim=(len(gates) - 0.4, -0.6), title='by layer')
 
 
-def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, int | None], str]:
+def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, float | None], str]:
     """Return the histograms' label of each series of gates: those of one name, kind and unchanged value.
 
     It is the gates' name, with their kind where several series share the name.
@@ -171,12 +176,12 @@ def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, int | None], str
     }
 
 
-def _series(gate: LayerGate) -> tuple[str, str, int | None]:
+def _series(gate: LayerGate) -> tuple[str, str, float | None]:
     return gate.name, gate.kind, gate.unchanged
 
 
 def _draw_histogram(
-    axis: Any, gates: Sequence[LayerGate], used: tuple[float, float], labels: dict[tuple[str, str, int | None], str]
+    axis: Any, gates: Sequence[LayerGate], used: tuple[float, float], labels: dict[tuple[str, str, float | None], str]
 ) -> None:
     bins = np.searchsorted(EDGES, used)
     step = next(n for n in (1, 2, 4, 5, 10) if n * BARS >= bins[1] - bins[0])  # a bar begins at 0

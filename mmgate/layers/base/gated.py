@@ -140,6 +140,7 @@ class Record:
         name: Name of the module in the model that was swapped.
         rule: Rule that gated it.
         number: Number of the rule among all rules of that model.
+        child: Path to the module from the one that the rule chose; empty if the rule chose the module itself.
         gate: The child while it is out of the module, else None.
         left_out: The parts of the host that a gated forward does not use, while they are out of the module.
         notes: Values that the adapter keeps, by name.
@@ -151,10 +152,19 @@ class Record:
     name: str
     rule: Mapping[str, Any]
     number: int = 0
+    child: str = ''
     gate: nn.Module | None = None
     left_out: list[Part] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
     handles: list[Handle] = field(default_factory=list)
+
+    def chosen_name(self, name: str) -> str:
+        """Return the name of the module that the rule chose.
+
+        Args:
+            name: The gated module's name in the same model.
+        """
+        return f'.{name}'.removesuffix(f'.{self.child}')[1:] if self.child else name
 
 
 @dataclass

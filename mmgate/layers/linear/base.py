@@ -85,6 +85,10 @@ class LinearGate(MapGate):
         """Return the gate ``name`` of every token and channel, ``(B, N, C)``."""
         return getattr(self, name)(inputs[0])
 
+    def unchanged_value(self, name: str) -> float | None:
+        """Return 1: the gates of keys, values and the output are factors."""
+        return 1
+
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: Size) -> Tensor:
         """Return the mixed tokens ``(B, N, C)`` without the convolution; the arguments are as in :meth:`mix`."""
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')
