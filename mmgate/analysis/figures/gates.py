@@ -20,7 +20,7 @@ MAP_INCHES = 1.5  # width of a map, about
 MOST_DPI = 600
 KINDS = dict(pairs='of pairs', levels='of levels', heads='of heads', channels='of channels')
 # Sentences below the figure, by the value at which a gate changes nothing.
-MEANINGS = {
+MEANINGS: dict[float | None, str] = {
     0: 'a gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
     1: 'a gate of 1 leaves attention unchanged, one of 0 closes it.',
     None: 'a gate of 0 is closed.',

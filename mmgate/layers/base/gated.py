@@ -55,14 +55,14 @@ class GatedModule(nn.Module):
         def __getattr__(self, name: str) -> Any:
             """Return an attribute of the host, whose class comes after the adapter among the bases."""
 
-    # An adapter gives its host the type that it reads: the host's class, or a Protocol.
+    # An adapter gives its host the type that it reads, a class or a Protocol, and its gate the class of its kind.
     @classmethod
     def sizes(cls, host: Any) -> Sizes:
         """Return the sizes of a host's attention, for which its gate is made."""
         raise TypeError(f'{cls.__name__} does not say which sizes its hosts have.')
 
     @classmethod
-    def refuses(cls, host: Any, gate: Gate) -> str | None:
+    def refuses(cls, host: Any, gate: Any) -> str | None:
         """Return the reason why a gate does not fit a host, as a sentence without its full stop, or None if it fits."""
         return None
 
