@@ -114,7 +114,7 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
         record = Record(made.adapter, type(made.host), made.name, kept[number], first + number, made.child)
         gate_module(made.host, made.adapter, made.gate, record)
         gated: Any = made.host
-        gated.placed(model)
+        gated.after_gating(model)
     switch_nested_tensors(model)
     initialise_gates_last(model)
     return list(chosen)

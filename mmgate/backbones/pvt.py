@@ -11,7 +11,7 @@ from torch import nn
 from mmgate.backbones.presets import PRETRAIN_AGENTS, PVT, PVT_V2, STRIDES, Options, map_sizes, preset, stage_rules
 from mmgate.backbones.weights import PublishedWeights
 from mmgate.layers.base.gate import start_linear
-from mmgate.layers.gml import check_option
+from mmgate.layers.parts.options import check_option
 from mmgate.registry import MODELS
 from mmgate.swap import swap_attention
 

@@ -13,7 +13,7 @@ from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmgate.errors import ConfigError, UntrustedCheckpoint
 
-from .allowed import UnsafeCheckpoint, refuse
+from .allowed import ForbiddenContent, refuse
 from .download import download
 from .guarded_pickle import load_file
 from .plain_config import running_part
@@ -48,12 +48,13 @@ def load_checkpoint_file(filename: str, map_location: Any = None, *, tensors_alo
         checkpoint = load_file(path, map_location, trusted=trusted, tensors_alone=tensors_alone)
         if not trusted and not tensors_alone:
             _refuse_configs_that_run(checkpoint)
-    except UnsafeCheckpoint as error:
-        how = 'Tensors alone are read here, of a file that is trusted, too.'
+    except ForbiddenContent as error:
+        remedy = f'{HOW_TO_TRUST}; it is then loaded as pickle does, code and all.'
+        if tensors_alone:
+            remedy = 'Tensors alone are read here, of a file that is trusted, too.'
         raise UntrustedCheckpoint(
             f'checkpoint {filename} {error}, which no checkpoint of mmengine does and which may run code of whoever '
-            'made the file, or fill the memory; it was not loaded. '
-            + (how if tensors_alone else f'{HOW_TO_TRUST}; it is then loaded as pickle does, code and all.')
+            f'made the file, or fill the memory; it was not loaded. {remedy}'
         ) from error
     except ValueError as error:
         raise ConfigError(
@@ -84,10 +85,10 @@ def register_safe_loader() -> None:
     CheckpointLoader.register_scheme(('http://', 'https://'), load_checkpoint_url, force=True)
 
 
-def _refuse_configs_that_run(checkpoint: Any) -> None:
+def _refuse_configs_that_run(checkpoint: object) -> None:
     """Refuse configs that would run code; mmengine executes their text when it resumes, and in its inferencers."""
 
-    def inner(owner: Any, key: str) -> Any:
+    def inner(owner: object, key: str) -> object:
         return owner.get(key) if isinstance(owner, dict) else None
 
     for place in (inner(checkpoint, 'meta'), inner(inner(checkpoint, 'message_hub'), 'runtime_info')):

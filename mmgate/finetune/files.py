@@ -127,9 +127,9 @@ def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
         raise ConfigError(f'the gates of {path} do not fit: {error}') from error
     hook = model._register_load_state_dict_pre_hook(partial(_meet_checkpoint, path, content), with_module=True)
     vars(model).update(gates_file=os.fspath(path), gates_file_hook=hook)
-    if content.also:
+    if content.host_tensors:
         initialise_gates_last(model)
-        vars(model)['after_init_weights'] = partial(_fill, model, content.also)
+        vars(model)['after_init_weights'] = partial(_fill, model, content.host_tensors)
     return content
 
 
@@ -194,4 +194,4 @@ def _meet_checkpoint(
     if not {*here, *(current_key(model, name) for name in former)}.isdisjoint(content.gates):
         return
     content.warn_of_other_values(path, {name: state[key] for name, key in here.items()})
-    state.update({here[name]: tensor for name, tensor in content.also.items() if name in here})
+    state.update({here[name]: tensor for name, tensor in content.host_tensors.items() if name in here})

@@ -30,8 +30,8 @@ def restore_attention(model: nn.Module) -> list[str]:
 def gates_disabled(model: nn.Module) -> Iterator[None]:
     """Switch the gates off in the context.
 
-    An attention that was built with a gate, not by a rule, stays gated. A mode that is set meanwhile holds for gates
-    afterwards. Move the model to another device or dtype before or after the context.
+    An attention that was built with a gate, not by a rule, stays gated. A mode that is set meanwhile holds for the
+    gates afterwards. Move the model to another device or dtype before or after the context.
     """
     try:
         with switched_off(*(module for _, module in gated_modules(model))):

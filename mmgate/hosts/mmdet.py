@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost, refuse_finish
+from mmgate.layers.base.dense import DenseGate, DenseHost, check_output_width
 from mmgate.layers.base.gate import Gate, Sizes
 
 adapt_swin(WindowMSA, ShiftWindowMSA)
@@ -124,7 +124,7 @@ class GatedBiMultiHeadAttention(DenseHost):
             inputs = (query_width, key_width, key_width)
             sizes = Sizes(host.embed_dim, host.num_heads, inputs=inputs, dropout=host.dropout)
             gate: Any = gate_type(sizes, **options)
-            refuse_finish(gate, query_width)
+            check_output_width(gate, query_width)
             return gate
 
         return nn.ModuleDict(dict(vision=make(host.v_dim, host.l_dim), language=make(host.l_dim, host.v_dim)))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmgate.hosts.table import adapts
 from mmgate.hosts.torch import adapt_reduced
 from mmgate.hosts.window import adapt_swin
-from mmgate.layers.base.dense import DenseGate, DenseHost, refuse_scale
+from mmgate.layers.base.dense import DenseGate, DenseHost, refuses_scale
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
@@ -45,7 +45,7 @@ class PlainScale(DenseHost):
     @classmethod
     def refuses(cls, host: Scaled, gate: DenseGate) -> str | None:
         """Refuse a host that scales its logits by another number than ``1 / sqrt(d)``."""
-        return refuse_scale(host)
+        return refuses_scale(host)
 
 
 @adapts(DenseGate, BEiTAttention, MAEAttention)

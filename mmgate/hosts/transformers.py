@@ -90,7 +90,7 @@ class GatedInterfaceAttention(DenseHost):
             return f'the gate splits heads into two streams, but {name} rotates their halves together'
         return None
 
-    def switched_on(self) -> None:
+    def after_switch_on(self) -> None:
         """Let this module, and no other of its model, attend by our function, and let projections note their input."""
         notes = self.gating.notes
         notes['config'] = self.config
@@ -98,7 +98,7 @@ class GatedInterfaceAttention(DenseHost):
         self.config._attn_implementation = NAME
         notes['hooks'] = [getattr(self, name).register_forward_pre_hook(note_input) for name in READ]
 
-    def switched_off(self) -> None:
+    def before_switch_off(self) -> None:
         """Give the module its config back, and take the notes off."""
         self.config = self.gating.notes.pop('config')
         for hook in self.gating.notes.pop('hooks'):

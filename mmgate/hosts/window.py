@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmgate.hosts.table import adapts
-from mmgate.layers.base.dense import DenseGate, DenseHost, refuse_scale
+from mmgate.layers.base.dense import DenseGate, DenseHost, refuses_scale
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.map import MapGate, MapHost, Size
 
@@ -38,7 +38,7 @@ class GatedWindowMSA(DenseHost):
     @classmethod
     def refuses(cls, host: Any, gate: Any) -> str | None:
         """Refuse another scale of the logits."""
-        return refuse_scale(host)
+        return refuses_scale(host)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attend within windows ``(B nW, N, C)``, those of an image next to each other."""

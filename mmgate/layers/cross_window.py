@@ -25,7 +25,7 @@ def lepe_convolutions(channels: int, heads: int, split: int | None) -> nn.Module
         split: Width of a stripe; None for all heads over the whole map, which need one convolution.
 
     Raises:
-        ValueError: An odd number of heads in stripes.
+        ValueError: The number of heads is odd, with stripes.
     """
     if split is not None and heads % 2:
         raise ValueError(f'num_heads={heads} must be even, half for each direction of the stripes.')
@@ -85,12 +85,12 @@ class CrossWindowGate(MapGate):
 
     Args:
         sizes: Sizes of the host's attention.
-        split: Width of a vertical stripe, which is as high as the map, and height of a horizontal one; None for all
-            heads over the whole map. A map is padded with zeros to whole stripes.
+        split: Width of the vertical stripes, which are as high as the map, and height of the horizontal ones. None lets
+            all heads attend over the whole map. The map is padded with zeros to whole stripes.
         class_token: True if a class token comes before the map's tokens, which is refused.
 
     Raises:
-        ValueError: An odd number of heads in stripes, or a class token.
+        ValueError: The number of heads is odd, with stripes, or there is a class token.
 
     Source: see :func:`cross_window_attention`.
     """
@@ -130,12 +130,12 @@ class CrossWindowAttention(MapAttention):
     Args:
         embed_dims: Channels C, a multiple of ``num_heads``.
         num_heads: Heads H.
-        split: Width of a vertical stripe, which is as high as the map, and height of a horizontal one; None for all
-            heads over the whole map. A map is padded with zeros to whole stripes.
-        **kwargs: Those of :class:`~mmgate.layers.base.map.MapAttention`.
+        split: Width of the vertical stripes, which are as high as the map, and height of the horizontal ones. None lets
+            all heads attend over the whole map. The map is padded with zeros to whole stripes.
+        **kwargs: Arguments of :class:`~mmgate.layers.base.map.MapAttention`.
 
     Raises:
-        ValueError: An odd number of heads in stripes.
+        ValueError: The number of heads is odd, with stripes.
 
     Attributes:
         gate_type: The gate's class, by which a rule puts this attention into another host.

@@ -119,7 +119,7 @@ def test_the_converter_takes_out_and_puts_in(project: Path, monkeypatch: pytest.
     whole = torch.load(project / 'gates/epoch_3.pth', weights_only=False)['state_dict']
     assert set(merged) == set(whole) and all(torch.equal(tensor, merged[name]) for name, tensor in whole.items())
     run(CONVERTER.main, 'extract', 'gates.py', 'gates/epoch_3.pth', 'also', '--cfg-options', 'model.train=attention')
-    assert found.trained == 'gates' and set(read_gates('also').also) and not found.also
+    assert found.trained == 'gates' and set(read_gates('also').host_tensors) and not found.host_tensors
 
 
 @pytest.mark.parametrize(
