@@ -52,7 +52,7 @@ else:
     HOOKS = _child(
         root.HOOKS,
         'analysis.hooks',
-        'datasets.data_check_hook',
+        'train.data_check_hook',
         'speed.hooks',
         'train.gates_hook',
         'train.interrupt_hook',

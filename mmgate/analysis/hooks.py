@@ -14,7 +14,7 @@ from mmgate.analysis.probes.gates import unchanged_value
 from mmgate.analysis.probes.recording import Recording, readable, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 from mmgate.layers.base.gate import gate_parameters
-from mmgate.paths import own_model
+from mmgate.wrappers import unwrap_model
 from mmgate.registry import HOOKS
 
 # A gate whose mean distance from the value at which it changes nothing is at most this has not moved.
@@ -56,7 +56,7 @@ class GateStatisticsHook(Hook):
         self._squares = {}
         if not self.every_n_train_iters(runner, self.interval) or runner.rank:
             return
-        model = own_model(runner.model)
+        model = unwrap_model(runner.model)
         has = readable(model)
         for path in dict.fromkeys(path for name in GATES for path in has.get(name, ())):
             for _, parameter in gate_parameters(model.get_submodule(path)):
@@ -115,18 +115,3 @@ class GateStatisticsHook(Hook):
 
 def _statistics(model: nn.Module, path: str, name: str) -> RunningStatistics:
     return RunningStatistics(unchanged_value(gate_at(model.get_submodule(path)), name))
-
-
-@HOOKS.register_module(name=['BackendChoicesHook', 'SamplingPointsHook'])
-class FormerHook(Hook):
-    """Deprecated hook that only logs a warning, under names that configs may hold; ``options`` are ignored."""
-
-    def __init__(self, **options: Any) -> None:
-        pass
-
-    def before_run(self, runner: Any) -> None:
-        """Warn, and name the tool to use instead."""
-        runner.logger.warning(
-            'BackendChoicesHook and SamplingPointsHook do nothing any more; take them out of custom_hooks. '
-            'tools/analysis_tools/plot_sampling_points.py CONFIG CHECKPOINT draws sampling points.'
-        )

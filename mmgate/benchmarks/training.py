@@ -19,7 +19,7 @@ from mmengine.structures import PixelData
 from torch import Tensor
 
 import mmgate
-from mmgate.analysis.report.flops import empty_sample
+from mmgate.analysis.complexity import empty_sample
 from mmgate.train.config_file import mappings, read_config
 
 from .measure import Row, environment, interleaved, throughput

@@ -14,7 +14,7 @@ from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gate import gate_parameters as named_gate_parameters
 from mmgate.layers.base.gated import GatedModule, gated_modules
-from mmgate.paths import own_model
+from mmgate.wrappers import unwrap_model
 
 TRAINS = ('gates', 'attention', 'all')
 
@@ -48,7 +48,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     """
     if train not in TRAINS:
         raise ConfigError(f'train={train!r}: it is one of {", ".join(map(repr, TRAINS))}.')
-    model = own_model(model)
+    model = unwrap_model(model)
     gates = gate_parameters(model)
     if not gates:
         raise ConfigError(
@@ -80,7 +80,7 @@ def frozen_parts_without_weights(model: nn.Module) -> list[str]:
     Returns:
         Names of children of the model, such as ``'backbone'``; none if everything trains.
     """
-    model = own_model(model)
+    model = unwrap_model(model)
     filled = tuple(f'{name}.' if name else '' for name, module in model.named_modules() if _is_pretrained(module))
     frozen = [
         f'{prefix}.{name}'.lstrip('.')

@@ -25,7 +25,6 @@ class GatesCheckpointHook(Hook):
         interval: Epochs (or iterations) from file to file; a file is always written at the end.
         by_epoch: True counts epochs, False iterations; by default as the loop counts.
         max_keep_ckpts: Number of newest files to keep; -1 keeps all.
-        max_keep: Older name of ``max_keep_ckpts``, which it overrides.
         **others: Other options of mmengine's CheckpointHook, which a config may inherit; they are refused.
 
     Raises:
@@ -39,7 +38,6 @@ class GatesCheckpointHook(Hook):
         self,
         interval: int = 1,
         by_epoch: bool | None = None,
-        max_keep: int | None = None,
         max_keep_ckpts: int = -1,
         **others: Any,
     ) -> None:
@@ -50,7 +48,7 @@ class GatesCheckpointHook(Hook):
             )
         self.interval = interval
         self.by_epoch = by_epoch
-        self.max_keep = max_keep_ckpts if max_keep is None else max_keep
+        self.max_keep_ckpts = max_keep_ckpts
         self._written: list[Path] = []
 
     def before_train(self, runner: Any) -> None:
@@ -90,5 +88,5 @@ class GatesCheckpointHook(Hook):
             for hook in averages:
                 hook.after_val_epoch(runner)
         self._written = [*(other for other in self._written if other != path), path]
-        while 0 < self.max_keep < len(self._written):
+        while 0 < self.max_keep_ckpts < len(self._written):
             self._written.pop(0).unlink(missing_ok=True)

@@ -16,7 +16,7 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import gate_parameters, is_gate_key
 from mmgate.layers.base.gated import current_key
-from mmgate.paths import own_model
+from mmgate.wrappers import unwrap_model
 
 from .resuming import refuse_other_run
 
@@ -80,7 +80,7 @@ class LoadReportHook(Hook):
                 'own config, or give --allow-mismatch.'
             )
         self.say(runner, found, share == 1)
-        own = dict(gate_parameters(own_model(runner.model)))
+        own = dict(gate_parameters(unwrap_model(runner.model)))
         if self.gates and not own.keys().isdisjoint(self._given):
             log(
                 f'{self.checkpoint} has gates, which replaced those of --gates {self.gates}: the test is of the '
@@ -93,7 +93,7 @@ class LoadReportHook(Hook):
 
         Gates that were not filled do not count in the share: a vanilla checkpoint in a gated model is whole.
         """
-        own = own_model(runner.model)
+        own = unwrap_model(runner.model)
         keys = _versions(runner.model)
         missing = self.missing(runner)
         if not self._before or not keys:
@@ -118,7 +118,7 @@ class LoadReportHook(Hook):
         if not found:
             return
         log(f'{found}.', logging.INFO if fits else logging.WARNING)
-        own = own_model(runner.model)
+        own = unwrap_model(runner.model)
         keys = own.state_dict().keys()
         unknown = [key for key in self._given if key not in keys and is_gate_key(key)]
         dropped = [key for key in unknown if current_key(own, key) not in keys]  # others have their former names
@@ -164,7 +164,7 @@ def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
     # torch counts the writes into a tensor in its _version.
     return {
         key: (id(value), value._version)
-        for key, value in own_model(model).state_dict(keep_vars=True).items()
+        for key, value in unwrap_model(model).state_dict(keep_vars=True).items()
         if isinstance(value, Tensor) and not key.endswith(COUNTERS)
     }
 

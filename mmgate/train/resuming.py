@@ -11,7 +11,7 @@ from mmgate.checkpoints.plain_config import literal_setting
 from mmgate.errors import ConfigError
 from mmgate.finetune import gate_parameters
 from mmgate.layers.base.gate import is_gate_key
-from mmgate.paths import own_model
+from mmgate.wrappers import unwrap_model
 
 from .config_file import differences
 
@@ -51,7 +51,7 @@ def refuse_other_run(runner: Any, checkpoint: Mapping[str, Any], source: str) ->
 def _other_gates(runner: Any, checkpoint: Mapping[str, Any]) -> str:
     """Return a message on the first gate that differs in the checkpoint; empty if none does or it has no optimizer."""
     state = checkpoint.get('state_dict', {})
-    model = own_model(runner.model)
+    model = unwrap_model(runner.model)
     if 'optimizer' not in checkpoint:
         return ''
     for name, gate in gate_parameters(model).items():

@@ -14,7 +14,7 @@ from torch import Tensor
 import mmgate
 from mmgate.analysis.probes.recording import predicted
 from mmgate.analysis.probes.relevance import add_levels, query_relevance, query_rollout, record_maps
-from mmgate.analysis.report.flops import empty_sample
+from mmgate.analysis.complexity import empty_sample
 from mmgate.errors import ConfigError
 
 Q, COARSE, FINE = 3, 4, 6

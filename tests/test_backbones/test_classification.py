@@ -14,7 +14,7 @@ from published import agent_deit, agent_pvt, agent_swin, pooled_logits, random_d
 from published_cswin import SMALL, published_cswin, random_cswin
 from torch import nn
 
-from mmgate.analysis.report.flops import count_config
+from mmgate.analysis.complexity import count_config
 from mmgate.backbones.convert import convert, convert_classifier
 
 

@@ -24,7 +24,7 @@ from mmgate.analysis.figures.maps import draw_maps
 from mmgate.analysis.probes.gates import gate_statistics
 from mmgate.analysis.probes.recording import record
 from mmgate.analysis.probes.relevance import head_maps
-from mmgate.analysis.report.flops import count_model
+from mmgate.analysis.complexity import count_model
 from mmgate.layers.base.gate import gate_parameters
 
 SIDE = 64

@@ -11,7 +11,7 @@ from mmengine.hub import get_config
 from mmengine.logging import MMLogger
 from torch import Tensor, nn
 
-from mmgate.analysis.report.flops import count_config
+from mmgate.analysis.complexity import count_config
 from mmgate.registry import MODELS
 
 IMAGENET = (224, 224)

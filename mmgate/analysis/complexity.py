@@ -22,7 +22,7 @@ from mmengine.structures import InstanceData
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmgate.analysis.report.structure import build_structure
+from mmgate.analysis.structure import build_structure
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.gate import Gate
 from mmgate.ops.library import CAN_REGISTER

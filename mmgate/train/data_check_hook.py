@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmgate._environment import MM
 from mmgate.errors import ConfigError
-from mmgate.paths import own_model
+from mmgate.wrappers import unwrap_model
 from mmgate.registry import HOOKS
 
 HEADS = ('auxiliary_head', 'bbox_head', 'decode_head', 'head', 'mask_head', 'query_head')
@@ -61,7 +61,7 @@ class DataCheckHook(Hook):
             lacking, lacks_all = lacking_categories(one)
             if lacks_all and mode == 'train':
                 raise ConfigError(f'train_dataloader: {lacking}')
-            for found in (lacking, *other_numbers(own_model(runner.model), one)):
+            for found in (lacking, *other_numbers(unwrap_model(runner.model), one)):
                 self._say(runner, found, f'{mode}_dataloader: ')
 
     def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = 'train') -> None:
@@ -72,7 +72,7 @@ class DataCheckHook(Hook):
             samples = samples[0]
         for sample in samples if isinstance(samples, Sequence) else ():
             self._left -= 1
-            self._say(runner, label_beyond(own_model(runner.model), sample))
+            self._say(runner, label_beyond(unwrap_model(runner.model), sample))
 
     def _say(self, runner: Any, found: str, where: str = '') -> None:
         if found and found not in self._said and not runner.rank:

@@ -19,7 +19,7 @@ from mmseg.structures import SegDataSample
 from PIL import Image
 from torch import nn
 
-from mmgate.datasets.data_check_hook import DataCheckHook, label_beyond, other_numbers, refuse_foreign_classes
+from mmgate.train.data_check_hook import DataCheckHook, label_beyond, other_numbers, refuse_foreign_classes
 from mmgate.errors import ConfigError
 
 
