@@ -18,7 +18,7 @@ import torch
 from mmengine.config import Config
 from mmengine.logging import print_log
 from mmengine.registry import MODELS
-from mmengine.structures import InstanceData
+from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -61,7 +61,7 @@ def _count_host(model: Any, image: Tensor) -> Complexity:
     if not hasattr(model, 'data_preprocessor') or type(model).__name__ == 'ImageClassifier':
         return count_model(model, image)
     segments = hasattr(model, 'decode_head')
-    sample = empty_sample(segments, (image.shape[2], image.shape[3]))
+    sample = empty_sample((image.shape[2], image.shape[3]))
     if segments:
         # It is called as the model, because the counter goes by modules' names.
         model.forward = model.encode_decode
@@ -102,14 +102,10 @@ def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:
     return sum(_of(child, f'{name}.{child_name}', counts) for child_name, child in module.named_children())
 
 
-def empty_sample(segments: bool, size: tuple[int, int]) -> Any:
-    """Return a data sample of mmseg (``segments``) or mmdet that holds only the image's height and width."""
-    if segments:
-        from mmseg.structures import SegDataSample as Sample
-    else:
-        from mmdet.structures import DetDataSample as Sample
+def empty_sample(size: tuple[int, int]) -> BaseDataElement:
+    """Return a data sample for a detector or a segmentor that holds only the image's height and width."""
     meta = dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size, scale_factor=(1.0, 1.0))
-    return Sample(metainfo=meta)
+    return BaseDataElement(metainfo=meta)
 
 
 def _fix_proposals(model: Any, image: Tensor) -> None:

@@ -77,7 +77,7 @@ def test_queries_of_detrs(config: str, gated: bool) -> None:
         mmgate.swap_attention(model, dict(path=['encoder.**', 'decoder.**'], type='PLuGMultiheadAttention'))
     size, queries = (64, 96), [5, 2]
     with record_maps(model) as found, torch.no_grad():
-        model(torch.randn(1, 3, *size), [empty_sample(False, size)], mode='predict')
+        model(torch.randn(1, 3, *size), [empty_sample(size)], mode='predict')
     result = query_relevance(found, size, queries)
     scores, boxes = predicted(found)
     for number, query in zip(queries, result, strict=True):
