@@ -14,8 +14,8 @@ from mmgate.analysis.probes.gates import unchanged_value
 from mmgate.analysis.probes.recording import Recording, readable, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 from mmgate.layers.base.gate import gate_parameters
-from mmgate.wrappers import unwrap_model
 from mmgate.registry import HOOKS
+from mmgate.wrappers import unwrap_model
 
 # A gate whose mean distance from the value at which it changes nothing is at most this has not moved.
 AT_REST = 0.01

@@ -17,10 +17,10 @@ from mmgate._environment import log
 from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write_gates
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gated import current_key, gated_modules
-from mmgate.wrappers import SHARDED, unwrap_model
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
 from mmgate.swap import swap_attention
+from mmgate.wrappers import SHARDED, unwrap_model
 
 from .removal import forget_trained, gates_disabled, restore
 from .training import gate_parameters

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_map
 
 from mmgate.errors import ConfigError
 from mmgate.ops.library import without_autocast
-from mmgate.wrappers import unwrap_model
 from mmgate.registry import HOOKS
 from mmgate.swap import path_regex
+from mmgate.wrappers import unwrap_model
 
 
 class _PathsHook(Hook):

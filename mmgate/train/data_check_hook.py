@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mmgate._environment import MM
 from mmgate.errors import ConfigError
-from mmgate.wrappers import unwrap_model
 from mmgate.registry import HOOKS
+from mmgate.wrappers import unwrap_model
 
 HEADS = ('auxiliary_head', 'bbox_head', 'decode_head', 'head', 'mask_head', 'query_head')
 # Heads that predict something else than the data set's classes: boundaries, depth, proposals.

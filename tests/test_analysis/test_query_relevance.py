@@ -12,9 +12,9 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
 
 import mmgate
+from mmgate.analysis.complexity import empty_sample
 from mmgate.analysis.probes.recording import predicted
 from mmgate.analysis.probes.relevance import add_levels, query_relevance, query_rollout, record_maps
-from mmgate.analysis.complexity import empty_sample
 from mmgate.errors import ConfigError
 
 Q, COARSE, FINE = 3, 4, 6

@@ -33,7 +33,7 @@ FAMILIES = {'Deformable DETR': (VANILLA_DETR, DETR), 'Mask2Former': (VANILLA_MAS
     'Mask R-CNN with PVT': (PVT, AGENT, SAGA)
 }
 PICTURES = (  # tool, model, second model, text
-    ('sampling_points', DETR, VANILLA_DETR, 'Sampling points of the best queries, sized by attention, coloured by level.'),
+    ('sampling_points', DETR, VANILLA_DETR, 'Sampling points of the best queries: size by attention, colour by level.'),
     ('gates', DETR, None, "PLuG's gates of deformable attention by head and level."),
     ('gates', MASK2FORMER, None, "PLuG's gates between Mask2Former's queries."),
     ('attention_sink', MASK2FORMER, VANILLA_MASK2FORMER, 'Share of the attention that the most attended query draws.'),
