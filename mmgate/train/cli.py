@@ -21,6 +21,7 @@ from mmengine.runner import FlexibleRunner, Runner, find_latest_checkpoint
 from torch import distributed, nn
 
 from mmgate.checkpoints.gates_file import read_gates
+from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError
 from mmgate.finetune.training import frozen_parts_without_weights
 from mmgate.layers.base.gate import Gate
@@ -36,11 +37,14 @@ from .processes import prepare_processes
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
     """Run a command and print an error that the user can mend as one message (MMGATE_TRACEBACK=1: a traceback).
 
+    While it runs, mmengine loads checkpoints by our loaders, which run no code of a file.
+
     Returns:
         The exit status: 0, 2 after an error in the input, 130 after Ctrl-C.
     """
     try:
-        command(sys.argv[1:] if argv is None else argv)
+        with guarded_loaders():
+            command(sys.argv[1:] if argv is None else argv)
         if distributed.is_initialized():
             # Threads of gloo that outlive the interpreter abort the process; the model's wrapper holds their group.
             gc.collect()

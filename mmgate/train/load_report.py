@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmgate._environment import log
+from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gate import gate_parameters, is_gate_key
 from mmgate.layers.base.gated import current_key
@@ -132,7 +133,7 @@ class LoadReportHook(Hook):
 
 
 def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> None:
-    """Load a checkpoint into a model without a runner, and log the keys that it filled.
+    """Load a checkpoint into a model without a runner and without running its code; log the keys that it filled.
 
     Args:
         model: Model.
@@ -141,11 +142,13 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
 
     Raises:
         ConfigError: It fills less than half of the model's keys, or leaves a parameter as it is.
+        UntrustedCheckpoint: It may run code, see :func:`~mmgate.checkpoints.loading.load_checkpoint_file`.
     """
     hook = LoadReportHook(checkpoint)
     runner = SimpleNamespace(model=model)
-    hook.after_load_checkpoint(runner, CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu'))
-    load_checkpoint(model, checkpoint, map_location='cpu')
+    with guarded_loaders():
+        hook.after_load_checkpoint(runner, CheckpointLoader.load_checkpoint(checkpoint, map_location='cpu'))
+        load_checkpoint(model, checkpoint, map_location='cpu')
     found, share = hook.report(runner)
     if share < 0.5:
         raise ConfigError(f'{found}. It is of another model; give the config that it belongs to, or one of this model.')
