@@ -36,8 +36,8 @@ def check_environment() -> None:
     for name in (*EXTRAS, *HOSTS):  # mmdet and mmseg import mmpretrain
         hosts[name] = why_not(name)
         if name in EXTRAS and _is_broken(name, hosts[name]):
-            # Hosts work without mmpretrain, but an error other than ImportError would break them. With None in its
-            # place the import raises ImportError.
+            # Hosts work without mmpretrain, but an error other than ImportError would break them. With None here the
+            # import raises ImportError.
             sys.modules.setdefault(f'{name}.models', None)  # type: ignore[arg-type]
     if all(hosts[name] for name in HOSTS):
         found += filter(None, (hosts[name] for name in HOSTS))

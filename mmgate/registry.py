@@ -58,7 +58,5 @@ else:
         'train.interrupt_hook',
         'train.reproducible',
     )
-    MODEL_WRAPPERS = _child(root.MODEL_WRAPPERS, 'train.processes')
-    STRATEGIES = _child(root.STRATEGIES, 'train.processes')
     OPTIM_WRAPPER_CONSTRUCTORS = _child(root.OPTIM_WRAPPER_CONSTRUCTORS, 'train.parameter_groups')
     PARAM_SCHEDULERS = _child(root.PARAM_SCHEDULERS, 'train.schedule')

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 from mmengine.hooks import Hook
+from mmengine.hooks.hook import DATA_BATCH
+from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.attention import GATES, gate_at
@@ -48,7 +49,7 @@ class GateStatisticsHook(Hook):
         # Largest mean distance of each layer since the last warning or check.
         self._moved: dict[str, float] = {}
 
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None) -> None:
         """Begin to record in one iteration of ``interval``."""
         # An iteration that failed may have left hooks.
         self._open.close()
@@ -66,7 +67,9 @@ class GateStatisticsHook(Hook):
         recorded = record(model, GATES, accumulate=partial(_statistics, model))
         self._recording = self._open.enter_context(recorded)
 
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: dict[str, Tensor] | None = None
+    ) -> None:
         """Log the statistics of this iteration, if they were recorded."""
         self._open.close()
         if self._recording is None:
@@ -89,15 +92,15 @@ class GateStatisticsHook(Hook):
         else:  # the model has no gates, or it is compiled
             runner.logger.warning('GateStatisticsHook: no gate was seen in the forward pass, so nothing is logged.')
 
-    def after_train_epoch(self, runner: Any) -> None:
+    def after_train_epoch(self, runner: Runner) -> None:
         """Warn if no gate moved."""
         self._warn_of_rest(runner)
 
-    def before_val_epoch(self, runner: Any) -> None:
+    def before_val_epoch(self, runner: Runner) -> None:
         """Warn if no gate moved, in a loop of iterations, which has one epoch in all."""
         self._warn_of_rest(runner)
 
-    def _warn_of_rest(self, runner: Any) -> None:
+    def _warn_of_rest(self, runner: Runner) -> None:
         farthest = max(self._moved.values(), default=float('inf'))
         if farthest <= AT_REST:
             runner.logger.warning(

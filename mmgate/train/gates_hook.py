@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from mmengine.dist import is_main_process
 from mmengine.hooks import CheckpointHook, EMAHook, Hook
-from mmengine.runner import IterBasedTrainLoop
+from mmengine.hooks.hook import DATA_BATCH
+from mmengine.runner import IterBasedTrainLoop, Runner
+from torch import Tensor
 
 from mmgate.errors import ConfigError
 from mmgate.finetune import gates_content, save_gates
@@ -39,7 +40,7 @@ class GatesCheckpointHook(Hook):
         interval: int = 1,
         by_epoch: bool | None = None,
         max_keep_ckpts: int = -1,
-        **others: Any,
+        **others: object,
     ) -> None:
         if others:
             raise ConfigError(
@@ -51,30 +52,32 @@ class GatesCheckpointHook(Hook):
         self.max_keep_ckpts = max_keep_ckpts
         self._written: list[Path] = []
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: Runner) -> None:
         """Set ``by_epoch`` as the loop counts, and check that a file can hold the gates and all that trains."""
         if self.by_epoch is None:
             self.by_epoch = not isinstance(runner.train_loop, IterBasedTrainLoop)
         if gates_content(runner.model).trained == 'all':
-            said = (
-                'mmgate.GatesCheckpointHook: everything trains, and files of gates do not hold it. '
-                "model.train='gates' or 'attention' trains what they hold."
+            words = (
+                'mmgate.GatesCheckpointHook: everything trains, and gates files hold only a part of it. '
+                "model.train='gates' or 'attention' trains that part alone."
             )
             if not any(isinstance(hook, CheckpointHook) for hook in runner.hooks):
-                raise ConfigError(f"{said} Or keep mmengine's CheckpointHook beside this hook.")
-            runner.logger.warning(said)
+                raise ConfigError(f"{words} Or keep mmengine's CheckpointHook beside this hook.")
+            runner.logger.warning(words)
 
-    def after_train_epoch(self, runner: Any) -> None:
+    def after_train_epoch(self, runner: Runner) -> None:
         """Write a file after an epoch, if epochs are counted."""
         if self.by_epoch and (self.every_n_epochs(runner, self.interval) or self.is_last_train_epoch(runner)):
             self._write(runner, f'epoch_{runner.epoch + 1}')
 
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: dict[str, Tensor] | None = None
+    ) -> None:
         """Write a file after an iteration, if iterations are counted."""
         if not self.by_epoch and (self.every_n_train_iters(runner, self.interval) or self.is_last_train_iter(runner)):
             self._write(runner, f'iter_{runner.iter + 1}')
 
-    def _write(self, runner: Any, name: str) -> None:
+    def _write(self, runner: Runner, name: str) -> None:
         if not is_main_process():
             return
         averages = [hook for hook in runner.hooks if isinstance(hook, EMAHook)]

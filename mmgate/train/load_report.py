@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
-from mmengine.runner import CheckpointLoader, load_checkpoint
+from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +23,12 @@ from .resuming import refuse_other_run
 
 COUNTERS = 'num_batches_tracked'  # of batch norms; often left out of checkpoints
 OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
+
+
+class HasModel(Protocol):
+    """A runner, or what has a model as a runner does."""
+
+    model: nn.Module
 
 
 class LoadReportHook(Hook):
@@ -51,9 +57,9 @@ class LoadReportHook(Hook):
         self._before: dict[str, tuple[int, int]] = {}
         self._given: list[str] = []
 
-    def after_load_checkpoint(self, runner: Any, checkpoint: dict[str, Any]) -> None:
+    def after_load_checkpoint(self, runner: HasModel, checkpoint: dict[str, Any]) -> None:
         """Note the state of every tensor; mmengine calls this when the file is read and nothing is copied yet."""
-        # mmengine resumes from these two.
+        # mmengine needs these two to resume.
         whole = 'iter' in checkpoint.get('meta', {}) and 'message_hub' in checkpoint
         if getattr(runner, '_resume', False) and not whole:
             raise ConfigError(
@@ -65,14 +71,14 @@ class LoadReportHook(Hook):
             refuse_other_run(runner, checkpoint, self.checkpoint)
         self._given = [key for key in checkpoint.get('state_dict', checkpoint) if not key.endswith(COUNTERS)]
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: Runner) -> None:
         """Log the report; refuse a checkpoint that fills nothing, and warn of one that fills less than half."""
         found, share = self.report(runner)
         if not share:
             raise ConfigError(f'{found}. It is of another model; leave load_from away, or give one of this model.')
-        self.say(runner, found, share >= 0.5)
+        self.log_report(runner, found, share >= 0.5)
 
-    def before_test(self, runner: Any) -> None:
+    def before_test(self, runner: Runner) -> None:
         """Log the report; refuse a checkpoint that fills less than half."""
         found, share = self.report(runner)
         if share < 0.5 and not self.allow_mismatch:
@@ -80,7 +86,7 @@ class LoadReportHook(Hook):
                 f'{found}. The checkpoint is of another model (it starts with {_first(self._given)}); test it with its '
                 'own config, or give --allow-mismatch.'
             )
-        self.say(runner, found, share == 1)
+        self.log_report(runner, found, share == 1)
         own = dict(gate_parameters(unwrap_model(runner.model)))
         if self.gates and not own.keys().isdisjoint(self._given):
             log(
@@ -89,8 +95,8 @@ class LoadReportHook(Hook):
                 logging.WARNING,
             )
 
-    def report(self, runner: Any) -> tuple[str, float]:
-        """Return the keys that were loaded, in words and as a share; the words are empty for a sharded model.
+    def report(self, runner: HasModel) -> tuple[str, float]:
+        """Return a message on the keys that were loaded, empty for a sharded model, and their share.
 
         Gates that were not filled do not count in the share: a vanilla checkpoint in a gated model is whole.
         """
@@ -110,19 +116,20 @@ class LoadReportHook(Hook):
             missing = [key for key in missing if key not in gates]
         return found + (f'; not loaded: {_first(missing)}' if missing else ''), share
 
-    def missing(self, runner: Any) -> list[str]:
+    def missing(self, runner: HasModel) -> list[str]:
         """Return the keys that the checkpoint did not fill."""
         return [key for key, version in _versions(runner.model).items() if self._before.get(key) == version]
 
-    def say(self, runner: Any, found: str, fits: bool) -> None:
-        """Log the words of :meth:`report`, and warn of gates for which the model has no place."""
+    def log_report(self, runner: HasModel, found: str, fits: bool) -> None:
+        """Log the message of :meth:`report`, and warn of gates for which the model has no place."""
         if not found:
             return
         log(f'{found}.', logging.INFO if fits else logging.WARNING)
         own = unwrap_model(runner.model)
         keys = own.state_dict().keys()
         unknown = [key for key in self._given if key not in keys and is_gate_key(key)]
-        dropped = [key for key in unknown if current_key(own, key) not in keys]  # others have their former names
+        # Keys of mmgate 0.1 get their new names on loading.
+        dropped = [key for key in unknown if current_key(own, key) not in keys]
         if dropped:
             log(
                 f'{self.checkpoint} holds gates for which {type(own).__name__} has no place; their {len(dropped)} '
@@ -158,7 +165,7 @@ def load_weights(model: nn.Module, checkpoint: str, *, whole: bool = False) -> N
             f'{found}. These stay as they are drawn at random. Give the checkpoint or the num_classes that belong '
             'together, or --allow-mismatch.'
         )
-    hook.say(runner, found, share == 1)
+    hook.log_report(runner, found, share == 1)
 
 
 def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
