@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, needs_mmpretrain, run_python, tool
+from helpers.small_demo import CONFIG
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner.checkpoint import CheckpointLoader, load_from_http, load_from_local
 from shapes import write_shapes
-from small_demo import CONFIG
 
 import mmgate  # noqa: F401
 from mmgate.analysis.loading import load_model
