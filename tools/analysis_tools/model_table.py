@@ -297,7 +297,8 @@ HEADER = (
 
 def markdown(row: Row) -> str:
     """Count the model of ``row`` and return its line of the table: millions and billions."""
-    parameters = macs = None
+    parameters = None
+    macs = None
     if isinstance(row.model, str):
         counted = count_config(get_config(row.model), *row.shape)
     elif row.model is not None:

@@ -120,15 +120,15 @@ def drawn(title: str, text: str, command: list[str], out: Path) -> Section:
     for old in (*out.glob('*.png'), *out.glob('*.csv')):
         old.unlink()
     run([str(TOOLS / f'{command[0]}.py'), *command[1:], '--out', str(out)])
-    said = f'python tools/analysis_tools/{command[0]}.py {" ".join(command[1:])} --out DIR'
-    return Section(title, text, said, sorted(out.glob('*.png')))
+    shown = f'python tools/analysis_tools/{command[0]}.py {" ".join(command[1:])} --out DIR'
+    return Section(title, text, shown, sorted(out.glob('*.png')))
 
 
 def runs_of(family: str, configs: tuple[str, ...], args: argparse.Namespace) -> Section:
     """Return the table and the curves of a family's runs."""
     folders = {Path(config).stem: args.work_dirs / Path(config).stem for config in configs}
     command = ['compare_runs', *(f'{name}={folder}' for name, folder in folders.items())]
-    text = 'One seed each: a difference says little.'
+    text = 'One seed each: a difference may be chance.'
     out = args.out / family.replace(' ', '-')
     section = drawn(f'runs of {family}', text, command, out)
     runs = {name: read_run(folder) for name, folder in folders.items()}

@@ -69,7 +69,7 @@ def relevance_map(recording: Recording, size: tuple[int, int]) -> Tensor:
     square = [x for path, x, _ in found if x.shape[-1] == x.shape[-2] and 'decoder' not in path]
     # Several maps of one image are windows, and their places are unknown.
     if any(len(weights) > 1 for weights in square):
-        raise ConfigError('the attention lies in windows of which this host does not tell where they are.')
+        raise ConfigError('the attention lies in windows whose places on the map this host does not give.')
     maps = [x[0] for x in square if x.shape == square[0].shape]
     for tokens in (0, 1, 2):  # none, a class token, DeiT's distillation token
         plain = factors(maps[0].shape[-1] - tokens, size) if maps else None
@@ -126,7 +126,7 @@ def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple
     if geometry is None:
         shape = factors(rows.shape[-1], padded_size(sample))
         if shape is None or len(rows) > 1:
-            raise ConfigError(f'{path} attends to {rows.shape[-1]} tokens of which nobody knows where they are.')
+            raise ConfigError(f'{path} attends to {rows.shape[-1]} tokens whose places on the image are unknown.')
         return path, rows[0].unflatten(-1, shape).numpy(), sample
     in_windows = len(geometry) >= 4
     tokens = geometry[0] * geometry[1]
