@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +116,8 @@ class _EmptyOnMeta(TorchFunctionMode):
     Under ``torch.device('meta')`` all tensors would be without values, and models read their drop path rates from one.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         return func(*args, **({**kwargs, 'device': 'meta'} if func is torch.empty else kwargs))

@@ -35,7 +35,7 @@ def _activations(states: Tensor) -> Tensor:
 _REDUCED = {'attention': _shares, ACTIVATION: _activations}
 
 
-def _accumulate(path: str, name: str) -> Any:
+def _accumulate(path: str, name: str) -> Kept | RunningStatistics:
     return Kept(_REDUCED[name]) if name in _REDUCED else RunningStatistics()
 
 

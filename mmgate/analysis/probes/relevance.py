@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.measures import roll_back, row_shares
-from mmgate.analysis.probes.recording import PREDICTIONS, Recording, class_tokens, nearest, predict, predicted, record
+from mmgate.analysis.probes.recording import (
+    PREDICTIONS,
+    Recording,
+    Sample,
+    class_tokens,
+    nearest,
+    predict,
+    predicted,
+    record,
+)
 from mmgate.analysis.probes.statistics import Kept
 from mmgate.errors import ConfigError
 
@@ -104,7 +113,7 @@ def attended(model: nn.Module, recording: Recording) -> dict[str, Tensor]:
     return {path: maps[0, ..., extra[path] :] if path in extra else maps[1] for path, maps in rows.items()}
 
 
-def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple[str, np.ndarray, Any]:
+def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple[str, np.ndarray, Sample]:
     """Return a layer's path, a map ``(H, h, w)`` of the attention of each head, and the data sample of the image.
 
     Maps are those of the class token, else the mean over the queries. M-DGSA's are signed: below 0 they inhibit.
@@ -137,7 +146,7 @@ def head_maps(model: nn.Module, batch: dict[str, Any], layer: int = -1) -> tuple
     return path, torch.stack(back).view(-1, *geometry[:2]).numpy(), sample
 
 
-def agent_maps(model: nn.Module, batch: dict[str, Any], layer: int = 0) -> tuple[str, np.ndarray, Any]:
+def agent_maps(model: nn.Module, batch: dict[str, Any], layer: int = 0) -> tuple[str, np.ndarray, Sample]:
     """Return a layer's path, the attention of its agents ``(n, h, w)``, heads averaged, and the image's data sample.
 
     Raises:
@@ -170,7 +179,7 @@ def placed_maps(recording: Recording) -> list[tuple[str, Tensor, tuple[int, ...]
     return found
 
 
-def padded_size(sample: Any) -> tuple[int, int]:
+def padded_size(sample: Sample) -> tuple[int, int]:
     """Return height and width of the model's input of an image, padding included."""
     return tuple(sample.get('batch_input_shape') or sample.img_shape[:2])
 
@@ -283,7 +292,7 @@ def query_relevance(layers: Recording, size: tuple[int, int], queries: Sequence[
 def add_levels(by_shape: dict[tuple[int, int], Tensor]) -> Tensor:
     """Return the sum ``(Q, h, w)`` of levels' relevances ``(Q, h w)`` on the finest level; each keeps its share."""
     finest = max(by_shape, key=lambda shape: shape[0] * shape[1])
-    total: Any = 0
+    total = torch.zeros(())
     for shape, relevance in by_shape.items():
         level = relevance.view(-1, 1, *shape)
         level = F.interpolate(level, size=finest, mode='bilinear')[:, 0] if shape != finest else level[:, 0]
