@@ -99,15 +99,15 @@ def export(
                 found = _compared(model, batches, new, threshold)
             except Exception as error:  # exporters and runtimes raise many kinds
                 problem = error
-                said = f'{type(error).__name__}: {error}'.split('\n')[0]
+                reason = f'{type(error).__name__}: {error}'.split('\n')[0]
                 if isinstance(error, TimeoutError):
-                    said += '; --time-limit gives it more'
-                print_log(f'not to be written for images of {sides}: {said}', logger='current')
+                    reason += '; --time-limit gives it more'
+                print_log(f'not to be written for images of {sides}: {reason}', logger='current')
                 continue
             print_log(f'{path.name} takes {takes}, up to {MAX_BATCH} at a time', logger='current')
             os.replace(new, path)
             return found
-    raise ConfigError(f'{type(model).__name__} cannot be exported: {said}') from problem
+    raise ConfigError(f'{type(model).__name__} cannot be exported: {reason}') from problem
 
 
 def _compared(model: nn.Module, batches: Sequence[dict[str, Any]], path: Path, threshold: float) -> Differences:

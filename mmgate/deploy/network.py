@@ -66,7 +66,7 @@ class Network(nn.Module):
 
 
 def refuse(host: nn.Module, reason: str) -> ConfigError:
-    """Return an error which says that a model cannot be exported."""
+    """Return an error with the reason why a model cannot be exported."""
     return ConfigError(
-        f'{type(host).__name__} cannot be exported: {reason}. What can be exported stands in tools/deploy/README.md.'
+        f'{type(host).__name__} cannot be exported: {reason}. tools/deploy/README.md lists the models that can.'
     )
