@@ -17,7 +17,7 @@ class Names:
     """A registry for rules that name a gate, for use without mmengine."""
 
     def __init__(self) -> None:
-        self.module_dict: dict[str, Any] = {}
+        self.module_dict: dict[str, Callable[..., Any]] = {}
 
     def register_module(self) -> Callable[[Registered], Registered]:
         """Return a decorator that registers a class or function."""
@@ -28,7 +28,7 @@ class Names:
 
         return enter
 
-    def get(self, name: str) -> Any:
+    def get(self, name: str) -> Callable[..., Any] | None:
         """Return the class or function ``name``, which may have the scope, or None."""
         return self.module_dict.get(name.removeprefix('mmgate.'))
 

@@ -88,8 +88,17 @@ def _draw_points(axis: Axes, image: np.ndarray, points: SamplingPoints, largest:
         look: dict[str, Any] = dict(
             color=style.COLOURS[level % len(style.COLOURS)], edgecolors='white', linewidths=0.25, alpha=0.85
         )
-        axis.scatter(*xy.T, s=sizes, **look)
-    axis.scatter(*points.reference.T, s=60, marker='P', color='white', edgecolors='black', linewidths=0.9, zorder=5)
+        axis.scatter(xy[:, 0], xy[:, 1], s=sizes, **look)
+    axis.scatter(
+        points.reference[:, 0],
+        points.reference[:, 1],
+        s=60,
+        marker='P',
+        color='white',
+        edgecolors='black',
+        linewidths=0.9,
+        zorder=5,
+    )
 
 
 def _legend(

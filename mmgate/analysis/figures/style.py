@@ -79,7 +79,7 @@ def colour_bar(
 def layer_axis(axis: Axes, xlabel: str = 'layer') -> None:
     """Set whole numbers and a grid on an axis that counts layers or steps."""
     axis.set_xlabel(xlabel)
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.locator_params(axis='x', integer=True)
     axis.grid(alpha=0.3)
 
 

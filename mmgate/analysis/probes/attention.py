@@ -76,9 +76,12 @@ def _gate_reads(module: Any, gate: Gate) -> dict[str, Read]:
     return {}
 
 
-def gate_at(module: nn.Module) -> nn.Module:
+def gate_at(module: nn.Module) -> Gate:
     """Return the first gate of a gated module, or the module itself if it is a gate."""
-    return module.gates()[0] if isinstance(module, GatedModule) else module
+    if isinstance(module, GatedModule):
+        return module.gates()[0]
+    assert isinstance(module, Gate), type(module).__name__
+    return module
 
 
 def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
