@@ -1,4 +1,4 @@
-"""Checks that the mm packages which mmgate plugs into are installed and can be imported."""
+"""Check that the mm packages which mmgate plugs into are installed and can be imported."""
 
 from __future__ import annotations
 

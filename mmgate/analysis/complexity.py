@@ -72,7 +72,7 @@ def _count_host(model: Any, image: Tensor) -> Complexity:
 
 
 def count_model(model: nn.Module, *inputs: Any) -> Complexity:
-    """Count ``model(*inputs)``; leaves the model in evaluation mode, with no parameter that requires a gradient."""
+    """Count ``model(*inputs)`` and leave the model in evaluation mode, with no parameter that requires a gradient."""
     if not CAN_REGISTER and any(
         isinstance(module, DeformableGate) and module.gate_readings for module in model.modules()
     ):

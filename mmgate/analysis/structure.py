@@ -111,7 +111,7 @@ class NoLanguageModel(nn.Module):
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Mode in which ``torch.empty``, with which layers make parameters, is on the meta device, and all else is real.
+    """Torch function mode that puts ``torch.empty``, which layers make parameters by, on the meta device, and no other.
 
     Under ``torch.device('meta')`` all tensors would be without values, and models read their drop path rates from one.
     """

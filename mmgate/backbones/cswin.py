@@ -30,7 +30,7 @@ Numbers = Sequence[int | None]
 
 
 class _Block(nn.Module):
-    """``x + attention(norm(x))``, then ``x + mlp(norm(x))``, on tokens."""
+    """Transformer block over tokens: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``."""
 
     def __init__(self, attn: nn.Module, channels: int, mlp_ratio: float, drop_path: float) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class _Block(nn.Module):
 
 
 class _Embedding(nn.Module):
-    """A convolution that makes the map smaller, and a norm: tokens and their map's size."""
+    """Convolution that makes the map smaller, and a norm; returns tokens and the height and width of their map."""
 
     def __init__(self, inputs: int, channels: int, kernel: int, stride: int, padding: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sampling points of transformers' multi-scale deformable attentions, gated or not, without that import."""
+"""Sampling points of transformers' multi-scale deformable attentions, gated or not, without importing transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A check for data whose classes differ from those of the model or of the annotation file, which mm tools accept."""
+"""Check of the classes of data against those of the model and of the annotation file; mm tools accept any."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LARGEST_FILE = 32 << 20  # bytes up to which an annotation file is read again, f
 
 @HOOKS.register_module()
 class DataCheckHook(Hook):
-    """Refuses training data if no class is in the annotation file, and warns once of other differences in classes.
+    """Refuse training data if no class is in the annotation file, and warn once of other differences in classes.
 
     It warns of classes that the file lacks, of heads with another number of classes than the data, and of labels
     beyond a segmentor's classes in the first maps. It checks data sets after they are built and samples in their

@@ -17,7 +17,7 @@ from mmgate.registry import HOOKS
 
 @HOOKS.register_module()
 class GatesCheckpointHook(Hook):
-    """Writes ``epoch_N.gates.safetensors`` or ``iter_N.gates.safetensors`` into the work dir.
+    """Write ``epoch_N.gates.safetensors`` or ``iter_N.gates.safetensors`` into the work dir.
 
     Among ``custom_hooks`` it writes beside the whole checkpoints; as ``default_hooks.checkpoint`` it writes instead of
     them, and then the run cannot be resumed.

@@ -36,7 +36,7 @@ FORWARDED = 1.0  # seconds within which a launcher forwards a Ctrl-C that the te
 
 @HOOKS.register_module()
 class SaveOnInterruptHook(Hook):
-    """Saves a run at Ctrl-C or SIGTERM and ends it; ``--resume`` goes on from there, in the middle of an epoch, too.
+    """Save a run at Ctrl-C or SIGTERM and end it; ``--resume`` goes on from there, in the middle of an epoch, too.
 
     The current step is finished (the optimizer's, where gradients are accumulated; during a validation, the next one),
     and all processes stop after the same step. ``interrupted.pth`` is written beside the run's checkpoints, and

@@ -26,13 +26,13 @@ OF_TRAINING = ('auxiliary_head', 'dn_query_generator')
 
 
 class HasModel(Protocol):
-    """A runner, or what has a model as a runner does."""
+    """A runner, or another object with a model."""
 
     model: nn.Module
 
 
 class LoadReportHook(Hook):
-    """Logs the number of the model's keys that a checkpoint filled, before testing or training starts from it.
+    """Log the number of the model's keys that a checkpoint filled, before testing or training starts from it.
 
     A key counts as filled when loading wrote into its tensor, even if it was renamed or resized on loading. Testing
     refuses a checkpoint that fills less than half of the keys. Training may start from one with a warning, for example

@@ -19,7 +19,7 @@ from mmgate.registry import HOOKS
 
 @HOOKS.register_module()
 class ReproducibleHook(Hook):
-    """Makes a resumed run equal to one that was never stopped: random numbers follow from seed, step and process.
+    """Make a resumed run equal to one that was never stopped: random numbers follow from seed, step and process.
 
     mmengine saves no state of the random generators, so that dropout and drop path differ after a resume. The hook
     seeds the generators at every step. A resumed run then ends with the same weights, bit for bit, on the same machine,
