@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument('--sample', type=int, default=60, help='number of changes, shared out among the packages')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument(
-        '--timeout', type=float, default=240, help="seconds for one change's tests, then it is undecided"
+        '--timeout', type=float, default=600, help="seconds for one change's tests, then it is undecided"
     )
     parser.add_argument('--out', type=Path, default=ROOT / 'work_dirs/mutants', help='folder for what was tried')
     parser.add_argument('--list', action='store_true', help='print the sample and try nothing')
