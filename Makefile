@@ -37,16 +37,16 @@ test: setup lint
 # SUITE=... takes a part of the two below, and more of pytest's arguments.
 SUITE ?= tests
 
-# What takes longer: every architecture of the zoos, files of every family, a wheel elsewhere.
+# The longer tests: every architecture of the zoos, files of every family, a wheel elsewhere.
 test-slow: setup
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow $(strip $(SUITE))
 
-# The suite beside OpenMMLab's own packages, in an environment of its own.
+# The suite beside OpenMMLab's own packages, in a separate environment.
 test-originals:
 	@VENV=$(VENV)-originals tools/dev/setup_env.sh originals
 	@$(VENV)-originals/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(strip $(SUITE))
 
-# transformers' models, and the projects beside them, where there is no mm package; an environment of its own.
+# transformers' models, and the projects beside them, in a separate environment without mm packages.
 test-transformers: SUITE = tests/test_transformers $(wildcard projects)
 test-transformers:
 	@VENV=$(VENV)-transformers tools/dev/setup_env.sh transformers

@@ -15,7 +15,7 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import PARAM_SCHEDULERS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
-from mmgate.analysis.report.structure import build_structure
+from mmgate.analysis.structure import build_structure
 
 ONE, THREE = dict(epochs=12, drops=[8, 11]), dict(epochs=36, drops=[27, 33])
 SWIN_DETECTOR = dict(lr=1e-4, weight_decay=0.05, warm_up=500)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import os.path as osp
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mmengine.runner.checkpoint import CheckpointLoader
@@ -79,10 +81,23 @@ def is_trusted() -> bool:
     return os.environ.get(TRUST, '') not in ('', '0')
 
 
-def register_safe_loader() -> None:
-    """Register the loaders above for the files and web addresses of mmengine's Runner, ``init_cfg`` and inferencers."""
-    CheckpointLoader.register_scheme('', load_checkpoint_file, force=True)
-    CheckpointLoader.register_scheme(('http://', 'https://'), load_checkpoint_url, force=True)
+@contextmanager
+def guarded_loaders() -> Iterator[None]:
+    """Let mmengine load files and web addresses by the loaders above inside of a ``with`` block.
+
+    There they serve mmengine's Runner, ``init_cfg`` and the inferencers, and every other caller of mmengine's
+    ``load_checkpoint`` in the process. The loaders from before are back at the end. Our command lines run in such a
+    block. Importing mmgate changes no loader, because other packages in the process rely on mmengine's.
+    """
+    ours = {'': load_checkpoint_file, 'http://': load_checkpoint_url, 'https://': load_checkpoint_url}
+    former = {scheme: CheckpointLoader._schemes[scheme] for scheme in ours}
+    for scheme, loader in ours.items():
+        CheckpointLoader.register_scheme(scheme, loader, force=True)
+    try:
+        yield
+    finally:
+        for scheme, loader in former.items():
+            CheckpointLoader.register_scheme(scheme, loader, force=True)
 
 
 def _refuse_configs_that_run(checkpoint: object) -> None:

@@ -17,10 +17,10 @@ from mmgate._environment import log
 from mmgate.checkpoints.gates_file import GatesFile, checksum, read_gates, write_gates
 from mmgate.errors import ConfigError
 from mmgate.layers.base.gated import current_key, gated_modules
-from mmgate.paths import SHARDED, own_model
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
 from mmgate.swap import swap_attention
+from mmgate.wrappers import SHARDED, unwrap_model
 
 from .removal import forget_trained, gates_disabled, restore
 from .training import gate_parameters
@@ -45,7 +45,7 @@ def gates_content(model: nn.Module) -> GatesFile:
     """Return the content that :func:`save_gates` writes; the errors are those of :func:`save_gates`."""
     if any(SHARDED in name for name, _ in model.named_modules()):
         raise ConfigError('a sharded model (FSDP) has no whole gates to be saved; extract them from its checkpoints.')
-    model = own_model(model)
+    model = unwrap_model(model)
     rules = _rules(model)
     with gates_disabled(model):
         vanilla = model.state_dict(keep_vars=True)
@@ -90,14 +90,14 @@ def load_gates(model: nn.Module, path: str | os.PathLike[str]) -> list[str]:
             placed by other rules than the model's. A model without gates is then as it was.
     """
     content = put_gates(model, path)
-    content.warn_of_other_values(path, own_model(model).state_dict())
+    content.warn_of_other_values(path, unwrap_model(model).state_dict())
     return list(content.tensors)
 
 
 def put_gates(model: nn.Module, path: str | os.PathLike[str]) -> GatesFile:
     """Do the same as :func:`load_gates` for a model that is not yet initialised, without comparing its values."""
     content = read_gates(path)
-    model = own_model(model)
+    model = unwrap_model(model)
     with gates_disabled(model):
         own = set(gate_parameters(model))
         shapes = {name: list(t.shape) for name, t in model.state_dict().items() if name not in own}

@@ -16,7 +16,7 @@ from mmgate.layers.base.dense import GatedMultiheadAttention
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gate import gate_parameters as named_gate_parameters
 from mmgate.layers.base.gated import GatedModule, gated_modules
-from mmgate.paths import own_model
+from mmgate.wrappers import unwrap_model
 
 TRAINS = ('gates', 'attention', 'all')
 # The attribute of a model whose frozen weights have been checked.
@@ -55,7 +55,7 @@ def train_only_gates(model: nn.Module, train: str = 'gates') -> list[str]:
     """
     if train not in TRAINS:
         raise ConfigError(f'train={train!r}: it is one of {", ".join(map(repr, TRAINS))}.')
-    model = own_model(model)
+    model = unwrap_model(model)
     gates = gate_parameters(model)
     if not gates:
         raise ConfigError(
@@ -87,7 +87,7 @@ def frozen_parts_without_weights(model: nn.Module) -> list[str]:
     Returns:
         Names of children of the model, such as ``'backbone'``; none if everything trains.
     """
-    model = own_model(model)
+    model = unwrap_model(model)
     filled = tuple(f'{name}.' if name else '' for name, module in model.named_modules() if _is_pretrained(module))
     frozen = [
         f'{prefix}.{name}'.lstrip('.')
@@ -128,7 +128,7 @@ def warn_of_random_weights(model: nn.Module, parts: Sequence[str], evidence: str
         parts: Names of its parts with random weights; nothing is logged if there are none.
         evidence: The reason, as the words of the message before the names of the parts.
     """
-    model = own_model(model)
+    model = unwrap_model(model)
     if parts:
         log(
             f'The gates train beside frozen weights that are drawn at random: {evidence} {", ".join(parts)}. Give the '

@@ -1,4 +1,4 @@
-"""timm's attentions as hosts: Visformer, GCViT and PVTv2, in mmpretrain through its ``TIMMBackbone``."""
+"""Adapters of timm's attentions: Visformer, GCViT and PVTv2, in mmpretrain through its ``TIMMBackbone``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GatedVisformerAttention(TimmHost):
 
 
 def shares_by_image(forward: Callable[..., Any]) -> bool:
-    """Return whether a host gives an image's global queries to the windows of that image.
+    """Return True if a host gives an image's global queries to the windows of that image.
 
     timm up to 1.0.29 repeats the batch instead, which mixes images where there are several.
     """
@@ -64,8 +64,7 @@ BY_IMAGE = shares_by_image(WindowAttentionGlobal.forward)
 class GatedWindowAttentionGlobal(TimmHost):
     """Adapter of GCViT's attention in windows; the bias of positions is added after the gate.
 
-    Where the queries are the image's own, shared by windows as the host does and not projected, they are the gate's
-    query input.
+    Global queries are the image's, shared by its windows and not projected. They are then the gate's query input, too.
     """
 
     def forward(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
@@ -75,7 +74,8 @@ class GatedWindowAttentionGlobal(TimmHost):
             asked = q_global.repeat_interleave(windows, 0) if BY_IMAGE else q_global.repeat(windows, 1, 1, 1)
             asked = asked.reshape(x.shape)
             key, value = self.qkv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-            query = self.gate.split_heads(asked).to(key.dtype)  # not projected, which autocast would have narrowed
+            # The queries are not projected, which under autocast would have cast them.
+            query = self.gate.split_heads(asked).to(key.dtype)
         else:
             asked = x
             query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)

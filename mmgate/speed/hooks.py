@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map
 
 from mmgate.errors import ConfigError
 from mmgate.ops.autocast import without_autocast
-from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 from mmgate.swap import path_regex
+from mmgate.wrappers import unwrap_model
 
 
 class _PathsHook(Hook):
@@ -43,7 +43,7 @@ class _PathsHook(Hook):
         Raises:
             ConfigError: A pattern matches nothing; the message lists the model's parts.
         """
-        model = own_model(runner.model)
+        model = unwrap_model(runner.model)
         names = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
         found: dict[str, nn.Module] = {}
         idle = []

@@ -21,7 +21,7 @@ from mmengine.runner import FlexibleRunner, Runner, find_latest_checkpoint
 from torch import distributed, nn
 
 from mmgate.checkpoints.gates_file import read_gates
-from mmgate.datasets.data_check_hook import DataCheckHook, refuse_foreign_classes
+from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError
 from mmgate.finetune.training import frozen_parts_without_weights, warn_of_random_weights
 from mmgate.layers.base.gate import Gate
@@ -29,6 +29,7 @@ from mmgate.ops.backend import OPERATORS, candidates
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
 from .config_file import add_trust_option, check_files, config_parser, load_config, mappings, type_name
+from .data_check_hook import DataCheckHook, refuse_foreign_classes
 from .load_report import LoadReportHook
 from .processes import prepare_processes
 
@@ -36,11 +37,14 @@ from .processes import prepare_processes
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
     """Run a command and print an error that the user can mend as one message (MMGATE_TRACEBACK=1: a traceback).
 
+    While it runs, mmengine loads checkpoints by our loaders, which run no code of a file.
+
     Returns:
         The exit status: 0, 2 after an error in the input, 130 after Ctrl-C.
     """
     try:
-        command(sys.argv[1:] if argv is None else argv)
+        with guarded_loaders():
+            command(sys.argv[1:] if argv is None else argv)
         if distributed.is_initialized():
             # Threads of gloo that outlive the interpreter abort the process; the model's wrapper holds their group.
             gc.collect()
@@ -155,7 +159,7 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
 
     Args:
         cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner, and
-            ``check_data=False`` leaves :class:`~mmgate.datasets.data_check_hook.DataCheckHook` out.
+            ``check_data=False`` leaves :class:`~mmgate.train.data_check_hook.DataCheckHook` out.
 
     Raises:
         ConfigError: A launcher or a backend cannot work here, or a rule does not fit the model.

@@ -10,7 +10,7 @@ from mmengine.config import Config
 from mmengine.hub import get_config
 from torch import nn
 
-from mmgate.analysis.report.flops import count_config, count_model
+from mmgate.analysis.complexity import count_config, count_model
 from mmgate.layers import AgentAttention, SAGAAttention
 from mmgate.ops import gated_linear_attention, ms_deform_attn
 

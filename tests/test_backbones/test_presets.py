@@ -8,7 +8,7 @@ import pytest
 from mmengine.config import Config
 from torch import nn
 
-from mmgate.analysis.report.structure import build_structure
+from mmgate.analysis.structure import build_structure
 from mmgate.layers import CrossWindowAttention
 from mmgate.layers.agent import AgentGate
 from mmgate.layers.base.map import MapGate

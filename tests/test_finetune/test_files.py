@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import mmgate
 from mmgate.errors import ConfigError
-from mmgate.paths import own_model
+from mmgate.wrappers import unwrap_model
 
 ROUNDING = dict(rtol=1e-5, atol=1e-5)  # products round by where in memory their factors lie
 
@@ -142,7 +142,7 @@ def test_the_model_in_its_wrappers(wrap: str, tmp_path: Path) -> None:
     model, file = layers(), tmp_path / 'g.safetensors'
     model.test_step = None
     wrapped = WRAPS[wrap](model)
-    own = own_model(wrapped)  # averages copy it
+    own = unwrap_model(wrapped)  # averages copy it
     assert type(own) is type(model) and own.state_dict().keys() == model.state_dict().keys()
     with pytest.raises(ConfigError, match='a sharded model') if wrap == 'sharded' else nullcontext():
         mmgate.save_gates(wrapped, file)

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 import mmgate.registry
 from mmgate import swap_attention
+from mmgate.analysis.complexity import count_model
 from mmgate.analysis.figures.gates import draw_gates
 from mmgate.analysis.figures.maps import draw_maps
 from mmgate.analysis.probes.gates import gate_statistics
 from mmgate.analysis.probes.recording import record
 from mmgate.analysis.probes.relevance import head_maps
-from mmgate.analysis.report.flops import count_model
 from mmgate.layers.base.gate import gate_parameters
 
 SIDE = 64

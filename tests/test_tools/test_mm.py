@@ -61,7 +61,7 @@ def test_mms_files_are_found(name: str, arguments: list[str], expected: str) -> 
 @pytest.mark.parametrize(
     'name, message',
     [
-        ('print_config', 'say mmdet:print_config or mmseg:print_config'),
+        ('print_config', 'write mmdet:print_config or mmseg:print_config'),
         ('print_confg', r'There is no tool print_confg in mmdet, mmseg, mmgate'),
         ('mmpose:print_config', 'There is no tool print_config in mmpose'),
         ('config', 'There is no tool config'),

@@ -23,7 +23,7 @@ GATES = """
 _base_ = './gated.py'
 load_from = 'vanilla/epoch_1.pth'
 model = dict(train='gates')
-custom_hooks = [dict(type='mmgate.GatesCheckpointHook', max_keep=1)]
+custom_hooks = [dict(type='mmgate.GatesCheckpointHook', max_keep_ckpts=1)]
 optim_wrapper = dict(optimizer=dict(lr=1.0))
 train_dataloader = dict(dataset=dict(indices=4))
 """

@@ -12,7 +12,7 @@ from pathlib import Path
 from mmengine.config import Config
 
 import mmgate  # noqa: F401
-from mmgate.analysis.report.structure import build_structure, list_attention
+from mmgate.analysis.structure import build_structure, list_attention
 from mmgate.errors import ConfigError
 from mmgate.hosts import adapter_for, gates_for
 from mmgate.hosts.table import gate_of_type

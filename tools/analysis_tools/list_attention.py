@@ -4,7 +4,7 @@ import argparse
 import logging
 import sys
 
-from mmgate.analysis.report.structure import build_structure, list_attention
+from mmgate.analysis.structure import build_structure, list_attention
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from mmgate.analysis.probes.attention import GATES, gate_at
 from mmgate.analysis.probes.recording import class_tokens, predict, record
 from mmgate.analysis.probes.statistics import RunningStatistics
+from mmgate.layers.base.gate import Gate
 
 # The mean map of a gate's values, by their kind, which the gate's class declares in ``gate_readings``.
 MAPS = {
@@ -66,13 +67,13 @@ class LayerGate:
 
     class_tokens = 0
 
-    def __init__(self, path: str, name: str, gate: Any) -> None:
+    def __init__(self, path: str, name: str, gate: Gate) -> None:
         self.path = path
         self.name = name
         self.kind = gate.gate_readings[name]
         self.unchanged = gate.unchanged_value(name)
         self.statistics = RunningStatistics(self.unchanged)
-        self._maps: Any = 0.0  # sum over images
+        self._maps = torch.zeros(())  # sum over images
         self._count = 0
 
     def add(self, x: Tensor) -> None:

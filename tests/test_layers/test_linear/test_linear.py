@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from helpers.families import HEADS, MAP, C
 from torch import Tensor, nn
 
-from mmgate.analysis.report.flops import count_model
+from mmgate.analysis.complexity import count_model
 from mmgate.layers import (
     EfficientAttention,
     EnhancedLinearAttention,

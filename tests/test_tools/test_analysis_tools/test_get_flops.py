@@ -8,7 +8,7 @@ import pytest
 from conftest import ROOT, tool
 from mmengine.config import Config
 
-from mmgate.analysis.report.flops import count_config
+from mmgate.analysis.complexity import count_config
 
 
 def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:

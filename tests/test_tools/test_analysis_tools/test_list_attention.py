@@ -21,7 +21,7 @@ from mmengine.registry import MODELS
 from torch import nn
 
 import mmgate
-from mmgate.analysis.report.structure import Attention, build_structure, list_attention
+from mmgate.analysis.structure import Attention, build_structure, list_attention
 from mmgate.errors import ConfigError
 from mmgate.train.config_file import read_config
 
