@@ -37,16 +37,16 @@ test: setup lint
 # SUITE=... takes a part of the two below, and more of pytest's arguments.
 SUITE ?= tests
 
-# What takes longer: every architecture of the zoos, files of every family, a wheel elsewhere.
+# The longer tests: every architecture of the zoos, files of every family, a wheel elsewhere.
 test-slow: setup
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile -m slow $(strip $(SUITE))
 
-# The suite beside OpenMMLab's own packages, in an environment of its own.
+# The suite beside OpenMMLab's own packages, in a separate environment.
 test-originals:
 	@VENV=$(VENV)-originals tools/dev/setup_env.sh originals
 	@$(VENV)-originals/bin/python -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(strip $(SUITE))
 
-# transformers' models, and the projects beside them, where there is no mm package; an environment of its own.
+# transformers' models, and the projects beside them, in a separate environment without mm packages.
 test-transformers: SUITE = tests/test_transformers $(wildcard projects)
 test-transformers:
 	@VENV=$(VENV)-transformers tools/dev/setup_env.sh transformers
@@ -55,7 +55,8 @@ test-transformers:
 # Other packages' operators as backends: torch-ms-deform-attn, compiled against this torch into a folder beside the
 # environment, which stays as it is.
 PEERS := $(abspath $(VENV))/peers
-test-peers: SUITE = tests/test_ops/test_ms_deform_attn/test_torch_ms_deform_attn.py tests/test_benchmarks/test_ops.py
+test-peers: SUITE = $(addprefix tests/test_ops/test_ms_deform_attn/test_,torch_ms_deform_attn.py ms_deform_attn.py) \
+	tests/test_benchmarks/test_ops.py
 test-peers: setup
 	@test -d $(PEERS)/torch_ms_deform_attn || $(PY) -m pip install -q --no-build-isolation --no-deps \
 		--target $(PEERS) torch-ms-deform-attn==0.1.1

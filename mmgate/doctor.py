@@ -85,7 +85,7 @@ def page(rows: Sequence[Row], device: torch.device, timed: bool) -> str:
     for row in rows:
         times = ' '.join(f'{ms:10.4g}' for ms in row.ms.values()) if timed else ''
         lines.append(f'  {row.op:16} {row.dtype:9} {row.size:7} {row.backend:20} {row.out or f"agrees {times}"}')
-    lines += ['', f"What 'auto' takes, by {choice.path() or 'no file'}"]
+    lines += ['', f"Choices of 'auto', by {choice.path() or 'no file'}"]
     winners = {op: choice.winners(op, device.type, device.index) for op in choice.OPERATORS}
     lines += [f'  {op:16} {call:24} {name}' for op, calls in winners.items() for call, name in calls.items()]
     if not any(winners.values()):

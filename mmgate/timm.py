@@ -47,7 +47,8 @@ def gates_from_timm(model: nn.Module) -> list[str]:
         _refuse_norm(name, module)
     gates: dict[str, Any] = {name: module._modules.pop('gate') for name, module in own.items()}
     for module in own.values():
-        module.gate = None  # type: ignore[assignment]  # as timm's have it without a gate
+        # As timm's attentions have it that are built without a gate.
+        module.gate = None
     try:
         swap_attention(model, dict(path=list(own), type=TYPE))
     except ValueError:

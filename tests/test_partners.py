@@ -13,7 +13,7 @@ from helpers.metafiles import MODELS
 from mmengine.config import Config
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
-from mmgate.analysis.report.structure import build_structure
+from mmgate.analysis.structure import build_structure
 
 BACKBONES = sorted(
     str(path.relative_to(ROOT / 'configs'))

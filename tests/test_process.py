@@ -1,4 +1,4 @@
-"""What importing mmgate changes in a process: nothing but what docs/process.md says."""
+"""Importing mmgate changes nothing in a process but what docs/process.md lists."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ def facts():
                 if isinstance(value, type) and value.__module__ == name:
                     inner = {f'{name}.{key}.{k}': v for k, v in vars(value).items() if isinstance(v, KINDS)}
                     found.update(inner)
+    for scheme, loader in mmengine.runner.CheckpointLoader._schemes.items():
+        found[f'loader of {scheme}'] = loader
     return found
 
 
@@ -43,7 +45,8 @@ def process():
         scope=mmengine.registry.DefaultScope.get_current_instance())
 
 
-before, was = facts(), process()
+before = facts()
+was = process()
 import mmgate
 now = process()
 changed = [key for key in was if was[key] != now[key]]
@@ -61,6 +64,6 @@ print('facts', len(before), 'changed', *changed)
 
 
 def test_nothing_is_patched() -> None:
-    """Functions, classes and methods of the hosts and of torch are the same, and so is what a process has."""
+    """Functions, classes, methods and loaders of the hosts and of torch are the same, and so is what a process has."""
     last = run_python('-c', SCRIPT, PYTHONPATH=str(ROOT)).stdout.splitlines()[-1].split()
     assert last[0] == 'facts' and int(last[1]) > 10000 and last[3:] == []

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 from mmengine.hooks import Hook
+from mmengine.hooks.hook import DATA_BATCH
+from mmengine.runner import Runner
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.attention import GATES, gate_at
-from mmgate.analysis.probes.gates import unchanged_value
 from mmgate.analysis.probes.recording import Recording, readable, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 from mmgate.layers.base.gate import gate_parameters
-from mmgate.paths import own_model
 from mmgate.registry import HOOKS
+from mmgate.wrappers import unwrap_model
 
 # A gate whose mean distance from the value at which it changes nothing is at most this has not moved.
 AT_REST = 0.01
@@ -48,7 +48,7 @@ class GateStatisticsHook(Hook):
         # Largest mean distance of each layer since the last warning or check.
         self._moved: dict[str, float] = {}
 
-    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None) -> None:
         """Begin to record in one iteration of ``interval``."""
         # An iteration that failed may have left hooks.
         self._open.close()
@@ -56,7 +56,7 @@ class GateStatisticsHook(Hook):
         self._squares = {}
         if not self.every_n_train_iters(runner, self.interval) or runner.rank:
             return
-        model = own_model(runner.model)
+        model = unwrap_model(runner.model)
         has = readable(model)
         for path in dict.fromkeys(path for name in GATES for path in has.get(name, ())):
             for _, parameter in gate_parameters(model.get_submodule(path)):
@@ -66,7 +66,9 @@ class GateStatisticsHook(Hook):
         recorded = record(model, GATES, accumulate=partial(_statistics, model))
         self._recording = self._open.enter_context(recorded)
 
-    def after_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, outputs: Any = None) -> None:
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, outputs: dict[str, Tensor] | None = None
+    ) -> None:
         """Log the statistics of this iteration, if they were recorded."""
         self._open.close()
         if self._recording is None:
@@ -89,15 +91,15 @@ class GateStatisticsHook(Hook):
         else:  # the model has no gates, or it is compiled
             runner.logger.warning('GateStatisticsHook: no gate was seen in the forward pass, so nothing is logged.')
 
-    def after_train_epoch(self, runner: Any) -> None:
+    def after_train_epoch(self, runner: Runner) -> None:
         """Warn if no gate moved."""
         self._warn_of_rest(runner)
 
-    def before_val_epoch(self, runner: Any) -> None:
+    def before_val_epoch(self, runner: Runner) -> None:
         """Warn if no gate moved, in a loop of iterations, which has one epoch in all."""
         self._warn_of_rest(runner)
 
-    def _warn_of_rest(self, runner: Any) -> None:
+    def _warn_of_rest(self, runner: Runner) -> None:
         farthest = max(self._moved.values(), default=float('inf'))
         if farthest <= AT_REST:
             runner.logger.warning(
@@ -114,19 +116,4 @@ class GateStatisticsHook(Hook):
 
 
 def _statistics(model: nn.Module, path: str, name: str) -> RunningStatistics:
-    return RunningStatistics(unchanged_value(gate_at(model.get_submodule(path)), name))
-
-
-@HOOKS.register_module(name=['BackendChoicesHook', 'SamplingPointsHook'])
-class FormerHook(Hook):
-    """Deprecated hook that only logs a warning, under names that configs may hold; ``options`` are ignored."""
-
-    def __init__(self, **options: Any) -> None:
-        pass
-
-    def before_run(self, runner: Any) -> None:
-        """Warn, and name the tool to use instead."""
-        runner.logger.warning(
-            'BackendChoicesHook and SamplingPointsHook do nothing any more; take them out of custom_hooks. '
-            'tools/analysis_tools/plot_sampling_points.py CONFIG CHECKPOINT draws sampling points.'
-        )
+    return RunningStatistics(gate_at(model.get_submodule(path)).unchanged_value(name))

@@ -186,7 +186,7 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', *, whole: bool
 
 
 def class_names(cfg: Config) -> tuple[str, ...]:
-    """Return the names of the classes of a config's test data; none if it says nothing."""
+    """Return the names of the classes of a config's test data, empty where config and data set have none."""
     loader = cfg.get('test_dataloader')
     if loader is None:
         return ()

@@ -61,9 +61,14 @@ class Reading:
         return self.query, self.key, self.value
 
 
-@cache
 def goes_through_interface(kind: type[nn.Module]) -> bool:
     """Return whether the forward of a class names transformers' attention functions."""
+    known: Any = kind
+    return _names_functions(known)
+
+
+@cache
+def _names_functions(kind: Any) -> bool:
     forward = getattr(kind, 'forward', None)  # a scripted module's class has none
     code = None if forward is None else getattr(inspect.unwrap(forward), '__code__', None)
     return code is not None and INTERFACE in code.co_names
@@ -78,11 +83,12 @@ def read(kind: type[nn.Module], host: nn.Module) -> Reading:
     """
     children = {name for name, _ in host.named_children()}
     linear = {name for name in children if hasattr(getattr(host, name), 'in_features')}
-    return _read(kind, frozenset(children), frozenset(linear))
+    known: Any = kind
+    return _read(known, frozenset(children), frozenset(linear))
 
 
 @cache
-def _read(kind: type[nn.Module], children: frozenset[str], linear: frozenset[str]) -> Reading:
+def _read(kind: Any, children: frozenset[str], linear: frozenset[str]) -> Reading:
     try:
         source = textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward)))
     except OSError as error:
@@ -116,8 +122,11 @@ def _read(kind: type[nn.Module], children: frozenset[str], linear: frozenset[str
     required += [
         one.arg for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None
     ]
+    query, key, value = found
     return Reading(
-        *found,
+        query,
+        key,
+        value,
         output=next(iter(flow.outputs)),
         changes=tuple(sorted(changed)),
         arguments={name: frozenset(reads) for name, reads in flow.reads.items()},
@@ -179,23 +188,23 @@ class _Flow:
         """Keep what the targets of an assignment come from."""
         if statement.value is None:
             return
-        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        targets: list[Any] = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         if _names_interface(statement.value):
             self.interfaces |= {name for target in targets for name in _names(target)}
             return
-        made = self.origins(statement.value)
+        source: Any = statement.value
+        made = self.origins(source)
         for target in targets:
-            if isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Call):
-                self.keep_each(target, statement.value, made)
-                continue
-            one_by_one = isinstance(target, ast.Tuple) and isinstance(statement.value, ast.Tuple)
-            if one_by_one:
-                for inner, value in zip(target.elts, statement.value.elts, strict=False):
+            several = isinstance(target, ast.Tuple)
+            if several and isinstance(source, ast.Call):
+                self.keep_each(target, source, made)
+            elif several and isinstance(source, ast.Tuple):
+                for inner, value in zip(target.elts, source.elts, strict=False):
                     self.keep(inner, self.origins(value))
             else:
                 self.keep(target, made, adds=isinstance(statement, ast.AugAssign))
 
-    def keep_each(self, target: ast.Tuple, call: ast.Call, made: frozenset[Origin]) -> None:
+    def keep_each(self, target: Any, call: ast.Call, made: frozenset[Origin]) -> None:
         """Keep an origin for several results of a call; one that has an argument's name comes from that alone."""
         given = {part.id for part in call.args if isinstance(part, ast.Name)}
         before = dict(self.known)

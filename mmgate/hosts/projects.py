@@ -1,4 +1,7 @@
-"""Attentions of projects that are cloned, or not imported here, as hosts: known by name, met when a model holds one."""
+"""Adapters of attentions of projects that are cloned, or not imported here.
+
+Their classes are known by name. They are met when a model holds one.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,15 @@ from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.ops.ms_deform_attn.levels import levels_on
 
-VITDET = 'vitdet.vit.Attention'  # mmdet's projects/ViTDet
-MS_DEFORM_ATTN = 'ms_deform_attn.MSDeformAttn'  # Deformable DETR's, which Mask DINO, ViT-Adapter and rfdetr carry, too
-GROUNDING_DINO = 'ms_deform_attn.MultiScaleDeformableAttention'  # of the original repository, and of those that copy it
+# The attention of projects/ViTDet in mmdet's repository.
+VITDET = 'vitdet.vit.Attention'
+# The attention of Deformable DETR's repository, which those of Mask DINO and ViT-Adapter carry, and rfdetr.
+MS_DEFORM_ATTN = 'ms_deform_attn.MSDeformAttn'
+# The attention of Grounding DINO's repository, and of those that copy it.
+GROUNDING_DINO = 'ms_deform_attn.MultiScaleDeformableAttention'
 DETREX = 'detrex.layers.multi_scale_deform_attn.MultiScaleDeformableAttention'
-RT_DETR = (  # of the original repositories, with D-FINE, DEIM and RT-DETRv4
+# The attention of RT-DETR's repository in both versions, and of D-FINE's, DEIM's and RT-DETRv4's.
+RT_DETR = (
     'rtdetr_decoder.MSDeformableAttention',
     'rtdetrv2_decoder.MSDeformableAttention',
     'dfine_decoder.MSDeformableAttention',
@@ -59,7 +66,8 @@ class GatedProjectAttention(DeformableHost):
     def sizes(cls, host: Any) -> Sizes:
         """Return the sizes of a host."""
         width = getattr(host, cls.channels_at)
-        channels = host.value_proj.out_features if hasattr(host, 'value_proj') else width  # fewer in ViT-Adapter
+        # In ViT-Adapter values have fewer channels than queries.
+        channels = host.value_proj.out_features if hasattr(host, 'value_proj') else width
         return Sizes(
             channels,
             getattr(host, cls.heads_at),
@@ -78,8 +86,8 @@ class GatedProjectAttention(DeformableHost):
         """Return the gate for a host.
 
         Raises:
-            ValueError: A class of this name that is called otherwise, or that has further options; or an option that
-                makes the host compute something else.
+            ValueError: The host's class is called with other arguments, or has further options; or an option makes
+                the host compute something else.
         """
         name = full_name(type(host))
         called = tuple(inspect.signature(host.forward).parameters)
@@ -182,8 +190,15 @@ class GatedMSDeformAttn(GatedProjectAttention):
 class GatedGroundingDINOAttention(GatedProjectAttention):
     """Adapter of ``MultiScaleDeformableAttention`` of Grounding DINO's repository: mmcv's without what it adds."""
 
-    constructed_with = ('embed_dim', 'num_heads', 'num_levels', 'num_points', 'img2col_step', 'batch_first')
-    called_with = (
+    constructed_with: ClassVar[tuple[str, ...]] = (
+        'embed_dim',
+        'num_heads',
+        'num_levels',
+        'num_points',
+        'img2col_step',
+        'batch_first',
+    )
+    called_with: ClassVar[tuple[str, ...]] = (
         'query',
         'key',
         'value',

@@ -1,8 +1,8 @@
-"""Gated attention over a map with decomposed relative positions, as in ViTDet and in SAM's image encoder."""
+"""Adapter of attention over a map with decomposed relative positions, as in ViTDet and in SAM's image encoder."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,13 @@ from torch import Tensor, nn
 from mmgate.layers.base.dense import DenseHost
 from mmgate.layers.base.gate import Sizes
 from mmgate.layers.parts.resizing import resize_axis
+
+
+class RelativeAttention(Protocol):
+    """Attributes of a host that give its sizes."""
+
+    qkv: nn.Linear
+    num_heads: int
 
 
 class GatedRelativeAttention(DenseHost):
@@ -30,7 +37,7 @@ class GatedRelativeAttention(DenseHost):
     rel_pos_w: Tensor
 
     @classmethod
-    def sizes(cls, host: Any) -> Sizes:
+    def sizes(cls, host: RelativeAttention) -> Sizes:
         """Return the sizes of a host, whose constructor keeps its heads alone."""
         return Sizes(host.qkv.in_features, host.num_heads)
 

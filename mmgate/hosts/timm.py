@@ -1,4 +1,4 @@
-"""timm's attentions as hosts: of ViT, DINOv2, DINOv3, EVA, Swin, Visformer, GCViT and PVTv2.
+"""Adapters of timm's attentions: of ViT, DINOv2, DINOv3, EVA, Swin, Visformer, GCViT and PVTv2.
 
 mmpretrain, mmdet and mmseg have them through their ``TIMMBackbone``.
 """
@@ -69,7 +69,7 @@ class GatedVisformerAttention(TimmHost):
 
 
 def shares_by_image(forward: Callable[..., Any]) -> bool:
-    """Return whether a host gives an image's global queries to the windows of that image.
+    """Return True if a host gives an image's global queries to the windows of that image.
 
     timm up to 1.0.29 repeats the batch instead, which mixes images where there are several.
     """
@@ -83,8 +83,7 @@ BY_IMAGE = shares_by_image(WindowAttentionGlobal.forward)
 class GatedWindowAttentionGlobal(TimmHost):
     """Adapter of GCViT's attention in windows; the bias of positions is added after the gate.
 
-    Where the queries are the image's own, shared by windows as the host does and not projected, they are the gate's
-    query input.
+    Global queries are the image's, shared by its windows and not projected. They are then the gate's query input, too.
     """
 
     def forward(self, x: Tensor, q_global: Tensor | None = None) -> Tensor:
@@ -94,7 +93,8 @@ class GatedWindowAttentionGlobal(TimmHost):
             asked = q_global.repeat_interleave(windows, 0) if BY_IMAGE else q_global.repeat(windows, 1, 1, 1)
             asked = asked.reshape(x.shape)
             key, value = self.qkv(x).unflatten(-1, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-            query = self.gate.split_heads(asked).to(key.dtype)  # not projected, which autocast would have narrowed
+            # The queries are not projected, which under autocast would have cast them.
+            query = self.gate.split_heads(asked).to(key.dtype)
         else:
             asked = x
             query, key, value = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
@@ -148,7 +148,7 @@ class TokenProjections(DenseHost):
     qkv: nn.Linear | None
     q_norm: nn.Module
     k_norm: nn.Module
-    proj: nn.Module
+    proj: nn.Linear
     proj_drop: nn.Module
 
     @classmethod
@@ -303,11 +303,11 @@ class MixedAttention(MapHost):
         refuse_other_width(host)
         return super().make_gate(host, gate_type, **options)
 
-    def placed(self, model: nn.Module) -> None:
+    def after_gating(self, model: nn.Module) -> None:
         """Let the embedding of the nearest model around the host note its map."""
         names = self.gating.name.split('.')
         around = [model.get_submodule('.'.join(names[:count])) for count in range(len(names))]
-        embedding = next((part.patch_embed for part in reversed(around) if hasattr(part, 'patch_embed')), None)
+        embedding: Any = next((part.patch_embed for part in reversed(around) if hasattr(part, 'patch_embed')), None)
         if hasattr(embedding, 'dynamic_feat_size'):
             self.gating.handles.append(embedding.register_forward_hook(partial(note_map, self)))
 
@@ -373,4 +373,4 @@ class MixedSwinBlock(MapHost):
 
     def _attn(self, x: Tensor) -> Tensor:
         """Attend over a map ``(B, H, W, C)``; the block calls this between its norms."""
-        return self.attend(x.flatten(1, 2), x.shape[1:3]).view_as(x)
+        return self.attend(x.flatten(1, 2), (x.shape[1], x.shape[2])).view_as(x)

@@ -160,7 +160,7 @@ def _arguments(host: Any, reading: Reading) -> Iterator[dict[str, Any]]:
                 given[name] = torch.empty((*shape, widths[name]), device='meta', dtype=like.dtype)
         if POSITIONS not in reading.required:
             yield given
-        width = getattr(host, 'head_dim', getattr(host, 'attention_head_size', None))
+        width: Any = getattr(host, 'head_dim', getattr(host, 'attention_head_size', None))
         for tokens in ((SIDE * SIDE,), (SIDE,), (1, SIDE * SIDE)) if rotary and width else ():
             angles = torch.empty((*tokens, width), device='meta', dtype=like.dtype)
             yield {**given, POSITIONS: (angles, angles)}
@@ -223,7 +223,7 @@ class GatedInterfaceAttention(DenseHost):
             )
         return None
 
-    def switched_on(self) -> None:
+    def after_switch_on(self) -> None:
         """Let this module, and no other of its model, attend by our function, and let projections note their input."""
         notes = self.gating.notes
         reading = read(self.gating.vanilla, self)
@@ -237,7 +237,7 @@ class GatedInterfaceAttention(DenseHost):
         if self.gate.finishes:
             notes['hooks'].append(getattr(self, reading.output).register_forward_hook(finish_output))
 
-    def switched_off(self) -> None:
+    def before_switch_off(self) -> None:
         """Give the module its config back, and take the notes off."""
         self.config = self.gating.notes.pop('config')
         for hook in self.gating.notes.pop('hooks'):
@@ -461,6 +461,9 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
 
         Returns:
             ``(B, Q, C)``, and the weights ``(B, Q, H, L, P)``, in RT-DETRv2, D-FINE and DEIMv2 ``(B, Q, H, L P)``.
+
+        Raises:
+            ValueError: Neither ``spatial_shapes`` nor a list of them.
         """
         query = hidden_states if position_embeddings is None else hidden_states + position_embeddings
         value = self.value_proj(encoder_hidden_states) if hasattr(self, 'value_proj') else encoder_hidden_states
@@ -471,6 +474,8 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
         if spatial_shapes_list is not None:
             # As in transformers, the list decides. Tensors are made once for all layers, so that none of them waits.
             spatial_shapes, level_start_index = levels_on(value.device, spatial_shapes_list)
+        if spatial_shapes is None:
+            raise ValueError('spatial_shapes or spatial_shapes_list is needed by deformable attention.')
         if level_start_index is None:
             areas = spatial_shapes.prod(-1)
             level_start_index = areas.cumsum(0) - areas

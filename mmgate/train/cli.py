@@ -21,14 +21,15 @@ from mmengine.runner import FlexibleRunner, Runner, find_latest_checkpoint
 from torch import distributed, nn
 
 from mmgate.checkpoints.gates_file import read_gates
-from mmgate.datasets.data_check_hook import DataCheckHook, refuse_foreign_classes
+from mmgate.checkpoints.loading import guarded_loaders
 from mmgate.errors import ConfigError
-from mmgate.finetune.training import frozen_parts_without_weights
+from mmgate.finetune.training import frozen_parts_without_weights, warn_of_random_weights
 from mmgate.layers.base.gate import Gate
 from mmgate.ops.backend import OPERATORS, candidates
 
 from .accumulation import enable_auto_accumulate, enable_auto_scale_lr
 from .config_file import add_trust_option, check_files, config_parser, load_config, mappings, type_name
+from .data_check_hook import DataCheckHook, refuse_foreign_classes
 from .load_report import LoadReportHook
 from .processes import prepare_processes
 
@@ -36,11 +37,14 @@ from .processes import prepare_processes
 def main(command: Callable[[list[str]], None], argv: list[str] | None = None) -> int:
     """Run a command and print an error that the user can mend as one message (MMGATE_TRACEBACK=1: a traceback).
 
+    While it runs, mmengine loads checkpoints by our loaders, which run no code of a file.
+
     Returns:
         The exit status: 0, 2 after an error in the input, 130 after Ctrl-C.
     """
     try:
-        command(sys.argv[1:] if argv is None else argv)
+        with guarded_loaders():
+            command(sys.argv[1:] if argv is None else argv)
         if distributed.is_initialized():
             # Threads of gloo that outlive the interpreter abort the process; the model's wrapper holds their group.
             gc.collect()
@@ -90,13 +94,9 @@ def train(argv: list[str]) -> None:
         cfg.load_from = last or cfg.get('load_from')
     check_files(cfg, ('train', 'val'))
     runner = build_runner(cfg)
-    untrained = () if starts_from_checkpoint(cfg) else frozen_parts_without_weights(runner.model)
-    if untrained:
-        runner.logger.warning(
-            f'The gates train beside frozen weights that are drawn at random: neither load_from nor init_cfg fills '
-            f'{", ".join(untrained)}. Give the checkpoint of the trained vanilla model: '
-            '--cfg-options load_from=vanilla.pth.'
-        )
+    if not starts_from_checkpoint(cfg):
+        parts = frozen_parts_without_weights(runner.model)
+        warn_of_random_weights(runner.model, parts, 'neither load_from nor init_cfg fills')
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
     if note:
@@ -159,7 +159,7 @@ def build_runner(cfg: Config) -> Runner | FlexibleRunner:
 
     Args:
         cfg: The config; ``runner_type`` names a registered runner, such as mmengine's FlexibleRunner, and
-            ``check_data=False`` leaves :class:`~mmgate.datasets.data_check_hook.DataCheckHook` out.
+            ``check_data=False`` leaves :class:`~mmgate.train.data_check_hook.DataCheckHook` out.
 
     Raises:
         ConfigError: A launcher or a backend cannot work here, or a rule does not fit the model.

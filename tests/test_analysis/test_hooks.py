@@ -67,7 +67,7 @@ def test_a_hook_warns_of_gates_that_do_not_move(name: str) -> None:
 
 
 def test_a_hook_writes_to_the_visualizer(tmp_path: Path) -> None:
-    """One step of training, beside hooks that are gone; gates start at 0, with a gradient."""
+    """One step of training; gates start at 0, with a gradient."""
     assert HOOKS.get('mmgate.GateStatisticsHook') is not None
     write_shapes(tmp_path / 'shapes', num_train=1, num_val=1, size=64)
     (tmp_path / 'small.py').write_text(over_shapes(DEMO, tmp_path / 'shapes'))
@@ -76,8 +76,7 @@ def test_a_hook_writes_to_the_visualizer(tmp_path: Path) -> None:
     cfg.train_dataloader.update(num_workers=0, persistent_workers=False)
     cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
     cfg.train_dataloader.dataset.filter_cfg = None
-    gone = [dict(type='mmgate.SamplingPointsHook', images=1, top_k=2), dict(type='mmgate.BackendChoicesHook')]
-    cfg.custom_hooks = [dict(type='mmgate.GateStatisticsHook', interval=1), *gone]
+    cfg.custom_hooks = [dict(type='mmgate.GateStatisticsHook', interval=1)]
     cfg.launcher, cfg.experiment_name, cfg.visualizer.name = 'none', 'hooks', 'hooks'  # instances are global
     runner = build_runner(cfg)
     runner.train()
@@ -88,6 +87,5 @@ def test_a_hook_writes_to_the_visualizer(tmp_path: Path) -> None:
     assert scalars[f'{prefix}/mean'] == 0 and scalars[f'{prefix}/sparsity'] == 1
     assert {f'{prefix}/std', f'{prefix}/grad_norm', 'gate/decoder.layers.1.cross_attn/mean'} <= set(scalars)
     log = next(tmp_path.glob('*/*.log')).read_text()
-    assert 'SamplingPointsHook do nothing any more; take them out' in log
     assert log.count('no gate of 4 layers has moved beyond 0.01') == 1
     assert not any(module._forward_hooks for module in runner.model.modules())

@@ -1,11 +1,11 @@
-"""Strangers' checkpoints: what mmengine saves loads, what would run code does not."""
+"""Strangers' checkpoints by our loaders: what mmengine saves loads, what would run code does not."""
 
 from __future__ import annotations
 
 import codecs
 import os
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,16 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from torch import nn
 
 import mmgate  # noqa: F401
-from mmgate.checkpoints.loading import TRUST, UntrustedCheckpoint
+from mmgate.checkpoints.loading import TRUST, UntrustedCheckpoint, guarded_loaders
 from mmgate.checkpoints.tensors import read_checkpoint
 from mmgate.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def guarded() -> Iterator[None]:
+    """Load by our loaders, as in our command lines."""
+    with guarded_loaders():
+        yield
 
 
 class Calls:

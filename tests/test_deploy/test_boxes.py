@@ -7,7 +7,7 @@ import torch
 from helpers.exported import boxes_and_scores
 from mmcv.ops import batched_nms
 
-from mmgate.deploy.boxes import best
+from mmgate.deploy.boxes import non_maximum_suppression
 from mmgate.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ from mmgate.errors import ConfigError
 def test_the_best_boxes_are_mmcvs(count: int, agnostic: bool) -> None:
     found = boxes_and_scores()
     cfg = dict(type='nms', iou_threshold=0.5, class_agnostic=agnostic)
-    chosen = best(found, cfg, count)
+    chosen = non_maximum_suppression(found, cfg, count)
     for image in range(2):
         boxes, scores, labels = (part[image] for part in found)
         there = (scores > 0).nonzero().flatten()
@@ -31,4 +31,4 @@ def test_the_best_boxes_are_mmcvs(count: int, agnostic: bool) -> None:
 
 def test_another_suppression_is_refused() -> None:
     with pytest.raises(ConfigError, match=r'nms=.*soft_nms.* cannot be exported: ONNX has .*--cfg-options'):
-        best(boxes_and_scores(), dict(type='soft_nms', iou_threshold=0.5), 10)
+        non_maximum_suppression(boxes_and_scores(), dict(type='soft_nms', iou_threshold=0.5), 10)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmgate.deploy.graph import write_onnx
 from mmgate.deploy.network import Network
-from mmgate.deploy.operators import keep, roi_align
+from mmgate.deploy.operators import nms_keep, roi_align
 from mmgate.deploy.runtime import Exported
 
 
@@ -23,7 +23,7 @@ class Operators(Network):
 
     def forward(self, images: Tensor, boxes: Tensor, scores: Tensor, rois: Tensor) -> tuple[Tensor, ...]:
         aligned = roi_align(images, rois, 7, 5, 0.25, 0, True)
-        return keep(boxes, scores, 0.5).long(), roi_align(images, rois, 7, 5, 0.5, 2, False), aligned
+        return nms_keep(boxes, scores, 0.5).long(), roi_align(images, rois, 7, 5, 0.5, 2, False), aligned
 
 
 @exports

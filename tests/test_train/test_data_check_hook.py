@@ -19,8 +19,8 @@ from mmseg.structures import SegDataSample
 from PIL import Image
 from torch import nn
 
-from mmgate.datasets.data_check_hook import DataCheckHook, label_beyond, other_numbers, refuse_foreign_classes
 from mmgate.errors import ConfigError
+from mmgate.train.data_check_hook import DataCheckHook, label_beyond, other_numbers, refuse_foreign_classes
 
 
 class Head(nn.Module):

@@ -26,7 +26,7 @@ SMALL = dict(num_queries=20, num_select=20, group_detr=2, resolution=SIDE, posit
 def build() -> tuple[Any, dict[str, Any]]:
     """Return a small detector, gated as the page does it, and the names in the page's code."""
     options = ', '.join(f'{name}={value}' for name, value in SMALL.items())
-    small = f"RFDETRNano(pretrain_weights=None, num_classes=3, device='cpu', {options})"
+    small = f"RFDETRNano(pretrain_weights=None, num_classes=5, device='cpu', {options})"
     space: dict[str, Any] = {}
     torch.manual_seed(0)
     exec(

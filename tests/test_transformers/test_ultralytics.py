@@ -53,6 +53,8 @@ def build() -> tuple[Any, dict[str, Any]]:
     for name, parameter in model.named_parameters():  # that start at zero, where no gate has an effect
         if re.search(r'(attention_weights|sampling_offsets)\.weight|bbox_head.*weight', name):
             nn.init.normal_(parameter, std=0.1)
+        if 'enc_score_head' in name:  # apart by more than rounding, which would exchange the queries that they choose
+            nn.init.normal_(parameter, std=3.0)
     return model, space
 
 

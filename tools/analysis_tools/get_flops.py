@@ -8,7 +8,7 @@ from dataclasses import asdict
 from mmengine.logging import MMLogger
 
 import mmgate  # noqa: F401  (mmgate:: and mmseg:: resolve from here on)
-from mmgate.analysis.report.flops import count_config
+from mmgate.analysis.complexity import count_config
 from mmgate.train import cli
 from mmgate.train.config_file import read_config
 

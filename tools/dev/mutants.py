@@ -45,7 +45,7 @@ LEFT_OUT = (
 # Keyword arguments that change no result: whose line a warning names, and a check of lengths that are one by the code.
 MEANINGLESS = ('stacklevel', 'strict')
 PYTEST = ('-x', '-q', '-p', 'no:cacheprovider', '-m', 'not slow')
-# What every test run needs is imported once; none of it imports mmgate.
+# Packages that every test run needs are imported once; none of them imports mmgate.
 PRELOADED = (
     'pytest',
     'torch',
@@ -79,10 +79,10 @@ class Change:
 def main() -> None:
     """Draw a sample of changes, run their tests and report."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('--sample', type=int, default=60, help='how many changes, shared out among the packages')
+    parser.add_argument('--sample', type=int, default=60, help='number of changes, shared out among the packages')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument(
-        '--timeout', type=float, default=240, help="seconds for one change's tests, then it is undecided"
+        '--timeout', type=float, default=600, help="seconds for one change's tests, then it is undecided"
     )
     parser.add_argument('--out', type=Path, default=ROOT / 'work_dirs/mutants', help='folder for what was tried')
     parser.add_argument('--list', action='store_true', help='print the sample and try nothing')
@@ -144,8 +144,8 @@ def tests_of(module: str) -> list[str]:
     """Return the test files for a path below ``mmgate``, the nearest first.
 
     ``tests`` mirrors ``mmgate``: ``a/b/c.py`` has ``test_a/test_b/test_c.py``, and ``a/b/__init__.py`` has
-    ``test_a/test_b/test_b.py``. Its neighbours in ``test_a/test_b`` follow, then the files in ``test_a``. A module beside
-    the packages has the file of its name alone.
+    ``test_a/test_b/test_b.py``. Its neighbours in ``test_a/test_b`` follow, then the files in ``test_a``. A module
+    beside the packages has the file of its name alone.
     """
     *folders, name = module.removesuffix('.py').split('/')
     folder = ROOT.joinpath('tests', *(f'test_{part}' for part in folders))
@@ -173,7 +173,8 @@ def draw_change(draw: random.Random, code: str, possible: list[Change], place: P
 def changes(module: str, code: str) -> dict[Place, list[Change]]:
     """Return cosmic-ray's changes of a file by place, without those that have no effect when the code runs."""
     found: dict[Place, list[Change]] = {}
-    tree, (unread, operands) = get_ast(code), spans(code)
+    tree = get_ast(code)
+    unread, operands = spans(code)
     nodes = list(ast_nodes(tree))
     for name in operator_names():
         kind = get_operator(name)
@@ -267,7 +268,9 @@ def _test(arguments: list[str], tree: Path, output: int) -> NoReturn:
         os.setsid()
         for stream in (1, 2):
             os.dup2(output, stream)
-        sys.stdout = sys.stderr = os.fdopen(1, 'w', closefd=False)  # whatever they were
+        # Both write to the file of the output, whatever they were before.
+        sys.stdout = os.fdopen(1, 'w', closefd=False)
+        sys.stderr = sys.stdout
         os.chdir(tree)
         os.environ['PYTHONPATH'] = str(tree)
         sys.path.insert(0, str(tree))

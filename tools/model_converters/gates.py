@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     extract = commands.add_parser('extract', help='write the gates of a checkpoint')
     extract.add_argument('config', help='config of the gated model')
     extract.add_argument('checkpoint', help='its checkpoint')
-    changed = "settings that the training had, as model.train='attention', which says what is written beside the gates"
+    changed = "settings of the training, such as model.train='attention', by which more than the gates is written"
     extract.add_argument('--cfg-options', nargs='+', action=DictAction, default={}, help=changed)
     merge = commands.add_parser('merge', help='write a checkpoint of the gated model')
     merge.add_argument('checkpoint', help='checkpoint of the vanilla model')

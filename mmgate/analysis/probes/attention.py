@@ -56,7 +56,7 @@ def reads_of(module: nn.Module) -> dict[str, Read]:
     return {}
 
 
-def gated_reads(module: Any) -> dict[str, dict[str, Read]]:
+def gated_reads(module: GatedModule) -> dict[str, dict[str, Read]]:
     """Return the readings of a gated module, by the name of each gate in it; the only gate is ``''``."""
     gates = {name: gate for name, gate in module.gate.named_modules() if isinstance(gate, Gate)}
     if isinstance(module.gate, Gate):
@@ -81,9 +81,12 @@ def _gate_reads(module: Any, gate: Gate) -> dict[str, Read]:
     return {}
 
 
-def gate_at(module: Any) -> Any:
+def gate_at(module: nn.Module) -> Gate:
     """Return the first gate of a gated module, or the module itself if it is a gate."""
-    return module.gates()[0] if isinstance(module, GatedModule) else module
+    if isinstance(module, GatedModule):
+        return module.gates()[0]
+    assert isinstance(module, Gate), type(module).__name__
+    return module
 
 
 def bind(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +109,7 @@ def without_dropout(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def arguments_of(module: Any, method: str, host: Any, given: Mapping[str, Any]) -> tuple[Any, ...]:
+def arguments_of(module: nn.Module, method: str, host: nn.Module, given: Mapping[str, Any]) -> tuple[Any, ...]:
     """Run ``host`` once more and return the arguments with which it last calls ``module.method``.
 
     The host projects, masks and cuts windows as it always does, so that no probe has to know how.
@@ -119,7 +122,7 @@ def arguments_of(module: Any, method: str, host: Any, given: Mapping[str, Any]) 
     """
     noted: list[tuple[Any, ...]] = []
 
-    def note(*args: Any) -> Any:
+    def note(*args: Any) -> object:
         noted.append(args)
         return getattr(type(module), method)(module, *args)
 

@@ -1,6 +1,7 @@
-"""PLuG attention in chunks of query rows, formed anew in the backward pass, so that no whole map is in memory.
+"""PLuG attention in chunks of query rows, which the backward pass computes again, so that no whole map is in memory.
 
-What has a gradient of its own (``rows.py``) takes less time and memory than the chunks under autograd.
+The gradient in ``rows.py`` takes less time and memory than chunks under autograd. Dropout, a learnt bias, any other
+modulation than a module, and torch.compile need the latter.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from ..autocast import autocast_dtype, without_autocast
 from ..tracing import is_compiling
 from . import reference
 from .reference import Modulation
-from .rows import GatedRows, part_of
+from .rows import GatedRows, rows_of
 
-# Elements of (B, H, rows, M) that exist at a time: as many as a CPU's cache holds; on a GPU the launches count.
+# Elements of (B, H, rows, M) that are in memory at a time. On a CPU they fit into its cache. On a GPU larger chunks
+# need fewer launches.
 CHUNK = 1 << 21
 CHUNK_ON_GPU = 1 << 26
 
@@ -56,7 +58,7 @@ def attend(
         )
     if is_compiling() or not isinstance(modulation, nn.Module):
         return _checkpointed(step, *tensors, modulation, bias, **options)
-    # By the backward pass functional_call and FSDP have put other tensors into the module.
+    # Until the backward pass, functional_call and FSDP may have put other tensors into the module.
     module = modulation
     bound = _tensors_of(module)
     learnt_bias = bias is not None and bias.requires_grad
@@ -79,18 +81,18 @@ def attend(
 
 
 def chunk_on(device: torch.device) -> int:
-    """Return how many elements of the map exist at a time on a device."""
+    """Return the number of elements of the map that are in memory at a time on a device."""
     return CHUNK if device.type == 'cpu' else CHUNK_ON_GPU
 
 
 def _tensors_of(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's parameters, and what FSDP puts in their places, which are plain attributes."""
-    return {
-        f'{path}.{name}'.lstrip('.'): x
-        for path, part in module.named_modules()
-        for name, x in (part._parameters | vars(part)).items()
-        if isinstance(x, Tensor) and x.is_floating_point()
-    }
+    """Return the parameters of a module by name, or the plain attributes by which FSDP replaces them."""
+    found: dict[str, Tensor] = {}
+    for path, part in module.named_modules():
+        for name, value in (part._parameters | vars(part)).items():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                found[f'{path}.{name}'.lstrip('.')] = value
+    return found
 
 
 def _checkpointed(
@@ -107,9 +109,9 @@ def _checkpointed(
     position: str,
     dropout: float,
 ) -> Tensor:
-    """Attend in chunks under autograd, for dropout, a learnt bias and any modulation, which have no other gradient."""
+    """Attend in chunks of ``step`` rows under autograd, which recomputes a chunk for its gradient."""
     columns = (key, value, gate_key)
-    # in 32 bits, as the sums of the chunks' gradients have to be
+    # Autograd adds the gradients of the chunks in the dtype of these tensors, which has to have 32 bits.
     wide = [x.float() if x.dtype.itemsize < 4 else x for x in columns]
 
     def attend_rows(query: Tensor, gate_query: Tensor, bias: Tensor | None, *wide: Tensor) -> Tensor:
@@ -129,8 +131,8 @@ def _checkpointed(
 
     outputs = []
     for start in range(0, query.shape[-2], step):
-        part = slice(start, start + step)
-        inputs: Any = (query[:, :, part], gate_query[:, :, part], part_of(bias, part), *wide)
+        rows = slice(start, start + step)
+        inputs: Any = (query[:, :, rows], gate_query[:, :, rows], rows_of(bias, rows), *wide)
         if torch.is_grad_enabled():
             outputs.append(checkpoint(attend_rows, *inputs, use_reentrant=False, preserve_rng_state=dropout > 0))
         else:

@@ -33,7 +33,7 @@ class HungarianAssigner(MMDetHungarianAssigner):
         pred_instances: InstanceData,
         gt_instances: InstanceData,
         img_meta: dict[str, Any] | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> AssignResult:
         """Match predictions (Q) and objects (``labels`` (G,)) of an image; arguments, result and errors are mmdet's."""
         queries = len(pred_instances)
@@ -42,7 +42,7 @@ class HungarianAssigner(MMDetHungarianAssigner):
             return as_result(labels.new_empty((2, 0), dtype=torch.long), queries, labels)
         with AsynchronousConstants():
             cost = cost_of(self, pred_instances, gt_instances, img_meta)
-        matched = to_device(torch.from_numpy(pairs(cost.cpu())), labels.device)
+        matched = to_device(torch.from_numpy(match_pairs(cost.cpu())), labels.device)
         return as_result(matched, queries, labels)
 
 
@@ -53,11 +53,15 @@ def cost_of(
     """Return the summed costs ``(Q, G)``, on the device of the predictions."""
     costs = [cost(pred_instances=predictions, gt_instances=objects, img_meta=meta) for cost in assigner.match_costs]
     total = torch.stack(costs).sum(dim=0)
-    return total.float() if total.dtype == torch.bfloat16 else total  # numpy has no bfloat16
+    # numpy has no bfloat16.
+    return total.float() if total.dtype == torch.bfloat16 else total
 
 
-def pairs(cost: Tensor) -> np.ndarray:
-    """Return the matched predictions, ascending, and their objects, ``(2, N)``, for costs on the CPU.
+def match_pairs(cost: Tensor) -> np.ndarray:
+    """Return the pairs of least total cost ``(2, N)``: predictions, ascending, and their objects.
+
+    Args:
+        cost: Costs ``(Q, G)`` of predictions and objects, on the CPU.
 
     Raises:
         ValueError: A cost is NaN or minus infinity.

@@ -32,10 +32,16 @@ def test_a_picture_has_every_layer_of_every_kind(tmp_path: Path, monkeypatch: py
     maps = [axis for axis in rows if axis.images]
     found = [(sum(axis.images[0].get_clim()) / 2, axis.get_title().split('\n')[-1]) for axis in maps]
     assert found == [
-        (0, 'mean gate of 2 layers'),
-        (1, 'mean gate of 2 layers'),
-        (1, 'mean gate of 1 layer'),
-        (0, found[3][1]),
+        (0, 'map 1: mean gate of 2 layers'),
+        (1, 'map 2: mean gate of 2 layers'),
+        (1, 'map 3: mean gate of 1 layer'),
+        (0, 'mean gate of 1 layer'),
+    ]
+    assert figures[0].legends[0].get_title().get_text().splitlines() == [
+        'both, map 1: a gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
+        'both, maps 2 and 3: a gate of 1 leaves attention unchanged, one of 0 closes it.',
+        'one, map: a gate of 0 leaves attention unchanged (PLuG multiplies by 1 + gate).',
+        'By layer, histogram: grey lines mark the value that changes nothing. Maps: it has the middle of the colours.',
     ]
     names = [label.get_text() for label in rows[3].get_yticklabels()]
     assert names == [f'0.{long}', '1', f'2.{long}', '3', '4']

@@ -15,6 +15,7 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor, nn
 
 import mmgate
+from mmgate.analysis.complexity import empty_sample
 from mmgate.analysis.probes.recording import predicted
 from mmgate.analysis.probes.relevance import (
     add_levels,
@@ -25,7 +26,6 @@ from mmgate.analysis.probes.relevance import (
     record_maps,
     relevance_map,
 )
-from mmgate.analysis.report.flops import empty_sample
 from mmgate.errors import ConfigError
 
 Q, COARSE, FINE = 3, 4, 6
@@ -176,14 +176,14 @@ def detr(config: str) -> Any:
     ['detr/detr_r18_8xb2-500e_coco.py', 'conditional_detr/conditional-detr_r50_8xb2-50e_coco.py'],
     ids=['detr', 'conditional'],
 )
-def test_queries_of_detrs(config: str, gated: bool) -> None:
+def test_the_relevance_of_a_detrs_queries_is_that_of_their_rows(config: str, gated: bool) -> None:
     """Boxes and scores are the head's; a cross-attention to one place, rolled back through the encoder, is its row."""
     model = detr(config)
     if gated:
         mmgate.swap_attention(model, dict(path=['encoder.**', 'decoder.**'], type='PLuGMultiheadAttention'))
     size, queries = (64, 96), [5, 2]
     with record_maps(model) as found, torch.no_grad():
-        model(torch.randn(1, 3, *size), [empty_sample(False, size)], mode='predict')
+        model(torch.randn(1, 3, *size), [empty_sample(size)], mode='predict')
     result = query_relevance(found, size, queries)
     scores, boxes = predicted(found)
     for number, query in zip(queries, result, strict=True):

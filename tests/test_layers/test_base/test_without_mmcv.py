@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from mmgate._environment import available
-from mmgate.layers.base.without_mmcv import DeformableShell, DropPath, MultiheadShell
+from mmgate.layers.base import without_mmcv
+from mmgate.layers.base.without_mmcv import DeformableProjections, DropPath
 
 pytestmark = pytest.mark.skipif(not available('mmcv'), reason='compares with mmcv')
 
@@ -17,7 +18,7 @@ def test_deformable_has_the_parameters_and_their_start() -> None:
     torch.manual_seed(0)
     theirs = MultiScaleDeformableAttention(24, 6, 2, 3, value_proj_ratio=0.5, batch_first=True).state_dict()
     torch.manual_seed(0)
-    ours = DeformableShell(24, 6, 2, 3, value_proj_ratio=0.5, batch_first=True).state_dict()
+    ours = DeformableProjections(24, 6, 2, 3, value_proj_ratio=0.5, batch_first=True).state_dict()
     assert list(ours) == list(theirs)
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name], value, msg=name)
@@ -28,7 +29,7 @@ def test_deformable_has_the_parameters_and_their_start() -> None:
 def test_multihead_computes_the_same(batch_first: bool, positions: str) -> None:
     from mmcv.cnn.bricks.transformer import MultiheadAttention
 
-    ours = MultiheadShell(16, 4, batch_first=batch_first).eval()
+    ours = without_mmcv.MultiheadAttention(16, 4, batch_first=batch_first).eval()
     theirs = MultiheadAttention(16, 4, batch_first=batch_first).eval()
     assert [*ours.state_dict()] == [*theirs.state_dict()]
     theirs.load_state_dict(ours.state_dict())

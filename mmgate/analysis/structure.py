@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -73,11 +73,13 @@ class NoLanguageModel(nn.Module):
 
 
 class _EmptyOnMeta(TorchFunctionMode):
-    """Mode in which ``torch.empty``, with which layers make parameters, is on the meta device, and all else is real.
+    """Torch function mode that puts ``torch.empty``, which layers make parameters by, on the meta device, and no other.
 
     Under ``torch.device('meta')`` all tensors would be without values, and models read their drop path rates from one.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         return func(*args, **({**kwargs, 'device': 'meta'} if func is torch.empty else kwargs))

@@ -1,4 +1,4 @@
-"""A check for data whose classes differ from those of the model or of the annotation file, which mm tools accept."""
+"""Check of the classes of data against those of the model and of the annotation file; mm tools accept any."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from typing import Any
 
 from mmengine.config import Config
 from mmengine.hooks import Hook
+from mmengine.hooks.hook import DATA_BATCH
 from mmengine.registry import DATASETS
+from mmengine.runner import Runner
+from mmengine.structures import BaseDataElement
 from torch import Tensor, nn
 
 from mmgate._environment import MM
 from mmgate.errors import ConfigError
-from mmgate.paths import own_model
 from mmgate.registry import HOOKS
+from mmgate.wrappers import unwrap_model
 
 HEADS = ('auxiliary_head', 'bbox_head', 'decode_head', 'head', 'mask_head', 'query_head')
 # Heads that predict something else than the data set's classes: boundaries, depth, proposals.
@@ -25,7 +28,7 @@ LARGEST_FILE = 32 << 20  # bytes up to which an annotation file is read again, f
 
 @HOOKS.register_module()
 class DataCheckHook(Hook):
-    """Refuses training data if no class is in the annotation file, and warns once of other differences in classes.
+    """Refuse training data if no class is in the annotation file, and warn once of other differences in classes.
 
     It warns of classes that the file lacks, of heads with another number of classes than the data, and of labels
     beyond a segmentor's classes in the first maps. It checks data sets after they are built and samples in their
@@ -43,28 +46,28 @@ class DataCheckHook(Hook):
     def __init__(self, maps: int = 8) -> None:
         self.maps = maps
         self._left = 0
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
-    def before_train(self, runner: Any) -> None:
+    def before_train(self, runner: Runner) -> None:
         """Check the data sets of training and validation, so that no message waits for the end of an epoch."""
-        self._look(runner, 'train')
+        self._check(runner, 'train')
         if runner.val_loop is not None:
-            self._look(runner, 'val')
+            self._check(runner, 'val')
 
-    def _before_epoch(self, runner: Any, mode: str = 'train') -> None:
+    def _before_epoch(self, runner: Runner, mode: str = 'train') -> None:
         """Check the data sets and the heads; mmengine calls this at the start of any loop."""
         self._left = self.maps
-        self._look(runner, mode)
+        self._check(runner, mode)
 
-    def _look(self, runner: Any, mode: str) -> None:
+    def _check(self, runner: Runner, mode: str) -> None:
         for one in innermost(getattr(runner, f'{mode}_dataloader').dataset):
             lacking, lacks_all = lacking_categories(one)
             if lacks_all and mode == 'train':
                 raise ConfigError(f'train_dataloader: {lacking}')
-            for found in (lacking, *other_numbers(own_model(runner.model), one)):
-                self._say(runner, found, f'{mode}_dataloader: ')
+            for found in (lacking, *other_numbers(unwrap_model(runner.model), one)):
+                self._warn(runner, found, f'{mode}_dataloader: ')
 
-    def _before_iter(self, runner: Any, batch_idx: int, data_batch: Any = None, mode: str = 'train') -> None:
+    def _before_iter(self, runner: Runner, batch_idx: int, data_batch: DATA_BATCH = None, mode: str = 'train') -> None:
         """Check the labels of a batch; mmengine calls this before each iteration of any loop."""
         samples = data_batch.get('data_samples') if isinstance(data_batch, dict) and self._left > 0 else None
         # Test-time augmentation gives several views of the whole batch.
@@ -72,15 +75,15 @@ class DataCheckHook(Hook):
             samples = samples[0]
         for sample in samples if isinstance(samples, Sequence) else ():
             self._left -= 1
-            self._say(runner, label_beyond(own_model(runner.model), sample))
+            self._warn(runner, label_beyond(unwrap_model(runner.model), sample))
 
-    def _say(self, runner: Any, found: str, where: str = '') -> None:
-        if found and found not in self._said and not runner.rank:
-            self._said.add(found)
+    def _warn(self, runner: Runner, found: str, where: str = '') -> None:
+        if found and found not in self._logged and not runner.rank:
+            self._logged.add(found)
             runner.logger.warning(f'{where}{found}')
 
 
-def refuse_foreign_classes(cfg: Config, runner: Any) -> None:
+def refuse_foreign_classes(cfg: Config, runner: Runner) -> None:
     """Check the classes of a training data set that could not be built.
 
     If no class is in the file, mmdet finds no box and drops every image, and mmengine fails with another message.
@@ -134,7 +137,7 @@ def lacking_categories(dataset: Any) -> tuple[str, bool]:
     ), False
 
 
-def other_numbers(model: nn.Module, dataset: Any) -> Iterator[str]:
+def other_numbers(model: nn.Module, dataset: object) -> Iterator[str]:
     """Yield a message for each head that predicts another number of classes than the data set has."""
     meta = getattr(dataset, 'metainfo', None) or {}
     classes = _classes(dataset)
@@ -173,7 +176,7 @@ def other_numbers(model: nn.Module, dataset: Any) -> Iterator[str]:
                 )
 
 
-def label_beyond(model: nn.Module, sample: Any) -> str:
+def label_beyond(model: nn.Module, sample: BaseDataElement) -> str:
     """Return a message on the largest label in a sample's map that a segmentor does not know, or an empty one."""
     head: Any = getattr(model, 'decode_head', None)
     head = head[-1] if isinstance(head, nn.ModuleList) else head
@@ -195,12 +198,12 @@ def label_beyond(model: nn.Module, sample: Any) -> str:
     )
 
 
-def _classes(dataset: Any) -> list[str]:
+def _classes(dataset: object) -> list[str]:
     found = (getattr(dataset, 'metainfo', None) or {}).get('classes') or ()
     return [found] if isinstance(found, str) else list(found)
 
 
-def _labels(dataset: Any) -> dict[Any, int] | None:
+def _labels(dataset: object) -> dict[Any, int] | None:
     """Return the labels of a file's categories, by category, in a data set of the mm packages; None for another's."""
     load = getattr(type(dataset), 'load_data_list', None)
     theirs = str(getattr(load, '__module__', '')).partition('.')[0] in (*MM, 'mmgate')

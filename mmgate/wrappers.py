@@ -1,8 +1,6 @@
-"""Access to the model inside of wrappers."""
+"""Access to the model inside of its wrappers."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import nn
 
@@ -11,7 +9,7 @@ SHARDED = '_fsdp_wrapped_module'
 INSIDE = ('module', '_orig_mod', SHARDED)
 
 
-def own_model(model: Any) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the model inside of wrappers, which are modules with one child of a name in :data:`INSIDE`."""
     while True:
         children = {name: child for name, child in model.named_children() if name != 'data_preprocessor'}

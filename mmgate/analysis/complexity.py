@@ -18,11 +18,11 @@ import torch
 from mmengine.config import Config
 from mmengine.logging import print_log
 from mmengine.registry import MODELS
-from mmengine.structures import InstanceData
+from mmengine.structures import BaseDataElement, InstanceData
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from mmgate.analysis.report.structure import build_structure
+from mmgate.analysis.structure import build_structure
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.gate import Gate
 from mmgate.ops.custom_op import CAN_REGISTER
@@ -62,7 +62,7 @@ def _count_host(model: Any, image: Tensor) -> Complexity:
     if not hasattr(model, 'data_preprocessor') or type(model).__name__ == 'ImageClassifier':
         return count_model(model, image)
     segments = hasattr(model, 'decode_head')
-    sample = empty_sample(segments, (image.shape[2], image.shape[3]))
+    sample = empty_sample((image.shape[2], image.shape[3]))
     if segments:
         # It is called as the model, because the counter goes by modules' names.
         model.forward = model.encode_decode
@@ -72,7 +72,7 @@ def _count_host(model: Any, image: Tensor) -> Complexity:
 
 
 def count_model(model: nn.Module, *inputs: Any) -> Complexity:
-    """Count ``model(*inputs)``; leaves the model in evaluation mode, with no parameter that requires a gradient."""
+    """Count ``model(*inputs)`` and leave the model in evaluation mode, with no parameter that requires a gradient."""
     if not CAN_REGISTER and any(
         isinstance(module, DeformableGate) and module.gate_readings for module in model.modules()
     ):
@@ -103,14 +103,10 @@ def _of(module: nn.Module, name: str, counts: dict[str, int]) -> int:
     return sum(_of(child, f'{name}.{child_name}', counts) for child_name, child in module.named_children())
 
 
-def empty_sample(segments: bool, size: tuple[int, int]) -> Any:
-    """Return a data sample of mmseg (``segments``) or mmdet that holds only the image's height and width."""
-    if segments:
-        from mmseg.structures import SegDataSample as Sample
-    else:
-        from mmdet.structures import DetDataSample as Sample
+def empty_sample(size: tuple[int, int]) -> BaseDataElement:
+    """Return a data sample for a detector or a segmentor that holds only the image's height and width."""
     meta = dict(img_shape=size, ori_shape=size, pad_shape=size, batch_input_shape=size, scale_factor=(1.0, 1.0))
-    return Sample(metainfo=meta)
+    return BaseDataElement(metainfo=meta)
 
 
 def _fix_proposals(model: Any, image: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""mmcv's classes that ours derive from, or the same modules in torch alone where there is no mmcv."""
+"""Classes of mmcv from which ours derive or, without mmcv, modules in torch alone with the same parameters."""
 
 from mmgate._environment import available
 
@@ -7,8 +7,7 @@ if available('mmcv'):
     from mmcv.cnn.bricks.transformer import MultiheadAttention
     from mmcv.ops import MultiScaleDeformableAttention as MMCVMultiScaleDeformableAttention
 else:
-    from mmgate.layers.base.without_mmcv import DeformableShell as MMCVMultiScaleDeformableAttention
-    from mmgate.layers.base.without_mmcv import MultiheadShell as MultiheadAttention
-    from mmgate.layers.base.without_mmcv import build_dropout
+    from mmgate.layers.base.without_mmcv import DeformableProjections as MMCVMultiScaleDeformableAttention
+    from mmgate.layers.base.without_mmcv import MultiheadAttention, build_dropout
 
 __all__ = ['MMCVMultiScaleDeformableAttention', 'MultiheadAttention', 'build_dropout']
