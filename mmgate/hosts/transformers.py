@@ -68,7 +68,7 @@ class Trial:
 class _TrialGate(nn.Module):
     """A gate that keeps the shapes of heads, and computes nothing."""
 
-    finishes = False
+    acts_after_projection = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class GatedInterfaceAttention(DenseHost):
         self.config._attn_implementation = NAME
         names = dict.fromkeys(reading.projections)
         notes['hooks'] = [getattr(self, name).register_forward_pre_hook(note_input) for name in names]
-        if self.gate.finishes:
+        if self.gate.acts_after_projection:
             notes['hooks'].append(getattr(self, reading.output).register_forward_hook(finish_output))
 
     def before_switch_off(self) -> None:
@@ -339,7 +339,7 @@ def attention(
         query = query * (scaling * query.shape[-1] ** 0.5)
     module.noted_query = query
     inputs = module.noted_inputs(query, key)
-    if module.gate.finishes:
+    if module.gate.acts_after_projection:
         output = getattr(module, module.gating.notes['output'])
         if finish_output not in output._forward_hooks.values():
             raise ValueError(

@@ -67,6 +67,13 @@ def predictions(model: nn.Module) -> Tensor:
         return model(images())[0]
 
 
+def assert_same_rows(found: Tensor, expected: Tensor) -> None:
+    """Compare predictions ``(B, Q, 6)`` in any order: where two scores nearly tie, rounding exchanges their rows."""
+    assert found.shape == expected.shape
+    apart = torch.cdist(found, expected, compute_mode='donot_use_mm_for_euclid_dist')
+    assert apart.amin(1).max() < 1e-3 and apart.amin(2).max() < 1e-3
+
+
 def test_the_model_starts_as_it_was_and_its_loss_trains_the_gates(tmp_path: Path) -> None:
     """Then gates are saved, removed and loaded."""
     import mmgate
@@ -75,7 +82,7 @@ def test_the_model_starts_as_it_was_and_its_loss_trains_the_gates(tmp_path: Path
     assert len(space['names']) == 13 and 'model.28.decoder.layers.5.cross_attn' in space['names']
     start = predictions(model)
     with mmgate.gates_disabled(model):
-        torch.testing.assert_close(predictions(model), start, rtol=1e-3, atol=1e-4)
+        assert_same_rows(predictions(model), start)
     mmgate.train_only_gates(model)
     model.train()
     model.nc = 3  # as its trainer sets it
@@ -95,12 +102,13 @@ def test_the_model_starts_as_it_was_and_its_loss_trains_the_gates(tmp_path: Path
             parameter.add_(torch.randn_like(parameter))
     model.eval()
     trained = predictions(model)
-    assert (trained - start).abs().max() > 1e-3
+    with pytest.raises(AssertionError):
+        assert_same_rows(trained, start)
     mmgate.save_gates(model, tmp_path / 'gates.safetensors')
     mmgate.restore_attention(model)
-    torch.testing.assert_close(predictions(model), start, rtol=1e-3, atol=1e-4)
+    assert_same_rows(predictions(model), start)
     mmgate.load_gates(model, tmp_path / 'gates.safetensors')
-    torch.testing.assert_close(predictions(model), trained, rtol=1e-3, atol=1e-4)
+    assert_same_rows(predictions(model), trained)
 
 
 def data_set(root: Path) -> None:
@@ -149,7 +157,7 @@ def test_an_export_holds_the_gates() -> None:
     found = session.run(None, {session.get_inputs()[0].name: images()[:1].numpy()})[0]
     with torch.no_grad():
         expected = model(images()[:1])[0]
-    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-3, atol=1e-3)
+    assert_same_rows(torch.from_numpy(found), expected)
 
 
 def test_sampling_points_are_drawn(tmp_path: Path) -> None:
