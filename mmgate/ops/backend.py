@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mmgate.errors import ConfigError, UnsupportedCall
 
-from .tracing import is_exporting, is_traced
+from .tracing import hides_numbers, is_exporting, is_traced
 
 logger = logging.getLogger('mmgate')
 SIZES = ('small', 'medium', 'large')
@@ -150,8 +150,8 @@ def candidates(
     if is_exporting():
         exportable = [backend for backend in backends if backend.exportable]
         return exportable[:1], 'the one that exported models can hold'
-    traced = is_traced()
-    usable = [b for b in backends if (b.traceable or not traced) and b.why_not(tensor) is None]
+    hidden = hides_numbers(tensor)
+    usable = [b for b in backends if (b.traceable or not hidden) and b.why_not(tensor) is None]
     winner = _winner(op, tensor.device.type, tensor.device.index, tensor.dtype, size_class(*work))
     fastest = [b for b in usable if b.name == winner]
     why = 'the fastest here, by calibration' if fastest else 'the first of the order that can run here'
