@@ -10,7 +10,6 @@ from mmengine.hooks import Hook
 from torch import Tensor, nn
 
 from mmgate.analysis.probes.attention import GATES, gate_at
-from mmgate.analysis.probes.gates import unchanged_value
 from mmgate.analysis.probes.recording import Recording, readable, record
 from mmgate.analysis.probes.statistics import RunningStatistics
 from mmgate.layers.base.gate import gate_parameters
@@ -114,7 +113,7 @@ class GateStatisticsHook(Hook):
 
 
 def _statistics(model: nn.Module, path: str, name: str) -> RunningStatistics:
-    return RunningStatistics(unchanged_value(gate_at(model.get_submodule(path)), name))
+    return RunningStatistics(gate_at(model.get_submodule(path)).unchanged_value(name))
 
 
 @HOOKS.register_module(name=['BackendChoicesHook', 'SamplingPointsHook'])

@@ -98,7 +98,7 @@ def run(hook: CompileHook, model: nn.Module) -> list[str]:
     ],
     ids=['default', 'one', 'nested', 'anywhere', 'by a second name'],
 )
-def test_paths(paths: Any, named: str) -> None:
+def test_paths_name_the_parts(paths: Any, named: str) -> None:
     assert run(CompileHook(paths), Net()) == [f'CompileHook: {named} are compiled as they are first called.']
 
 
@@ -220,7 +220,7 @@ def test_float32_hands_on_what_is_no_tensor() -> None:
     assert module(x=given, factor=3, shift=torch.ones(2)).dtype == torch.float32
 
 
-def test_all_parts_together() -> None:
+def test_all_parts_work_together() -> None:
     """As the fast configs have them, on the demo's detector."""
     fast = Config.fromfile(DEMO.with_name('plug-deformable-detr-refine-fast-bf16_r50_8xb4-50e_coco.py'))
     model = detector(type=fast.model.bbox_head.type, host=fast.model.bbox_head.host)
@@ -236,7 +236,7 @@ def test_all_parts_together() -> None:
     assert list(model.state_dict()) == list(plain.state_dict())
 
 
-def test_channels_last() -> None:
+def test_channels_last_changes_no_result() -> None:
     model = detector()
     expected = losses(deepcopy(model), None)
     seen: list[bool] = []

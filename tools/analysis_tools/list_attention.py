@@ -19,12 +19,8 @@ def main(argv: list[str]) -> None:
     rows = [('path', 'class', 'sizes', 'gates that fit')]
     for attention in list_attention(build_structure(cfg)):
         sizes = ', '.join(f'{name}={size}' for name, size in attention.sizes.items())
-        if attention.gate:
-            gates = f'gated by {attention.gate}'
-        elif attention.inside:
-            gates = f'use {attention.inside}'
-        else:
-            gates = ', '.join(attention.gates) or '-'
+        fitting = ', '.join(attention.gates) or '-'
+        gates = f'gated by {attention.gate}' if attention.gate else fitting
         rows.append((attention.path, attention.kind, sizes, gates))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

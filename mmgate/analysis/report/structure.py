@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
 from mmgate.hosts import gates_for
-from mmgate.layers.base.gated import GatedModule, host_class
+from mmgate.layers.base.gated import host_class
 from mmgate.registry import MODELS as MMGATE_MODELS
 from mmgate.swap import attention_modules, names_of_gates
 
@@ -52,8 +52,6 @@ class Attention:
         kind: Name of its class; of a gated module, that of its vanilla class.
         sizes: The attributes in :data:`SIZES` that it has.
         gates: Names that rules may give as ``type`` for it.
-        inside: Path of the module around it, if every gate that fits this one fits that one and is better put there,
-            as in mmcv's MultiheadAttention around torch's.
         gate: Name of the class of its gate, or None.
     """
 
@@ -61,21 +59,17 @@ class Attention:
     kind: str
     sizes: dict[str, Any]
     gates: tuple[str, ...]
-    inside: str | None
     gate: str | None = None
 
 
 def list_attention(model: nn.Module) -> list[Attention]:
-    """Return every attention module of ``model``, in the order of its modules."""
-    listed: dict[str, Attention] = {}
+    """Return every attention of ``model``, in the order of its modules, by the paths that rules take."""
+    listed = []
     for path, module in attention_modules(model):
         sizes = {size: getattr(module, size) for size in SIZES if hasattr(module, size)}
         gates = tuple(gate.__name__ for gate in gates_for(module))
-        around = listed.get(path.rpartition('.')[0])
-        inside = around.path if around and gates and set(gates) <= set(around.gates) else None
-        gate = names_of_gates(module) if isinstance(module, GatedModule) else None
-        listed[path] = Attention(path, host_class(module).__name__, sizes, gates, inside, gate)
-    return list(listed.values())
+        listed.append(Attention(path, host_class(module).__name__, sizes, gates, names_of_gates(module) or None))
+    return listed
 
 
 def _apart(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ BACKENDS = ['torch', 'cpu', 'grid_sample', NATIVE]
 
 @pytest.mark.parametrize('case', CASES)
 @pytest.mark.parametrize('backend', BACKENDS)
-def test_agrees_with_mmcv(case: str, backend: str) -> None:
+def test_every_backend_agrees_with_mmcv(case: str, backend: str) -> None:
     inputs = make_inputs(case)
     if case == 'empty_batch':
         actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4))
@@ -45,7 +45,9 @@ def test_agrees_with_mmcv(case: str, backend: str) -> None:
 @pytest.mark.parametrize('position', ['pre_softmax', 'post_softmax'])
 @pytest.mark.parametrize('gate', GATES.values(), ids=GATES)
 @pytest.mark.parametrize('backend', BACKENDS)
-def test_gradcheck_gates(backend: str, gate: tuple[int, ...], position: str, residual: bool) -> None:
+def test_gates_of_every_shape_pass_gradcheck(
+    backend: str, gate: tuple[int, ...], position: str, residual: bool
+) -> None:
     inputs = [x.requires_grad_() if x.is_floating_point() else x for x in make_inputs('two_levels', gate=gate)]
 
     def attend(*x: Tensor) -> Tensor:
@@ -56,7 +58,7 @@ def test_gradcheck_gates(backend: str, gate: tuple[int, ...], position: str, res
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize('backend', BACKENDS)
-def test_low_precision(backend: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_low_precision_is_as_exact_as_its_numbers(backend: str, dtype: torch.dtype, tolerance: float) -> None:
     inputs = make_inputs('two_levels', gate=(2, 2, 1))
     rounded = [x.to(dtype) if i in (0, 4, 5) else x.float() if i == 3 else x for i, x in enumerate(inputs)]
     exact = [x.double() if x.is_floating_point() else x for x in rounded]
@@ -132,7 +134,7 @@ BAD: dict[str, tuple[dict[int, Tensor], dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize('changed, options, message', BAD.values(), ids=BAD)
-def test_bad_input(changed: dict[int, Tensor], options: dict[str, str], message: str) -> None:
+def test_bad_input_is_named(changed: dict[int, Tensor], options: dict[str, str], message: str) -> None:
     inputs = make_inputs('two_levels', gate=(2, 2, 1))
     with pytest.raises(ValueError, match=message):
         ms_deform_attn(*(changed.get(i, x) for i, x in enumerate(inputs)), **options)
