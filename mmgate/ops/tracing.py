@@ -1,4 +1,4 @@
-"""Whether a call is traced: by torch.compile, by an export, or by something else that looks at operators.
+"""Detection of tracers: torch.compile, exports, and dispatch modes that look at operators.
 
 Older torch versions lack some of these questions; below torch 2.3 nobody can tell that torch.compile is tracing.
 """

@@ -1,6 +1,6 @@
 """Run all measurements on a GPU: ``python tools/dev/gpu.py --out DIR`` or ``make gpu``.
 
-There are three parts of at most eight minutes, each a command of its own with ``--part``: ``correctness`` (tests and
+There are three parts of at most eight minutes, each a separate command with ``--part``: ``correctness`` (tests and
 compute-sanitizer), ``sampler`` (deformable attention beside its peers, an encoder first) and ``plug`` (PLuG attention,
 calibration, training steps). A step is a process with a time limit. Rows are written as they come, later parts append,
 and the table at the end lists the steps that could not run. The command needs torch, triton, numpy and pytest; a step
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--tiny', action='store_true', help='sizes that a CPU and an interpreter take in a minute')
     parser.add_argument('--part', choices=list(PARTS), help='eight minutes at most; default: all')
     parser.add_argument('--steps', nargs='+', choices=list(STEPS), help='default: all of the part')
-    parser.add_argument('--step', choices=list(ROWS), help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument('--step', choices=list(ROWS), help=argparse.SUPPRESS)  # in a separate process
     args = parser.parse_args(argv)
     if args.device == 'cuda' and not torch.cuda.is_available():
         parser.error('torch sees no CUDA device; --device cpu --tiny tries the command without one')
