@@ -16,6 +16,7 @@ from mmgate.analysis.figures.gates import _apart, draw_gates
 from mmgate.analysis.figures.style import layer_labels
 from mmgate.analysis.hooks import GateStatisticsHook
 from mmgate.analysis.probes.gates import gate_statistics, mean_maps
+from mmgate.errors import ConfigError
 
 HEADS, TOKENS = 2, 6
 PLUG, SDPA = dict(type='PLuGMultiheadAttention'), dict(type='SDPAGatedMultiheadAttention')
@@ -116,9 +117,16 @@ class Runner(SimpleNamespace):
     """What the hook asks a runner for; notes what is logged and warned of."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model=model, rank=0, iter=0, optim_wrapper=None, scalars={}, warnings=[])
-        self.logger = SimpleNamespace(warning=self.warnings.append)
-        self.visualizer = SimpleNamespace(add_scalars=lambda scalars, step: self.scalars.update(scalars))
+        super().__init__(model=model, rank=0, iter=0, max_iters=1000, optim_wrapper=None)
+        self.scalars: dict[str, float] = {}
+        self.warnings: list[str] = []
+        self.lines: list[str] = []
+        self.images: dict[str, np.ndarray] = {}
+        self.logger = SimpleNamespace(warning=self.warnings.append, info=self.lines.append)
+        self.visualizer = SimpleNamespace(
+            add_scalars=lambda scalars, step: self.scalars.update(scalars),
+            add_image=lambda name, image, step: self.images.update({name: image}),
+        )
 
 
 AT_REST = {
@@ -156,6 +164,58 @@ def test_a_hook_warns_of_gates_that_do_not_move(name: str) -> None:
         for path, expected in ('0', 0.0), ('1', moved):
             for key in ('moved', 'moved_most'):
                 assert runner.scalars[f'gate/{path}/{key}'] == pytest.approx(expected, abs=1e-5)  # G is a tanh
+
+
+def step(hook: GateStatisticsHook, runner: Runner, batch: Tensor) -> None:
+    """Run the model's step between the hook's calls, with a backward pass."""
+    hook.before_train_iter(runner, 0)
+    (output,) = runner.model.test_step(batch)
+    output.square().sum().backward()
+    hook.after_train_iter(runner, 0)
+
+
+def test_one_record_for_each_type() -> None:
+    """Means over layers, the largest distance, the norm over all, a line each; the sizes of layers do not count."""
+    model = Model(nn.MultiheadAttention(8, HEADS, batch_first=True) for _ in range(4))
+    options = dict(init='identity', scale=2.0)
+    mmgate.swap_attention(model, [dict(PLUG, path=['0', '1', '3']), dict(SDPA, path='2', **options)])
+    model[1].gate.gml.bias.data[:1] += 0.2
+    by_layer, by_type = Runner(model.eval()), Runner(model)
+    for runner, per in ((by_layer, 'layer'), (by_type, 'type')):
+        model.zero_grad()
+        step(GateStatisticsHook(interval=1, per=per), runner, torch.ones(1, TOKENS, 8))
+    layers, types = by_layer.scalars, by_type.scalars
+    plugs = [f'gate/{layer}' for layer in '013']
+    assert {tag.split('/')[1] for tag in types} == {'PLuGGate', 'SDPAGate'} and not by_layer.lines
+    for key in ('mean', 'std', 'sparsity', 'moved'):
+        assert types[f'gate/PLuGGate/{key}'] == pytest.approx(np.mean([layers[f'{tag}/{key}'] for tag in plugs]))
+    assert types['gate/PLuGGate/moved_most'] == max(layers[f'{tag}/moved_most'] for tag in plugs) > 0.1
+    norm = np.linalg.norm([layers[f'{tag}/grad_norm'] for tag in plugs])
+    assert types['gate/PLuGGate/grad_norm'] == pytest.approx(norm, rel=1e-5) and norm > 0
+    assert types['gate/SDPAGate/mean'] == pytest.approx(1, abs=1e-5)
+    assert [line.partition(': mean')[0] for line in by_type.lines] == [
+        'gates: PLuGGate in 3 layers', 'gates: SDPAGate in 1 layer'
+    ]  # fmt: skip
+    picture = by_type.images['gates']
+    assert picture.dtype == np.uint8 and picture.ndim == 3 and picture.shape[2] == 3 and picture.std() > 10
+    with pytest.raises(ConfigError, match="per='head': it is one of 'layer', 'type'"):
+        GateStatisticsHook(per='head')
+
+
+def test_the_last_iteration_is_recorded_and_nothing_to_see_is_said_once() -> None:
+    model, (batch, *_) = gated(PLUG)
+    runner = Runner(model)
+    hook = GateStatisticsHook(interval=500)
+    step(hook, runner, batch)
+    assert not runner.scalars
+    runner.iter = 999
+    step(hook, runner, batch)
+    assert runner.scalars
+    vanilla = Runner(Model([nn.MultiheadAttention(8, HEADS, batch_first=True)]))
+    hook = GateStatisticsHook(interval=1)
+    for _ in range(2):
+        step(hook, vanilla, batch.clone().requires_grad_())
+    assert len(vanilla.warnings) == 1 and not vanilla.images
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import mmgate  # noqa: F401
 from mmgate.analysis.probes.recording import best_queries
 from mmgate.analysis.probes.sampling import SamplingPoints, density, layers_of, mean_density, query_at
 from mmgate.registry import HOOKS
+from mmgate.train import cli
 from mmgate.train.cli import build_runner
 
 DEMO = 'configs/plug/deformable_detr/plug-deformable-detr-refine_r18_1xb8-12e_shapes.py'
@@ -71,9 +72,8 @@ def test_density_is_that_of_the_finest_level() -> None:
     assert density(np.ones((4, 2)), np.ones(4), (50, 100)) is None
 
 
-def test_a_hook_writes_to_the_visualizer(tmp_path: Path) -> None:
-    """One step of training, beside hooks that are gone; gates start at 0, with a gradient."""
-    assert HOOKS.get('mmgate.GateStatisticsHook') is not None
+def one_step(tmp_path: Path) -> Config:
+    """Return the config of one step of training on one image, with what instances of mmengine's need to be told apart."""
     write_shapes(tmp_path / 'shapes', num_train=1, num_val=1, size=64)
     (tmp_path / 'small.py').write_text(over_shapes(DEMO, tmp_path / 'shapes'))
     cfg = Config.fromfile(str(tmp_path / 'small.py'))
@@ -81,9 +81,61 @@ def test_a_hook_writes_to_the_visualizer(tmp_path: Path) -> None:
     cfg.train_dataloader.update(num_workers=0, persistent_workers=False)
     cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
     cfg.train_dataloader.dataset.filter_cfg = None
+    cfg.launcher = 'none'
+    # Instances are global.
+    cfg.experiment_name = cfg.visualizer.name = tmp_path.name
+    return cfg
+
+
+def test_backends_of_the_visualizer_get_scalars_and_a_picture(tmp_path: Path) -> None:
+    """TensorBoard's files are read by its reader; our tools add the hook to a gated model by themselves."""
+    pytest.importorskip('tensorboard')
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    cfg = one_step(tmp_path)
+    cfg.visualizer.vis_backends = [dict(type='LocalVisBackend'), dict(type='TensorboardVisBackend')]
+    runner = build_runner(cfg)
+    cli.add_gate_statistics(runner)
+    runner.train()
+    runner.visualizer.close()
+    (events,) = tmp_path.glob('*/vis_data/events.out.tfevents.*')
+    board = EventAccumulator(str(events))
+    board.Reload()
+    tags = board.Tags()
+    of_gates = {tag for tag in tags['scalars'] if tag.startswith('gate')}
+    keys = ('mean', 'std', 'sparsity', 'moved', 'moved_most', 'grad_norm')
+    assert of_gates == {f'gate/PLuGDeformableGate/{key}' for key in keys}
+    (moved,) = board.Scalars('gate/PLuGDeformableGate/moved')
+    assert (moved.step, moved.value) == (1, 0)
+    (picture,) = board.Images('gates')
+    assert picture.step == 1 and picture.width > picture.height > 100
+    assert next(tmp_path.glob('*/vis_data/vis_image/gates_1.png')).stat().st_size > 5_000
+    log = next(tmp_path.glob('*/*.log')).read_text()
+    assert log.count('gates: PLuGDeformableGate in 4 layers: mean 0, moved 0, at most 0, gradient ') == 1
+
+
+@pytest.mark.parametrize('reason', ['vanilla', 'its own', 'left out'])
+def test_the_hook_is_added_to_gated_models_alone_and_once(reason: str, tmp_path: Path) -> None:
+    cfg = one_step(tmp_path)
+    if reason == 'vanilla':
+        cfg.model = {key: value for key, value in cfg.model.items() if key not in ('host', 'attention')}
+        cfg.model.type = 'DeformableDETR'
+    elif reason == 'its own':
+        cfg.custom_hooks = [dict(type='mmgate.GateStatisticsHook', interval=7)]
+    else:
+        cfg.gate_statistics = False
+    runner = build_runner(cfg)
+    cli.add_gate_statistics(runner)
+    found = [hook.interval for hook in runner.hooks if type(hook).__name__ == 'GateStatisticsHook']
+    assert found == ([7] if reason == 'its own' else [])
+
+
+def test_a_hook_writes_to_the_visualizer(tmp_path: Path) -> None:
+    """One step of training, beside hooks that are gone; gates start at 0, with a gradient."""
+    assert HOOKS.get('mmgate.GateStatisticsHook') is not None
+    cfg = one_step(tmp_path)
     gone = [dict(type='mmgate.SamplingPointsHook', images=1, top_k=2), dict(type='mmgate.BackendChoicesHook')]
     cfg.custom_hooks = [dict(type='mmgate.GateStatisticsHook', interval=1), *gone]
-    cfg.launcher, cfg.experiment_name, cfg.visualizer.name = 'none', 'hooks', 'hooks'  # instances are global
     runner = build_runner(cfg)
     runner.train()
     scalars: dict[str, float] = {}

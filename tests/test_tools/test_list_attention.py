@@ -19,12 +19,14 @@ from mmengine.hub import get_config
 from torch import nn
 
 import mmgate
-from mmgate.analysis.report.structure import Attention, build_structure, list_attention
+from mmgate.analysis.report.structure import Attention, build_structure, list_attention, rules_to_paste
 from mmgate.errors import ConfigError
+from mmgate.rules import read_rules
 from mmgate.train.config_file import read_config
 
 DENSE = {'PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention', 'DifferentialGatedMultiheadAttention'}
 MAP = {'AgentAttention', 'SAGAAttention'}
+PLUGGED = 'PLuGMultiScaleDeformableAttention'
 PLUG = 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py'
 
 
@@ -74,10 +76,42 @@ def test_refuses(config: dict, message: str) -> None:
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     tool('list_attention').main(['mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py'])
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert rows['encoder.layers.0.self_attn'].endswith('PLuGMultiScaleDeformableAttention')
+    pasted = "--gate 'encoder.layers.*.self_attn=PLuGMultiScaleDeformableAttention'"
+    assert f'  MultiScaleDeformableAttention, {PLUGGED}  ' in rows['encoder.layers.0.self_attn']
+    assert rows['encoder.layers.0.self_attn'].endswith(f'  {pasted}')
     assert 'num_levels=4' in rows['encoder.layers.0.self_attn']
     assert 'PLuGMultiheadAttention, SDPAGatedMultiheadAttention' in rows['decoder.layers.0.self_attn']
     assert rows['decoder.layers.0.self_attn.attn'].endswith('  use decoder.layers.0.self_attn')
+
+
+@pytest.mark.parametrize(
+    'config',
+    [
+        'mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py',
+        'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py',
+        'mmdet::pvt/retinanet_pvt-t_fpn_1x_coco.py',
+        'mmseg::vit/vit_vit-b16_mln_upernet_8xb2-80k_ade20k-512x512.py',
+        'mmseg::mask2former/mask2former_swin-t_8xb2-160k_ade20k-512x512.py',
+    ],
+)
+def test_what_can_be_pasted_gates_the_module(config: str) -> None:
+    """Every text gates the module of its line, and those alike."""
+    cfg = get_config(config)
+    model = build_structure(cfg)
+    texts = rules_to_paste(model, list_attention(model))
+    assert texts
+    for text in dict.fromkeys(texts.values()):
+        gated = mmgate.swap_attention(model, read_rules(text))
+        assert set(gated) >= {path for path, of in texts.items() if of == text}
+        assert not set(rules_to_paste(model, list_attention(model))) & set(gated)
+        mmgate.restore_attention(model)
+
+
+def test_what_does_not_fit_all_alike_is_pasted_for_one() -> None:
+    layers = [MultiheadAttention(8, 2), nn.Linear(2, 2)]
+    model = nn.ModuleDict(dict(a=nn.ModuleList(layers), b=nn.ModuleList([MultiheadAttention(8, 2)])))
+    texts = rules_to_paste(model, list_attention(model))
+    assert texts == {'a.0': 'a.0=PLuGMultiheadAttention', 'b.0': 'b.*=PLuGMultiheadAttention'}
 
 
 def test_a_gated_module_is_named_by_its_host_and_its_gate(capsys: pytest.CaptureFixture[str]) -> None:
