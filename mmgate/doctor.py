@@ -80,11 +80,11 @@ def page(rows: Sequence[Row], device: torch.device, timed: bool) -> str:
     for op, backends in choice.OPERATORS.items():
         for backend in backends:
             why_not = backend.why_not(torch.empty(1, 1, 1, 1, device=device))
-            lines.append(f'  {op:16} {backend.name:12} {why_not or "can run"}')
+            lines.append(f'  {op:16} {backend.name:20} {why_not or "can run"}')
     lines += ['', 'Beside the float64 reference, output and every gradient' + timed * '; ms forward, forward+backward']
     for row in rows:
         times = ' '.join(f'{ms:10.4g}' for ms in row.ms.values()) if timed else ''
-        lines.append(f'  {row.op:16} {row.dtype:9} {row.size:7} {row.backend:12} {row.out or f"agrees {times}"}')
+        lines.append(f'  {row.op:16} {row.dtype:9} {row.size:7} {row.backend:20} {row.out or f"agrees {times}"}')
     lines += ['', f"What 'auto' takes, by {choice.path() or 'no file'}"]
     winners = {op: choice.winners(op, device.type, device.index) for op in choice.OPERATORS}
     lines += [f'  {op:16} {call:24} {name}' for op, calls in winners.items() for call, name in calls.items()]

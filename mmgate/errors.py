@@ -11,3 +11,7 @@ class OptionError(ConfigError, TypeError):
 
 class UntrustedCheckpoint(ConfigError):
     """A checkpoint would run code, or unpack into far more than it is."""
+
+
+class UnsupportedCall(ConfigError):
+    """A backend does not have what a call asks for; the message says what, and another backend may have it."""

@@ -14,10 +14,10 @@ from typing import Any
 import mmdet
 import pytest
 from conftest import CONFIGS, ROOT, needs_host, skip_unless_readable
+from helpers.metafiles import MODELS
 from mmengine import registry
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
-from test_metafiles import MODELS
 from torch import nn
 
 from mmgate import restore_attention

@@ -7,17 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import yaml
 from conftest import CONFIGS, ROOT, skip_unless_readable
+from helpers.metafiles import METAFILES, MIM, MODELS
 from mmengine.config import Config
 from mmengine.infer.infer import BaseInferencer
-
-import mmgate
-
-MIM = Path(mmgate.__file__).parent / '.mim'
-INDEX = yaml.safe_load((MIM / 'model-index.yml').read_text())
-METAFILES = {path: yaml.safe_load((MIM / path).read_text()) for path in INDEX['Import']}
-MODELS = [model for metafile in METAFILES.values() for model in metafile['Models']]
 
 
 def test_every_config_is_listed_once() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, skip_unless_readable
+from helpers.metafiles import MODELS
 from mmengine.config import Config
-from test_metafiles import MODELS
 
 import mmgate  # noqa: F401  (mmgate:: and, with the forks, mmseg:: resolve from here on)
 from mmgate.analysis.report.structure import build_structure

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from helpers import zoo
 from mmcv.cnn.bricks.transformer import MultiheadAttention as mmcv_attention
 from mmcv.ops import MultiScaleDeformableAttention
 from mmdet.models import SwinTransformer

@@ -13,7 +13,7 @@ import mmcv.ops
 import torch
 from torch import Tensor
 
-from mmgate.ops.library import operator
+from mmgate.ops.custom_op import operator
 
 # Numbers of onnx.TensorProto.
 BOOL = 9

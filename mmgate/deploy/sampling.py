@@ -16,6 +16,7 @@ from torch import Tensor
 from mmgate.ops.backend import Backend
 from mmgate.ops.ms_deform_attn import grid_sample
 from mmgate.ops.ms_deform_attn.reference import corners
+from mmgate.ops.ms_deform_attn.weights import attend_by
 
 from .sizes import Sizes
 
@@ -63,4 +64,4 @@ SAMPLERS: dict[str, Callable[..., Tensor]] = {'gather': gather, 'grid': grid}
 
 def sampled_by(name: str) -> tuple[Any, str, Any]:
     """Return the replacement for :func:`.tracing.traceable` that samples by one of :data:`SAMPLERS`."""
-    return package, 'BACKENDS', (Backend(name, lambda value: None, package._sampled(SAMPLERS[name]), plain=True),)
+    return package, 'BACKENDS', (Backend(name, attend_by(SAMPLERS[name]), exportable=True),)

@@ -18,6 +18,7 @@ from mmgate.layers.base.dense import DenseGate, DenseHost, Inputs
 from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.ops.masks import merge_masks
 from mmgate.ops.ms_deform_attn import attention_weights
+from mmgate.ops.ms_deform_attn.levels import levels_on
 
 NAME = 'mmgate'  # of the attention implementation
 READ = ('q_proj', 'k_proj', 'v_proj')
@@ -264,9 +265,9 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
             encoder_hidden_states: The levels.
             position_embeddings: Added to the queries.
             reference_points: ``(B, Q, L|1, 2)`` as (x, y), or ``(B, Q, L|1, 4)`` as (x, y, w, h), in 0 to 1.
-            spatial_shapes: ``(L, 2)`` as (height, width).
-            spatial_shapes_list: The same as a list, where there is no tensor.
-            level_start_index: ``(L,)``; of levels side by side by default.
+            spatial_shapes: ``(L, 2)`` as (height, width), if there is no list.
+            spatial_shapes_list: The same as a list.
+            level_start_index: ``(L,)``, if there is no list; of levels side by side by default.
             **kwargs: What layers hand to every attention; not used, as in transformers.
 
         Returns:
@@ -278,8 +279,9 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
             padding = attention_mask if self.mask_is_padding else ~attention_mask
             value = value.masked_fill(padding[..., None], 0.0)
         value = value.unflatten(-1, (self.n_heads, -1))  # (B, S, H, d)
-        if spatial_shapes is None:
-            spatial_shapes = torch.tensor(spatial_shapes_list, device=value.device)
+        if spatial_shapes_list is not None:
+            # As in transformers, the list decides. Tensors are made once for all layers, so that none of them waits.
+            spatial_shapes, level_start_index = levels_on(value.device, spatial_shapes_list)
         if level_start_index is None:
             areas = spatial_shapes.prod(-1)
             level_start_index = areas.cumsum(0) - areas

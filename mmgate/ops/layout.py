@@ -1,4 +1,4 @@
-"""Checks of an operator's arguments: each tensor against its layout, with one message that names what does not fit."""
+"""Checks of an operator's arguments: each tensor against its layout, with a message that names the wrong one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .library import autocast_dtype, is_exporting
+from .autocast import autocast_dtype
+from .tracing import is_exporting
 
 
 def check_layout(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from mmgate.errors import ConfigError
-from mmgate.ops.library import without_autocast
+from mmgate.ops.autocast import without_autocast
 from mmgate.paths import own_model
 from mmgate.registry import HOOKS
 from mmgate.swap import path_regex

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import one_graph
-from exported import FAMILIES, SIZE, batches, build
+from helpers.exported import FAMILIES, SIZE, batches, build
 from mmengine.registry import MODELS
 
 from mmgate import gates_disabled

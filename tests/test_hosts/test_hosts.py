@@ -10,8 +10,8 @@ import cv2
 import numpy as np
 import pytest
 import torch
-import zoo
 from conftest import ROOT
+from helpers import zoo
 from mmdet.models.backbones.swin import ShiftWindowMSA
 from mmengine.registry import MODELS
 from mmengine.structures import BaseDataElement

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_mmpretrain
+from helpers.backbones import PRETRAIN, SVT, SWIN
 from mmengine.registry import MODELS
-from test_adapters import PRETRAIN, SVT, SWIN
 from torch import nn
 
 from mmgate import restore_attention, swap_attention

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_table import BLOCKS, DET, MAP, SEG, UTILS, Block, C, H, called, hosts_in, needs, randomised
+from helpers.host_blocks import BLOCKS, DET, MAP, SEG, UTILS, Block, C, H, called, hosts_in, needs, randomised
 from torch import Tensor, nn
 
 from mmgate import swap_attention

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 import torch
-import zoo
-from zoo import ZOO
+from helpers import zoo
+from helpers.zoo import ZOO
 
 pytestmark = pytest.mark.slow
 

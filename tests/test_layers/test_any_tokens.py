@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import DEFORMABLE, FAMILIES, C, build, call
+from helpers.families import DEFORMABLE, FAMILIES, C, build, call
+from helpers.properties import DTYPES, MEMORY, SPOILT, every_number_of_examples, hold, numbers, spoil, stored
 from hypothesis import strategies as st
-from properties import DTYPES, MEMORY, SPOILT, every_number_of_examples, hold, numbers, spoil, stored
 from torch import Tensor
 
 from mmgate.ops.masks import merge_masks

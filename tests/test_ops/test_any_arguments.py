@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from conftest import needs_native
+from helpers.properties import DTYPES, MEMORY, SPOILT, every_number_of_examples, hold, numbers, spoil, stored
 from hypothesis import strategies as st
-from properties import DTYPES, MEMORY, SPOILT, every_number_of_examples, hold, numbers, spoil, stored
 from torch import Tensor
 
 from mmgate.layers import GatingModulation

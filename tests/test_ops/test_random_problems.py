@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from samplings import by_backend, compare, drawn, exactly, with_gradients
+from helpers.samplings import by_backend, compare, drawn, exactly, with_gradients
 from torch import Tensor
 
 from mmgate.layers.gml import GatingModulation

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from helpers import zoo
+from helpers.small_demo import DEMO
 from mmengine.config import Config
 from mmengine.model import BaseModel
 from mmengine.registry import HOOKS, MODELS, init_default_scope
 from mmengine.runner import Runner
-from small_demo import DEMO
 from torch import Tensor, nn
 
 import mmgate.layers.base.deformable as layer_file

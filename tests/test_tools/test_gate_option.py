@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, over_shapes, run_python, tool
 from mmengine.config import Config
 from shapes import write_shapes
-from small_demo import CONFIG, DEMO
+from helpers.small_demo import CONFIG, DEMO
 
 from mmgate.train import cli
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT, needs_mmpretrain, tool
+from helpers.small_demo import CONFIG
 from mmengine.registry import MODELS, init_default_scope
 from shapes import write_shapes
-from small_demo import CONFIG
 
 import mmgate  # noqa: F401
 from mmgate.backbones import AgentPVT

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, tool
+from helpers.small_demo import CONFIG, DEMO
 from mmengine.fileio import load
 from shapes import write_shapes
-from small_demo import CONFIG, DEMO
 
 from mmgate.checkpoints.gates_file import read_gates
 from mmgate.errors import ConfigError

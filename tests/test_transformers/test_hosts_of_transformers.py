@@ -15,7 +15,7 @@ from torch import nn
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
-from hub_models import DEFORMABLE, DENSE, build, feed, largest_difference, moved, outputs
+from helpers.hub_models import DEFORMABLE, DENSE, build, feed, largest_difference, moved, outputs
 
 import mmgate
 from mmgate.layers.base.gate import Gate

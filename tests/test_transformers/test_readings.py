@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip('transformers', '5.20', reason='needs transformers: the extra "transformers"')
 
-from hub_models import build, feed, largest_difference, outputs
+from helpers.hub_models import build, feed, largest_difference, outputs
 
 import mmgate
 from mmgate.analysis.probes.gates import gate_statistics

@@ -25,7 +25,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmgate.analysis.report.structure import build_structure
 from mmgate.layers.base.deformable import DeformableGate
 from mmgate.layers.base.gate import Gate
-from mmgate.ops.library import CAN_REGISTER
+from mmgate.ops.custom_op import CAN_REGISTER
+from mmgate.ops.ms_deform_attn import torch_ms_deform_attn
 
 PROPOSALS = 1000  # of a two-stage detector's box heads, as in mmdet's count
 MASKS = 100  # proposals of its mask heads
@@ -83,7 +84,7 @@ def count_model(model: nn.Module, *inputs: Any) -> Complexity:
     for layer in list(model.modules()):
         if isinstance(layer, Gate):
             layer.prepare_count()
-    counter = FlopCounterMode(display=False, custom_mapping=RULES)
+    counter = FlopCounterMode(display=False, custom_mapping=rules())
     # Under a torch function mode torch's attention leaves out its fused operator, which would hide the products.
     with torch.no_grad(), torch.device('cpu'), counter:
         model(*inputs)
@@ -163,5 +164,11 @@ _RULES: dict[tuple[Any, str], Callable[..., int]] = {
     (torch.ops.aten, 'grid_sampler_2d'): _grid_sample,
     (torch.ops.mmgate, 'ms_deform_sample'): _ms_deform_attn,
     (torch.ops.mmgate, 'ms_deform_attn_native'): _ms_deform_attn,
+    (torch.ops.torch_ms_deform_attn, 'forward'): _ms_deform_attn,
 }
-RULES = {getattr(space, name): rule for (space, name), rule in _RULES.items() if hasattr(space, name)}
+
+
+def rules() -> dict[Any, Callable[..., int]]:
+    """Return the rules of the operators that are there; other packages' are once they are imported."""
+    torch_ms_deform_attn.missing()
+    return {getattr(space, name): rule for (space, name), rule in _RULES.items() if hasattr(space, name)}

@@ -16,8 +16,8 @@ from mmgate.layers.base.gate import Gate, Sizes
 from mmgate.layers.base.gated import GatedModule, gated_class
 from mmgate.layers.base.of_mmcv import MultiheadAttention
 from mmgate.ops.layout import broadcasts_to, check_layout
-from mmgate.ops.library import is_exporting
 from mmgate.ops.masks import merge_masks
+from mmgate.ops.tracing import is_exporting
 
 KEEP_ALL = dict(type='Dropout', drop_prob=0.0)  # mmcv's default
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key and value before projection, (B, N|M, C)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mmgate.layers.base.map import MapGate
 from mmgate.layers.parts.resizing import resize_axis
 from mmgate.ops.agent_attention import interpolation_matrix
-from mmgate.ops.library import without_autocast
+from mmgate.ops.autocast import without_autocast
 
 BLOCK = 7  # side of the maps in an_bias and na_bias
 BIASES = ('an_bias', 'na_bias', 'ah_bias', 'aw_bias', 'ha_bias', 'wa_bias')

@@ -1,7 +1,7 @@
-"""Compiles mmgate's CPU kernel, once, into this folder: ``python -m mmgate.doctor --build``.
+"""Compilation of mmgate's CPU kernel into this folder, once: ``python -m mmgate.doctor --build``.
 
-It takes the C++ compiler that ``CXX`` names, else ``c++``, ``g++`` or ``clang++``, and nothing of torch: one library
-serves every torch. Nothing compiles by itself. ``MMGATE_NATIVE`` names another library file to write and to load.
+It takes the C++ compiler that ``CXX`` names, else ``c++``, ``g++`` or ``clang++``, and no header or library of torch:
+one compiled kernel serves every torch. An import never compiles. ``MMGATE_NATIVE`` names another file for it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ FLAGS = '-std=c++17 -O3 -fPIC -fvisibility=hidden -pthread -fno-math-errno -fno-
 FLAGS += ' -ffp-contract=fast'
 V3 = '-mavx -mavx2 -mfma -mbmi -mbmi2 -mf16c -mlzcnt -mmovbe'
 V4 = f'{V3} -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl'
-SETS = {'baseline': '', 'v3': V3, 'v4': V4}  # of instructions; where a processor has more, it takes them
+SETS = {'baseline': '', 'v3': V3, 'v4': V4}  # sets of instructions; a processor takes the last one that it has
 
 
 def library() -> Path:
-    """Return the file of the compiled kernel, which need not be there."""
+    """Return the path of the compiled kernel, which may be missing."""
     machine = f'{platform.system()}-{platform.machine()}'.lower()
     return Path(os.environ.get('MMGATE_NATIVE') or SOURCES / f'native-{machine}.so')
 
@@ -49,7 +49,7 @@ def build(flags: str = '') -> Path:
     """Compile the kernel and return the library's file; ``flags`` are the compiler's, beside ours.
 
     Raises:
-        RuntimeError: There is no compiler, or it fails; the message has its words.
+        RuntimeError: There is no compiler, or it fails; the message has the compiler's.
     """
     command = compiler()
     if command is None:
@@ -66,7 +66,8 @@ def build(flags: str = '') -> Path:
             except RuntimeError:
                 if name == 'baseline':
                     raise
-                return None  # a compiler that does not know these instructions
+                # An old compiler may lack these instructions.
+                return None
             return to
 
         names = list(SETS) if platform.machine().lower() in ('x86_64', 'amd64') else ['baseline']
@@ -79,7 +80,8 @@ def build(flags: str = '') -> Path:
         linked = ['-shared', str(SOURCES / 'native.cpp'), *parts, '-o', str(part)]
         try:
             _run([*command, *options, *there, *linked, *(['-ldl'] if platform.system() == 'Linux' else [])])
-            part.replace(target)  # whole or not at all, also while another process has the old one
+            # Another process, which may have loaded the old file, sees the whole new one or the old one.
+            part.replace(target)
         finally:
             part.unlink(missing_ok=True)
     return target

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..backend import OPERATORS, Backend, anywhere, find, run
+from ..backend import OPERATORS, Backend, find, run
+from ..custom_op import outside_graphs
 from ..layout import check_layout
-from ..library import outside_graphs
 from . import chunked, reference, triton
 from .reference import Modulation, attention_map
 
@@ -77,8 +77,23 @@ def plug_attention(
         raise ValueError(f'gate_query must have 1 head or the {heads} of query, got {gate_query.shape[1]}.')
     if bias is not None:
         bias = bias[(None,) * (4 - bias.dim())]
-    arguments = (query, key, value, gate_query, gate_key, modulation, bias, residual, position, dropout)
-    return run('plug_attention', BACKENDS, arguments, backend, (batch * heads * rows * key.shape[2], *SIZES))
+    return run(
+        'plug_attention',
+        BACKENDS,
+        query,
+        backend,
+        (batch * heads * rows * key.shape[2], *SIZES),
+        query=query,
+        key=key,
+        value=value,
+        gate_query=gate_query,
+        gate_key=gate_key,
+        modulation=modulation,
+        bias=bias,
+        residual=residual,
+        position=position,
+        dropout=dropout,
+    )
 
 
 def check_backend(name: str, modulation: Any, gate_width: int, residual: bool, position: str) -> None:
@@ -94,8 +109,8 @@ def check_backend(name: str, modulation: Any, gate_width: int, residual: bool, p
 
 
 BACKENDS = OPERATORS['plug_attention'] = (
-    Backend('chunked', anywhere, chunked.attend, words='rows in chunks'),
-    Backend('torch', anywhere, reference.attend, plain=True, words='the reference, with whole maps'),
-    # No GPU has run it yet: 'auto' takes it where a calibration says so.
-    Backend('triton', triton.why_not, triton.attend, in_order=False, words='Triton kernels without a map'),
+    Backend('chunked', chunked.attend, description='rows in chunks'),
+    Backend('torch', reference.attend, exportable=True, description='the reference, with whole maps'),
+    # No GPU has run it yet: 'auto' takes it only after a calibration.
+    Backend('triton', triton.attend, triton.why_not, in_order=False, description='Triton kernels without a map'),
 )

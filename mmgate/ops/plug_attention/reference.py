@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 Modulation = Callable[[Tensor], Tensor]
-
-
-class Arguments(NamedTuple):
-    """The arguments of a backend, as :func:`mmgate.ops.plug_attention` has checked them; a bias has four axes."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    gate_query: Tensor
-    gate_key: Tensor
-    modulation: Modulation
-    bias: Tensor | None = None
-    residual: bool = True
-    position: str = 'pre_softmax'
-    dropout: float = 0.0
 
 
 def attention_map(
@@ -57,9 +41,19 @@ def gate_factor(gate_query: Tensor, gate_key: Tensor, modulation: Modulation, re
     return 1 + gate if residual else gate
 
 
-def attend(*arguments: Any) -> Tensor:
-    """Attend by the equations, with the maps in memory; the arguments are those of :class:`Arguments`."""
-    x = Arguments(*arguments)
-    options: dict[str, Any] = dict(residual=x.residual, position=x.position)
-    weights = attention_map(x.query, x.key, x.gate_query, x.gate_key, x.modulation, x.bias, **options)
-    return F.dropout(weights, x.dropout, training=x.dropout > 0) @ x.value
+def attend(
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None,
+    residual: bool,
+    position: str,
+    dropout: float,
+) -> Tensor:
+    """Attend by the equations, with the maps in memory; the arguments are those of :func:`.plug_attention`."""
+    weights = attention_map(query, key, gate_query, gate_key, modulation, bias, residual=residual, position=position)
+    return F.dropout(weights, dropout, training=dropout > 0) @ value

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mmgate.errors import ConfigError
+from mmgate.errors import UnsupportedCall
 
 from .. import triton_backend
-from ..library import operator
+from ..custom_op import operator
 from ..triton_backend import MAX_DIM, interpreted, launch, padded
 from .blocks import biased, blocks_for
-from .reference import Arguments
+from .reference import Modulation
 
 ARGUMENTS = (  # those of a Call
     'Tensor query, Tensor key, Tensor value, Tensor gate_query, Tensor gate_key, Tensor scalars, Tensor? bias'
@@ -46,7 +46,7 @@ def check(modulation: Any, gate_width: int, residual: bool, position: str, asked
     """Refuse what the kernels do not have: all gates but ``1 + tanh((a R + b)(c R + e))`` on the logits, and ``asked``.
 
     Raises:
-        ConfigError: With all that was asked for and is not there.
+        UnsupportedCall: With all that was asked for and is not there.
     """
     gate = getattr(modulation, 'variant', None), getattr(modulation, 'activation', None)
     asked = {
@@ -58,24 +58,35 @@ def check(modulation: Any, gate_width: int, residual: bool, position: str, asked
     }
     lacking = '; '.join(what for what, is_asked in asked.items() if is_asked)
     if lacking:
-        raise ConfigError(f"plug_attention: backend 'triton' does not have {lacking}. Use 'chunked'.")
+        raise UnsupportedCall(f"plug_attention: backend 'triton' does not have {lacking}. Use 'chunked'.")
 
 
-def attend(*arguments: Any) -> Tensor:
-    """Attend; the arguments are those of :class:`Arguments`.
+def attend(
+    *,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate_query: Tensor,
+    gate_key: Tensor,
+    modulation: Modulation,
+    bias: Tensor | None,
+    residual: bool,
+    position: str,
+    dropout: float,
+) -> Tensor:
+    """Attend; the arguments are those of :func:`.plug_attention`, the bias with four axes.
 
     Raises:
-        ConfigError: See :func:`check`.
+        UnsupportedCall: See :func:`check`.
     """
-    call: Any = Arguments(*arguments)
-    query, key, value, gate_query, gate_key, modulation, bias, residual, position, dropout = call
     asked = {
         f'dropout={dropout}': dropout > 0,
         'a bias that needs a gradient': bias is not None and bias.requires_grad,
         f'values of {value.shape[-1]} channels beside {query.shape[-1]}': value.shape[-1] != query.shape[-1],
     }
     check(modulation, gate_query.shape[-1], residual, position, asked)
-    scalars = torch.stack([modulation.weight.float(), modulation.bias.float()], 1).flatten()  # a, b, c, e
+    product: Any = modulation
+    scalars = torch.stack([product.weight.float(), product.bias.float()], 1).flatten()  # a, b, c, e
     tensors = (x.to(query.dtype).contiguous() for x in (query, key, value, gate_query, gate_key))
     return _fused(*tensors, scalars, bias)[0]
 

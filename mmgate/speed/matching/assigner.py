@@ -39,10 +39,11 @@ class HungarianAssigner(MMDetHungarianAssigner):
         queries = len(pred_instances)
         labels = gt_instances.labels
         if not len(gt_instances) or not queries:
-            return as_result(np.empty((2, 0), np.int64), queries, labels)
+            return as_result(labels.new_empty((2, 0), dtype=torch.long), queries, labels)
         with AsynchronousConstants():
             cost = cost_of(self, pred_instances, gt_instances, img_meta)
-        return as_result(pairs(cost.cpu()), queries, labels)
+        matched = to_device(torch.from_numpy(pairs(cost.cpu())), labels.device)
+        return as_result(matched, queries, labels)
 
 
 @torch.no_grad()
@@ -64,12 +65,12 @@ def pairs(cost: Tensor) -> np.ndarray:
     return np.stack(linear_sum_assignment(cost.numpy()))
 
 
-def as_result(matched: np.ndarray, queries: int, labels: Tensor) -> AssignResult:
-    """Return mmdet's result for pairs of predictions and objects ``(2, N)``."""
+def as_result(matched: Tensor, queries: int, labels: Tensor) -> AssignResult:
+    """Return mmdet's result for pairs of predictions and objects ``(2, N)``, on the device of the labels."""
     numbers = labels.new_zeros((queries,), dtype=torch.long)
     assigned = labels.new_full((queries,), -1, dtype=torch.long)
-    if matched.size:
-        rows, columns = to_device(torch.from_numpy(matched), labels.device)
+    if matched.numel():
+        rows, columns = matched
         numbers[rows] = columns + 1
         assigned[rows] = labels[columns]
     return AssignResult(num_gts=len(labels), gt_inds=numbers, max_overlaps=None, labels=assigned)

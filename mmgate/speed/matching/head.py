@@ -83,9 +83,10 @@ class MatchedOnceHead(DETRHead):
             matched = match(self.assigner, layers)
             if _is_plain(self):
                 return self._plain_losses(layers, matched)
-            return [self._host_losses(layer, found) for layer, found in zip(layers, matched, strict=True)]
+            moved = _moved(matched, layers[0].boxes.device)
+            return [self._host_losses(layer, found) for layer, found in zip(layers, moved, strict=True)]
 
-    def _host_losses(self, layer: Layer, matched: Sequence[np.ndarray]) -> tuple[Tensor, ...]:
+    def _host_losses(self, layer: Layer, matched: Sequence[Tensor]) -> tuple[Tensor, ...]:
         known = iter(matched)
 
         def assign(pred_instances: InstanceData, gt_instances: InstanceData, **_: Any) -> AssignResult:
@@ -173,6 +174,16 @@ def match(assigner: MMDetHungarianAssigner, layers: Sequence[Layer]) -> list[lis
         for (index, image), cost, piece in zip(places, costs, pieces, strict=True):
             matched[index][image] = pairs(piece.view(cost.shape))
     return matched
+
+
+def _moved(matched: Sequence[Sequence[np.ndarray]], device: torch.device) -> list[list[Tensor]]:
+    """Return the pairs of each layer and image on ``device``, all of which go there in one copy."""
+    every = [found for layer in matched for found in layer]
+    if not every:
+        return [[] for _ in matched]
+    on_device = to_device(torch.from_numpy(np.concatenate(every, 1)), device)
+    parts = iter(on_device.split([found.shape[1] for found in every], 1))
+    return [[next(parts) for _ in layer] for layer in matched]
 
 
 def _groups(layers: Sequence[Layer]) -> list[list[int]]:
