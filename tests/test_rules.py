@@ -96,7 +96,8 @@ def test_types_and_options_are_looked_up_before_a_model_is_there() -> None:
     check_rules(read_rules("a=PLuGMultiheadAttention(gml='sum')"))
     with pytest.raises(ConfigError, match=r'--gate a=PLuGMultihedAttention: .*Did you mean\n  PLuGMultiheadAttention'):
         check_rules(read_rules('a=PLuGMultihedAttention'))
-    with pytest.raises(ConfigError, match=r'--gate a=PLuGMultiheadAttention\(gm=1\): .*no option gm; it has activation'):
+    said = r'--gate a=PLuGMultiheadAttention\(gm=1\): .*no option gm; it has activation'
+    with pytest.raises(ConfigError, match=said):
         check_rules(read_rules('a=PLuGMultiheadAttention(gm=1)'))
 
 

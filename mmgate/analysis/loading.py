@@ -104,7 +104,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     shared = config_parser(description)
     add_gate_options(shared)
     add_inputs(shared)
-    beside = 'another model, drawn beside, as often as there are models; --cfg-options are of its config, too, --gate not'
+    beside = 'another model, drawn beside, as often as there are models; --cfg-options are of its config, too, '
+    beside += 'and --gate is of CONFIG alone'
     pair: Any = dict(nargs=2, metavar=('CONFIG', 'CHECKPOINT'), action='append', default=[])
     shared.add_argument('--against', help=beside, **pair)
     shared.add_argument('--device', default='cpu', help='cpu (default) or cuda')

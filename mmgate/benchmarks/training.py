@@ -71,7 +71,7 @@ def benchmark_training(
 
     Args:
         peer: Config of the peer: a file, ``package::path``, or read.
-        ours: Config that is compared with it. If it has the peer's name and another model, rows call it ``NAME, gated``.
+        ours: Config that is compared with it; one of the peer's name and another model is ``NAME, gated`` in the rows.
         op: Operator whose backends are measured.
         backends: Backends of ``op``; ``ours`` is measured with each.
         speedups: Keys of :data:`SPEEDUPS`, or ``'all'`` for all together; ``ours`` is measured with each.

@@ -1,4 +1,4 @@
-"""The config of a short training, the same for a vanilla model and for any gates in it, made from a config of any length."""
+"""The config of a short training, the same for a vanilla model and any gates in it, from a config of any length."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def make_trial(
         ConfigError: The config trains nothing, or counts iterations and is given epochs.
     """
     if not cfg.get('train_dataloader') or not cfg.get('train_cfg') or not cfg.get('optim_wrapper'):
-        raise ConfigError(f'config {cfg.filename} trains nothing: it has no train_dataloader, train_cfg, optim_wrapper.')
+        needed = 'train_dataloader, train_cfg and optim_wrapper'
+        raise ConfigError(f'config {cfg.filename} trains nothing: it lacks one of {needed}.')
     whole = config_iters(cfg, steps_in_epoch)
     if epochs is not None and not counts_epochs(cfg):
         raise ConfigError(f'config {cfg.filename} counts iterations: give --iters, such as --iters {min(500, whole)}.')

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, over_shapes, run_python, tool
+from helpers.small_demo import CONFIG, DEMO
 from mmengine.config import Config
 from shapes import write_shapes
-from helpers.small_demo import CONFIG, DEMO
 
 from mmgate.train import cli
 

@@ -206,7 +206,8 @@ def conclusions(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         begin = f'{row["name"]} against {row["against"]}:'
         if place not in corrected:
             few = 'one seed has' if row['runs'] == 1 else 'these seeds have'
-            sentences.append(f'{begin} no difference was shown; {few} no spread by which to judge {row["difference"]:.3f}.')
+            judged = f'{few} no spread by which to judge {row["difference"]:.3f}'
+            sentences.append(f'{begin} no difference was shown; {judged}.')
             continue
         interval = f'{row["difference"]:.3f}, 95 % interval {row["low"]:.3f} to {row["high"]:.3f}'
         if corrected[place] < 1 - CONFIDENCE:

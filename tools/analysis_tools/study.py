@@ -101,7 +101,8 @@ def read_study(path: str | Path) -> Study:
         if strangers:
             raise ConfigError(f'{key} of study {path}: {", ".join(strangers)} is none of its runs.')
     processes = int(cfg.get('processes', 1))
-    return Study(Path(path), runs, list(cfg.seeds), cfg.metric, **given, starts=starts, gated=gated, processes=processes)
+    beside = dict(starts=starts, gated=gated, processes=processes)
+    return Study(Path(path), runs, list(cfg.seeds), cfg.metric, **given, **beside)
 
 
 def _gate_arguments(path: str | Path, name: str, run: Any) -> list[str]:
@@ -433,7 +434,7 @@ def _show_step(folder: Path | None) -> None:
 def add_processes(parser: argparse.ArgumentParser) -> None:
     """Add ``--launcher`` and ``--processes``."""
     parser.add_argument('--launcher', choices=['none', 'pytorch'], default='none', help='pytorch: several processes')
-    parser.add_argument('--processes', type=int, default=0, help='of --launcher pytorch; a GPU each (default: its GPUs)')
+    parser.add_argument('--processes', type=int, help='of --launcher pytorch, on a GPU each (default 2)')
 
 
 def main(argv: list[str]) -> None:
@@ -448,7 +449,7 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     study = read_study(args.study)
     if args.launcher == 'pytorch':
-        study = replace(study, processes=args.processes or study.processes)
+        study = replace(study, processes=args.processes or max(2, study.processes))
     out = Path(args.out or f'work_dirs/{Path(args.study).stem}{f"-{args.budget}" if args.budget else ""}')
     left = 0 if args.report_only else run_study(study, out, budget=args.budget, most=args.max_runs)
     try:

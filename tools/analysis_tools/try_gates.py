@@ -1,6 +1,7 @@
 """Try gates in a config's model: train vanilla and each gate from one start, in pairs over seeds, and compare them.
 
-Example: try_gates.py CONFIG --checkpoint vanilla.pth --gate 'encoder.layers.*.self_attn=PLuGMultiheadAttention' --seeds 3 --iters 500
+Example:
+try_gates.py CONFIG --checkpoint vanilla.pth --gate 'encoder.layers.*.self_attn=PLuGMultiheadAttention' --iters 500
 """
 
 import argparse
@@ -18,16 +19,23 @@ from typing import Any
 from mmengine.config import Config
 from mmengine.device import get_device
 from report import Section, drawn, write_page
-from study import Study, run_tool, add_processes, report_study, run_study, write_study
+from study import Study, add_processes, report_study, run_study, run_tool, write_study
 
 import mmgate  # noqa: F401
 from mmgate.analysis.loading import check_folder, positive, write_csv
 from mmgate.benchmarks.costs import costs_table, first_batch, measure_costs, plan_iters, run_seconds
 from mmgate.errors import ConfigError
 from mmgate.finetune import TRAINS
-from mmgate.rules import FORM, read_rules
+from mmgate.rules import FORM, check_rules, read_rules
 from mmgate.train import cli
-from mmgate.train.config_file import add_trust_option, check_files, config_parser, differences, merge_options, read_config
+from mmgate.train.config_file import (
+    add_trust_option,
+    check_files,
+    config_parser,
+    differences,
+    merge_options,
+    read_config,
+)
 from mmgate.train.gate_options import put_gates
 from mmgate.train.trial import first_figure, make_trial
 
@@ -49,6 +57,7 @@ def main(argv: list[str]) -> None:
     names = [VANILLA, *names_of(args.gate)]
     original = read_config(args.config)
     merge_options(original, args.cfg_options or {})
+    check_rules([rule for text in args.gate for rule in read_rules(text)])
     out = Path(args.out or f'work_dirs/try_{Path(original.filename).stem}')
     check_folder(out)
     if args.checkpoint:
@@ -143,7 +152,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument('--out', help='folder of the trial (default: work_dirs/try_NAME)')
     parser.add_argument('--save', help='study file to write, for study.py (default: study.py in that folder)')
     parser.add_argument('--plan-only', action='store_true', help='stop after the costs and the plan')
-    parser.add_argument('--verbose', action='store_true', help='show the output of the runs, which is else in their folders')
+    parser.add_argument('--verbose', action='store_true', help='show the output of the runs, else in their folders')
     add_trust_option(parser)
     args = parser.parse_args(argv)
     if not (args.iters or args.epochs or args.budget):
@@ -158,12 +167,16 @@ def _gated(args: argparse.Namespace, text: str) -> list[str]:
 
 
 def _plan(args: argparse.Namespace, original: Config, gated: Mapping[str, list[str]], out: Path) -> dict[str, Any]:
-    """Return length and costs of the runs, and the text of their config: those of the same trial begun before, if any."""
-    asked = {key: value for key, value in vars(args).items() if key not in ('seeds', 'out', 'save', 'plan_only', 'verbose')}
+    """Return length and costs of the runs and the text of their config, of the same trial begun before if there is one.
+
+    A trial with other seeds keeps its length, unless that follows from a budget for all of them.
+    """
+    beside = ('seeds', 'out', 'save', 'plan_only', 'verbose', 'max_images')
+    asked = {key: value for key, value in vars(args).items() if key not in beside or (key == 'seeds' and args.budget)}
     asked = json.loads(json.dumps({**asked, 'config': original.pretty_text}, default=str))
     kept = json.loads((out / PLAN).read_text()) if (out / PLAN).is_file() else {}
-    if kept.get('asked') == asked and kept.get('seeds') == args.seeds:
-        return {key: value for key, value in kept.items() if key not in ('asked', 'seeds')}
+    if kept.get('asked') == asked:
+        return {key: value for key, value in kept.items() if key != 'asked'}
     print('Measuring what the gates cost, before any training.', flush=True)
     logging.getLogger('mmengine').setLevel(logging.WARNING)
     batch, steps_in_epoch, _ = first_batch(original, 'train')
@@ -186,7 +199,7 @@ def _plan(args: argparse.Namespace, original: Config, gated: Mapping[str, list[s
     length = dict(epochs=args.epochs) if args.epochs else dict(iters=iters)
     make_trial(cfg, **length, **of_trial)
     plan = dict(iters=iters, images=images, costs=costs, text=cfg.pretty_text)
-    (out / PLAN).write_text(json.dumps(dict(plan, asked=asked, seeds=args.seeds), indent=1))
+    (out / PLAN).write_text(json.dumps(dict(plan, asked=asked), indent=1))
     write_csv(out / 'costs.csv', costs)
     return plan
 
@@ -230,7 +243,8 @@ def page(study: Study, out: Path, table: str, costs: list[dict[str, Any]], args:
     """Write ``index.html``: the table, the figures, and every gate beside the vanilla model on the same images."""
     command = shlex.join(['python', 'tools/analysis_tools/try_gates.py', *sys.argv[1:]])
     figures = [path for path in (out / 'differences.png', out / 'curves.png') if path.is_file()]
-    before = [{key: row[key] for key in ('name', 'parameters', 'trained', 'macs', 'step_ms', 'memory_mib')} for row in costs]
+    shown = ('name', 'parameters', 'trained', 'macs', 'step_ms', 'memory_mib')
+    before = [{key: row[key] for key in shown} for row in costs]
     sections = [
         Section('result', table.partition('\n\n|')[0], command, figures, _rows(table)),
         Section('conclusions', ' '.join(re.findall(r'^- (.*)$', table, re.M)), command, ()),

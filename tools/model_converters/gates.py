@@ -31,7 +31,8 @@ def main(argv: list[str]) -> None:
     extract = commands.add_parser('extract', help='write the gates of a checkpoint')
     extract.add_argument('config', help='config of the gated model')
     extract.add_argument('checkpoint', help='its checkpoint')
-    extract.add_argument('--cfg-options', nargs='+', action=DictAction, default={}, help='settings that the training had')
+    changed = 'settings that the training had'
+    extract.add_argument('--cfg-options', nargs='+', action=DictAction, default={}, help=changed)
     add_gate_options(extract)
     merge = commands.add_parser('merge', help='write a checkpoint of the gated model')
     merge.add_argument('checkpoint', help='checkpoint of the vanilla model')

@@ -63,12 +63,13 @@ def measure_attention(model: nn.Module, batches: Iterable[dict[str, Any]]) -> di
         batches: Batches of one image, as :meth:`.loading.LoadedModel.inputs` yields them.
 
     Returns:
-        For each attention that ran, in the mean over queries, heads and images: ``entropy`` of the weights as a share of
-        the largest possible, 1 for uniform attention and 0 for a single key; ``sink``, the share of the most attended
-        key; ``uniform``, the share of a key in uniform attention; ``at_0.9`` and ``at_1.1``, the distance by which the
-        attention's own output moves when its logits are multiplied by that, over the output's norm; ``rank``, of
-        linear attention, the effective rank of ``K^T V`` as a share of its channels. Sampled points of deformable
-        attention count as keys, those of one level and place as the same key. What an attention does not have is NaN.
+        For each attention that ran, in the mean over queries, heads and images: ``entropy`` of the weights as a share
+        of the largest possible, 1 for uniform attention and 0 for a single key; ``sink``, the share of the most
+        attended key; ``uniform``, the share of a key in uniform attention; ``at_0.9`` and ``at_1.1``, the distance by
+        which the attention's own output moves when its logits are multiplied by that, over the output's norm;
+        ``rank``, of linear attention, the effective rank of ``K^T V`` as a share of its channels. Sampled points of
+        deformable attention count as keys, those of one level and place as the same key. What an attention does not
+        have is NaN.
     """
     for probe in (ScaledLogits, ScaledPointLogits):
         if any(adapter_for(probe, module) for module in model.modules()):
