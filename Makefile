@@ -55,7 +55,8 @@ test-transformers:
 # Other packages' operators as backends: torch-ms-deform-attn, compiled against this torch into a folder beside the
 # environment, which stays as it is.
 PEERS := $(abspath $(VENV))/peers
-test-peers: SUITE = tests/test_ops/test_ms_deform_attn/test_torch_ms_deform_attn.py tests/test_benchmarks/test_ops.py
+test-peers: SUITE = $(addprefix tests/test_ops/test_ms_deform_attn/test_,torch_ms_deform_attn.py ms_deform_attn.py) \
+	tests/test_benchmarks/test_ops.py
 test-peers: setup
 	@test -d $(PEERS)/torch_ms_deform_attn || $(PY) -m pip install -q --no-build-isolation --no-deps \
 		--target $(PEERS) torch-ms-deform-attn==0.1.1

@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from mmgate.layers.base.gate import Gate, draw_gate
+from mmgate.layers.base.gate import INITIALISERS, Gate, draw_gate
 from mmgate.layers.base.gated import gated_modules, is_on, switch_off, switch_on, switched_off
 
-INITIALISERS = 'mmengine.model.weight_init'  # whose functions an init_cfg applies to every module
 REPORT = '_params_init_info'  # by parameter, what mmengine logs of its start
 
 

@@ -47,7 +47,6 @@ CROSSING = {
 TESTED_BY = {
     'test_analysis/test_complexity.py': ('analysis/report/flops.py',),
     'test_analysis/test_probes/test_attention.py': ('analysis/probes/hosts.py',),
-    'test_backbones/test_cswin.py': ('layers/cross_window.py',),
     'test_checkpoints/test_loading.py': ('checkpoints/allowed.py', 'checkpoints/safetensors_file.py'),
     'test_deploy/test_build.py': (
         'deploy/detectors.py',
@@ -61,7 +60,6 @@ TESTED_BY = {
     'test_hosts/test_table.py': ('hosts/mmseg.py', 'hosts/points.py'),
     'test_hosts/test_window.py': ('hosts/relative_positions.py',),
     'test_layers/test_agent.py': ('layers/parts/agent_bias.py',),
-    'test_layers/test_any_tokens.py': ('ops/layout.py', 'ops/masks.py'),
     'test_layers/test_linear/test_linear.py': (
         'layers/linear/angular.py',
         'layers/linear/base.py',
@@ -75,7 +73,6 @@ TESTED_BY = {
         'layers/linear/rala.py',
         'layers/softmax.py',
     ),
-    'test_layers/test_plug.py': ('layers/base/deformable.py',),
     'test_ops/test_any_arguments.py': ('ops/differential_attention.py',),
     'test_ops/test_ms_deform_attn/test_ms_deform_attn.py': (
         'ops/ms_deform_attn/grid_sample.py',
@@ -94,16 +91,15 @@ TESTED_BY = {
     'test_ops/test_plug_attention/test_triton.py': ('ops/plug_attention/blocks.py', 'ops/plug_attention/kernels.py'),
     'test_process.py': ('registry.py',),
     'test_swap.py': ('errors.py',),
+    'test_recipes.py': ('train/schedule.py',),
     'test_speed/test_matching/test_head.py': ('speed/matching/__init__.py',),
     'test_tools/test_analysis_tools/test_list_attention.py': ('analysis/report/structure.py',),
     'test_tools/test_looks.py': (
         'analysis/figures/boxes.py',
         'analysis/figures/layers.py',
-        'analysis/loading.py',
         'benchmarks/backbones.py',
     ),
     'test_tools/test_mm.py': ('utils.py',),
-    'test_train/test_accumulation.py': ('train/schedule.py',),
     'test_train/test_data_check_hook.py': ('datasets/data_check_hook.py',),
     'test_transformers/test_from_pretrained.py': ('transformers.py',),
     'test_transformers/test_hosts_of_transformers.py': ('hosts/transformers.py',),
@@ -179,3 +175,9 @@ def test_no_test_file_imports_another() -> None:
                 assert not node.level, f'{path}: import helpers by their full name'
                 names = [node.module or '']
             assert not any(part.startswith('test_') for name in names for part in name.split('.')), path
+
+
+def test_scripts_name_test_files_that_are_there() -> None:
+    scripts = [ROOT / 'Makefile', ROOT / '.ci/run', *(ROOT / 'tools').rglob('*.sh'), *(ROOT / 'mmgate').rglob('*.md')]
+    named = {path for script in scripts for path in re.findall(r'\btests/[\w/]+\.py', script.read_text())}
+    assert named and sorted(path for path in named if not (ROOT / path).is_file()) == []

@@ -40,7 +40,7 @@ GATED = (
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_builds(name: str) -> None:
+def test_every_config_builds(name: str) -> None:
     """And has as many trainable parameters as its metafile says."""
     skip_unless_readable(name)
     logging.getLogger('mmengine').setLevel(logging.WARNING)

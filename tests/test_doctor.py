@@ -38,7 +38,7 @@ def _rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     choice.winners.cache_clear()
 
 
-def test_page(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_says_what_runs_and_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(['--device', 'cpu']) == 0
     text = capsys.readouterr().out
     for expected in ('CUDA tensors', 'grid_sample', 'agrees', 'nothing is calibrated here', torch.__version__):
@@ -58,7 +58,9 @@ def test_calibration_and_exit_status(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert 'the output is off by' in capsys.readouterr().out
 
 
-def test_build(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_build_that_fails_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """A compiler that fails, or none, is said, and so is a library that does not load."""
     monkeypatch.setenv('MMGATE_NATIVE', str(tmp_path / 'native.so'))
     monkeypatch.setenv('CXX', 'false')

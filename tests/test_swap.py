@@ -55,7 +55,7 @@ def config(variant: str, gated: bool) -> str:
 
 
 @pytest.mark.parametrize('variant', VARIANTS)
-def test_parameters(variant: str) -> None:
+def test_a_swap_adds_the_parameters_of_the_paper(variant: str) -> None:
     with torch.device('meta'):
         vanilla, gated = (MODELS.build(get_config(config(variant, g)).model) for g in (False, True))
     count = [sum(p.numel() for p in m.parameters() if p.requires_grad) for m in (vanilla, gated)]

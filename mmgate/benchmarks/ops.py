@@ -61,13 +61,14 @@ def sampler_inputs(
     dim: int = 32,
     points: int = 4,
     distribution: str = 'near',
+    noise: float | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Return value, shapes, starts, offsets, logits and gate of an encoder's or a decoder's layer, and the points.
 
     An encoder (``queries`` None) has a query at every pixel of every level, a decoder ``queries`` at random places. The
     reference points need no gradient, as in an encoder and in a decoder that refines boxes. With 2 ``columns`` they are
-    points, with 4 boxes of a tenth of the image. Offsets are one of :data:`DISTRIBUTIONS`; ``'near'`` is a standard
-    deviation of two pixels of the level, or of half a box over P.
+    points, with 4 boxes of a tenth of the image. Offsets are one of :data:`DISTRIBUTIONS`. ``noise`` is the standard
+    deviation that they have besides, in pixels of the level or in half boxes over P: 2 of ``'near'``, 0.05 of others.
     """
     generator = torch.Generator().manual_seed(0)
     shapes = torch.tensor(levels)
@@ -84,31 +85,37 @@ def sampler_inputs(
         torch.randn(batch, tokens, heads, dim, generator=generator),
         shapes,
         areas.cumsum(0) - areas,
-        2 * torch.randn(*samples, 2, generator=generator),
+        torch.randn(*samples, 2, generator=generator),
         torch.randn(samples, generator=generator),
         0.3 * torch.randn(*samples[:4], 1, generator=generator),
     ]
     reference = centres[:, :, None].expand(-1, -1, len(levels), -1).contiguous()
-    if distribution != 'near':
-        inputs[3] = _offsets(distribution, inputs[3], reference, shapes, generator)
+    if noise is None:
+        noise = 2 if distribution == 'near' else 0.05
+    inputs[3] = noise * inputs[3] + _offsets(distribution, inputs[3], reference, shapes, generator)
     return [x.to(device) for x in inputs], reference.to(device)
 
 
-def _offsets(distribution: str, noise: Tensor, reference: Tensor, shapes: Tensor, generator: torch.Generator) -> Tensor:
-    """Return offsets of one of :data:`DISTRIBUTIONS`, of the shape of ``noise``, ``(B, Q, H, L, P, 2)``."""
-    batch, _, heads, _, points, _ = noise.shape
+def _offsets(
+    distribution: str, like: Tensor, reference: Tensor, shapes: Tensor, generator: torch.Generator
+) -> Tensor | float:
+    """Return offsets of one of :data:`DISTRIBUTIONS` without noise, that broadcast to ``like``, (B, Q, H, L, P, 2)."""
+    batch, _, heads, _, points, _ = like.shape
+    if distribution == 'near':
+        return 0.0
     if distribution == 'grid':
         angles = torch.arange(heads) * (2 * torch.pi / heads)
         directions = torch.stack([angles.cos(), angles.sin()], -1)
         directions = directions / directions.abs().amax(-1, keepdim=True)  # to the edge of a square
         steps = torch.arange(1, points + 1)
-        return 0.05 * noise + directions[:, None, None] * steps[:, None]
+        return directions[:, None, None] * steps[:, None]
     if distribution == 'spread':
-        targets = torch.rand(noise.shape, generator=generator)
+        targets = torch.rand(like.shape, generator=generator)
     elif distribution == 'clustered':
         places = torch.rand(batch, CLUSTERS, 2, generator=generator)
-        chosen = torch.randint(CLUSTERS, noise.shape[:-1], generator=generator).flatten(1)
-        targets = places.gather(1, chosen[..., None].expand(-1, -1, 2)).view(noise.shape) + 0.005 * noise
+        chosen = torch.randint(CLUSTERS, like.shape[:-1], generator=generator).flatten(1)
+        targets = places.gather(1, chosen[..., None].expand(-1, -1, 2)).view(like.shape)
+        targets = targets + 0.005 * torch.randn(like.shape, generator=generator)
     else:
         raise ValueError(f'distribution={distribution!r} is unknown; choose one of {", ".join(DISTRIBUTIONS)}.')
     from_centres = targets - reference[:, :, None, :, None, :2]

@@ -1,4 +1,4 @@
-"""mmcv's attentions as hosts, or what stands in where there is no mmcv."""
+"""Adapters of mmcv's attentions, or of the modules that replace them where there is no mmcv."""
 
 from __future__ import annotations
 

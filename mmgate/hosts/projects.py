@@ -1,9 +1,12 @@
-"""Attentions of projects that are cloned, not installed, as hosts: known by name, met when a model holds one."""
+"""Adapters of attentions of projects that are cloned, not installed.
+
+Their classes are known by name. They are met when a model holds one.
+"""
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -13,12 +16,24 @@ from mmgate.layers.base.deformable import DeformableGate, DeformableHost
 from mmgate.layers.base.dense import DenseGate
 from mmgate.layers.base.gate import Gate, Sizes
 
-VITDET = 'vitdet.vit.Attention'  # mmdet's projects/ViTDet
-MS_DEFORM_ATTN = 'ms_deform_attn.MSDeformAttn'  # Deformable DETR's own, which Mask DINO and ViT-Adapter carry, too
+# The attention of projects/ViTDet in mmdet's repository.
+VITDET = 'vitdet.vit.Attention'
+# The attention of Deformable DETR's repository, which those of Mask DINO and ViT-Adapter carry, too.
+MS_DEFORM_ATTN = 'ms_deform_attn.MSDeformAttn'
 SIZES = ('d_model', 'n_levels', 'n_heads', 'n_points', 'ratio', 'im2col_step')
 ARGUMENTS = ('query', 'reference_points', 'input_flatten', 'input_spatial_shapes', 'input_level_start_index')
 
 adapts(DenseGate, VITDET)(GatedRelativeAttention)
+
+
+class MSDeformAttn(Protocol):
+    """Attributes of ``MSDeformAttn`` that give its sizes."""
+
+    d_model: int
+    n_heads: int
+    n_levels: int
+    n_points: int
+    value_proj: nn.Linear
 
 
 @adapts(DeformableGate, MS_DEFORM_ATTN)
@@ -34,10 +49,11 @@ class GatedMSDeformAttn(DeformableHost):
     output_proj: nn.Module
 
     @classmethod
-    def sizes(cls, host: Any) -> Sizes:
+    def sizes(cls, host: MSDeformAttn) -> Sizes:
         """Return the sizes of a host."""
         inputs = (host.d_model, host.d_model, host.d_model)
-        channels = host.value_proj.out_features  # fewer in ViT-Adapter
+        # In ViT-Adapter values have fewer channels than queries.
+        channels = host.value_proj.out_features
         return Sizes(channels, host.n_heads, inputs=inputs, levels=host.n_levels, points=host.n_points)
 
     @classmethod
@@ -45,7 +61,7 @@ class GatedMSDeformAttn(DeformableHost):
         """Return the gate for a host.
 
         Raises:
-            ValueError: A class of this name that is called otherwise, or that has further options.
+            ValueError: The host's class is called with other arguments, or has further options.
         """
         called = tuple(inspect.signature(host.forward).parameters)
         further = [name for name in inspect.signature(type(host)).parameters if name not in SIZES]

@@ -272,6 +272,9 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
 
         Returns:
             ``(B, Q, C)``, and the weights ``(B, Q, H, L, P)``, in RT-DETRv2, D-FINE and DEIMv2 ``(B, Q, H, L P)``.
+
+        Raises:
+            ValueError: Neither ``spatial_shapes`` nor a list of them.
         """
         query = hidden_states if position_embeddings is None else hidden_states + position_embeddings
         value = self.value_proj(encoder_hidden_states) if hasattr(self, 'value_proj') else encoder_hidden_states
@@ -282,6 +285,8 @@ class GatedMultiscaleDeformableAttention(DeformableHost):
         if spatial_shapes_list is not None:
             # As in transformers, the list decides. Tensors are made once for all layers, so that none of them waits.
             spatial_shapes, level_start_index = levels_on(value.device, spatial_shapes_list)
+        if spatial_shapes is None:
+            raise ValueError('spatial_shapes or spatial_shapes_list is needed by deformable attention.')
         if level_start_index is None:
             areas = spatial_shapes.prod(-1)
             level_start_index = areas.cumsum(0) - areas

@@ -90,6 +90,10 @@ class PLuGDeformableGate(DeformableGate):
         """Return the gate of the query, see :meth:`factor`."""
         return self.factor(inputs[0])
 
+    def unchanged_value(self, name: str) -> float | None:
+        """Return 0, or 1 where logits are multiplied by the gate itself."""
+        return 0 if self.residual else 1
+
     def modulate(self, query: Tensor) -> dict[str, Any]:
         """Return the gate of ``query`` (B, Q, C) and how the logits take it (Eq. 12)."""
         return dict(gate=self.factor(query), residual=self.residual, position=self.position)

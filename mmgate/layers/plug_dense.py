@@ -93,6 +93,10 @@ class PLuGGate(DenseGate):
         query, key = self.factors((inputs[0], inputs[1], inputs[1]))
         return self.gml(query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5)
 
+    def unchanged_value(self, name: str) -> float | None:
+        """Return 0, or 1 where logits are multiplied by the gate itself."""
+        return 0 if self.residual else 1
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, inputs: Inputs, bias: Tensor | None) -> Tensor:
         """Return the heads (Eq. 5 to 7)."""
         return self.attend_gated(query, key, value, self.factors(inputs), bias)

@@ -140,6 +140,10 @@ class SDPAGate(DenseGate):
         neutral = query.new_full((), 1.0 if self.form == 'multiplicative' else 0.0)
         return self._gated(neutral, (query, key, value))
 
+    def unchanged_value(self, name: str) -> float | None:
+        """Return 1, or 0 where the gate is added."""
+        return 1 if self.form == 'multiplicative' else 0
+
     def _gated(self, heads: Tensor, inputs: Inputs) -> Tensor:
         """Gate ``(B, H, N, d)`` by the input that belongs to the position."""
         x = inputs[_INPUT[self.position]]

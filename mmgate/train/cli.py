@@ -23,7 +23,7 @@ from torch import distributed, nn
 
 from mmgate.datasets.data_check_hook import DataCheckHook, refuse_foreign_classes
 from mmgate.errors import ConfigError
-from mmgate.finetune.training import frozen_parts_without_weights
+from mmgate.finetune.training import frozen_parts_without_weights, warn_of_random_weights
 from mmgate.layers.base.gate import Gate
 from mmgate.ops.backend import OPERATORS, candidates
 
@@ -93,13 +93,9 @@ def train(argv: list[str]) -> None:
         cfg.load_from = last or cfg.get('load_from')
     check_files(cfg, ('train', 'val'))
     runner = build_runner(cfg)
-    untrained = () if starts_from_checkpoint(cfg) else frozen_parts_without_weights(runner.model)
-    if untrained:
-        runner.logger.warning(
-            f'The gates train beside frozen weights that are drawn at random: neither load_from nor init_cfg fills '
-            f'{", ".join(untrained)}. Give the checkpoint of the trained vanilla model: '
-            '--cfg-options load_from=vanilla.pth.'
-        )
+    if not starts_from_checkpoint(cfg):
+        parts = frozen_parts_without_weights(runner.model)
+        warn_of_random_weights(runner.model, parts, 'neither load_from nor init_cfg fills')
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
     add_gate_statistics(runner)

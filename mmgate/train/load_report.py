@@ -80,8 +80,9 @@ class LoadReportHook(Hook):
                 'own config, or give --allow-mismatch.'
             )
         self.say(runner, found, share == 1)
-        own = dict(gate_parameters(own_model(runner.model)))
-        if self.gates and not own.keys().isdisjoint(self._given):
+        own = own_model(runner.model)
+        given = {current_key(own, key) for key in self._given}  # those of mmgate 0.1 among them
+        if self.gates and not given.isdisjoint(dict(gate_parameters(own))):
             log(
                 f'{self.checkpoint} has gates, which replaced those of --gates {self.gates}: the test is of the '
                 "checkpoint's. Give the vanilla checkpoint to test the file's.",

@@ -56,7 +56,7 @@ LARGER = [  # images, and other ViTs
 
 
 @pytest.mark.parametrize('name', RULES)
-def test_rule(name: str) -> None:
+def test_an_operation_is_counted_by_its_rule(name: str) -> None:
     if name == 'deformable' and TORCH < (2, 4):
         pytest.skip('torch 2.3 registers no operator, so that its counter does not see ours')
     function, inputs, expected = RULES[name]
@@ -66,7 +66,7 @@ def test_rule(name: str) -> None:
     assert count_model(model, *inputs).macs == expected
 
 
-def test_layers_by_hand() -> None:
+def test_layers_are_counted_as_by_hand() -> None:
     n, c, d, heads, agents = 48, 12, 4, 3, 9
     x = torch.zeros(1, n, c)
     agent = AgentAttention(c, heads, map_size=(6, 8), agent_num=agents)
@@ -132,7 +132,7 @@ def test_vanilla_classifiers_compute_as_much_as_in_the_papers(name: str) -> None
 @pytest.mark.parametrize(
     'name, side, millions, macs', [*SIZES, *(pytest.param(*row, marks=pytest.mark.slow) for row in LARGER)]
 )
-def test_sizes(name: str, side: int, millions: float, macs: float | None) -> None:
+def test_classifiers_have_the_sizes_of_the_papers(name: str, side: int, millions: float, macs: float | None) -> None:
     """Parameters and multiply-accumulates to the papers' rounding."""
     counted = count_config(Config.fromfile(ROOT / f'configs/{name}.py'), side, side)
     assert round(counted.parameters / 1e6, len(str(millions).partition('.')[2])) == millions

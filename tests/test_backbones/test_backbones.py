@@ -50,7 +50,7 @@ def test_a_backbone_without_its_gates_is_its_vanilla_partner(
     assert all(torch.equal(actual, expected) for actual, expected in zip(gated(x), vanilla(x), strict=True))
 
 
-def test_backbones_without_mmdet() -> None:
+def test_a_backbone_without_mmdet_is_one_message() -> None:
     """mmseg alone: everything imports, and what asks for a backbone of mmdet's classes is told so in one sentence."""
     script = (
         'import sys; sys.modules["mmdet"] = None\n'

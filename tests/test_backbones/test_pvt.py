@@ -27,7 +27,7 @@ def build(kind: str, attention: Any, **overrides: Any) -> nn.Module:
 @torch.no_grad()
 @pytest.mark.parametrize('attention', TYPES)
 @pytest.mark.parametrize('kind', TINY)
-def test_any_type_in_any_size(kind: str, attention: str) -> None:
+def test_a_backbone_takes_any_attention_in_any_size(kind: str, attention: str) -> None:
     model = build(kind, dict(type=attention))
     model.init_weights()
     assert sum(type(m) is MODELS.get(attention).gate_type for m in model.modules()) == 4
@@ -37,7 +37,7 @@ def test_any_type_in_any_size(kind: str, attention: str) -> None:
         assert maps[3].shape[2] == 1 or size != (32, 32)
 
 
-def test_an_attention_for_each_stage() -> None:
+def test_a_backbone_takes_an_attention_for_each_stage() -> None:
     kinds = ['HydraAttention', 'EfficientAttention', 'AgentAttention', 'SAGAAttention']
     model = build('LinearPVT', [dict(type=kind) for kind in kinds])
     gates = [type(m) for m in model.modules() if isinstance(m, MapGate)]

@@ -70,7 +70,7 @@ def test_loading_resizes_as_a_forward_pass_does(name: str, way: str, tmp_path: P
 
 @needs_mmpretrain
 @pytest.mark.parametrize('kind', [None, 'AgentAttention', 'SAGAAttention', 'FocusedLinearAttention'])
-def test_a_vit_of_another_resolution(kind: str | None, tmp_path: Path) -> None:
+def test_a_vit_of_another_resolution_is_resized_on_loading(kind: str | None, tmp_path: Path) -> None:
     """mmpretrain's hook resizes the position embedding, ours what the attention has."""
     rule = kind and dict(type=kind, **(dict(agent_num=4) if kind == 'AgentAttention' else {}))
     small, large = filled(vit(rule, 64), 0.1).eval(), vit(rule, 96).eval()
@@ -82,7 +82,7 @@ def test_a_vit_of_another_resolution(kind: str | None, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('way', ['init_cfg', 'load_state_dict'])
-def test_windows_of_another_size(way: str, tmp_path: Path) -> None:
+def test_relative_positions_of_windows_of_another_size_are_resized(way: str, tmp_path: Path) -> None:
     """Relative position tables are resized bicubically, as mmdet does, and the index stays the model's own."""
     options = dict(type='mmgate.AgentSwin', blocks=(1, 0, 0, 0), **SWIN)
     small, table = filled(MODELS.build(dict(options)), 0.1), 'stages.1.blocks.0.attn.w_msa.relative_position_bias_table'

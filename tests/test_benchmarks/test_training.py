@@ -20,7 +20,9 @@ from mmgate.benchmarks.training import benchmark_training, random_batch
     ],
     ids=['boxes', 'classes', 'masks'],
 )
-def test_training_benchmark(config: str, op: str, backends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_times_training_steps_of_a_config(
+    config: str, op: str, backends: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Steps run from a config's own losses and optimiser, and the environment is left as it was."""
     monkeypatch.setenv('MMGATE_MS_DEFORM_ATTN', 'torch')
     path = str(ROOT / f'configs/{config}.py')

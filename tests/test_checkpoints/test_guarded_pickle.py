@@ -124,7 +124,9 @@ def raw(path: Path) -> None:
         (raw, 'cannot be read'),
     ],
 )
-def test_other_formats(write: Callable[[Path], None], message: str, load: Callable[[str], Any], tmp_path: Path) -> None:
+def test_other_formats_are_refused(
+    write: Callable[[Path], None], message: str, load: Callable[[str], Any], tmp_path: Path
+) -> None:
     write(tmp_path / 'a.pth')
     with pytest.raises(ValueError, match=message):
         load(str(tmp_path / 'a.pth'))

@@ -150,7 +150,7 @@ def test_the_model_in_its_wrappers(wrap: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('norm', [nn.utils.weight_norm, nn.utils.parametrizations.orthogonal])
-def test_parametrized_projections(norm: Any, tmp_path: Path) -> None:
+def test_gates_of_a_parametrized_model_go_into_a_file_and_come_off(norm: Any, tmp_path: Path) -> None:
     """The gates go into a file for models that are parametrized alike, and come off."""
     model, other, x, file = layers(), layers(()), torch.randn(1, 3, 16), tmp_path / 'g.safetensors'
     names = list(mmgate.gate_parameters(model))
@@ -167,3 +167,21 @@ def test_parametrized_projections(norm: Any, tmp_path: Path) -> None:
     for one in (model, other):
         mmgate.restore_attention(one)
         torch.testing.assert_close(one(x), vanilla)
+
+
+def test_a_gated_checkpoint_of_mmgate_01_fills_all_after_a_file(tmp_path: Path) -> None:
+    """Its gates lay beside the projections; it is no vanilla checkpoint, beside which trained tensors would stay."""
+    model, file = layers(), tmp_path / 'g.safetensors'
+    mmgate.train_only_gates(model, 'attention')
+    mmgate.save_gates(model, file)
+    later = layers()
+    for parameter in later.parameters():
+        parameter.data += 1
+    state = later.state_dict()
+    former = {name.replace('.gate.', '.'): tensor for name, tensor in state.items()}
+    assert former.keys() != state.keys()
+    other = layers(())
+    mmgate.load_gates(other, file)
+    for loaded in (copy.deepcopy(other), other):
+        loaded.load_state_dict(former)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in loaded.state_dict().items())

@@ -27,7 +27,7 @@ def conditional(cross_attn: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize('gate', GATES)
 @pytest.mark.parametrize('cross_attn, is_first', [(False, False), (True, True), (True, False)])
-def test_conditional_attention(cross_attn: bool, is_first: bool, gate: str) -> None:
+def test_conditional_attention_starts_as_the_vanilla_one(cross_attn: bool, is_first: bool, gate: str) -> None:
     """Masks included, and without the projection that Conditional DETR's decoder removes from its later layers."""
     attention = ConditionalAttention(32, 4, cross_attn=cross_attn)
     if cross_attn and not is_first:
@@ -53,7 +53,7 @@ def test_the_gate_of_conditional_attention_reads_positions() -> None:
 
 @pytest.mark.parametrize('gate', ['plug', 'sdpa_G1'])
 @pytest.mark.parametrize('mask', ['none', 'bool', 'float'])
-def test_bidirectional_attention(mask: str, gate: str) -> None:
+def test_bidirectional_attention_starts_as_the_vanilla_one(mask: str, gate: str) -> None:
     """Widths of their own for vision, language and heads; masks as GLIP and as Grounding DINO hand them in."""
     model = trained(nn.ModuleDict(dict(attn=BiMultiHeadAttention(16, 24, 64, 4))))
     gated, _ = gated_copy(model, dict(GATES[gate], path='attn'))
@@ -75,7 +75,7 @@ def test_bidirectional_attention(mask: str, gate: str) -> None:
         ('fusion', dict(type='DifferentialGatedMultiheadAttention'), 'acts after an output projection'),
     ],
 )
-def test_what_does_not_fit_says_why(host: str, rule: dict[str, Any], message: str) -> None:
+def test_mmdets_attention_says_why_a_gate_does_not_fit(host: str, rule: dict[str, Any], message: str) -> None:
     cross = ConditionalAttention(32, 4, cross_attn=True)
     model = nn.ModuleDict(dict(cross=cross, fusion=BiMultiHeadAttention(16, 24, 64, 4)))
     with pytest.raises(ValueError, match=message):

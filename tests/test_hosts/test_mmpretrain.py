@@ -63,7 +63,7 @@ def test_a_gated_t2t_vit_starts_as_the_vanilla_one() -> None:
     torch.testing.assert_close(gated(x), vanilla(x), rtol=1e-10, atol=1e-10)
 
 
-def test_projections_without_biases() -> None:
+def test_attention_without_biases_starts_as_the_vanilla_one() -> None:
     model = MultiheadAttention(C, HEADS, qkv_bias=False, proj_bias=False).eval()
     gated = copy.deepcopy(nn.ModuleDict(dict(host=model)))
     assert swap_attention(gated, dict(PLUG, path='host')) == ['host']
@@ -164,6 +164,8 @@ def test_the_papers_start_is_that_of_the_host() -> None:
         'cosines in windows',
     ],
 )
-def test_what_does_not_fit_says_why(host: Callable[[], nn.Module], rule: dict[str, Any], message: str) -> None:
+def test_mmpretrains_attention_says_why_a_gate_does_not_fit(
+    host: Callable[[], nn.Module], rule: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         swap_attention(nn.ModuleDict(dict(attn=host())), dict(rule, path='attn'))

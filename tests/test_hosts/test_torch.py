@@ -12,7 +12,9 @@ from torch import nn
 
 @pytest.mark.parametrize('gate', GATES)
 @pytest.mark.parametrize('host', [nn.MultiheadAttention, MultiheadAttention], ids=['torch', 'mmcv'])
-def test_keys_and_values_of_other_widths(host: type[nn.Module], gate: str) -> None:
+def test_attention_over_keys_and_values_of_other_widths_starts_as_the_vanilla_one(
+    host: type[nn.Module], gate: str
+) -> None:
     model = trained(nn.ModuleDict(dict(attn=host(32, 4, kdim=12, vdim=20))))
     gated, _ = gated_copy(model, dict(GATES[gate], path='attn'))
     inputs = (torch.randn(5, 2, 32), torch.randn(7, 2, 12), torch.randn(7, 2, 20))

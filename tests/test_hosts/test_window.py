@@ -51,7 +51,7 @@ def case(name: str, gate: str) -> Any:
 
 
 @pytest.mark.parametrize('name, gate', [case(*pair) for pair in CASES])
-def test_backbone(name: str, gate: str) -> None:
+def test_a_backbone_with_windows_starts_as_the_vanilla_one(name: str, gate: str) -> None:
     cfg, (height, width), path, count = BACKBONES[name]
     model = trained(MODELS.build(copy.deepcopy(cfg)))
     gated, names = gated_copy(model, dict(V2_GATES[gate], path=path))

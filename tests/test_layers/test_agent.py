@@ -48,7 +48,7 @@ def test_agent_layer_is_the_published_one(agent_num: int, hw_shape: tuple[int, i
     assert_same(actual, expected, rtol=1e-8, atol=1e-8)
 
 
-def test_wrong_maps_and_heads() -> None:
+def test_agent_attention_refuses_maps_and_heads_that_do_not_fit() -> None:
     layer, x = AgentAttention(8, 2, map_size=(3, 4), agent_num=4), torch.randn(1, 12, 8)
     for wrong in ((3, 5), (3, 3)):
         with pytest.raises(ValueError, match=f'12 tokens do not make a map of 3 x {wrong[1]}'):
@@ -70,7 +70,7 @@ def test_agent_windows_attend_each_by_itself() -> None:
 
 
 @pytest.mark.parametrize('size, window', [((7, 14), 7), ((4, 16), 4), ((8, 8), 4)], ids=str)
-def test_agent_windows_of_a_vit(size: tuple[int, int], window: int) -> None:
+def test_agent_windows_of_a_vit_take_the_whole_map(size: tuple[int, int], window: int) -> None:
     """Its map is that of pre-training, which need not be square, and not that of a window."""
     attention = AgentAttention(8, 2, map_size=size, agent_num=4, window=window).double()
     x = torch.randn(2, size[0] * size[1], 8, dtype=torch.float64)
@@ -88,7 +88,9 @@ def test_agent_windows_of_a_vit(size: tuple[int, int], window: int) -> None:
     ids=str,
 )
 @pytest.mark.parametrize('agent_num', [4, 9])
-def test_agent_switches(options: dict[str, Any], gone: str, added: set[str], agent_num: int) -> None:
+def test_agent_attention_without_a_part_has_and_trains_the_others(
+    options: dict[str, Any], gone: str, added: set[str], agent_num: int
+) -> None:
     full = AgentAttention(8, 2, map_size=(4, 4)).state_dict()
     layer = AgentAttention(8, 2, map_size=(4, 4), agent_num=agent_num, pretrain_agent_num=4, **options).double()
     layer.gate.init_weights()

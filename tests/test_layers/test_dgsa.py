@@ -18,7 +18,7 @@ from mmgate.layers import DifferentialGatedMultiheadAttention
     [{}, dict(residual='input'), dict(residual='none'), dict(gate_depth=3), dict(learnable=True)],
     ids=str,
 )
-def test_differential_gate(options: dict[str, Any]) -> None:
+def test_m_dgsa_is_its_equation(options: dict[str, Any]) -> None:
     """M-DGSA: ``g A+ - (1 - g) A-``, each stream of half a head's width; A.5's deeper gate and learnt lambda."""
     layer = opened(DifferentialGatedMultiheadAttention(C, H, batch_first=True, lambda_init=0.6, **options))
     call = Call(layer)

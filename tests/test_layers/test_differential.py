@@ -18,7 +18,7 @@ from mmgate.layers import DifferentialMultiheadAttention
     [(dict(depth=3), 0.8 - 0.6 * math.exp(-0.6)), (dict(lambda_init=0.5), 0.5), (dict(learnable=False), 0.2)],
     ids=str,
 )
-def test_differential_transformer(options: dict[str, Any], start: float) -> None:
+def test_differential_attention_is_its_equation(options: dict[str, Any], start: float) -> None:
     layer = opened(DifferentialMultiheadAttention(C, H, batch_first=True, **options))
     call, gate = Call(layer), layer.attn.gate
     first, second = (

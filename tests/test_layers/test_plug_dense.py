@@ -26,7 +26,7 @@ from mmgate.layers import PLuGMultiheadAttention
     ],
     ids=str,
 )
-def test_dense_plug(options: dict[str, Any], backend: str) -> None:
+def test_dense_plug_is_its_equations(options: dict[str, Any], backend: str) -> None:
     """Eq. 1 to 7; Eq. 17 behind the softmax."""
     layer = opened(PLuGMultiheadAttention(C, H, batch_first=True, backend=backend, **options))
     call = Call(layer)

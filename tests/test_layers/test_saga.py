@@ -9,7 +9,7 @@ from torch import nn
 from mmgate.layers import SAGAAttention
 
 
-def test_saga_as_printed() -> None:
+def test_saga_is_its_printed_equations() -> None:
     """Eq. 9 and 10, token by token and without a factor: ``[Q ((K * A)^T (V * B)) + DWC(V)] * G``."""
     layer = SAGAAttention(12, 3, map_size=(3, 5), scale_by_tokens=False).double()
     nn.init.normal_(layer.gate.position_encoding)

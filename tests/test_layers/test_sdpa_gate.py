@@ -14,7 +14,7 @@ from mmgate.layers import SDPAGatedMultiheadAttention
 @pytest.mark.parametrize('form', ['multiplicative', 'additive'])
 @pytest.mark.parametrize('act', ['sigmoid', 'silu', 'ns_sigmoid'])
 @pytest.mark.parametrize('position', ['G1', 'G2', 'G3', 'G4', 'G5'])
-def test_sdpa_gate(position: str, act: str, form: str) -> None:
+def test_sdpa_gate_is_its_equation_at_each_position(position: str, act: str, form: str) -> None:
     """With a scale that is not the default; each position reads its own input."""
     options = dict(position=position, act=act, form=form, scale=1.7)
     layer = opened(SDPAGatedMultiheadAttention(C, H, batch_first=True, **options))
@@ -40,7 +40,7 @@ def test_sdpa_gate(position: str, act: str, form: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize('shared', [False, 'average', 'projection'], ids=str)
 @pytest.mark.parametrize('granularity', ['elementwise', 'headwise'])
-def test_sdpa_granularity(granularity: str, shared: bool | str) -> None:
+def test_sdpa_gate_is_its_equation_at_each_granularity(granularity: str, shared: bool | str) -> None:
     layer = opened(SDPAGatedMultiheadAttention(C, H, batch_first=True, granularity=granularity, head_shared=shared))
     call = Call(layer)
     score = call.inputs[0] @ layer.attn.gate.gate_weight.T + layer.attn.gate.gate_bias  # (B, N, heads * channels)

@@ -62,7 +62,7 @@ def test_without_flags_nothing_changes(folder: Path, monkeypatch: pytest.MonkeyP
     assert cfg.load_from == 'x.pth' and cfg.test_evaluator == dict(type='IoUMetric')
 
 
-def test_amp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amp_switches_the_optimizer_wrapper(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, 'get_device', lambda: 'cuda')
     cfg = config_of(monkeypatch, 'train', '--amp')
     wrapper = cfg.optim_wrapper
@@ -96,7 +96,7 @@ def test_resume_takes_a_file_or_looks_for_one(folder: Path, monkeypatch: pytest.
         pytest.param('mmpretrain', 'enable', 'out_dir', 'AverageClsScoreTTA', 'Pack', marks=needs_mmpretrain),
     ],
 )
-def test_painting_and_augmentation(
+def test_flags_of_painting_and_augmentation_change_the_config(
     folder: Path, monkeypatch: pytest.MonkeyPatch, scope: str, draws: str, where: str | None, model: str, packs: str
 ) -> None:
     cfg = config_of(monkeypatch, 'test', 'x.pth', '--show-dir', 'painted', '--show', '--tta', scope=scope)

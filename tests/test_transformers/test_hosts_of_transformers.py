@@ -81,13 +81,13 @@ OPTIONS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize('name, options', OPTIONS, ids=str)
-def test_deformable_layers(name: str, options: dict[str, Any]) -> None:
+def test_a_deformable_layer_starts_as_the_vanilla_one(name: str, options: dict[str, Any]) -> None:
     check_layers(build(name, **options), PLUG, feed(name))
 
 
 @pytest.mark.parametrize('gate', DENSE_GATES)
 @pytest.mark.parametrize('name', DENSE)
-def test_dense_layers(name: str, gate: str) -> None:
+def test_a_dense_layer_starts_as_the_vanilla_one(name: str, gate: str) -> None:
     rule = dict(DENSE_GATES[gate], path='**')
     check_layers(build(name), rule, feed(name))
 
@@ -139,7 +139,7 @@ def test_rows_that_may_attend_to_nothing_get_zeros() -> None:
     ('rt_detr_v2', dict(decoder_method='discrete'), PLUG['type'], "decoder_method='discrete'"),
     ('dinov3', {}, 'DifferentialMultiheadAttention', 'rotates their halves together'),
 ])  # fmt: skip
-def test_what_gates_refuse(name: str, options: dict[str, Any], kind: str, words: str) -> None:
+def test_a_gate_refuses_what_it_does_not_fit(name: str, options: dict[str, Any], kind: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         mmgate.swap_attention(build(name, **options), dict(path='**', type=kind))
 
@@ -149,7 +149,7 @@ def test_what_gates_refuse(name: str, options: dict[str, Any], kind: str, words:
     ('swin', 'PLuGMultiheadAttention'),
     ('vit', 'DifferentialMultiheadAttention'),
 ])  # fmt: skip
-def test_copies_and_pickles(name: str, kind: str) -> None:
+def test_a_gated_model_is_copied_and_pickled(name: str, kind: str) -> None:
     model, fed = build(name), feed(name)
     mmgate.swap_attention(model, dict(path='**', type=kind))
     moved(model)

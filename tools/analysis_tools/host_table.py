@@ -93,8 +93,6 @@ def hosts_in(package: str, config: str) -> list[Host]:
     hosts: dict[tuple[str, str], Host] = {}
     for attention in list_attention(model):
         path = re.sub(r'\d+(?=\.|$)', '*', attention.path)
-        if attention.inside:
-            continue
         host = hosts.setdefault((path, attention.kind), Host(package, config, path, attention.kind))
         host.count += 1
         module = model.get_submodule(attention.path)

@@ -66,9 +66,7 @@ def _row(attention: Attention, texts: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _gates(attention: Attention) -> str:
-    if attention.gate:
-        return f'gated by {attention.gate}'
-    return f'use {attention.inside}' if attention.inside else ', '.join(attention.gates) or '-'
+    return f'gated by {attention.gate}' if attention.gate else ', '.join(attention.gates) or '-'
 
 
 def _pasted(attention: Attention, texts: Mapping[str, str]) -> str:
@@ -89,11 +87,12 @@ def measured_rows(
     by_path = {attention.path: attention for attention in listed}
     rows = [('path', 'class', *FIGURES.values(), 'to paste')]
     for path, figures in sorted(measured.items(), key=lambda item: -sensitivity(dict(item[1]))):
-        around = by_path.get(path)
-        if around is not None and around.inside:
-            around = by_path[around.inside]
+        # Torch's module in one of mmcv's is measured, and the latter is named.
+        names = path.split('.')
+        listed_as = ('.'.join(names[:count]) for count in range(len(names), 0, -1))
+        around = next((by_path[name] for name in listed_as if name in by_path), None)
         cells = ['-' if figures[name] != figures[name] else f'{figures[name]:.3f}' for name in FIGURES]
-        shown = around or Attention(path, '', {}, (), None)
+        shown = around or Attention(path, '', {}, ())
         rows.append((shown.path, shown.kind, *cells, _pasted(shown, texts)))
     return rows
 

@@ -165,7 +165,7 @@ def _sanitizer(tool: str, args: argparse.Namespace, csv_file: Path) -> list[str]
     if program is None or args.device != 'cuda':
         return 'compute-sanitizer was not found' if program is None else 'it is for CUDA'
     filters = [part for name in KERNELS for part in ('--kernel-name', f'kernel_substring={name}')]
-    paths = [f'tests/test_ops/test_{op}_triton.py' for op in OPS]
+    paths = [f'tests/test_ops/test_{op}/test_triton.py' for op in OPS]
     tests = [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', '-m', 'gpu', '-k', SMALL_TESTS]
     return [program, '--tool', tool, '--error-exitcode', '9', *filters, *tests, *paths]
 

@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument('--sample', type=int, default=60, help='how many changes, shared out among the packages')
     parser.add_argument('--seed', type=int, default=0)
     parser.add_argument(
-        '--timeout', type=float, default=240, help="seconds for one change's tests, then it is undecided"
+        '--timeout', type=float, default=600, help="seconds for one change's tests, then it is undecided"
     )
     parser.add_argument('--out', type=Path, default=ROOT / 'work_dirs/mutants', help='folder for what was tried')
     parser.add_argument('--list', action='store_true', help='print the sample and try nothing')
@@ -144,8 +144,8 @@ def tests_of(module: str) -> list[str]:
     """Return the test files for a path below ``mmgate``, the nearest first.
 
     ``tests`` mirrors ``mmgate``: ``a/b/c.py`` has ``test_a/test_b/test_c.py``, and ``a/b/__init__.py`` has
-    ``test_a/test_b/test_b.py``. Its neighbours in ``test_a/test_b`` follow, then the files in ``test_a``. A module beside
-    the packages has the file of its name alone.
+    ``test_a/test_b/test_b.py``. Its neighbours in ``test_a/test_b`` follow, then the files in ``test_a``. A module
+    beside the packages has the file of its name alone.
     """
     *folders, name = module.removesuffix('.py').split('/')
     folder = ROOT.joinpath('tests', *(f'test_{part}' for part in folders))

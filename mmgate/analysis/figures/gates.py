@@ -59,7 +59,7 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
             lefts[0].set_title('no map: these gates are of channels')
         first = (*lefts, middle)[0]
         first.set_title(f'{fill(title, style.LINE // 3)}\n{first.get_title()}')
-    notes = {title: ' '.join(dict.fromkeys(MEANINGS[gate.unchanged] for gate in gates)) for title, gates in models}
+    notes = {title: ' '.join(dict.fromkeys(_meaning(gate) for gate in gates)) for title, gates in models}
     if len(set(notes.values())) > 1:
         notes = {title: f'{title}: {note}' for title, note in notes.items()}
     lines = [*dict.fromkeys(notes.values())]
@@ -86,6 +86,11 @@ def histogram_image(by_kind: Mapping[str, Sequence[LayerGate]]) -> np.ndarray:
     figure.set_dpi(120)
     figure.canvas.draw()
     return np.ascontiguousarray(np.asarray(figure.canvas.buffer_rgba())[..., :3])
+
+
+def _meaning(gate: LayerGate) -> str:
+    """Return a sentence on the value at which a gate changes nothing."""
+    return MEANINGS.get(gate.unchanged, f'A gate of {gate.unchanged} leaves attention unchanged.')
 
 
 def _names(gates: Sequence[LayerGate]) -> list[str]:
@@ -139,7 +144,7 @@ def _draw_layers(axis: Any, gates: Sequence[LayerGate], names: Sequence[str]) ->
     axis.set(xlabel='gate, mean ± std', ylabel='layer', ylim=(len(gates) - 0.4, -0.6), title='by layer')
 
 
-def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, int | None], str]:
+def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, float | None], str]:
     """Return the histograms' label of each series of gates: those of one name, kind and unchanged value.
 
     It is the gates' name, with their kind where several series share the name.
@@ -152,12 +157,12 @@ def _labels(gates: Sequence[LayerGate]) -> dict[tuple[str, str, int | None], str
     }
 
 
-def _series(gate: LayerGate) -> tuple[str, str, int | None]:
+def _series(gate: LayerGate) -> tuple[str, str, float | None]:
     return gate.name, gate.kind, gate.unchanged
 
 
 def _draw_histogram(
-    axis: Any, gates: Sequence[LayerGate], used: tuple[float, float], labels: dict[tuple[str, str, int | None], str]
+    axis: Any, gates: Sequence[LayerGate], used: tuple[float, float], labels: dict[tuple[str, str, float | None], str]
 ) -> None:
     bins = np.searchsorted(EDGES, used)
     step = next(n for n in (1, 2, 4, 5, 10) if n * BARS >= bins[1] - bins[0])  # a bar begins at 0

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from mmgate.errors import ConfigError
 from mmgate.hosts import gates_for
 from mmgate.hosts.table import gate_of_type
-from mmgate.layers.base.gated import GatedModule, host_class
+from mmgate.layers.base.gated import host_class
 from mmgate.registry import MODELS as MMGATE_MODELS
 from mmgate.rules import write_rule
 from mmgate.swap import attention_modules, kind_named, names_of_gates, path_regex
@@ -54,8 +54,6 @@ class Attention:
         kind: Name of its class; of a gated module, that of its vanilla class.
         sizes: The attributes in :data:`SIZES` that it has.
         gates: Names that rules may give as ``type`` for it.
-        inside: Path of the module around it, if every gate that fits this one fits that one and is better put there,
-            as in mmcv's MultiheadAttention around torch's.
         gate: Name of the class of its gate, or None.
     """
 
@@ -63,21 +61,17 @@ class Attention:
     kind: str
     sizes: dict[str, Any]
     gates: tuple[str, ...]
-    inside: str | None
     gate: str | None = None
 
 
 def list_attention(model: nn.Module) -> list[Attention]:
-    """Return every attention module of ``model``, in the order of its modules."""
-    listed: dict[str, Attention] = {}
+    """Return every attention of ``model``, in the order of its modules, by the paths that rules take."""
+    listed = []
     for path, module in attention_modules(model):
         sizes = {size: getattr(module, size) for size in SIZES if hasattr(module, size)}
         gates = tuple(gate.__name__ for gate in gates_for(module))
-        around = listed.get(path.rpartition('.')[0])
-        inside = around.path if around and gates and set(gates) <= set(around.gates) else None
-        gate = names_of_gates(module) if isinstance(module, GatedModule) else None
-        listed[path] = Attention(path, host_class(module).__name__, sizes, gates, inside, gate)
-    return list(listed.values())
+        listed.append(Attention(path, host_class(module).__name__, sizes, gates, names_of_gates(module) or None))
+    return listed
 
 
 def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, str]:
@@ -96,7 +90,7 @@ def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, s
         """Return whether a module, one around it or one inside it is gated already."""
         return any(f'{path}.'.startswith(f'{other}.') or other.startswith(f'{path}.') for other in gated)
 
-    free = {row.path: row for row in listed if row.gates and not row.inside and not is_taken(row.path)}
+    free = {row.path: row for row in listed if row.gates and not is_taken(row.path)}
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     texts = {}
     for path, row in free.items():

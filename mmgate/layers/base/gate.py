@@ -9,7 +9,7 @@ then draws every :class:`Gate` from a random stream of the gate's name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +39,9 @@ OF_GATES = frozenset(
         *('position_encoding', 'focus_scale', 'power', 'gate_k', 'gate_v', 'gate_out', 'local'),
     )
 )
+
+
+INITIALISERS = 'mmengine.model.weight_init'  # the module whose functions an init_cfg applies to every module
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,16 @@ class Gate(nn.Module):
         if not self.loaded:
             self.reset_gate()
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> Gate:
+        """Apply a function to the gate and its children, as torch does, unless it is an initialiser of an init_cfg.
+
+        An ``init_cfg`` draws every layer below its module. mmengine then asks the modules in it for their own start,
+        but it reaches none inside a plain ``nn.Module``. A gate there keeps the start of its construction.
+        """
+        if getattr(fn, '__module__', '') != INITIALISERS:
+            super().apply(fn)
+        return self
+
     def read_gate(self, name: str, *inputs: Tensor) -> Tensor:
         """Return the gate called ``name`` in :attr:`gate_readings`.
 
@@ -143,6 +156,10 @@ class Gate(nn.Module):
                 attention over a map its tokens, of a deformable one the query with its position.
         """
         raise TypeError(f'{type(self).__name__} does not say how its gate is read.')
+
+    def unchanged_value(self, name: str) -> float | None:
+        """Return the value of the gate called ``name`` at which attention is as without it; None if there is none."""
+        return None
 
     def prepare_count(self) -> None:
         """Leave out, for good, what a count of multiply-accumulates leaves out; a copy of a model is counted."""

@@ -123,6 +123,7 @@ class Record:
         name: The module's name in the model that was swapped.
         rule: The rule that gated it.
         number: The rule's number among all rules of that model.
+        child: The path to the module from the one that the rule chose; empty if the rule chose the module itself.
         gate: The child while it is out of the module, else None.
         left_out: What a gated forward does not use, with its place, while it is out of the module.
         notes: What the adapter keeps, by name.
@@ -134,10 +135,19 @@ class Record:
     name: str
     rule: Mapping[str, Any]
     number: int = 0
+    child: str = ''
     gate: nn.Module | None = None
     left_out: list[Part] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
     handles: list[Any] = field(default_factory=list)
+
+    def chosen_name(self, name: str) -> str:
+        """Return the name of the module that the rule chose.
+
+        Args:
+            name: The gated module's name in the same model.
+        """
+        return f'.{name}'.removesuffix(f'.{self.child}')[1:] if self.child else name
 
 
 @dataclass

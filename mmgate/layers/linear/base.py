@@ -84,6 +84,10 @@ class LinearGate(MapGate):
         """Return a gate of every token and channel, ``(B, N, C)``."""
         return getattr(self, name)(inputs[0])
 
+    def unchanged_value(self, name: str) -> float | None:
+        """Return 1: the gates of keys, values and the output are factors."""
+        return 1
+
     def attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, hw_shape: tuple[int, int]) -> Tensor:
         """Return the mixed tokens ``(B, N, C)`` without the convolution; arguments as :meth:`mix`."""
         raise TypeError(f'{type(self).__name__} mixes no tokens; use a subclass.')

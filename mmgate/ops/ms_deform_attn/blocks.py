@@ -18,12 +18,13 @@ class Cut(NamedTuple):
     """Division of a kernel's work among programs and lanes.
 
     Attributes:
-        backward: Whether it is the backward kernel, whose lanes have pairs of queries.
+        backward: Whether it is the backward kernel.
         tiled: Whether queries go down the columns of bands of their map; they have to be the tokens.
         pieces: Pieces of a row of channels: 2, or 4 in the backward kernel.
         lane: A lane's channels of a piece.
         times: Queries, or pairs, of a lane.
         warps: Warps of a program.
+        paired: Whether a lane of the backward kernel has two queries at a time.
     """
 
     backward: bool
@@ -32,12 +33,16 @@ class Cut(NamedTuple):
     lane: int
     times: int = 1
     warps: int = 4
+    paired: bool = True
 
     def constants(self, dim: int) -> dict[str, int]:
         """Return the constants of a launch on heads of ``dim`` channels."""
         piece = padded(dim) // self.pieces
         rows = max(1, 32 * self.lane // piece) * self.times * self.warps
-        return dict(PIECE=piece, PIECES=self.pieces, BLOCK_Q=rows * (1 + self.backward), num_warps=self.warps)
+        constants = dict(PIECE=piece, PIECES=self.pieces, BLOCK_Q=rows, num_warps=self.warps)
+        if self.backward:
+            constants |= dict(BLOCK_Q=rows * (1 + self.paired), PAIRED=self.paired)
+        return constants
 
 
 def cut_for(value: Tensor, logits: Tensor, backward: bool) -> Cut:

@@ -143,7 +143,7 @@ def flat(output: Any) -> Tensor:
 
 @pytest.mark.parametrize('gate', [None, *GATES])
 @pytest.mark.parametrize('host', EVERY_HOST)
-def test_every_host(host: str, gate: str | None) -> None:
+def test_every_host_is_read_and_unchanged(host: str, gate: str | None) -> None:
     """What can be read is read, in the form that it has; output and random numbers stay the same bits."""
     if (host, gate) in [('conditional_cross', 'dgsa'), ('swin_v2', 'dgsa')]:
         pytest.skip('dgsa does not fit there')
@@ -249,7 +249,7 @@ AGENTS += [dict(bias=False), dict(agents='static'), dict(broadcast_scale=0.5)]
 
 
 @pytest.mark.parametrize('options', AGENTS, ids=str)
-def test_agents_in_every_form(options: dict[str, Any]) -> None:
+def test_agents_are_read_in_every_form(options: dict[str, Any]) -> None:
     """The two softmaxes' product gives the layer's output; the agents' maps sum to 1."""
     shifted = options.get('shifted', False)
     given = {name: value for name, value in options.items() if name != 'shifted'}

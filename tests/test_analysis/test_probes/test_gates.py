@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from helpers.gated_layers import HEADS, PLUG, SDPA, TOKENS, gated
 from torch import nn
 
-from mmgate.analysis.figures.gates import _apart
+from mmgate.analysis.figures.gates import _apart, draw_gates
 from mmgate.analysis.probes.gates import gate_statistics, mean_maps
+from mmgate.layers import SDPAGate
 
 # options of the gate, what its map is of, the map's shape for two layers, and the gate that changes nothing
 GATES: dict[str, tuple[dict[str, Any], str, tuple[int, int], int | None]] = {
@@ -26,7 +28,7 @@ GATES: dict[str, tuple[dict[str, Any], str, tuple[int, int], int | None]] = {
 
 
 @pytest.mark.parametrize('name', GATES)
-def test_maps(name: str) -> None:
+def test_a_gate_has_its_mean_map(name: str) -> None:
     options, kind, shape, unchanged = GATES[name]
     gates = gate_statistics(*gated(options))
     assert [gate.path for gate in gates] == ['0', '1'] and {gate.kind for gate in gates} == {kind}
@@ -62,3 +64,20 @@ def test_a_map_of_pairs_keeps_each_pair_and_the_class_token_apart() -> None:
 def test_a_gate_shared_by_the_heads_has_no_map() -> None:
     gates = gate_statistics(*gated(dict(type='SDPAGatedMultiheadAttention', head_shared='average')))
     assert len(gates) == 2 and mean_maps(gates) == []
+
+
+class HalfGate(SDPAGate):
+    """A user's gate, which changes nothing at another value than those here."""
+
+    def unchanged_value(self, name: str) -> float | None:
+        return 0.5
+
+
+def test_a_gate_declares_the_value_that_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gates = gate_statistics(*gated(dict(type=HalfGate)))
+    assert [gate.unchanged for gate in gates] == [0.5, 0.5]
+    assert all(gate.row()['moved'] == gate.statistics.distance > 0 for gate in gates)
+    notes: list[str] = []
+    monkeypatch.setattr('mmgate.analysis.figures.style.legend', lambda figure, note: notes.append(note))
+    draw_gates([('half', gates)], tmp_path / 'x.png')
+    assert notes[0].startswith('A gate of 0.5 leaves attention unchanged.')

@@ -35,7 +35,7 @@ def flat(output: Any) -> Tensor:
 
 
 @pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
-def test_changes_nothing(training: bool) -> None:
+def test_recording_changes_nothing(training: bool) -> None:
     """Output, gradients and what random numbers are left are the same bits; every reading arrives; no hook stays."""
     found = []
     for records in (False, True):

@@ -176,7 +176,7 @@ def detr(config: str) -> Any:
     ['detr/detr_r18_8xb2-500e_coco.py', 'conditional_detr/conditional-detr_r50_8xb2-50e_coco.py'],
     ids=['detr', 'conditional'],
 )
-def test_queries_of_detrs(config: str, gated: bool) -> None:
+def test_the_relevance_of_a_detrs_queries_is_that_of_their_rows(config: str, gated: bool) -> None:
     """Boxes and scores are the head's; a cross-attention to one place, rolled back through the encoder, is its row."""
     model = detr(config)
     if gated:

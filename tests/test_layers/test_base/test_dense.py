@@ -11,7 +11,7 @@ from helpers.gated import gated_attention
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from torch import Tensor, nn
 
-from mmgate import swap_attention
+from mmgate import gates_disabled, restore_attention, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.layers import (
     DGSAGate,
@@ -195,6 +195,22 @@ def test_torch_encoder_hands_a_gate_no_nested_tensors() -> None:
     with torch.no_grad():
         actual = encoder.eval()(x, src_key_padding_mask=padding)
     torch.testing.assert_close(actual[~padding], expected[~padding])
+
+
+@pytest.mark.parametrize('enabled', [True, False])
+def test_torch_encoder_packs_padded_sequences_again_without_gates(enabled: bool) -> None:
+    """While gates are disabled and after the last of them is removed, if it did before."""
+    layer = nn.TransformerEncoderLayer(C, H, 8, batch_first=True, dropout=0.0)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=enabled)
+    names = {name for name in vars(encoder)}
+    for number in range(2):
+        swap_attention(encoder, dict(path=f'layers.{number}.self_attn', type='PLuGMultiheadAttention'))
+        assert not encoder.use_nested_tensor
+    with gates_disabled(encoder):
+        assert encoder.use_nested_tensor == enabled
+    assert not encoder.use_nested_tensor
+    restore_attention(encoder)
+    assert encoder.use_nested_tensor == enabled and vars(encoder).keys() == names
 
 
 @pytest.mark.parametrize('sizes', [{}, dict(kdim=C // 2, vdim=C // 2)], ids=['one projection', 'three'])

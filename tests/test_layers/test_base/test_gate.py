@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import io
+from typing import Any
 
 import pytest
 import torch
 from helpers.starts import HOSTS, C, H, Host, assert_uniform, deformable, dense, gated, initialised, of_two_dimensions
+from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from mmgate import gates_disabled, restore_attention, swap_attention
+from mmgate import gate_parameters, gates_disabled, restore_attention, swap_attention
 from mmgate.errors import ConfigError
 from mmgate.layers import PLuGMultiheadAttention
+from mmgate.registry import MODELS
 
 
 @pytest.mark.parametrize('host', HOSTS)
@@ -115,3 +118,43 @@ def test_mmcv_wrapper_initialises_by_itself_after_xavier() -> None:
 
 
 TINY = dict(num_layers=(1, 1, 1, 1), drop_path_rate=0.0)
+
+
+class Plain(nn.Module):
+    """A module that mmengine does not ask for its start, nor what is in it."""
+
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__()
+        self.attn = MODELS.build(dict(type=f'mmgate.{name}', embed_dims=C, num_heads=H, **options))
+
+
+class Drawn(BaseModule):
+    """A model whose init_cfg draws every layer."""
+
+    def __init__(self, part: nn.Module) -> None:
+        layers = ['Linear', 'Conv2d', 'LayerNorm', 'RMSNorm']
+        super().__init__(init_cfg=dict(type='Constant', layer=layers, val=3.0, bias=3.0))
+        self.part = part
+        self.head = nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    ('name', 'options'),
+    [
+        ('PLuGMultiheadAttention', {}),
+        ('PLuGMultiScaleDeformableAttention', dict(gml='none')),
+        ('DifferentialGatedMultiheadAttention', {}),
+        ('AgentAttention', dict(map_size=(4, 4), agent_num=4)),
+        ('SAGAAttention', dict(map_size=(4, 4))),
+    ],
+)
+def test_an_init_cfg_around_a_plain_module_draws_no_gate(name: str, options: dict[str, Any]) -> None:
+    """PLuG's gate projections without a gml, for instance, start at 0, which is the identity."""
+    model = Drawn(Plain(name, **options))
+    before = {key: parameter.clone() for key, parameter in gate_parameters(model).items()}
+    model.init_weights()
+    assert torch.equal(model.head.weight, torch.full((2, 2), 3.0))
+    assert before and all(torch.equal(before[key], parameter) for key, parameter in gate_parameters(model).items())
+    model.apply(lambda module: nn.init.zeros_(module.weight) if isinstance(module, nn.Linear) else None)
+    drawn = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert len(drawn) > 1 and not any(module.weight.any() for module in drawn)  # other functions reach gates

@@ -227,7 +227,7 @@ def saved_and_loaded(model: nn.Module) -> nn.Module:
 @every_host
 @pytest.mark.parametrize('how', COPIES)
 @pytest.mark.parametrize('on', [True, False], ids=['on', 'off'])
-def test_copies(name: str, how: str, on: bool) -> None:
+def test_copies_of_a_gated_module_are_independent(name: str, how: str, on: bool) -> None:
     """Gated as their original, of tensors of their own, and vanilla when their gates are off."""
     host = HOSTS[name]
     vanilla, model = host.out(host.model()), host.gate(host.model())

@@ -14,7 +14,7 @@ from mmgate.ops.agent_attention import agent_attention_reference
 from mmgate.ops.gated_linear_attention import gated_linear_attention_reference
 
 
-def test_a_scale_that_is_not_the_default() -> None:
+def test_attention_over_a_map_heeds_a_scale_that_is_not_the_default() -> None:
     """Agent attention's in both products, SAGA's on the queries, CSwin's on its logits."""
     x, factor = torch.randn(2, 15, 12, dtype=torch.float64), 0.9
     sizes = dict(map_size=(3, 5), qk_scale=factor)

@@ -134,7 +134,7 @@ def quadratic(layer: Any, x: Tensor, hw_shape: tuple[int, int], power: float) ->
 
 @every_layer
 @pytest.mark.parametrize('hw_shape', [(4, 4), (3, 5)], ids=str)
-def test_is_the_quadratic_form(name: str, hw_shape: tuple[int, int]) -> None:
+def test_linear_attention_is_its_quadratic_form(name: str, hw_shape: tuple[int, int]) -> None:
     layer = build(name)
     x = torch.randn(2, hw_shape[0] * hw_shape[1], C, dtype=torch.float64)
     expected = quadratic(layer, x, hw_shape, power=LAYERS[name][1].get('power', 3))
@@ -142,7 +142,7 @@ def test_is_the_quadratic_form(name: str, hw_shape: tuple[int, int]) -> None:
 
 
 @every_layer
-def test_gradcheck(name: str) -> None:
+def test_linear_attention_passes_gradcheck(name: str) -> None:
     layer = build(name)
     x = torch.randn(1, 6, C, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: layer(x, (2, 3)), (x,))
@@ -151,7 +151,7 @@ def test_gradcheck(name: str) -> None:
 
 
 @every_layer
-def test_cost_is_linear_in_the_tokens(name: str) -> None:
+def test_linear_attention_costs_in_proportion_to_the_tokens(name: str) -> None:
     """Four times the tokens, four times the MACs; what is made of the mean token does not count."""
     layer = build(name)
 
@@ -192,7 +192,7 @@ def test_registered_autocast_and_starts(name: str) -> None:
         ('saga', dict(scale_by_tokens=False, qk_scale=0.9), 'scales nothing, but qk_scale=0.9'),
     ],
 )
-def test_refuses(name: str, options: dict[str, Any], message: str) -> None:
+def test_linear_attention_refuses_what_does_not_fit(name: str, options: dict[str, Any], message: str) -> None:
     kind, usual = LAYERS[name]
     with pytest.raises(ValueError, match=message):
         kind(**{**dict(embed_dims=C, num_heads=HEADS), **usual, **options})

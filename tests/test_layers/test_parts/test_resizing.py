@@ -22,7 +22,9 @@ from mmgate.ops.agent_attention import interpolation_matrix
     ],
     ids=str,
 )
-def test_maps_that_are_not_square(before: tuple[int, int], after: tuple[int, int], resized: bool) -> None:
+def test_a_map_that_is_not_square_is_resized_where_its_shape_is_known(
+    before: tuple[int, int], after: tuple[int, int], resized: bool
+) -> None:
     """What may have two shapes, or is of neither, is not guessed at: loading it names its shape."""
     x = torch.randn(1, before[0] * before[1], 8)
     expected = F.interpolate(x.transpose(1, 2).unflatten(-1, before), size=after, mode='bilinear')
@@ -33,7 +35,7 @@ def test_maps_that_are_not_square(before: tuple[int, int], after: tuple[int, int
         assert actual is x
 
 
-def test_axes_keep_their_precision() -> None:
+def test_an_axis_that_is_resized_keeps_its_precision() -> None:
     half = torch.randn(2, 5, 3).half()
     assert resize_axis(half, 1, 9).dtype == torch.float16 and resize_axis(half, 1, 9).shape == (2, 9, 3)
     x = torch.randn(2, 5, 3, dtype=torch.float64)

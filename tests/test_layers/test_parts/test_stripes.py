@@ -9,7 +9,7 @@ from mmgate.layers.parts.stripes import merge_stripes, split_stripes
 
 
 @pytest.mark.parametrize('stripe', [(2, 2), (4, 1), (3, 5), (4, 6)], ids=str)
-def test_stripes_come_back(stripe: tuple[int, int]) -> None:
+def test_stripes_of_a_map_merge_to_the_map(stripe: tuple[int, int]) -> None:
     x = torch.randn(2, 24, 3)
     stripes = split_stripes(x, (4, 6), stripe)
     assert stripes.shape[1] == stripe[0] * stripe[1]

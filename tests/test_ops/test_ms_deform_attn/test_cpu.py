@@ -11,7 +11,7 @@ from mmgate.ops.ms_deform_attn import cpu
 
 
 @pytest.mark.parametrize('chunk', [16, 1 << 20], ids=['many_chunks', 'one_chunk'])
-def test_cpu_chunks(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+def test_sampling_in_chunks_is_the_whole(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
     monkeypatch.setattr(cpu, 'CHUNK', chunk)
     inputs = make_inputs('two_levels', gate=(2, 2, 1))
     expected = values_and_gradients(lambda *x: ms_deform_attn(*x, backend='torch'), inputs, (0, 3, 4, 5))

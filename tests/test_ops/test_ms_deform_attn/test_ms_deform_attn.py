@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from conftest import assert_same, needs_native, one_graph, values_and_gradients
@@ -10,7 +13,9 @@ from mmcv.ops.multi_scale_deform_attn import multi_scale_deformable_attn_pytorch
 from torch import Tensor
 
 from mmgate.ops import ms_deform_attn
-from mmgate.ops.ms_deform_attn import cpu
+from mmgate.ops.backend import OPERATORS, candidates
+from mmgate.ops.ms_deform_attn import cpu, deformops, mmcv, native
+from mmgate.ops.ms_deform_attn import torch_ms_deform_attn as msda
 
 GATES = {'head_level': (2, 2, 1), 'full': (2, 2, 3), 'head': (2, 1, 1), 'point': (1, 2, 3), 'level': (1, 2, 1)}
 NATIVE = pytest.param('native', marks=needs_native)
@@ -19,19 +24,19 @@ BACKENDS = ['torch', 'cpu', 'grid_sample', NATIVE]
 
 @pytest.mark.parametrize('case', CASES)
 @pytest.mark.parametrize('backend', BACKENDS)
-def test_agrees_with_mmcv(case: str, backend: str) -> None:
+def test_every_backend_agrees_with_mmcv(case: str, backend: str) -> None:
     inputs = make_inputs(case)
     if case == 'empty_batch':
         actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4))
         assert [x.shape for x in actual.values()] == [(0, 3, 8), *(inputs[i].shape for i in (0, 3, 4))]
         return
 
-    def mmcv(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor) -> Tensor:
+    def theirs(value: Tensor, shapes: Tensor, start: Tensor, locations: Tensor, logits: Tensor) -> Tensor:
         return multi_scale_deformable_attn_pytorch(
             value, shapes, locations, logits.flatten(-2).softmax(-1).view_as(logits)
         )
 
-    expected = values_and_gradients(mmcv, inputs, (0, 3, 4))
+    expected = values_and_gradients(theirs, inputs, (0, 3, 4))
     actual = values_and_gradients(lambda *x: ms_deform_attn(*x, backend=backend), inputs, (0, 3, 4))
     assert_same(actual, expected, rtol=1e-9, atol=1e-10)
 
@@ -40,7 +45,9 @@ def test_agrees_with_mmcv(case: str, backend: str) -> None:
 @pytest.mark.parametrize('position', ['pre_softmax', 'post_softmax'])
 @pytest.mark.parametrize('gate', GATES.values(), ids=GATES)
 @pytest.mark.parametrize('backend', BACKENDS)
-def test_gradcheck_gates(backend: str, gate: tuple[int, ...], position: str, residual: bool) -> None:
+def test_gates_of_every_shape_pass_gradcheck(
+    backend: str, gate: tuple[int, ...], position: str, residual: bool
+) -> None:
     inputs = [x.requires_grad_() if x.is_floating_point() else x for x in make_inputs('two_levels', gate=gate)]
 
     def attend(*x: Tensor) -> Tensor:
@@ -51,7 +58,7 @@ def test_gradcheck_gates(backend: str, gate: tuple[int, ...], position: str, res
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize('backend', BACKENDS)
-def test_low_precision(backend: str, dtype: torch.dtype, tolerance: float) -> None:
+def test_low_precision_is_as_exact_as_its_numbers(backend: str, dtype: torch.dtype, tolerance: float) -> None:
     inputs = make_inputs('two_levels', gate=(2, 2, 1))
     rounded = [x.to(dtype) if i in (0, 4, 5) else x.float() if i == 3 else x for i, x in enumerate(inputs)]
     exact = [x.double() if x.is_floating_point() else x for x in rounded]
@@ -104,11 +111,11 @@ def test_no_points_and_no_channels(backend: str) -> None:
 
 # name: (inputs in the place of the usual ones, options, message)
 BAD: dict[str, tuple[dict[int, Tensor], dict[str, str], str]] = {
-    'unknown_backend': ({}, dict(backend='cuda'), 'choose one of auto, mmcv, native, cpu, grid_sample'),
+    'unknown_backend': ({}, dict(backend='cuda'), 'one of auto, mmcv, native, torch_ms_deform_attn, deformops'),
     'impossible_backend': (
         {},
         dict(backend='mmcv'),
-        'value is on cpu. Usable here: (native, )?cpu, grid_sample, torch',
+        'value is on cpu. Usable here: (native, )?(torch_ms_deform_attn, )?cpu, grid_sample, torch',
     ),
     'position': ({}, dict(position='pre'), 'choose one of pre_softmax, post_softmax'),
     'areas': ({1: torch.tensor([(4, 6), (2, 2)])}, {}, 'value has 30 tokens, but .* hold 28'),
@@ -127,7 +134,25 @@ BAD: dict[str, tuple[dict[int, Tensor], dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize('changed, options, message', BAD.values(), ids=BAD)
-def test_bad_input(changed: dict[int, Tensor], options: dict[str, str], message: str) -> None:
+def test_bad_input_is_named(changed: dict[int, Tensor], options: dict[str, str], message: str) -> None:
     inputs = make_inputs('two_levels', gate=(2, 2, 1))
     with pytest.raises(ValueError, match=message):
         ms_deform_attn(*(changed.get(i, x) for i, x in enumerate(inputs)), **options)
+
+
+@pytest.mark.parametrize(
+    'device, order',
+    [
+        ('cuda', ['mmcv', 'torch_ms_deform_attn', 'deformops', 'grid_sample', 'torch']),
+        ('mps', ['torch_ms_deform_attn', 'grid_sample', 'torch']),
+        ('cpu', ['native', 'torch_ms_deform_attn', 'cpu', 'grid_sample', 'torch']),
+    ],
+)
+def test_order_where_all_packages_are_installed(device: str, order: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (mmcv, msda, deformops):
+        monkeypatch.setattr(module, 'missing', lambda: None)
+    monkeypatch.setattr(native, '_missing', lambda: None)
+    monkeypatch.setattr(deformops, '_too_old', lambda index: False)
+    value: Any = SimpleNamespace(device=torch.device(device), dtype=torch.float32, is_cuda=device == 'cuda', shape=[32])
+    chosen, _ = candidates('ms_deform_attn', OPERATORS['ms_deform_attn'], value)
+    assert [backend.name for backend in chosen] == order

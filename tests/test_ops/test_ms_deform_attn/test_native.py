@@ -42,12 +42,14 @@ def test_equals_the_reference(name: str, queries: int) -> None:
 @pytest.mark.parametrize('widest', [0, 1, 2], ids=['baseline', 'v3', 'v4'])
 @pytest.mark.parametrize('dim', [1, 8, 12, 16, 24, 32, 40, 48, 56, 64, 72])
 @pytest.mark.parametrize('queries', [5, 70], ids=['few', 'many'])
-def test_channels_and_instructions(widest: int, dim: int, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_channels_by_any_instructions_equal_the_reference(
+    widest: int, dim: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(native, 'WIDEST', widest)  # a processor that has less takes less
     agree('native', make(dim=dim, queries=queries, points=7), 2e-5)
 
 
-def test_random_problems() -> None:
+def test_random_problems_equal_a_float64_program() -> None:
     for seed in range(60):
         _, given = drawn(seed)
         expected = exactly(given)
@@ -59,7 +61,7 @@ def test_random_problems() -> None:
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('reference', [0, 2], ids=['locations', 'offsets'])
 @pytest.mark.parametrize('dim', [16, 20])
-def test_half_precision(dtype: torch.dtype, reference: int, queries: int, dim: int) -> None:
+def test_half_precision_is_as_exact_as_its_numbers(dtype: torch.dtype, reference: int, queries: int, dim: int) -> None:
     """What comes in and goes out is rounded to 16 bits, nothing between."""
     inputs = make(reference=reference, dtype=dtype, queries=queries, dim=dim)
     actual, expected = results('native', inputs, dtype), results('torch', inputs, torch.float32)
@@ -171,7 +173,7 @@ def test_reference_points_without_a_gradient(reference: int) -> None:
 
 @one_graph
 @pytest.mark.parametrize('of', [dict(reference=2), dict(gate=None), dict(gate=(1, 1, 1), dtype=torch.bfloat16)])
-def test_registered_op(of: dict[str, Any]) -> None:
+def test_the_registered_operator_passes_opcheck(of: dict[str, Any]) -> None:
     value, shapes, starts, points, logits, gate, reference = make(**of)
     leaves = [t.requires_grad_() for t in (value, points, reference, logits, gate) if t is not None]
     inputs = (value, shapes, starts, points, logits, gate, True, 'pre_softmax', reference)
@@ -179,7 +181,7 @@ def test_registered_op(of: dict[str, Any]) -> None:
     assert all(leaf.requires_grad for leaf in leaves)
 
 
-def test_recomputation_and_autocast() -> None:
+def test_recomputation_and_autocast_change_nothing() -> None:
     inputs = make(queries=70)
     value = inputs[0].requires_grad_()
     plain = torch.autograd.grad(run('native')(*inputs).square().sum(), value)
@@ -219,7 +221,7 @@ def test_auto_takes_it_first_and_says_why_it_cannot(monkeypatch: pytest.MonkeyPa
     assert torch.equal(run('auto')(*inputs), run('native')(*inputs))
 
 
-def test_refusals() -> None:
+def test_what_the_kernel_does_not_take_is_refused() -> None:
     with pytest.raises(ValueError, match=r'takes float32, float64, bfloat16 and float16, got torch.float8'):
         run('native')(*make()[:4], make()[4].to(torch.float8_e4m3fn), None, None)
     huge = torch.zeros(1).expand(1, 2**30, 1, 1)

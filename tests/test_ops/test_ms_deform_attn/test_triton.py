@@ -215,6 +215,36 @@ def test_tokens_go_down_the_columns_of_bands(levels: list[tuple[int, int]], devi
     assert torch.equal(order.cpu().long(), traffic.banded(levels))
 
 
+@pytest.mark.parametrize('scalars', [True, False], ids=['scalars', 'vectors'])
+@pytest.mark.parametrize(
+    'name', ['default', 'post_softmax', 'ungated', 'offsets_from_points', 'offsets_from_boxes', 'tokens_as_queries']
+)
+@pytest.mark.usefixtures('poisoned_memory', 'within_bounds')
+def test_without_pairs_of_queries(name: str, scalars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    usual = fused.cut_for
+    monkeypatch.setattr(blocks, 'scalar_reductions', lambda value: scalars)
+
+    def apart(value: Tensor, logits: Tensor, backward: bool) -> blocks.Cut:
+        seen.append(backward)
+        return usual(value, logits, backward)._replace(paired=False)
+
+    monkeypatch.setattr(fused, 'cut_for', apart)
+    case = dict(CASES[name])
+    options = {key: case.pop(key) for key in ('residual', 'position') if key in case}
+    compare(make(**case), 2e-5, **options)
+    assert set(seen) == {False, True}
+
+
+def test_a_program_without_pairs_has_half_of_the_queries() -> None:
+    cut = blocks.cut_for(torch.empty(1, 1, 1, 32), torch.empty(1, 2), backward=True)
+    paired = cut.constants(32)
+    apart = cut._replace(paired=False).constants(32)
+    assert paired['PAIRED']
+    assert not apart['PAIRED']
+    assert paired['BLOCK_Q'] == 2 * apart['BLOCK_Q']
+
+
 def test_other_cuts_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
     launch, usual = fused.launch, fused.cut_for

@@ -11,7 +11,7 @@ from mmengine.config import Config
 from mmgate.analysis.report.flops import count_config
 
 
-def test_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tool_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     config = 'mmgate::plug/mask2former/plug-mask2former_r18_1xb8-1k_shapes-128x128.py'
     tool('get_flops').main([config, '--shape', '64', '96', '--json'])
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])

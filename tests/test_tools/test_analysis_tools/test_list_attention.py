@@ -13,9 +13,11 @@ import pytest
 import torch
 from conftest import tool
 from mmcv.cnn.bricks.transformer import MultiheadAttention
+from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention as Fused
 from mmengine.config import Config
 from mmengine.hub import get_config
+from mmengine.registry import MODELS
 from torch import nn
 
 import mmgate
@@ -49,7 +51,7 @@ def attention(config: str) -> dict[str, Attention]:
 def test_transformers(config: str, path: str, gates: set[str]) -> None:
     """The backbones' constructors read drop path rates off a tensor, which one without values refuses."""
     row = attention(config)[path]
-    assert gates <= set(row.gates) and row.inside is None
+    assert gates <= set(row.gates)
     assert bool(MAP & gates) == bool(MAP & set(row.gates)) and bool(DENSE & gates) == bool(DENSE & set(row.gates))
 
 
@@ -81,7 +83,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows['encoder.layers.0.self_attn'].endswith(f'  {pasted}')
     assert 'num_levels=4' in rows['encoder.layers.0.self_attn']
     assert 'PLuGMultiheadAttention, SDPAGatedMultiheadAttention' in rows['decoder.layers.0.self_attn']
-    assert rows['decoder.layers.0.self_attn.attn'].endswith('  use decoder.layers.0.self_attn')
+    assert 'decoder.layers.0.self_attn.attn' not in rows
 
 
 @pytest.mark.parametrize(
@@ -124,20 +126,34 @@ def test_a_gated_module_is_named_by_its_host_and_its_gate(capsys: pytest.Capture
     assert not any(path.endswith('.gate') for path in rows)
 
 
-def test_a_gate_in_the_child_of_a_host() -> None:
-    model = nn.ModuleDict(dict(a=MultiheadAttention(8, 2), b=MultiheadAttention(8, 2), c=Fused(8, 8, 8, 2)))
-    mmgate.swap_attention(model, dict(path=['a', 'c'], type='PLuGMultiheadAttention'))
+class DerivedAttention(MultiheadAttention):
+    """No rule fits it, but the module in it."""
+
+
+def test_an_attention_has_one_row_by_the_path_that_a_rule_takes() -> None:
+    model = nn.ModuleDict({name: MultiheadAttention(8, 2) for name in 'abc'})
+    model['d'] = Fused(8, 8, 8, 2)
+    model['e'] = DerivedAttention(8, 2)
+    model['f'] = MODELS.build(dict(type='mmgate.SDPAGatedMultiheadAttention', embed_dims=8, num_heads=2))
+    model['g'] = SpatialReductionAttention(8, 2, sr_ratio=2)
+    model['h'] = SpatialReductionAttention(8, 2, sr_ratio=2)
+    mmgate.swap_attention(model, dict(path='h', type='AgentAttention', map_size=(2, 2), agent_num=4))
+    mmgate.swap_attention(model, dict(path=['a', 'c.attn', 'd'], type='PLuGMultiheadAttention'))
     rows = {row.path: row for row in list_attention(model)}
     assert {path: (row.kind, row.gate) for path, row in rows.items()} == {
-        'a': ('MultiheadAttention', None),
-        'a.attn': ('MultiheadAttention', 'PLuGGate'),
+        'a': ('MultiheadAttention', 'PLuGGate'),
         'b': ('MultiheadAttention', None),
-        'b.attn': ('MultiheadAttention', None),
-        'c': ('BiMultiHeadAttention', 'PLuGGate'),
+        'c.attn': ('MultiheadAttention', 'PLuGGate'),
+        'd': ('BiMultiHeadAttention', 'PLuGGate'),
+        'e': ('DerivedAttention', None),
+        'e.attn': ('MultiheadAttention', None),
+        'f': ('SDPAGatedMultiheadAttention', 'SDPAGate'),
+        'g': ('SpatialReductionAttention', None),
+        'h': ('SpatialReductionAttention', 'AgentGate'),
     }
-    assert [rows[path].gates for path in ('a', 'a.attn', 'c')] == [()] * 3 and rows['b'].gates
-    with pytest.raises(ConfigError, match=r'a\.attn: torch\.\S+\.MultiheadAttention, gated by PLuGGate'):
-        mmgate.swap_attention(model, dict(path='d', type='PLuGMultiheadAttention'))
+    assert {path for path, row in rows.items() if row.gates} == {'b', 'e.attn', 'g'}
+    with pytest.raises(ConfigError, match=r'\n  a: mmcv\.\S+\.MultiheadAttention, gated by PLuGGate\n  b: mmcv'):
+        mmgate.swap_attention(model, dict(path='x', type='PLuGMultiheadAttention'))
 
 
 # What keeps a config of the zoos from being read: what is not installed where the tests run, ...

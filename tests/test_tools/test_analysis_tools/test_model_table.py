@@ -15,7 +15,7 @@ CHEAP = ('classifier', 'RetinaNet', 'Cascade', 'Semantic FPN', 'UperNet')
     [r for r in table.ROWS if r.model and r.name.endswith(CHEAP) and '-T' in r.name and 'DeiT' not in r.name],
     ids=lambda row: row.name,
 )
-def test_rows_agree_with_the_papers(row) -> None:
+def test_rows_of_the_table_agree_with_the_papers(row) -> None:
     cells = [cell.strip() for cell in table.markdown(row).split('|')]
     if cells[6]:
         paper, ours = float(cells[6]), float(cells[7])

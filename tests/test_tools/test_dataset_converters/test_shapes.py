@@ -110,7 +110,7 @@ def test_folders_of_releases_without_difficulty_are_known_again(tmp_path: Path) 
     ],
     ids=lambda value: getattr(value, '__name__', str(value)),
 )
-def test_bad_arguments(write: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
+def test_bad_arguments_are_refused(write: Any, arguments: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match='must be'):
         write(tmp_path / 'x', **arguments)
     assert not list(tmp_path.iterdir())
@@ -122,7 +122,7 @@ def test_too_few_objects_are_refused_before_any_work(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_digits(tmp_path: Path) -> None:
+def test_digits_are_written_once(tmp_path: Path) -> None:
     pytest.importorskip('sklearn', reason='the digits come with scikit-learn')
     assert write_digits(tmp_path / 'digits') and not write_digits(tmp_path / 'digits')
     counts = [len(list((tmp_path / f'digits/{split}').glob('*/*.png'))) for split in ('train', 'val')]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import switches
 import torch
-from conftest import tool
+from conftest import ROOT, tool
 
 from mmgate.benchmarks import ops
 from mmgate.benchmarks.measure import write_csv
@@ -46,6 +46,19 @@ def test_steps_are_told_as_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert line in page
     printed = capsys.readouterr().out
     assert 'hung: failed' in printed and page in printed
+
+
+@pytest.mark.parametrize('device', ['cpu', 'cuda'])
+def test_steps_run_test_files_that_are_there(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.shutil, 'which', lambda name: name)
+    monkeypatch.setattr(gpu, 'interpreter_runs', lambda: True)
+    args = SimpleNamespace(device=device)
+    commands = [gpu._tests(op, args, Path('rows.csv')) for op in gpu.OPS]
+    if device == 'cuda':
+        commands.append(gpu._sanitizer('memcheck', args, Path('rows.csv')))
+    for command in commands:
+        files = [part for part in command if part.endswith('.py')]
+        assert files and all((ROOT / file).is_file() for file in files)
 
 
 def test_a_part_appends_to_what_others_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,13 @@ import gc
 from collections import Counter
 from typing import Any
 
-import pytest
 import torch
 from helpers.samplings import make, run
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from mmgate.ops.ms_deform_attn import levels
+from mmgate.ops.ms_deform_attn import grid_sample, levels
 from mmgate.ops.ms_deform_attn.levels import levels_on, numbers_of
 
 SIZES = [(3, 5), (1, 1), (2, 1)]
@@ -46,20 +45,13 @@ def test_a_second_call_reads_no_tensor() -> None:
     assert calls.counts['tolist'] == 1
 
 
-def test_layers_of_a_forward_pass_wait_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where the operator does not read sizes for its checks."""
-    monkeypatch.setattr('mmgate.ops.ms_deform_attn._check_levels', lambda *_: None)
-    read: list[int] = []
-    usual = levels.numbers_of
-    monkeypatch.setattr('mmgate.ops.ms_deform_attn.grid_sample.numbers_of', lambda *x: (read.append(1), usual(*x))[1])
-    inputs = make()
-    run('grid_sample')(*inputs)
-    usual_known = levels._known(inputs[1])
-    assert usual_known == [list(size) for size in SIZES]
+def test_layers_of_a_forward_pass_wait_once() -> None:
+    value, shapes, starts, locations, logits, _, _ = make()
     with Calls() as calls:
-        numbers_of(inputs[1], inputs[2])
-    assert read == [1]
-    assert not calls.counts['tolist']
+        for factor in (1, 2, 3):
+            grid_sample.sample(factor * value, shapes, starts, locations, logits.softmax(-1))
+    assert calls.counts['grid_sample'] == 3 * len(SIZES)
+    assert calls.counts['tolist'] == 1
 
 
 def test_changed_tensors_are_read_again() -> None:
