@@ -247,8 +247,13 @@ def _predict(model: nn.Module, batch: Any) -> None:
 
 def _milliseconds(call: Callable[[], None]) -> float:
     """Return the milliseconds of a call, after one to warm up."""
+
+    def timed(nothing: Tensor) -> Tensor:
+        call()
+        return nothing
+
     call()
-    seconds, _ = measure(lambda _: call() or torch.zeros(()), [torch.zeros(())], 'step')
+    seconds, _ = measure(timed, [torch.zeros(())], 'step')
     return seconds * 1e3
 
 

@@ -78,7 +78,8 @@ def train(argv: list[str]) -> None:
     )
     args = _parse(parser, argv)
     cfg = load_config(args)
-    notes = [put_gates(cfg, args.gate, gates=args.gates, train=args.train)]
+    replaced = put_gates(cfg, args.gate, gates=args.gates, train=args.train)
+    notes = []
     if args.amp:
         enable_amp(cfg)
     check_amp(cfg)
@@ -99,7 +100,9 @@ def train(argv: list[str]) -> None:
     if cfg.get('load_from') or cfg.get('resume'):
         runner.register_hook(LoadReportHook(cfg.get('load_from') or f'the last checkpoint in {cfg.work_dir}'))
     add_gate_statistics(runner)
-    for note in filter(None, notes):
+    if replaced:
+        runner.logger.warning(replaced)
+    for note in notes:
         runner.logger.info(note)
     try:
         runner.train()

@@ -127,5 +127,5 @@ def _replaced(cfg: Config, path: str) -> str:
         return ''
     return (
         f"--gates {path} replaces the config's own gates, {'; '.join(replaced)}. The vanilla config leaves no doubt "
-        'which gates are tested.'
+        'which gates these are.'
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -153,7 +153,7 @@ def _set_loop(cfg: Config, length: int, by_epoch: bool, validations: int) -> Non
     every = 10 if by_epoch else max(1, min(50, length // 20))
     hooks['logger'] = dict(type='LoggerHook', interval=every, log_metric_by_epoch=by_epoch)
     log = cfg.get('log_processor')
-    if isinstance(log, Mapping):
+    if isinstance(log, dict):
         log['by_epoch'] = by_epoch
     else:
         cfg.log_processor = dict(type='LogProcessor', by_epoch=by_epoch)

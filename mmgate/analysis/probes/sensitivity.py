@@ -142,7 +142,7 @@ def _scale(moved: list[Tensor], module: Any, args: tuple[Any, ...], kwargs: dict
     """Note by how much the output of a call moves at each scale; the output itself stays."""
     given = bind(module, args, kwargs)
     if 'identity' in given:  # else the distance would be over the size of what the host adds
-        query = next(iter(given.values()))
+        query = given['query'] if 'query' in given else args[0]
         given['identity'] = torch.zeros_like(query)
 
     def run(scale: float) -> Tensor:
