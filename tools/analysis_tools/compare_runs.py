@@ -303,7 +303,7 @@ def draw_differences(
     labels = [f'{name} - {other} (n = {len(groups[name])})' for name, other in pairs]
     axis.set_yticks(range(len(pairs)), labels)
     axis.set(xlabel=f'difference in {metric}', ylim=(len(pairs) - 0.5, -0.5))
-    axis.locator_params(axis='x', nbins=6)
+    axis.locator_params(axis='x', nbins=5)
     axis.grid(alpha=0.3, axis='x')
     legend(figure, note='Points: seeds. Bar: their mean. Line: its 95 % interval.')
     return save(figure, out)

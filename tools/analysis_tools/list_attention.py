@@ -10,6 +10,8 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 
+from mmengine.logging import MMLogger
+
 from mmgate.analysis.loading import add_images, load_model
 from mmgate.analysis.probes.sensitivity import measure_attention, sensitivity
 from mmgate.analysis.report.structure import Attention, build_structure, list_attention, rules_to_paste
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument('--device', default='cpu', help='cpu (default) or cuda')
     add_trust_option(parser)
     args = parser.parse_args(argv)
-    logging.getLogger('mmengine').setLevel(logging.WARNING)
+    MMLogger.get_current_instance().setLevel(logging.WARNING)
     cfg = configured(args)
     model = build_structure(cfg)
     listed = list_attention(model)

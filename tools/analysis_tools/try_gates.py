@@ -18,6 +18,7 @@ from typing import Any
 
 from mmengine.config import Config
 from mmengine.device import get_device
+from mmengine.logging import MMLogger
 from report import Section, drawn, write_page
 from study import Study, add_processes, report_study, run_study, run_tool, write_study
 
@@ -178,7 +179,7 @@ def _plan(args: argparse.Namespace, original: Config, gated: Mapping[str, list[s
     if kept.get('asked') == asked:
         return {key: value for key, value in kept.items() if key != 'asked'}
     print('Measuring what the gates cost, before any training.', flush=True)
-    logging.getLogger('mmengine').setLevel(logging.WARNING)
+    MMLogger.get_current_instance().setLevel(logging.WARNING)
     batch, steps_in_epoch, _ = first_batch(original, 'train')
     tested, _, images = first_batch(original, 'test')
     of_trial = dict(steps_in_epoch=steps_in_epoch, checkpoint=args.checkpoint, gate_rate=args.gate_rate)
