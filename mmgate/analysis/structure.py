@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
 from mmgate.hosts import gates_for
+from mmgate.hosts.table import gate_of_type
 from mmgate.layers.base.gated import host_class
 from mmgate.registry import MODELS as MMGATE_MODELS
-from mmgate.swap import attention_modules, names_of_gates
+from mmgate.rules import write_rule
+from mmgate.swap import attention_modules, kind_named, names_of_gates, path_regex
 
 SIZES = ('embed_dims', 'embed_dim', 'num_heads', 'num_levels', 'num_points', 'window_size', 'sr_ratio')
 
@@ -70,6 +72,39 @@ def list_attention(model: nn.Module) -> list[Attention]:
         gates = tuple(gate.__name__ for gate in gates_for(module))
         listed.append(Attention(path, host_class(module).__name__, sizes, gates, names_of_gates(module) or None))
     return listed
+
+
+def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, str]:
+    """Return the text of a rule for each attention that a gate fits and that is best gated itself, by its path.
+
+    The rule's path is that of all attentions alike, with ``*`` for numbers, or that of the one attention where a gate
+    does not fit them all. Its type is the first that starts as the vanilla attention and has a gate, or else the first.
+
+    Args:
+        model: The model.
+        listed: Its attention, see :func:`list_attention`.
+    """
+    gated = [row.path for row in listed if row.gate]
+
+    def is_taken(path: str) -> bool:
+        """Return whether a module, one around it or one inside it is gated already."""
+        return any(f'{path}.'.startswith(f'{other}.') or other.startswith(f'{path}.') for other in gated)
+
+    free = {row.path: row for row in listed if row.gates and not is_taken(row.path)}
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    texts = {}
+    for path, row in free.items():
+        kind = max(row.gates, key=_starts_as_vanilla)
+        pattern = '.'.join('*' if name.isdigit() else name for name in path.split('.'))
+        matched = [name for name in names if path_regex(pattern).fullmatch(name)]
+        alike = all(name in free and kind in free[name].gates for name in matched)
+        texts[path] = write_rule(dict(path=pattern if alike else path, type=kind))
+    return texts
+
+
+def _starts_as_vanilla(kind: str) -> bool:
+    gate = gate_of_type(kind_named(kind, ''))
+    return gate is not None and gate.identity_start and bool(gate.gate_readings)
 
 
 def _apart(model: Mapping[str, Any]) -> dict[str, Any]:
