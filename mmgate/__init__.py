@@ -22,7 +22,7 @@ from .finetune import (
     train_only_gates,
 )
 from .hosts import adapts
-from .swap import swap_attention
+from .swap import list_attention, swap_attention
 
 __version__ = '0.1.0'
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     'adapts',
     'gate_parameters',
     'gates_disabled',
+    'list_attention',
     'load_gates',
     'restore_attention',
     'save_gates',

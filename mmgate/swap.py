@@ -23,17 +23,23 @@ from mmgate.hosts.table import (
     host_names,
     options_of,
     registered_gates,
+    why_not,
 )
 from mmgate.hosts.torch import switch_nested_tensors
 from mmgate.hosts.vits import is_in_vit
 from mmgate.layers.base.gate import Gate, draw_gate, random_stream
-from mmgate.layers.base.gated import GatedModule, Record, gate_module, gated_modules, host_class, record_of
+from mmgate.layers.base.gated import CHILD, GatedModule, Record, gate_module, gated_modules, host_class, record_of
 from mmgate.registry import MODELS
 from mmgate.starts import initialise_gates_last
 
 Rules = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 # The number of hosts that a message lists.
 MOST_HOSTS = 6
+# The names that packages give to the sizes of attention.
+SIZES = (
+    *('embed_dims', 'embed_dim', 'hidden_size', 'd_model', 'num_heads', 'num_attention_heads', 'n_heads', 'head_dim'),
+    *('num_levels', 'n_levels', 'num_points', 'num_points_list', 'n_points', 'window_size', 'sr_ratio'),
+)
 
 
 @dataclass
@@ -149,6 +155,39 @@ def attention_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             f'{name}.{child}'.lstrip('.') for child, part in inside.items() if fits or isinstance(part, GatedModule)
         )
         yield name, module
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention in a model.
+
+    Attributes:
+        path: Its name in the model.
+        kind: Name of its class; of a gated module, that of its vanilla class.
+        sizes: The attributes in :data:`SIZES` that it has, by the names that its package gives them.
+        gates: Names that rules may give as ``type`` for it.
+        gate: Name of the class of its gate, or None.
+    """
+
+    path: str
+    kind: str
+    sizes: dict[str, Any]
+    gates: tuple[str, ...]
+    gate: str | None = None
+
+
+def list_attention(model: nn.Module) -> list[Attention]:
+    """Return every attention of ``model``, in the order of its modules, by the paths that rules take.
+
+    Args:
+        model: Any module, of an mm package, of transformers, timm or another, gated or not.
+    """
+    listed = []
+    for path, module in attention_modules(model):
+        sizes = {size: getattr(module, size) for size in SIZES if hasattr(module, size)}
+        gates = tuple(gate.__name__ for gate in gates_for(module))
+        listed.append(Attention(path, host_class(module).__name__, sizes, gates, names_of_gates(module) or None))
+    return listed
 
 
 def names_of_gates(attention: nn.Module) -> str:
@@ -293,8 +332,8 @@ def _made(
     if id(host) not in built:
         gate_type = gate_of_type(kind)
         device = next((parameter.device for parameter in host.parameters()), None)
-        if hasattr(host, 'gate'):
-            raise ValueError(f"this {full_name(type(host))} has an attribute 'gate' already.")
+        if getattr(host, CHILD, None) is not None:
+            raise ValueError(f"this {full_name(type(host))} has an attribute 'gate' already.{adapter.own_gates}")
         with random_stream(path, device):
             gate = adapter.make_gate(host, gate_type, **options)  # type: ignore[arg-type]
         in_vit = is_in_vit(model, name)
@@ -341,6 +380,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _hint(kind: type[nn.Module], module: nn.Module) -> str:
+    reason = why_not(kind, module)
+    if reason is not None:
+        return f' A {type(module).__name__} {reason}.'
     base = next((host for host in hosts_of(kind) if isinstance(module, host)), None)
     if base is None:
         return ''

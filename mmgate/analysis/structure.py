@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,14 +13,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
-from mmgate.hosts import gates_for
 from mmgate.hosts.table import gate_of_type
-from mmgate.layers.base.gated import host_class
 from mmgate.registry import MODELS as MMGATE_MODELS
 from mmgate.rules import write_rule
-from mmgate.swap import attention_modules, kind_named, names_of_gates, path_regex
+from mmgate.swap import Attention, kind_named, list_attention, path_regex
 
-SIZES = ('embed_dims', 'embed_dim', 'num_heads', 'num_levels', 'num_points', 'window_size', 'sr_ratio')
+__all__ = ['Attention', 'NoLanguageModel', 'build_structure', 'list_attention', 'rules_to_paste']
 
 
 def build_structure(cfg: Config) -> nn.Module:
@@ -43,35 +40,6 @@ def build_structure(cfg: Config) -> nn.Module:
             return MODELS.build(deepcopy(model))
     except (AssertionError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f'the model of {cfg.filename} cannot be built: {type(error).__name__}: {error}') from error
-
-
-@dataclass(frozen=True)
-class Attention:
-    """An attention in a model.
-
-    Attributes:
-        path: Its name in the model.
-        kind: Name of its class; of a gated module, that of its vanilla class.
-        sizes: The attributes in :data:`SIZES` that it has.
-        gates: Names that rules may give as ``type`` for it.
-        gate: Name of the class of its gate, or None.
-    """
-
-    path: str
-    kind: str
-    sizes: dict[str, Any]
-    gates: tuple[str, ...]
-    gate: str | None = None
-
-
-def list_attention(model: nn.Module) -> list[Attention]:
-    """Return every attention of ``model``, in the order of its modules, by the paths that rules take."""
-    listed = []
-    for path, module in attention_modules(model):
-        sizes = {size: getattr(module, size) for size in SIZES if hasattr(module, size)}
-        gates = tuple(gate.__name__ for gate in gates_for(module))
-        listed.append(Attention(path, host_class(module).__name__, sizes, gates, names_of_gates(module) or None))
-    return listed
 
 
 def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
@@ -22,7 +23,7 @@ IMAGE = 224  # side in pixels, for a backbone that keeps no such size
 # The options that a rule may have to set, and their meaning.
 MEANS = dict(
     map_size='the height and width of the map in pre-training',
-    class_token='True if a class token comes before the tokens of the map',
+    class_token='True if a class token comes before the tokens of the map, or the number of tokens that do',
 )
 EXAMPLES = dict(
     map_size='map_size=(14, 14) for images of 224 pixels and a stride of 16', class_token='class_token=False'
@@ -48,20 +49,23 @@ def map_options(
     one_size = wanted['map_size'] and options.get('map_size') is not None and _of_several_stages(model, names)
     if not names or not (needed or one_size):
         return {}, {}
-    parts = next(iter(names)).split('.')
+    first = next(iter(names))
+    parts = first.split('.')
     prefix = next(('.'.join(parts[: i + 1]) for i, part in enumerate(parts) if part in BACKBONES), '')
     owner = model.get_submodule(prefix)
+    image = _image_size(owner, _of_timm(model, first))
     found: dict[int, dict[str, Any]] = {}
     try:
         copied = deepcopy(owner).to('meta')
         # Some hosts' ``eval`` returns nothing, so that the calls are not chained.
         copied.eval()
         for name in names:
-            note = _noting(found, id(model.get_submodule(name)), name, owner)
+            told_by = _TimmMap(_of_timm(model, name), image)
+            note = _noting(found, id(model.get_submodule(name)), name, owner, told_by)
             counterpart = copied.get_submodule(name.removeprefix(f'{prefix}.'))
             counterpart.register_forward_pre_hook(note, with_kwargs=True)
         with torch.no_grad():
-            copied(torch.empty(1, 3, *_image_size(owner), device='meta'))
+            copied(torch.empty(1, 3, *image, device='meta'))
         missing = ', '.join(name for name in names if id(model.get_submodule(name)) not in found)
         reason = f'{missing} did not run' if missing else ''
     except ConfigError as error:
@@ -109,16 +113,43 @@ def _of_several_stages(model: nn.Module, names: Collection[str]) -> bool:
     return len({next(model.get_submodule(name).parameters()).shape for name in names}) > 1
 
 
-def _kept_size(owner: nn.Module) -> int | Sequence[int] | None:
+def _of_timm(model: nn.Module, name: str) -> Any:
+    """Return the nearest module around an attention that embeds patches as timm does, or None."""
+    parts = name.split('.')
+    around = (model.get_submodule('.'.join(parts[:count])) for count in range(len(parts) - 1, -1, -1))
+    found = next((part for part in around if hasattr(part, 'patch_embed')), None)
+    return found if hasattr(getattr(found, 'patch_embed', None), 'dynamic_feat_size') else None
+
+
+@dataclass(frozen=True)
+class _TimmMap:
+    """The map and the tokens before it of a timm model, or of none, for images of a size."""
+
+    owner: Any
+    image: tuple[int, int]
+
+    @property
+    def sides(self) -> tuple[int, int] | None:
+        """Height and width of the map that images are cut into."""
+        return None if self.owner is None else self.owner.patch_embed.dynamic_feat_size(self.image)
+
+    @property
+    def before(self) -> int | None:
+        """Number of class and register tokens."""
+        return getattr(self.owner, 'num_prefix_tokens', None)
+
+
+def _kept_size(owner: Any, of_timm: Any = None) -> Any:
     """Return the size of images that a backbone keeps, or None."""
     embedding = getattr(owner, 'patch_embed', None)
     kept = [*(getattr(owner, name, None) for name in IMAGE_SIZES), getattr(embedding, 'init_input_size', None)]
+    kept.append(None if of_timm is None else of_timm.patch_embed.img_size)
     return next((size for size in kept if size), None)
 
 
-def _image_size(owner: nn.Module) -> tuple[int, int]:
-    size = _kept_size(owner) or IMAGE
-    if _kept_size(owner) is None:
+def _image_size(owner: Any, of_timm: Any) -> tuple[int, int]:
+    size = _kept_size(owner, of_timm) or IMAGE
+    if _kept_size(owner, of_timm) is None:
         name = type(owner).__name__
         log(
             f'mmgate: {name} keeps no pretrain_img_size, so that maps are taken as those of images of {IMAGE} pixels. '
@@ -128,12 +159,24 @@ def _image_size(owner: nn.Module) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
 
 
-def _noting(found: dict[int, dict[str, Any]], key: int, name: str, owner: nn.Module) -> Callable[..., None]:
+def _noting(
+    found: dict[int, dict[str, Any]], key: int, name: str, owner: Any, of_timm: _TimmMap
+) -> Callable[..., None]:
     """Return a hook that enters map and class token of the attention ``name`` into ``found`` under ``key``."""
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-        tokens = next(iter(given.values())).shape[1]
+        states = next(iter(given.values()))
+        if states.dim() == 4:  # (B, H, W, C), as in timm's Swin
+            found[key] = dict(map_size=(states.shape[1], states.shape[2]), class_token=False)
+            return
+        tokens = states.shape[1]
+        if of_timm.before is not None:
+            sides = of_timm.sides
+            if sides is None or tokens != of_timm.before + sides[0] * sides[1]:
+                raise ValueError(f'{tokens} tokens of {name} are not {of_timm.before} and those of a map of {sides}')
+            found[key] = dict(map_size=(int(sides[0]), int(sides[1])), class_token=of_timm.before)
+            return
         # The resolution of a backbone that keeps no image size is of other images than those of this pass.
         resolution = None if _kept_size(owner) is None else getattr(owner, 'patch_resolution', None)
         told = given.get('hw_shape') or resolution

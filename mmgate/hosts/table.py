@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import nn
 
-from mmgate._environment import log, why_not
+from mmgate import _environment
+from mmgate._environment import log
+from mmgate.hosts.interface import goes_through_interface
 from mmgate.layers.base.gate import Gate
 from mmgate.layers.base.gated import GatedModule, host_class
 from mmgate.registry import MODELS
@@ -32,7 +34,24 @@ class Inside:
     child: str
 
 
+@dataclass(frozen=True)
+class Pattern:
+    """An entry for hosts that are told by what their class does instead of by its name.
+
+    Attributes:
+        adapter: Of the hosts that it fits.
+        concerns: Takes a class and returns whether it is of this kind.
+        why_not: Takes a module of that kind and returns why the adapter does not fit it, or None; the end of a sentence
+            about its class.
+    """
+
+    adapter: Adapter
+    concerns: Callable[[type[nn.Module]], bool]
+    why_not: Callable[[nn.Module], str | None]
+
+
 _ADAPTERS: dict[tuple[type, type | str], Adapter | Inside] = {}
+_PATTERNS: list[tuple[type, Pattern]] = []
 
 
 def adapts(gate: type[nn.Module], *hosts: Host, like: type[nn.Module] | None = None) -> Callable[[Adapter], Adapter]:
@@ -79,6 +98,18 @@ def adapts_inside(gate: type[nn.Module], child: str, *hosts: Host) -> None:
     adapts(gate, *hosts)(Inside(child))  # type: ignore[arg-type]
 
 
+def adapts_pattern(
+    gate: type[nn.Module], concerns: Callable[[type[nn.Module]], bool], why_not: Callable[[nn.Module], str | None]
+) -> Callable[[Adapter], Adapter]:
+    """Enter an adapter for hosts that have no entry of their class, as a decorator; see :class:`Pattern`."""
+
+    def register(adapter: Adapter) -> Adapter:
+        _PATTERNS.append((gate_of_type(gate) or gate, Pattern(adapter, concerns, why_not)))
+        return adapter
+
+    return register
+
+
 def gate_of_type(kind: Any) -> type[Gate] | None:
     """Return the class of the gate that a rule's type names, or None.
 
@@ -98,12 +129,24 @@ def adapter_for(kind: type, host: nn.Module) -> tuple[Adapter, str] | None:
         kind: Class of the gate, or an attention that a rule names by its type.
         host: A module. The path from it is empty if it is gated itself.
     """
-    _import_late(type(host).__module__.partition('.')[0])
-    entry = _adapter(gate_of_type(kind) or kind, type(host))
+    known: Any = type(host)
+    _import_late(_package(known))
+    kind = gate_of_type(kind) or kind
+    entry = _adapter(kind, type(host))
     if isinstance(entry, Inside):
         inner = adapter_for(kind, host.get_submodule(entry.child))
         return None if inner is None else (inner[0], f'{entry.child}.{inner[1]}'.rstrip('.'))
+    if entry is None:
+        pattern = _pattern(kind, host)
+        entry = pattern.adapter if pattern is not None and pattern.why_not(host) is None else None
     return None if entry is None else (entry, '')
+
+
+def why_not(kind: type, host: nn.Module) -> str | None:
+    """Return why an adapter by pattern does not fit a module of its kind, the end of a sentence, or None."""
+    kind = gate_of_type(kind) or kind
+    pattern = _pattern(kind, host) if _adapter(kind, type(host)) is None else None
+    return None if pattern is None else pattern.why_not(host)
 
 
 def held_attention(host: nn.Module, *, exactly: bool = False) -> Iterator[tuple[str, nn.Module]]:
@@ -173,10 +216,24 @@ def _hosts(kind: type) -> Iterator[type | str]:
 @cache
 def _import_late(package: str) -> None:
     """Import the adapters of a package that nothing here imports, once a module of it is met."""
-    problem = why_not(f'{__package__}.{package}') if package in LATE else None
+    problem = _environment.why_not(f'{__package__}.{package}') if package in LATE else None
     # A package may be too old, for instance: mm's models of language hold modules of any transformers.
     if problem:
         log(f'mmgate has no adapters for {package} here: {problem}')
+
+
+@cache
+def _package(host: Any) -> str:
+    """Return the package whose adapters may fit a class: its own, or transformers where it attends through that."""
+    package = host.__module__.partition('.')[0]
+    return package if package in LATE or not goes_through_interface(host) else 'transformers'
+
+
+def _pattern(kind: type, host: nn.Module) -> Pattern | None:
+    if isinstance(host, GatedModule):
+        return None
+    found = (pattern for base, pattern in _PATTERNS if issubclass(kind, base) and pattern.concerns(type(host)))
+    return next(found, None)
 
 
 def _adapter(kind: type, host: type) -> Adapter | Inside | None:

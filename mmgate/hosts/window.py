@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -45,7 +46,7 @@ class GatedWindowMSA(DenseHost):
     The relative position bias and the mask ``(nW, N, N)`` of shifted windows are added to the logits after the gate.
     """
 
-    old_names = OLD_NAMES
+    old_names: ClassVar[Mapping[str, str]] = OLD_NAMES
 
     num_heads: int
     qkv: nn.Module

@@ -74,7 +74,8 @@ WINDOWS = {'WindowMSA': 'attn.w_msa', 'ShiftWindowMSA': 'attn'}
 
 ON_MAP, IN_MAP = [TOKENS, MAP], [torch.Size([2, 8, 8, C])]
 
-_, POINTS, MEMORY, *_, MASK = deformable_inputs()
+_, POINTS, MEMORY, SHAPES, _, MASK = deformable_inputs()
+TIMM_MODELS, TIMM_ATTENTION = 'timm.models', 'timm.layers.attention'
 
 GLOBAL = 'timm.models.gcvit.GlobalContextVitBlock'
 
@@ -166,9 +167,52 @@ BLOCKS: dict[str, Block] = {
         path='cross_attn',
         call=[torch.Size([5, 2, C]), POINTS, MEMORY.transpose(0, 1), MASK],
     ),
+    **{
+        f'{host}{kind}': Block(
+            'helpers.repositories.Layer', name, call=[torch.Size([2, 5, C]), POINTS, MEMORY, SHAPES, MASK], **options
+        )
+        for host, name, kind, options in (
+            ('ms_deform_attn.MSDeformAttn', 'dino', ' dino', {}),
+            ('ms_deform_attn.MultiScaleDeformableAttention', 'grounding_dino', '', {}),
+            ('detrex.layers.multi_scale_deform_attn.MultiScaleDeformableAttention', 'detrex', '', {}),
+            ('rtdetr_decoder.MSDeformableAttention', 'rt_detr', '', {}),
+            ('rtdetrv2_decoder.MSDeformableAttention', 'rt_detr_v2', '', {}),
+            ('dfine_decoder.MSDeformableAttention', 'd_fine', '', {}),
+            ('ultralytics.nn.modules.transformer.MSDeformAttn', 'ultralytics', '', {}),
+        )
+    },
+    f'{TIMM_ATTENTION}.Attention': Block(f'{TIMM_MODELS}.vision_transformer.Block', C, H, qkv_bias=True, call=[TOKENS]),
+    f'{TIMM_ATTENTION}.Attention normed': Block(
+        f'{TIMM_MODELS}.vision_transformer.Block', C, H, qk_norm=True, scale_attn_norm=True, call=[TOKENS]
+    ),
+    f'{TIMM_ATTENTION}.AttentionRope': Block(
+        f'{TIMM_MODELS}.eva.EvaBlock', C, H, attn_type='rope', call=[torch.Size([2, 65, C]), torch.Size([64, 4 * H])]
+    ),
+    **{
+        f'{TIMM_MODELS}.eva.EvaAttention {kind}': Block(
+            f'{TIMM_MODELS}.eva.EvaBlock', C, H, call=[torch.Size([2, 65, C]), torch.Size([64, 4 * H])], **options
+        )
+        for kind, options in dict(
+            joint={}, apart=dict(qkv_fused=False), plain=dict(qkv_bias=False), half=dict(rotate_half=True)
+        ).items()
+    },
+    f'{TIMM_MODELS}.swin_transformer.WindowAttention': Block(
+        f'{TIMM_MODELS}.swin_transformer.SwinTransformerBlock', C, MAP, H, window_size=4, shift_size=2, call=IN_MAP
+    ),
+    f'{TIMM_MODELS}.swin_transformer.SwinTransformerBlock': Block(
+        f'{TIMM_MODELS}.swin_transformer.SwinTransformerStage',
+        *(C, C, MAP, 2),
+        downsample=False,
+        num_heads=H,
+        window_size=4,
+        path='blocks.*',
+        call=IN_MAP,
+    ),
 }
 
 PACKAGES = ('torch', 'mmcv', 'mmdet', 'mmseg', 'mmpretrain', 'timm')
+DECODERS = ('rtdetr_decoder', 'rtdetrv2_decoder', 'dfine_decoder')
+BY_NAME = ('vitdet', 'ms_deform_attn', 'detrex', *DECODERS, 'ultralytics')
 
 
 def needs(host: str) -> Any:

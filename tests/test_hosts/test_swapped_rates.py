@@ -21,7 +21,10 @@ DROPS: dict[str, tuple[str, ...]] = {
     'output': ('proj_drop', 'dropout'),
     'path': ('dropout_layer', 'drop', 'out_drop'),
 }
-DROP_NOTHING = ('LeAttention', 'vit_sam.Attention', 'vitdet.vit.Attention', 'MSDeformAttn')
+DROP_NOTHING = (
+    *('LeAttention', 'vit_sam.Attention', 'vitdet.vit.Attention', 'MSDeformAttn'),
+    *('ms_deform_attn.MultiScaleDeformableAttention', 'decoder.MSDeformableAttention'),
+)
 TWINS = f'{SEG}.twins.LocallyGroupedSelfAttention'
 
 

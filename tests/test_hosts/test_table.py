@@ -10,7 +10,22 @@ from typing import Any
 import pytest
 import torch
 from helpers.gated import anatomy, assert_same_anatomy
-from helpers.host_blocks import BLOCKS, LAYERS, MAP, PACKAGES, PRE, UTILS, Block, called, hosts_in, needs, randomised
+from helpers.host_blocks import (
+    BLOCKS,
+    BY_NAME,
+    LAYERS,
+    MAP,
+    PACKAGES,
+    PRE,
+    TIMM_ATTENTION,
+    TIMM_MODELS,
+    UTILS,
+    Block,
+    called,
+    hosts_in,
+    needs,
+    randomised,
+)
 from helpers.projects import Attention
 from torch import Tensor, nn
 
@@ -47,6 +62,17 @@ REFUSED: dict[tuple[str, str], str] = {
         )
         for gate in (*TWO_STREAMS, 'SDPAGatedMultiheadAttention')
     },
+    **{
+        (host, gate): (
+            f'attn: the gate splits heads into two streams, but {host.partition(" ")[0].rpartition(".")[2]} rotates '
+            'channels of both together.'
+        )
+        for host in (
+            f'{TIMM_ATTENTION}.AttentionRope',
+            *(f'{TIMM_MODELS}.eva.EvaAttention {kind}' for kind in ('joint', 'apart', 'plain', 'half')),
+        )
+        for gate in TWO_STREAMS
+    },
     ('timm.models.visformer.Attention 0.5', 'DifferentialGatedMultiheadAttention'): (
         'attn: the gate acts after an output projection as wide as the heads, but this one goes from 16 to 32 channels.'
     ),
@@ -79,7 +105,7 @@ def test_every_host_has_its_block() -> None:
     if available('timm'):
         import_module('mmgate.hosts.timm')
     hosts = {host if isinstance(host, str) else full_name(host) for _, host in _ADAPTERS}
-    hosts = {host for host in hosts if host.partition('.')[0] in (*PACKAGES, 'vitdet', 'ms_deform_attn')}
+    hosts = {host for host in hosts if host.partition('.')[0] in (*PACKAGES, *BY_NAME)}
     named = {name.partition(' ')[0] for name in BLOCKS}
     present = {host for host in named if host.partition('.')[0] not in PACKAGES or available(host.partition('.')[0])}
     assert hosts == present, 'a new pair needs the block that calls its host'
@@ -113,8 +139,9 @@ def test_every_gate_runs_in_its_hosts_block(case: str) -> None:
             continue
         gated = anatomy(model)
         left_out = {f'{name}|class' for name, _ in gated_modules(model)}
-        for _, part in gated_modules(model):
+        for name, part in gated_modules(model):
             left_out |= {left.rpartition('.')[2] for left in part.leaves_out}
+            left_out |= {f'{name}|{hidden}' for hidden in part.gating.hidden}
         lost = [place for place, one in before.items() if place not in gated or gated[place] is not one]
         assert not [place for place in lost if left_out.isdisjoint((place, *re.split(r'[.|]', place)))]
         assert not model.load_state_dict(vanilla.state_dict(), strict=False).unexpected_keys

@@ -33,21 +33,26 @@ NAMES = (*GATES, 'attention', *POINTS[:4], 'agents', 'kv', *PLACES)
 OF_TRANSFORMERS = (
     *('DeformableDetr', 'RTDetr', 'RTDetrV2', 'GroundingDino', 'MMGroundingDino', 'LwDetr', 'RfDetr'),
     *('Mask2FormerPixelDecoderEncoder', 'OneFormerPixelDecoderEncoder'),
+    *('OmDetTurbo', 'PPDocLayoutV2', 'PPDocLayoutV3', 'PPDocLayoutV4'),
 )
 _READS: dict[str, dict[str, Read]] = {}
 
 
 def reads(*classes: str, **how: Read) -> None:
-    """Register functions that compute the readings, named as in :data:`NAMES`, of classes ``'package.Class'``."""
+    """Register functions that compute the readings, named as in :data:`NAMES`, of classes.
+
+    A class is named ``'package.Class'``, or by all of its module.
+    """
     _READS.update({name: how for name in classes})
 
 
 def reads_of(module: nn.Module) -> dict[str, Read]:
     """Return the readings of a vanilla module, registered for its class or the nearest of its bases."""
     for base in type(module).__mro__:
-        found = _READS.get(f'{base.__module__.split(".")[0]}.{base.__name__}')
-        if found is not None:
-            return found
+        # timm has classes of one name that compute different things
+        for name in (f'{base.__module__}.{base.__name__}', f'{base.__module__.split(".")[0]}.{base.__name__}'):
+            if name in _READS:
+                return _READS[name]
     return {}
 
 
@@ -161,6 +166,15 @@ def _of_transformers(module: Any, given: Given) -> Sampled:
     return query, *sampled(module, query, points), points, shapes
 
 
+def _of_ms_deform_attn(module: Any, given: Given) -> Sampled:
+    """Return what rfdetr's and ultralytics' ``MSDeformAttn`` sample."""
+    query = given['query']
+    points = given['reference_points'] if 'reference_points' in given else given['refer_bbox']
+    shapes = given['input_spatial_shapes'] if 'input_spatial_shapes' in given else given['value_shapes']
+    points = points.expand(-1, -1, module.n_levels, -1)
+    return query, *sampled(module, query, points), points, torch.as_tensor(shapes)
+
+
 def _deformable(sample: Callable[[Any, Given], Sampled], gate: Any = None) -> dict[str, Read]:
     """Return the readings of deformable attention.
 
@@ -221,4 +235,5 @@ reads('mmcv.MultiScaleDeformableAttention', **_deformable(_of_mmcv))
 reads(
     *(f'transformers.{name}MultiscaleDeformableAttention' for name in OF_TRANSFORMERS), **_deformable(_of_transformers)
 )
+reads('rfdetr.MSDeformAttn', 'ultralytics.MSDeformAttn', **_deformable(_of_ms_deform_attn))
 reads('torch.MultiheadAttention', attention=_torch_attention)

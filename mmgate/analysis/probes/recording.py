@@ -207,7 +207,7 @@ def class_tokens(model: nn.Module, keys: Mapping[str, int]) -> dict[str, int]:
         if getattr(module, 'cls_token', None) is None or not getattr(module, 'with_cls_token', True):
             continue
         inside = [path for path in keys if path.startswith(f'{owner}.' if owner else '')]
-        count = getattr(module, 'num_extra_tokens', 1)
+        count = getattr(module, 'num_extra_tokens', getattr(module, 'num_prefix_tokens', 1))  # mmpretrain's, timm's
         found.update({path: count for path in inside if keys[path] == keys[inside[-1]]})
     return found
 

@@ -20,6 +20,8 @@ from mmgate.layers.base.gate import Gate, Sizes, StateDict
 TENSORS_AND_CHILDREN = ('_parameters', '_buffers', '_modules')
 # The attribute of a gated module that holds its record.
 RECORD = 'gating'
+# The name of the child that computes the gate.
+CHILD = 'gate'
 
 
 class Handle(Protocol):
@@ -43,12 +45,14 @@ class GatedModule(nn.Module):
             replaced.
         host_signature: True if a gated class shows the signature of its host's ``forward``, for a family whose
             signatures differ.
+        own_gates: What to do about hosts that were built with a gate of their package.
     """
 
     gate: Any
     leaves_out: ClassVar[tuple[str, ...]] = ()
     old_names: ClassVar[Mapping[str, str]] = {}
     host_signature: ClassVar[bool] = False
+    own_gates: ClassVar[str] = ''
 
     if TYPE_CHECKING:
 
@@ -144,6 +148,7 @@ class Record:
         gate: The child while it is out of the module, else None.
         left_out: The parts of the host that a gated forward does not use, while they are out of the module.
         notes: Values that the adapter keeps, by name.
+        hidden: The host's attribute of the child's name, while the child is in the module. timm's is None.
         handles: Handles of the hooks that are removed with the gate.
     """
 
@@ -156,6 +161,7 @@ class Record:
     gate: nn.Module | None = None
     left_out: list[Part] = field(default_factory=list)
     notes: dict[str, Any] = field(default_factory=dict)
+    hidden: dict[str, Any] = field(default_factory=dict)
     handles: list[Handle] = field(default_factory=list)
 
     def chosen_name(self, name: str) -> str:
@@ -274,7 +280,9 @@ def switch_on(module: Any) -> None:
         return
     module.__class__ = _rebased(type(module), record.vanilla, gated_class(record.adapter, record.vanilla))
     record.left_out = [part for name in module.leaves_out for part in _take_out(module, name)]
-    module.add_module('gate', record.gate)
+    if CHILD in vars(module):
+        record.hidden[CHILD] = vars(module).pop(CHILD)
+    module.add_module(CHILD, record.gate)
     record.gate = None
     module.after_switch_on()
 
@@ -285,7 +293,9 @@ def switch_off(module: Any) -> None:
     if not is_on(module):
         return
     module.before_switch_off()
-    record.gate = module._modules.pop('gate')
+    record.gate = module._modules.pop(CHILD)
+    vars(module).update(record.hidden)
+    record.hidden = {}
     for part in reversed(record.left_out):
         _put_back(module, part)
     record.left_out = []

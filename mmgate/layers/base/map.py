@@ -27,7 +27,8 @@ class MapGate(Gate):
 
     Args:
         sizes: Sizes of the host's attention.
-        class_token: True if a class token comes before the map's tokens (DeiT).
+        class_token: True if a class token comes before the map's tokens (DeiT), or the number of tokens that do: a
+            class token and the registers of DINOv2.
 
     Raises:
         ValueError: The channels are no multiple of the heads.
@@ -42,7 +43,7 @@ class MapGate(Gate):
 
     map_size: Size | None = None
 
-    def __init__(self, sizes: Sizes, *, class_token: bool = False) -> None:
+    def __init__(self, sizes: Sizes, *, class_token: bool | int = False) -> None:
         super().__init__(sizes)
         self.class_tokens = int(class_token)
         self.scale = sizes.scale or self.head_dim**-0.5
@@ -103,7 +104,7 @@ def _check_tokens(x: Tensor, hw_shape: Size, class_tokens: int = 0) -> None:
     """Raise ValueError unless ``x`` has the tokens of a map."""
     height, width = hw_shape
     if x.shape[1] != class_tokens + height * width:
-        extra = f' and {class_tokens} class token' if class_tokens else ''
+        extra = f' and {class_tokens} class token{"s" * (class_tokens > 1)}' if class_tokens else ''
         raise ValueError(f'{x.shape[1]} tokens do not make a map of {height} x {width}{extra}.')
 
 

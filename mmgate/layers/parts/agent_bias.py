@@ -59,7 +59,7 @@ class AgentBiases(MapGate):
             wa_bias=(1, heads, 1, width, n),
         )
         if self.class_tokens:
-            shapes.update(ac_bias=(1, heads, n, 1), ca_bias=(1, heads, 1, n))
+            shapes.update(ac_bias=(1, heads, n, self.class_tokens), ca_bias=(1, heads, self.class_tokens, n))
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.empty(shape)) if bias else None)
 
@@ -109,8 +109,9 @@ class AgentBiases(MapGate):
         bias2 = torch.baddbmm(columns2, basis.t().expand(map2.shape[0], -1, -1), map2).view(1, heads, -1, agents)
         if not self.class_tokens:
             return bias1, bias2
-        class_key = self._resize_agents(self.ac_bias.view(heads, -1, 1)).to(bias1.dtype)  # (H, n, 1)
-        class_query = self._resize_agents(self.ca_bias.view(heads, -1, 1)).to(bias2.dtype).transpose(1, 2)  # (H, 1, n)
+        class_key = self._resize_agents(self.ac_bias[0]).to(bias1.dtype)  # (H, n, class tokens)
+        class_query = self._resize_agents(self.ca_bias[0].transpose(1, 2).contiguous()).to(bias2.dtype)
+        class_query = class_query.transpose(1, 2)  # (H, class tokens, n)
         return torch.cat([class_key[None], bias1], -1), torch.cat([class_query[None], bias2], -2)
 
     def _factors(self, block: Tensor, rows: Tensor, columns: Tensor, hw_shape: Size) -> tuple[Tensor, Tensor, Tensor]:
