@@ -93,9 +93,9 @@ def swap_attention(model: nn.Module, rules: Rules) -> list[str]:
     rule_of: dict[int, int] = {}
     for number, rule in enumerate(listed):
         where = f'attention[{number}]'
-        kind = _kind(rule['type'], where)
+        kind = kind_named(rule['type'], where)
         options = {key: value for key, value in rule.items() if key not in ('type', 'path')}
-        _check_options(kind, options, where)
+        check_options(kind, options, where)
         claim = f'{where} (path={rule["path"]!r}, type={kind.__name__!r})'
         of_rule: dict[str, Chosen] = {}
         for pattern in [rule['path']] if isinstance(rule['path'], str) else rule['path']:
@@ -225,7 +225,17 @@ def parse_rules(rules: Rules) -> list[Mapping[str, Any]]:
     return list(listed)
 
 
-def _kind(named: str | type[nn.Module], where: str) -> type[nn.Module]:
+def kind_named(named: str | type[nn.Module], where: str) -> type[nn.Module]:
+    """Return the class that a rule's type names.
+
+    Args:
+        named: The type: a registered name or a class.
+        where: The rule, for the message.
+
+    Raises:
+        ConfigError: The name is not registered; the message has similar ones, or all.
+        OptionError: The class has no gate.
+    """
     kind = named if inspect.isclass(named) else MODELS.get(named)
     if kind is None:
         ours_first = sorted(registered_gates(), key=lambda known: not known.__module__.startswith('mmgate.'))
@@ -381,7 +391,8 @@ def _hint(kind: type[nn.Module], module: nn.Module) -> str:
     return f' If that computes the same as its base, declare it: mmgate.adapts({ours}, {sub}, like={base.__name__}).'
 
 
-def _check_options(kind: type, options: Mapping[str, Any], where: str) -> None:
+def check_options(kind: type, options: Mapping[str, Any], where: str) -> None:
+    """Raise OptionError, which lists the options of a gate, if it lacks one of ``options``."""
     allowed = set(options_of(kind))
     unknown = sorted(set(options) - allowed)
     if unknown:

@@ -30,6 +30,7 @@ CROSSING = {
     'test_readme.py',
     'test_recipes.py',
     'test_tools/test_end_to_end.py',
+    'test_tools/test_gate_option.py',
     'test_tools/test_looks.py',
     'test_tools/test_malicious.py',
     'test_tools/test_mistakes.py',

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mmgate.errors import ConfigError
+from mmgate.hosts.table import gate_of_type
 from mmgate.registry import MODELS as MMGATE_MODELS
-from mmgate.swap import Attention, list_attention
+from mmgate.rules import write_rule
+from mmgate.swap import Attention, kind_named, list_attention, path_regex
 
-__all__ = ['Attention', 'NoLanguageModel', 'build_structure', 'list_attention']
+__all__ = ['Attention', 'NoLanguageModel', 'build_structure', 'list_attention', 'rules_to_paste']
 
 
 def build_structure(cfg: Config) -> nn.Module:
@@ -38,6 +40,39 @@ def build_structure(cfg: Config) -> nn.Module:
             return MODELS.build(deepcopy(model))
     except (AssertionError, ImportError, KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f'the model of {cfg.filename} cannot be built: {type(error).__name__}: {error}') from error
+
+
+def rules_to_paste(model: nn.Module, listed: Sequence[Attention]) -> dict[str, str]:
+    """Return the text of a rule for each attention that a gate fits and that is best gated itself, by its path.
+
+    The rule's path is that of all attentions alike, with ``*`` for numbers, or that of the one attention where a gate
+    does not fit them all. Its type is the first that starts as the vanilla attention and has a gate, or else the first.
+
+    Args:
+        model: The model.
+        listed: Its attention, see :func:`list_attention`.
+    """
+    gated = [row.path for row in listed if row.gate]
+
+    def is_taken(path: str) -> bool:
+        """Return whether a module, one around it or one inside it is gated already."""
+        return any(f'{path}.'.startswith(f'{other}.') or other.startswith(f'{path}.') for other in gated)
+
+    free = {row.path: row for row in listed if row.gates and not is_taken(row.path)}
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    texts = {}
+    for path, row in free.items():
+        kind = max(row.gates, key=_starts_as_vanilla)
+        pattern = '.'.join('*' if name.isdigit() else name for name in path.split('.'))
+        matched = [name for name in names if path_regex(pattern).fullmatch(name)]
+        alike = all(name in free and kind in free[name].gates for name in matched)
+        texts[path] = write_rule(dict(path=pattern if alike else path, type=kind))
+    return texts
+
+
+def _starts_as_vanilla(kind: str) -> bool:
+    gate = gate_of_type(kind_named(kind, ''))
+    return gate is not None and gate.identity_start and bool(gate.gate_readings)
 
 
 def _apart(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,8 +55,8 @@ SPEEDUPS: dict[str, Callable[[Config], None]] = {
 
 
 def benchmark_training(
-    peer: str,
-    ours: str,
+    peer: str | Config,
+    ours: str | Config,
     *,
     op: str = 'ms_deform_attn',
     backends: Sequence[str] = ('auto',),
@@ -72,8 +72,8 @@ def benchmark_training(
     """Measure training steps (losses, gradients, clipping, optimizer) on random images with random objects.
 
     Args:
-        peer: Config of the peer: a file or ``package::path``.
-        ours: Config that is compared with it.
+        peer: Config of the peer: a file, ``package::path``, or read.
+        ours: Config that is compared with it; one of the peer's name and another model is ``NAME, gated`` in the rows.
         op: Operator whose backends are measured.
         backends: Backends of ``op``; ``ours`` is measured with each.
         speedups: Keys of :data:`SPEEDUPS`, or ``'all'`` for all together; ``ours`` is measured with each.
@@ -88,9 +88,12 @@ def benchmark_training(
     Yields:
         Rows of time, throughput and peak memory.
     """
-    names = [Path(path.partition('::')[2] or path).stem for path in (peer, ours)]
-    runs: dict[str, Step] = {names[0]: _step(peer, size, batch, device, amp)}
-    step = _step(ours, size, batch, device, amp, train=train)
+    configs = [read_config(given) if isinstance(given, str) else given for given in (peer, ours)]
+    names = [Path(cfg.filename).stem for cfg in configs]
+    if names[0] == names[1] and configs[0].model != configs[1].model:
+        names[1] += ', gated'
+    runs: dict[str, Step] = {names[0]: _step(configs[0], size, batch, device, amp)}
+    step = _step(configs[1], size, batch, device, amp, train=train)
     variables: dict[str, dict[str, str]] = {}
     for backend in backends:
         name = f'{names[1]}, {backend}'
@@ -99,7 +102,7 @@ def benchmark_training(
     for speedup in speedups:
         name = f'{names[1]}, {speedup}'
         changes = list(SPEEDUPS) if speedup == 'all' else [speedup]
-        runs[name] = _step(ours, size, batch, device, amp, changes, train)
+        runs[name] = _step(configs[1], size, batch, device, amp, changes, train)
     within = {name: partial(environment, **values) for name, values in variables.items()}
     x = f'{size[0]}x{size[1]}_b{batch}'
     start = [torch.zeros((), device=device)]
@@ -111,7 +114,7 @@ def benchmark_training(
 
 
 def _step(
-    path: str,
+    given: Config,
     size: tuple[int, int],
     batch: int,
     device: str,
@@ -119,7 +122,7 @@ def _step(
     speedups: Sequence[str] = (),
     train: str = 'all',
 ) -> Step:
-    cfg = read_config(path)
+    cfg = deepcopy(given)
     for speedup in speedups:
         SPEEDUPS[speedup](cfg)
     init_default_scope(cfg.get('default_scope', 'mmdet'))

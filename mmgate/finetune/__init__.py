@@ -11,6 +11,7 @@ from mmgate._environment import log
 from mmgate.errors import ConfigError, OptionError
 from mmgate.hosts.map_size import keep_image_size
 from mmgate.registry import MODELS
+from mmgate.rules import shown_as_read
 from mmgate.swap import Rules, swap_attention
 
 from .files import gates_content, load_gates, put_gates, save_gates
@@ -75,7 +76,8 @@ def Gated(
     model = MODELS.build(dict(type=host, **host_cfg))
     keep_image_size(model, host_cfg)
     if attention is not None:
-        names = swap_attention(model, attention)
+        with shown_as_read(attention):
+            names = swap_attention(model, attention)
         log(f'mmgate: gated {len(names)} attention modules of {type(model).__name__}')
     if gates is not None:
         content = put_gates(model, gates)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class GatedRelativeAttention(DenseHost):
     rel_pos_w: Tensor
 
     @classmethod
-    def sizes(cls, host: RelativeAttention) -> Sizes:
+    def sizes(cls, host: Any) -> Sizes:
         """Return the sizes of a host, whose constructor keeps its heads alone."""
         return Sizes(host.qkv.in_features, host.num_heads)
 

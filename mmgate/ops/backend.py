@@ -30,7 +30,7 @@ from torch import Tensor
 
 from mmgate.errors import ConfigError, UnsupportedCall
 
-from .tracing import is_exporting, is_traced
+from .tracing import hides_numbers, is_exporting, is_traced
 
 logger = logging.getLogger('mmgate')
 SIZES = ('small', 'medium', 'large')
@@ -58,9 +58,9 @@ class Backend:
         run: The implementation. It takes the operator's arguments by name and raises
             :class:`~mmgate.errors.UnsupportedCall` for a call that it does not have.
         why_not: Takes the operator's first tensor and returns why this backend cannot run on it, or None if it can.
-        in_order: Whether ``auto`` may take it without a calibration.
-        traceable: Whether torch.compile takes it whole, that is, it asks for no tensor's numbers.
-        exportable: Whether an exported model may hold it: it is traceable, and made of torch's own operators alone.
+        in_order: True if ``auto`` may take it without a calibration.
+        traceable: True if torch.compile takes it whole, that is, it asks for no tensor's numbers.
+        exportable: True if an exported model may hold it: it is traceable, and made of torch's own operators alone.
         description: A few words for the log.
         advice: Takes the operator's first tensor and returns what a user can do to have this backend, or None; for the
             log, if another backend runs.
@@ -150,8 +150,8 @@ def candidates(
     if is_exporting():
         exportable = [backend for backend in backends if backend.exportable]
         return exportable[:1], 'the one that exported models can hold'
-    traced = is_traced()
-    usable = [b for b in backends if (b.traceable or not traced) and b.why_not(tensor) is None]
+    hidden = hides_numbers(tensor)
+    usable = [b for b in backends if (b.traceable or not hidden) and b.why_not(tensor) is None]
     winner = _winner(op, tensor.device.type, tensor.device.index, tensor.dtype, size_class(*work))
     fastest = [b for b in usable if b.name == winner]
     why = 'the fastest here, by calibration' if fastest else 'the first of the order that can run here'
@@ -177,7 +177,7 @@ def size_class(number: int, small: int, medium: int) -> str:
 
 @torch.compiler.assume_constant_result
 def _winner(op: str, device_type: str, index: int | None, dtype: torch.dtype, size: str) -> str | None:
-    """Return what the calibration says; torch.compile asks once, while it traces."""
+    """Return the calibrated backend's name; torch.compile asks once, while it traces."""
     return winners(op, device_type, index).get(f'{dtype} {size}')
 
 

@@ -1,4 +1,4 @@
-"""Whether a call is traced: by torch.compile, by an export, or by something else that looks at operators.
+"""Detection of tracers: torch.compile, exports, and dispatch modes that look at operators.
 
 Older torch versions lack some of these questions; below torch 2.3 nobody can tell that torch.compile is tracing.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 
 def _never() -> bool:
@@ -31,3 +33,20 @@ def is_exporting() -> bool:
 def is_traced() -> bool:
     """Return whether something looks at operators rather than at numbers: a tracer or a dispatch mode."""
     return is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def hides_numbers(tensor: Tensor) -> bool:
+    """Return whether the numbers of tensors cannot be read: while something traces, of fake tensors, on ``'meta'``.
+
+    Counters of operations and selective checkpointing look at operators, too, but leave the numbers.
+    """
+    if is_compiling() or tensor.device.type == 'meta':
+        return True
+    modes = _get_current_dispatch_mode_stack()
+    if not modes:
+        return False
+    # Their import takes a second.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
+
+    return any(isinstance(mode, (FakeTensorMode, ProxyTorchDispatchMode)) for mode in modes)

@@ -180,7 +180,7 @@ def test_mmcvs_roi_align_runs_in_bfloat16_if_it_is_kept_in_float32() -> None:
     layer = RoIAlign(2)
     features = torch.rand(1, 3, 8, 8).bfloat16()
     boxes = torch.tensor([[0.0, 1.0, 1.0, 6.0, 6.0]])
-    with pytest.raises(RuntimeError, match="roi_align_forward_c.*_kernel.* not implemented for 'BFloat16'"):
+    with pytest.raises(RuntimeError, match="not implemented for 'BFloat16'"):
         layer(features, boxes.bfloat16())
     keep_float32(layer)
     with torch.autocast('cpu', torch.bfloat16):

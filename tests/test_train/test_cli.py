@@ -13,6 +13,7 @@ from torch import nn
 import mmgate
 from mmgate.errors import ConfigError
 from mmgate.train import cli
+from mmgate.train.gate_options import put_gates
 
 SMALL = """
 default_scope = '{scope}'
@@ -120,8 +121,8 @@ def test_gates_are_put_on_the_model_as_it_is_named(folder: Path, monkeypatch: py
     gated = cfg.model.module if tta else cfg.model
     assert (gated.type, gated.host, gated.gates) == ('mmgate.Gated', 'M', 'gates.safetensors')
     cfg = Config(dict(model=dict(type=nn.Identity)))
-    assert cli.enable_gates(cfg, 'gates.safetensors') == ''
-    assert cfg.model.host is nn.Identity
+    assert put_gates(cfg, [], gates='gates.safetensors') == ''
+    assert cfg.model.host == 'torch.nn.modules.linear.Identity'
 
 
 @pytest.mark.parametrize(
@@ -138,7 +139,7 @@ def test_gates_that_replace_those_of_the_config(tmp_path: Path, model: dict, sai
     mmgate.swap_attention(gated, dict(type='PLuGMultiheadAttention', path='attn'))
     mmgate.save_gates(gated, file)
     cfg = Config(dict(model=dict(type='mmgate.Gated', host='M', **model)))
-    assert cli.enable_gates(cfg, file).startswith(f"--gates {file} replaces the config's own gates, {said}.")
+    assert put_gates(cfg, [], gates=file).startswith(f"--gates {file} replaces the config's own gates, {said}.")
     assert cfg.model.gates == file
 
 

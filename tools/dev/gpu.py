@@ -1,6 +1,6 @@
 """Run all measurements on a GPU: ``python tools/dev/gpu.py --out DIR`` or ``make gpu``.
 
-There are three parts of at most eight minutes, each run alone by ``--part``: ``correctness`` (tests and
+There are three parts of at most eight minutes, each a separate command with ``--part``: ``correctness`` (tests and
 compute-sanitizer), ``sampler`` (deformable attention beside its peers, an encoder first) and ``plug`` (PLuG attention,
 calibration, training steps). A step is a process with a time limit. Rows are written as they come, later parts append,
 and the table at the end lists the steps that could not run. The command needs torch, triton, numpy and pytest; a step

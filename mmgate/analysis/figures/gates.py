@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -72,6 +72,23 @@ def draw_gates(models: Sequence[tuple[str, Sequence[LayerGate]]], out: Path) -> 
     # Two pixels a cell show a diagonal.
     figure.set_dpi(min(cells / MAP_INCHES * 2, MOST_DPI))
     return style.save(figure, out)
+
+
+def histogram_image(by_kind: Mapping[str, Sequence[LayerGate]]) -> np.ndarray:
+    """Return a picture ``(h, w, 3)``, RGB in uint8, with a histogram for each kind of gates.
+
+    Args:
+        by_kind: Gates of layers, by the name of their class.
+    """
+    figure, (axes,) = style.panels(1, len(by_kind), height=2.4, width=3.2 * len(by_kind))
+    for axis, (kind, gates) in zip(axes, by_kind.items(), strict=True):
+        _draw_histogram(axis, gates, _used(gates), _labels(gates))
+        layers = len({gate.path for gate in gates})
+        axis.set_title(f'{kind}, {layers} layer{"s" if layers > 1 else ""}', fontsize=9)
+    figure.set_dpi(120)
+    canvas: Any = figure.canvas
+    canvas.draw()
+    return np.ascontiguousarray(np.asarray(canvas.buffer_rgba())[..., :3])
 
 
 def _meaning(value: float | None) -> str:

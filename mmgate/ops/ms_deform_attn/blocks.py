@@ -18,13 +18,13 @@ class Cut(NamedTuple):
     """Division of a kernel's work among programs and lanes.
 
     Attributes:
-        backward: Whether it is the backward kernel.
-        tiled: Whether queries go down the columns of bands of their map; they have to be the tokens.
+        backward: True for the backward kernel.
+        tiled: True if queries go down the columns of bands of their map; they have to be the tokens.
         pieces: Pieces of a row of channels: 2, or 4 in the backward kernel.
         lane: A lane's channels of a piece.
         times: Queries, or pairs, of a lane.
         warps: Warps of a program.
-        paired: Whether a lane of the backward kernel has two queries at a time.
+        paired: True if a lane of the backward kernel has two queries at a time.
     """
 
     backward: bool

@@ -11,22 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tool
+from conftest import over_shapes, tool
 from mmcv.cnn.bricks.transformer import MultiheadAttention
 from mmdet.models.backbones.pvt import SpatialReductionAttention
 from mmdet.models.utils.vlfuse_helper import BiMultiHeadAttention as Fused
 from mmengine.config import Config
 from mmengine.hub import get_config
 from mmengine.registry import MODELS
+from shapes import write_shapes
 from torch import nn
 
 import mmgate
-from mmgate.analysis.structure import Attention, build_structure, list_attention
+from mmgate.analysis.structure import Attention, build_structure, list_attention, rules_to_paste
 from mmgate.errors import ConfigError
+from mmgate.rules import read_rules
+from mmgate.train import cli
 from mmgate.train.config_file import read_config
 
 DENSE = {'PLuGMultiheadAttention', 'SDPAGatedMultiheadAttention', 'DifferentialGatedMultiheadAttention'}
 MAP = {'AgentAttention', 'SAGAAttention'}
+PLUGGED = 'PLuGMultiScaleDeformableAttention'
 PLUG = 'plug/deformable_detr/plug-deformable-detr-refine_r50_8xb4-50e_coco.py'
 
 
@@ -76,10 +80,68 @@ def test_refuses(config: dict, message: str) -> None:
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     tool('list_attention').main(['mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py'])
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
-    assert rows['encoder.layers.0.self_attn'].endswith('PLuGMultiScaleDeformableAttention')
+    pasted = "--gate 'encoder.layers.*.self_attn=PLuGMultiScaleDeformableAttention'"
+    assert f'  MultiScaleDeformableAttention, {PLUGGED}  ' in rows['encoder.layers.0.self_attn']
+    assert rows['encoder.layers.0.self_attn'].endswith(f'  {pasted}')
     assert 'num_levels=4' in rows['encoder.layers.0.self_attn']
     assert 'PLuGMultiheadAttention, SDPAGatedMultiheadAttention' in rows['decoder.layers.0.self_attn']
     assert 'decoder.layers.0.self_attn.attn' not in rows
+
+
+@pytest.mark.parametrize(
+    'config',
+    [
+        'mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py',
+        'mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py',
+        'mmdet::pvt/retinanet_pvt-t_fpn_1x_coco.py',
+        'mmseg::vit/vit_vit-b16_mln_upernet_8xb2-80k_ade20k-512x512.py',
+        'mmseg::mask2former/mask2former_swin-t_8xb2-160k_ade20k-512x512.py',
+    ],
+)
+def test_what_can_be_pasted_gates_the_module(config: str) -> None:
+    """Every text gates the module of its line, and those alike."""
+    cfg = get_config(config)
+    model = build_structure(cfg)
+    texts = rules_to_paste(model, list_attention(model))
+    assert texts
+    for text in dict.fromkeys(texts.values()):
+        gated = mmgate.swap_attention(model, read_rules(text))
+        assert set(gated) >= {path for path, of in texts.items() if of == text}
+        assert not set(rules_to_paste(model, list_attention(model))) & set(gated)
+        mmgate.restore_attention(model)
+
+
+@pytest.mark.parametrize(
+    ('config', 'first', 'rank'),
+    [
+        ('_base_/deformable-detr-refine_r18_1xb8-12e_shapes.py', '--gate ', '-'),
+        ('saga/mask_rcnn/saga-mask-rcnn_swin-demo_1xb8-8e_shapes.py', '--gate ', '0.'),
+    ],
+    ids=['deformable', 'linear'],
+)
+def test_figures_of_a_model_on_images(
+    config: str, first: str, rank: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every attention has a line, those that move most first; each is named as rules name it."""
+    write_shapes(tmp_path / 'shapes', num_train=1, num_val=1, size=64)
+    (tmp_path / 'config.py').write_text(over_shapes(f'configs/{config}', tmp_path / 'shapes'))
+    measured = ['--measure', 'untrained', '--max-images', '1']
+    assert cli.main(tool('list_attention').main, [str(tmp_path / 'config.py'), *measured]) == 0
+    table, note = capsys.readouterr().out.rsplit('path  ', 1)[1].rsplit('\n\n', 1)
+    assert note.startswith('The further up, ') and note.count('. ') == 0
+    rows = [line.split() for line in table.splitlines()[1:]]
+    paths = {row.path for row in list_attention(build_structure(read_config(str(tmp_path / 'config.py'))))}
+    assert {row[0] for row in rows} <= paths and len(rows) > 3
+    moved = [float(row[2]) + float(row[3]) if row[2] != '-' else -1.0 for row in rows]
+    assert moved == sorted(moved, reverse=True) and moved[0] > 0 and first in table
+    assert any(row[7].startswith(rank) for row in rows)
+
+
+def test_what_does_not_fit_all_alike_is_pasted_for_one() -> None:
+    layers = [MultiheadAttention(8, 2), nn.Linear(2, 2)]
+    model = nn.ModuleDict(dict(a=nn.ModuleList(layers), b=nn.ModuleList([MultiheadAttention(8, 2)])))
+    texts = rules_to_paste(model, list_attention(model))
+    assert texts == {'a.0': 'a.0=PLuGMultiheadAttention', 'b.0': 'b.*=PLuGMultiheadAttention'}
 
 
 def test_a_gated_module_is_named_by_its_host_and_its_gate(capsys: pytest.CaptureFixture[str]) -> None:
