@@ -28,6 +28,7 @@ CROSSING = {
     'test_partners.py',
     'test_process.py',
     'test_readme.py',
+    'test_real.py',
     'test_recipes.py',
     'test_tools/test_end_to_end.py',
     'test_tools/test_gate_option.py',
