@@ -19,6 +19,7 @@ import torch
 
 from mmgate.benchmarks.calibration import DTYPES, Row, compare, keep
 from mmgate.ops import backend as choice
+from mmgate.ops import native as library
 from mmgate.ops.ms_deform_attn import native
 
 PACKAGES = ('torch', 'triton', 'mmgate', 'mmengine', 'mmcv', 'mmdet', 'mmseg', 'numpy')
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument('--dtype', choices=sorted(DTYPES), nargs='+', help='default: float32; on CUDA all')
     parser.add_argument('--sizes', choices=['full', 'tiny'], help='default: full with --calibrate, else tiny')
     parser.add_argument('--limit', type=int, default=60, help='seconds after which a call counts as hung (60)')
-    parser.add_argument('--build', action='store_true', help="compile the CPU kernel ('native'), and do no more")
+    parser.add_argument('--build', action='store_true', help="compile the CPU kernels ('native'), and do no more")
     args = parser.parse_args(argv)
     if args.build:
         return build_native()
@@ -50,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_native() -> int:
     """Compile the CPU kernel of deformable attention and return the exit status."""
     try:
-        print(f'compiled {native.build.build()}')
+        print(f'compiled {library.build.build()}')
     except RuntimeError as error:
         print(f'The CPU kernel is not compiled: {error}')
         return 1
-    native.loaded.cache_clear()
+    library.load.cache_clear()
     why_not = native.why_not(torch.empty(0))
     print(why_not or "'native' runs from now on")
     return int(why_not is not None)

@@ -47,7 +47,9 @@ def skip_unless_readable(path: str | Path) -> None:
 
 def needs_host(path: str | Path) -> bool:
     """Return whether a config inherits mmpretrain's, or has a backbone of timm's, which comes with it."""
-    return bool({'classification', 'real'} & set(Path(path).parts)) or 'dinov2' in Path(path).name
+    path = Path(path)
+    inside = path.relative_to(ROOT) if path.is_absolute() else path
+    return bool({'classification', 'real'} & set(inside.parts)) or 'dinov2' in path.name
 
 
 def tool(name: str, folder: str = 'analysis_tools') -> ModuleType:

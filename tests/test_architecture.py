@@ -28,6 +28,7 @@ CROSSING = {
     'test_partners.py',
     'test_process.py',
     'test_readme.py',
+    'test_real.py',
     'test_recipes.py',
     'test_tools/test_end_to_end.py',
     'test_tools/test_gate_option.py',
@@ -80,7 +81,7 @@ TESTED_BY = {
         'ops/ms_deform_attn/reference.py',
         'ops/ms_deform_attn/registered.py',
     ),
-    'test_ops/test_ms_deform_attn/test_native.py': ('ops/ms_deform_attn/build.py',),
+    'test_ops/test_ms_deform_attn/test_native.py': ('ops/native/__init__.py', 'ops/native/build.py'),
     'test_ops/test_ms_deform_attn/test_triton.py': (
         'ops/ms_deform_attn/backward_kernel.py',
         'ops/ms_deform_attn/blocks.py',

@@ -66,11 +66,11 @@ def test_a_build_that_fails_is_said(
     monkeypatch.setenv('CXX', 'false')
     assert doctor.main(['--build']) == 1 and 'is not compiled: false fails' in capsys.readouterr().out
     monkeypatch.delenv('CXX')
-    monkeypatch.setattr(doctor.native.build, 'COMPILERS', ('no-such-compiler',))
+    monkeypatch.setattr(doctor.library.build, 'COMPILERS', ('no-such-compiler',))
     assert doctor.main(['--build']) == 1 and 'there is no C++ compiler' in capsys.readouterr().out
-    monkeypatch.setattr(doctor.native.build, 'build', lambda: (tmp_path / 'native.so').write_text('no library'))
+    monkeypatch.setattr(doctor.library.build, 'build', lambda: (tmp_path / 'native.so').write_text('no library'))
     assert doctor.main(['--build']) == 1 and 'native.so does not load' in capsys.readouterr().out
-    doctor.native.loaded.cache_clear()
+    doctor.library.load.cache_clear()
 
 
 def test_torch_alone_is_enough(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ DATA = {
     'shapes': 'generated shapes',
     'bccd': 'BCCD',
     'camvid': 'CamVid',
+    'facemask': 'Face masks',
     'ade20k': 'ADE20K',
     'coco': 'COCO',
     '_in1k': 'ImageNet-1k',

@@ -65,7 +65,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     r'(dgvit|vit|diff-vit).*_1xb128-100e_(cifar100?|fashionmnist|svhn)': dict(lr=3e-4, weight_decay=0.01, epochs=100),
     r'(dgvit|(sdpa-gate-)?vit)(-noise)?_1xb64-40e_digits': dict(lr=1e-3, weight_decay=0.01, epochs=40),  # ours
     r'.*_1xb(8|32)-(8e|12e|1k)_shapes(-128x128)?': {},  # the demos: ours, small and fast
-    r'(plug-)?.*_1xb4-(12e|2e|1k|150)_(bccd|camvid-160x128)': {},  # ours, of configs/studies/gate_rate_*.py
+    r'.*_1xb4-(12e|2e|1k|2k|150)_(bccd|facemask|camvid(-day)?-160x128)': {},  # ours, small
 }
 DROP_PATH = {
     r'agent-cswin-[tsb]_8xb128': dict(t=0.2, s=0.4, b=0.5),

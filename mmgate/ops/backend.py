@@ -222,7 +222,9 @@ def key(op: str, device: torch.device) -> str:
     heads = torch.empty(1, 1, 1, 1, device=device)
     usable = ' '.join(backend.name for backend in OPERATORS[op] if backend.why_not(heads) is None)
     digest = hashlib.sha256()
-    for source in sorted(x for x in (Path(__file__).parent / op).rglob('*') if x.suffix in ('.py', '.cpp', '.h')):
+    here = Path(__file__).parent
+    files = [*(here / op).rglob('*'), *(here / 'native').rglob('*')]
+    for source in sorted(x for x in files if x.suffix in ('.py', '.cpp', '.h')):
         digest.update(source.read_bytes())
     return f'{op}: {usable}; sources {digest.hexdigest()[:12]}; {machine(device)}'
 

@@ -10,7 +10,7 @@ folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 compile() { # FILE FLAGS
   MMGATE_NATIVE=$1 "$PY" -W ignore -c \
-    'import sys; from mmgate.ops.ms_deform_attn import build; build.build(sys.argv[1])' "$2 -g -O1 -fno-omit-frame-pointer"
+    'import sys; from mmgate.ops.native import build; build.build(sys.argv[1])' "$2 -g -O1 -fno-omit-frame-pointer"
 }
 preloaded() { printf '%s ' "$("$CXX" -print-file-name="$1")"; }
 

@@ -51,7 +51,7 @@ CACHE=${MMGATE_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/mmgate}
 PYTHON=${PYTHON:-$(command -v python3.11 || command -v python3)}
 STAMP=$VENV/.mmgate-setup
 
-fingerprint=$(cat pyproject.toml tools/dev/setup_env.sh mmgate/ops/ms_deform_attn/cpp/*.{h,cpp} <(echo "$SET $TORCH") | cksum)
+fingerprint=$(cat pyproject.toml tools/dev/setup_env.sh mmgate/ops/native/cpp/*.{h,cpp} <(echo "$SET $TORCH") | cksum)
 if [ "$(cat "$STAMP" 2>/dev/null)" = "$fingerprint" ]; then exit 0; fi
 
 say() { printf 'setup: %s\n' "$*"; }

@@ -28,7 +28,7 @@ model = dict(
     bbox_head=dict(num_classes=3, embed_dims=128),
     test_cfg=dict(max_per_img=40))
 
-data_root = '../shared/data/bccd/'
+data_root = 'data/bccd/'
 metainfo = dict(classes=('Platelets', 'RBC', 'WBC'))
 train_pipeline = [
     dict(type='LoadImageFromFile'),

@@ -17,7 +17,7 @@ model = dict(
         num_classes=num_classes,
         loss_cls=dict(class_weight=[1.0] * num_classes + [0.1])))
 
-data_root = '../shared/data/camvid'
+data_root = 'data/camvid'
 metainfo = dict(
     classes=('Sky', 'Building', 'Pole', 'Road', 'Pavement', 'Tree', 'SignSymbol', 'Fence', 'Car',
              'Pedestrian', 'Bicyclist'),

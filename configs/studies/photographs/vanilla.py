@@ -2,7 +2,7 @@
 # finetune_detr_start.py: --cfg-options load_from=work_dirs/finetune_detr_start/vanilla/seed0/epoch_12.pth
 _base_ = '../finetune_detr/vanilla.py'
 
-data_root = '../shared/data/coco_sample/'
+data_root = 'data/coco_sample/'
 metainfo = dict(classes=('person', 'truck', 'horse', 'sports ball'))
 model = dict(
     backbone=dict(base_channels=32),

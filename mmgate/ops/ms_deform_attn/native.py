@@ -1,14 +1,13 @@
 """Multi-scale deformable attention by mmgate's own C++ loop on the CPU, as one operator with its gradient.
 
 Like the Triton kernel it takes logits, gate and, if wanted, offsets as they are: neither locations nor weights are
-written to memory. The loop is ``cpp/kernel.cpp``, compiled by ``python -m mmgate.doctor --build`` and loaded by ctypes,
-without a header of torch. 16-bit values are summed in float32; one float64 input makes all of it float64.
+written to memory. The loop is ``native/cpp/deformable.cpp``. 16-bit values are summed in float32; one float64 input
+makes all of it float64.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 from typing import Any
 
 import torch
@@ -16,59 +15,31 @@ from torch import Tensor
 
 from mmgate.errors import UnsupportedCall
 
+from .. import native as library
 from ..custom_op import operator
-from . import build
+from ..native import TYPES, fields
 
 MOST_NUMBERS = 2**31  # rows of an image's values and their borders, which the kernel counts in 32 bits
-TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-COMMAND = 'python -m mmgate.doctor --build'
-WIDEST = 2  # set of instructions: 0 the baseline, 1 x86-64-v3, 2 x86-64-v4; a test lowers it
-OWN_THREADS = False  # instead of torch's; for a thread sanitizer, which does not know those of OpenMP
-
-
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
 
 
 class Call(ctypes.Structure):
     """``Call`` of ``cpp/native.h``."""
 
     _fields_ = [
-        *_fields(ctypes.c_int64, 'batch tokens heads dim queries levels points columns residual post compute'),
-        *_fields(ctypes.c_int64, 'value_type points_type logits_type gate_type reference_type'),
+        *fields(ctypes.c_int64, 'batch tokens heads dim queries levels points columns residual post compute'),
+        *fields(ctypes.c_int64, 'value_type points_type logits_type gate_type reference_type'),
         ('gate_stride', ctypes.c_int64 * 5),
-        *_fields(ctypes.c_int64, 'gate_summed threads widest'),
-        *_fields(ctypes.c_void_p, 'value shapes starts at logits gate reference output grad'),
-        *_fields(ctypes.c_void_p, 'grad_value grad_at grad_logits grad_gate grad_reference'),
+        *fields(ctypes.c_int64, 'gate_summed threads widest'),
+        *fields(ctypes.c_void_p, 'value shapes starts at logits gate reference output grad'),
+        *fields(ctypes.c_void_p, 'grad_value grad_at grad_logits grad_gate grad_reference'),
     ]
-
-
-@functools.cache
-def loaded() -> tuple[Any, str | None]:
-    """Return the library's function, or why there is none."""
-    path = build.library()
-    if not path.is_file():
-        return None, f'it is not compiled yet; type once: {COMMAND}'
-    try:
-        kernel = ctypes.CDLL(str(path))
-        kernel.mmgate_sources.restype = ctypes.c_char_p
-        same = kernel.mmgate_sources().decode() == build.sources()
-    except (OSError, AttributeError) as error:
-        return None, f'{path.name} does not load ({error}); type: {COMMAND}'
-    return kernel.mmgate_ms_deform_attn, None if same else f'it was compiled from other sources; type: {COMMAND}'
-
-
-@torch.compiler.assume_constant_result
-def _missing() -> str | None:
-    """Return why there is no library; torch.compile asks once, while it traces."""
-    return loaded()[1]
 
 
 def why_not(value: Tensor) -> str | None:
     """Return why this backend cannot run on ``value``, or None."""
     if value.device.type != 'cpu':
         return f'it is for CPU tensors, value is on {value.device}'
-    return _missing()
+    return library.missing()
 
 
 def advice(value: Tensor) -> str | None:
@@ -137,7 +108,7 @@ def _described(
     call.post = position == 'post_softmax'
     call.compute = TYPES[_compute(value)]
     call.threads = torch.get_num_threads()
-    call.widest = WIDEST
+    call.widest = library.WIDEST
     call.value = value.data_ptr()
     call.value_type = TYPES[value.dtype]
     call.shapes = spatial_shapes.data_ptr()
@@ -161,8 +132,7 @@ def _described(
 
 def _run(call: Call, backward: bool) -> None:
     """Run a pass of a call that has the addresses of its results."""
-    kernel, _ = loaded()
-    if kernel(ctypes.byref(call), int(backward), int(OWN_THREADS)):
+    if library.load()[0].mmgate_ms_deform_attn(ctypes.byref(call), int(backward), int(library.OWN_THREADS)):
         raise MemoryError('ms_deform_attn: there is not enough memory for a copy of the values of a head.')
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .softmax import gated_softmax, gated_softmax_backward
+
 
 class GatedRows(torch.autograd.Function):
     """PLuG attention in chunks of rows as an autograd function.
@@ -44,9 +46,9 @@ class GatedRows(torch.autograd.Function):
         output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=query.dtype, device=query.device)
         chunks = _Chunks(step, query, key)
         for rows in chunks:
-            f = factor(gate_query[:, :, rows], gate_key, *parameters)
+            f = factor(gate_query[:, :, rows], gate_key, *parameters).contiguous()
             logits = chunks.product(0, query[:, :, rows], key, query.shape[-1] ** -0.5)
-            weights = _softmax(logits, None if post_softmax else f, rows_of(bias, rows))
+            weights = gated_softmax(logits, None if post_softmax else f, rows_of(bias, rows), logits)
             if post_softmax:
                 weights = weights.mul_(f)
             output[:, :, rows] = weights.to(value.dtype) @ value
@@ -71,11 +73,12 @@ class GatedRows(torch.autograd.Function):
             leaves = [x.detach().requires_grad_() for x in (gate_query[:, :, rows], gate_key, *parameters)]
             with torch.enable_grad():
                 gate = ctx.factor(*leaves)
-            f = gate.detach()
+            f = gate.detach().contiguous()
             q = query[:, :, rows]
             grad = grad_output[:, :, rows]
             logits = chunks.product(0, q, key, scale)
-            weights = _softmax(chunks.copy(1, logits), None if ctx.post_softmax else f, rows_of(bias, rows))
+            gated = None if ctx.post_softmax else f
+            weights = gated_softmax(logits, gated, rows_of(bias, rows), chunks.like(1, logits))
             delta = (grad * output[:, :, rows]).sum(-1, keepdim=True, dtype=chunks.dtype)
             grad_weights = chunks.product(2, grad, value, 1.0)
             if ctx.post_softmax:
@@ -84,9 +87,7 @@ class GatedRows(torch.autograd.Function):
                 grad_logits = grad_weights.mul_(f).sub_(delta).mul_(weights)
             else:
                 grad_value += weights.to(grad.dtype).transpose(-1, -2) @ grad
-                grad_logits = grad_weights.sub_(delta).mul_(weights)
-                grad_factor = _sum_heads(logits.mul_(grad_logits), gate)
-                grad_logits.mul_(f)
+                grad_logits, grad_factor = gated_softmax_backward(logits, f, weights, grad_weights, delta)
             narrow = grad_logits.to(q.dtype)
             grad_query[:, :, rows] = narrow @ key * scale
             grad_key += narrow.transpose(-1, -2) @ q * scale
@@ -127,22 +128,12 @@ class _Chunks:
             out.copy_((a * scale @ b).view_as(out))
         return out
 
-    def copy(self, buffer: int, source: Tensor) -> Tensor:
-        """Copy ``source`` into a buffer, 0 to 2, and return the copy."""
-        return self._view(buffer, source.shape).copy_(source)
+    def like(self, buffer: int, chunk: Tensor) -> Tensor:
+        """Return a buffer, 0 to 2, in the shape of a chunk."""
+        return self._view(buffer, chunk.shape)
 
     def _view(self, buffer: int, shape: tuple[int, ...]) -> Tensor:
         return self.buffers[buffer, : torch.Size(shape).numel()].view(shape)
-
-
-def _softmax(logits: Tensor, f: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return ``softmax(logits f + bias)``, computed in the memory of ``logits``."""
-    if f is not None:
-        logits = logits.mul_(f)
-    if bias is not None:
-        logits = logits.add_(bias)
-    logits.sub_(logits.amax(-1, keepdim=True)).exp_()
-    return logits.div_(logits.sum(-1, keepdim=True))
 
 
 def _sum_heads(grad: Tensor, gate: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ from conftest import needs_native, one_graph
 from helpers.samplings import CASES, agree, by_backend, compare, drawn, exactly, make, results, run
 
 from mmgate.ops import ms_deform_attn
-from mmgate.ops.ms_deform_attn import build, native
+from mmgate.ops import native as library
+from mmgate.ops.ms_deform_attn import native
+from mmgate.ops.native import build
 
 pytestmark = needs_native
 MANY = dict(queries=70)  # for a copy of each head's values, and several parts of a head's queries
@@ -45,7 +47,7 @@ def test_equals_the_reference(name: str, queries: int) -> None:
 def test_any_channels_by_any_instructions_equal_the_reference(
     widest: int, dim: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, 'WIDEST', widest)  # a processor that has less takes less
+    monkeypatch.setattr(library, 'WIDEST', widest)  # a processor that has less takes less
     agree('native', make(dim=dim, queries=queries, points=7), 2e-5)
 
 
@@ -147,7 +149,7 @@ def test_the_same_bits_twice_by_more_threads_than_heads() -> None:
 def test_started_threads_do_the_same(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     inputs = make(queries=300)
     expected = results('native', inputs, torch.float32)
-    monkeypatch.setattr(native, 'OWN_THREADS', True)
+    monkeypatch.setattr(library, 'OWN_THREADS', True)
     actual = results('native', inputs, torch.float32)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
@@ -208,16 +210,16 @@ def test_auto_takes_it_first_and_says_why_it_cannot(monkeypatch: pytest.MonkeyPa
     assert 'value is on meta' in (native.why_not(value.to('meta')) or '') and native.advice(value.to('meta')) is None
     try:
         monkeypatch.setattr(build, 'sources', lambda: 'others')
-        native.loaded.cache_clear()
+        library.load.cache_clear()
         assert 'was compiled from other sources; type: python -m mmgate.doctor --build' in native.why_not(value)
         monkeypatch.setenv('MMGATE_NATIVE', str(tmp_path / 'missing.so'))
-        native.loaded.cache_clear()
+        library.load.cache_clear()
         assert 'not compiled yet; type once: python -m mmgate.doctor --build' in native.advice(value)
         inputs = make()
         assert torch.equal(run('auto')(*inputs), run('cpu')(*inputs))
     finally:
         monkeypatch.undo()
-        native.loaded.cache_clear()
+        library.load.cache_clear()
     assert torch.equal(run('auto')(*inputs), run('native')(*inputs))
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from mmgate.ops import native as library
 from mmgate.ops.ms_deform_attn import ms_deform_attn, native
 
 
 def main() -> None:
     """Run calls with fewer and more threads than heads, of few and of many queries."""
-    native.OWN_THREADS = True
+    library.OWN_THREADS = True
     assert native.why_not(torch.empty(0)) is None, native.why_not(torch.empty(0))
     shapes = torch.tensor([(12, 16), (6, 8)])
     starts = torch.tensor([0, 192])

@@ -1,6 +1,6 @@
-// The plain C interface of the CPU kernel: a call's pointers, sizes and strides, and how it is cut into tasks.
+// The plain C interface of the CPU kernels: a call's pointers, sizes and strides, and how it is cut into tasks.
 //
-// native.py builds a Call by ctypes, field by field in this order. Nothing of torch is included.
+// Python builds a Call or a GatedRows by ctypes, field by field in this order. Nothing of torch is included.
 #pragma once
 #include <stdint.h>
 
@@ -44,11 +44,33 @@ struct Plan {
     int64_t copy_bytes;   // of a copy; with the gradient of each row beside it in the backward pass
 };
 
-// The functions of kernel.cpp, compiled once for every set of instructions.
+// A chunk of PLuG attention's maps, with f the gate's factor: weights = softmax(f logits + bias) over the columns.
+struct GatedRows {
+    // logits and weights (B, H, N, M), factor and its gradient (B, G, N, M), delta (B, H, N): contiguous, of one type
+    int64_t batch, heads, gate_heads, rows, columns;  // G is 1, if heads share the gate, or H
+    int64_t compute;         // FLOAT or DOUBLE: the type of all
+    int64_t bias_stride[4];  // of B, H, N and M, in numbers; 0 where the bias broadcasts
+    int64_t threads;
+    int64_t widest;          // the most of the instruction sets 0, 1 and 2 that may be taken
+    const void *logits;
+    const void *factor;      // or null, for a softmax without a gate
+    const void *bias;        // or null
+    void *weights;           // the forward pass's result, which may lie where the logits do
+    // the backward pass
+    void *grad;              // of the weights; becomes that of the logits
+    const void *delta;       // sum of weights times their gradients, by row
+    void *grad_factor;       // summed over the heads that share the gate
+};
+
+// The functions of deformable.cpp and softmax.cpp, compiled once for every set of instructions.
 struct Kernels {
     int64_t block_bytes;
     void (*forward)(const Call *, const Plan *, int64_t task, char *small, char *copy);
     void (*backward)(const Call *, const Plan *, int64_t task, char *small, char *copy);
     // Adds up the gradients of a head's values from the copies of its parts, in their order, for a part of the rows.
     void (*gather)(const Call *, const Plan *, int64_t task, char *copies);
+};
+struct RowKernels {
+    void (*forward)(const GatedRows *, int64_t image, int64_t row);
+    void (*backward)(const GatedRows *, int64_t image, int64_t row);
 };

@@ -1,7 +1,7 @@
-"""Compilation of mmgate's CPU kernel into this folder, once: ``python -m mmgate.doctor --build``.
+"""Compilation of mmgate's CPU kernels into this folder, once: ``python -m mmgate.doctor --build``.
 
 It takes the C++ compiler that ``CXX`` names, else ``c++``, ``g++`` or ``clang++``, and no header or library of torch:
-one compiled kernel serves every torch. An import never compiles. ``MMGATE_NATIVE`` names another file for it.
+one library serves every torch. An import never compiles. ``MMGATE_NATIVE`` names another file for the library.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ FLAGS = '-std=c++17 -O3 -fPIC -fvisibility=hidden -pthread -fno-math-errno -fno-
 FLAGS += ' -ffp-contract=fast'
 V3 = '-mavx -mavx2 -mfma -mbmi -mbmi2 -mf16c -mlzcnt -mmovbe'
 V4 = f'{V3} -mavx512f -mavx512bw -mavx512cd -mavx512dq -mavx512vl'
+KERNELS = ('deformable', 'softmax')
 SETS = {'baseline': '', 'v3': V3, 'v4': V4}  # sets of instructions; a processor takes the last one that it has
 
 
 def library() -> Path:
-    """Return the path of the compiled kernel, which may be missing."""
+    """Return the path of the library, which may be missing."""
     machine = f'{platform.system()}-{platform.machine()}'.lower()
     return Path(os.environ.get('MMGATE_NATIVE') or SOURCES / f'native-{machine}.so')
 
@@ -46,7 +47,7 @@ def compiler() -> list[str] | None:
 
 
 def build(flags: str = '') -> Path:
-    """Compile the kernel and return the library's file; ``flags`` are the compiler's, beside ours.
+    """Compile the kernels and return the library's file; ``flags`` are the compiler's, beside ours.
 
     Raises:
         RuntimeError: There is no compiler, or it fails; the message has the compiler's.
@@ -58,24 +59,27 @@ def build(flags: str = '') -> Path:
     options = [*shlex.split(FLAGS), *shlex.split(flags)]
     with tempfile.TemporaryDirectory() as folder:
 
-        def kernel(name: str) -> Path | None:
-            to = Path(folder, f'{name}.o')
+        def objects_of(name: str) -> list[str]:
+            """Compile the kernels for a set of instructions; return nothing if the compiler lacks these."""
             kept = [*options, *SETS[name].split(), f'-DMMGATE_SET={name}']
-            try:
-                _run([*command, *kept, '-c', str(SOURCES / 'kernel.cpp'), '-o', str(to)])
-            except RuntimeError:
-                if name == 'baseline':
-                    raise
-                # An old compiler may lack these instructions.
-                return None
-            return to
+            files = []
+            for kernel in KERNELS:
+                to = str(Path(folder, f'{kernel}-{name}.o'))
+                try:
+                    _run([*command, *kept, '-c', str(SOURCES / f'{kernel}.cpp'), '-o', to])
+                except RuntimeError:
+                    if name == 'baseline':
+                        raise
+                    return []
+                files.append(to)
+            return files
 
         names = list(SETS) if platform.machine().lower() in ('x86_64', 'amd64') else ['baseline']
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            objects = dict(zip(names, pool.map(kernel, names), strict=True))
-        there = [f'-DMMGATE_HAS_{name.upper()}' for name, path in objects.items() if path]
+            objects = dict(zip(names, pool.map(objects_of, names), strict=True))
+        there = [f'-DMMGATE_HAS_{name.upper()}' for name, files in objects.items() if files]
         there.append(f'-DMMGATE_SOURCES="{sources()}"')
-        parts = [str(path) for path in objects.values() if path]
+        parts = [file for files in objects.values() for file in files]
         part = target.with_name(f'{target.name}.{os.getpid()}')
         linked = ['-shared', str(SOURCES / 'native.cpp'), *parts, '-o', str(part)]
         try:

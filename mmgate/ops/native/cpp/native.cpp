@@ -19,11 +19,14 @@
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 extern "C" const Kernels mmgate_kernels_baseline;
+extern "C" const RowKernels mmgate_row_kernels_baseline;
 #ifdef MMGATE_HAS_V3
 extern "C" const Kernels mmgate_kernels_v3;
+extern "C" const RowKernels mmgate_row_kernels_v3;
 #endif
 #ifdef MMGATE_HAS_V4
 extern "C" const Kernels mmgate_kernels_v4;
+extern "C" const RowKernels mmgate_row_kernels_v4;
 #endif
 
 namespace {
@@ -32,19 +35,37 @@ constexpr int64_t SMALL = 1 << 14;     // numbers read by a call that is not wor
 constexpr int64_t QUERIES = 64;        // of a part, at least
 constexpr int64_t ROWS_PER_COPY = 2;   // samples of a head for each of its values from which on a copy pays
 
-const Kernels &chosen(int64_t widest) {
+// Returns the widest set of instructions that the library has, the processor has, and the call allows.
+int64_t chosen(int64_t widest) {
 #if defined(MMGATE_HAS_V4)
     if (widest > 1 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        return mmgate_kernels_v4;
+        return 2;
 #endif
 #if defined(MMGATE_HAS_V3)
     if (widest > 0 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
-        return mmgate_kernels_v3;
+        return 1;
 #endif
     (void)widest;
-    return mmgate_kernels_baseline;
+    return 0;
 }
+
+template <class K> const K &of_set(int64_t set, const K *baseline, const K *v3, const K *v4) {
+    if (set == 2) return *v4;
+    return set == 1 ? *v3 : *baseline;
+}
+
+#ifdef MMGATE_HAS_V3
+#define V3(name) &name##_v3
+#else
+#define V3(name) nullptr
+#endif
+#ifdef MMGATE_HAS_V4
+#define V4(name) &name##_v4
+#else
+#define V4(name) nullptr
+#endif
+#define KERNELS(name, widest) of_set(chosen(widest), &name##_baseline, V3(name), V4(name))
 
 struct Memory {
     char *start;
@@ -87,20 +108,33 @@ void work(void *data) {
 
 typedef void (*Parallel)(void (*)(void *), void *, unsigned, unsigned);
 
-void on_threads(Job &job, int64_t threads, bool own_threads) {
-    threads = threads < job.tasks ? threads : job.tasks;
-    if (threads < 2) return work(&job);
+// Calls run(job) on threads, each of which takes tasks until there are none.
+void on_threads(void (*run)(void *), void *job, int64_t tasks, int64_t threads, bool own_threads) {
+    threads = threads < tasks ? threads : tasks;
+    if (threads < 2) return run(job);
 #if defined(__unix__) || defined(__APPLE__)
     static const Parallel parallel = (Parallel)dlsym(RTLD_DEFAULT, "GOMP_parallel");
-    if (parallel && !own_threads) return parallel(work, &job, (unsigned)threads, 0);
+    if (parallel && !own_threads) return parallel(run, job, (unsigned)threads, 0);
 #endif
     std::vector<std::thread> others;
     try {
-        for (int64_t i = 1; i < threads; i++) others.emplace_back(work, &job);
+        for (int64_t i = 1; i < threads; i++) others.emplace_back(run, job);
     } catch (...) {  // no more threads are to be had; those that there are do the work
     }
-    work(&job);
+    run(job);
     for (auto &thread : others) thread.join();
+}
+
+struct RowJob {
+    const GatedRows &call;
+    void (*run)(const GatedRows *, int64_t image, int64_t row);
+    int64_t tasks;
+    std::atomic<int64_t> next{0};
+};
+
+void work_on_rows(void *data) {
+    RowJob &job = *(RowJob *)data;
+    for (int64_t task; (task = job.next++) < job.tasks;) job.run(&job.call, task / job.call.rows, task % job.call.rows);
 }
 
 int64_t rounded(int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -117,7 +151,7 @@ EXPORT const char *mmgate_sources() { return MMGATE_SOURCES; }
 // Returns 0, or 1 if there is not enough memory.
 EXPORT int32_t mmgate_ms_deform_attn(const Call *call, int32_t backward, int32_t own_threads) {
     const Call &c = *call;
-    const Kernels &kernels = chosen(c.widest);
+    const Kernels &kernels = KERNELS(mmgate_kernels, c.widest);
     const int64_t heads = c.batch * c.heads, samples = c.queries * c.levels * c.points;
     const int64_t number = c.compute == DOUBLE ? 8 : 4;
     if (!heads || !samples || !c.dim) return 0;
@@ -143,11 +177,18 @@ EXPORT int32_t mmgate_ms_deform_attn(const Call *call, int32_t backward, int32_t
     if (!copies.start) return 1;
     Job job{c, plan, kernels, backward ? kernels.backward : kernels.forward, tasks, apart ? copies.aligned() : nullptr,
         false};
-    on_threads(job, threads, own_threads);
+    on_threads(work, &job, job.tasks, threads, own_threads);
     if (apart && !job.failed) {
         Job sum{c, plan, kernels, nullptr, tasks, copies.aligned(), true};
-        on_threads(sum, threads, own_threads);
+        on_threads(work, &sum, sum.tasks, threads, own_threads);
         return sum.failed;
     }
     return job.failed;
+}
+
+EXPORT void mmgate_gated_softmax(const GatedRows *call, int32_t backward, int32_t own_threads) {
+    const RowKernels &kernels = KERNELS(mmgate_row_kernels, call->widest);
+    RowJob job{*call, backward ? kernels.backward : kernels.forward, call->batch * call->rows};
+    const int64_t threads = job.tasks * call->heads * call->columns > SMALL ? call->threads : 1;
+    on_threads(work_on_rows, &job, job.tasks, threads, own_threads);
 }
