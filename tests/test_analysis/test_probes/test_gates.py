@@ -80,4 +80,4 @@ def test_a_gate_declares_the_value_that_changes_nothing(tmp_path: Path, monkeypa
     notes: list[str] = []
     monkeypatch.setattr('mmgate.analysis.figures.style.legend', lambda figure, note: notes.append(note))
     draw_gates([('half', gates)], tmp_path / 'x.png')
-    assert notes[0].startswith('A gate of 0.5 leaves attention unchanged.')
+    assert notes[0].startswith('All panels: a gate of 0.5 leaves attention unchanged.')
